@@ -1,0 +1,1 @@
+"""Fused weight-normalised layers."""

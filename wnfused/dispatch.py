@@ -1,0 +1,107 @@
+"""The one place that chooses a backend.
+
+Every op of ``torch.ops.wnfused`` lands here with its arguments. A backend is a module that has a function of the
+op's name and answers ``refusal(op, arguments)`` with ``None`` or the reason why it cannot run them. On each device
+the backends are asked in the order of :data:`ORDER`; ``use_backend`` or ``WNFUSED_BACKEND`` names one instead, and
+then nothing else will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+
+BACKENDS = ("native", "triton", "reference")
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("native", "reference"),
+    "cuda": ("native", "triton", "reference"),
+}
+"""Which backends an automatic choice asks, by device type; any other device runs the reference."""
+
+
+class BackendUnavailableError(RuntimeError):
+    """The backend that was asked for by name cannot run the op on these arguments."""
+
+
+class BackendWarning(UserWarning):
+    """An automatic choice passed over a faster backend. Given once for each op and reason."""
+
+
+def _checked(name: str, source: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{source}: unknown backend {name!r}; one of {', '.join(map(repr, BACKENDS))} is right")
+    return name
+
+
+_requested: ContextVar[str | None] = ContextVar("wnfused_backend", default=None)
+_from_environment = os.environ.get("WNFUSED_BACKEND") or None
+if _from_environment is not None:
+    _checked(_from_environment, "WNFUSED_BACKEND")
+_warned: set[tuple[str, str, str]] = set()
+
+
+def backend_module(name: str) -> ModuleType:
+    """The module behind a backend's name, imported when first asked for."""
+    return importlib.import_module(f"wnfused.backends.{name}")
+
+
+def requested() -> str | None:
+    """The backend named by ``use_backend`` or ``WNFUSED_BACKEND``, or None where the choice is automatic."""
+    return _requested.get() or _from_environment
+
+
+@contextlib.contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Within this context every op runs on the named backend, forward and backward.
+
+    Args:
+        name: ``"native"`` (C++), ``"triton"`` or ``"reference"`` (plain torch); None for the automatic choice.
+
+    Raises:
+        ValueError: the name is none of these.
+        BackendUnavailableError: on the first op that the backend cannot run, with the reason.
+    """
+    token = _requested.set(None if name is None else _checked(name, "use_backend"))
+    try:
+        yield
+    finally:
+        _requested.reset(token)
+
+
+def backend_status() -> dict[str, str | None]:
+    """Each backend's name with None where it is available, or the reason why it is not."""
+    return {name: backend_module(name).unavailable() for name in BACKENDS}
+
+
+def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
+    """The kernel that will run ``op`` on these arguments."""
+    name = requested()
+    if name is not None:
+        backend = backend_module(name)
+        reason = backend.refusal(op, arguments)
+        if reason is not None:
+            raise BackendUnavailableError(f"{op} cannot run on backend {name!r}: {reason}")
+        return getattr(backend, op)
+    device = next(a for a in arguments if isinstance(a, torch.Tensor)).device.type
+    for name in ORDER.get(device, ("reference",)):
+        backend = backend_module(name)
+        reason = backend.refusal(op, arguments)
+        if reason is None:
+            return getattr(backend, op)
+        _warn_once(op, name, reason)
+    raise AssertionError("the reference refuses nothing")
+
+
+def _warn_once(op: str, backend: str, reason: str) -> None:
+    if (op, backend, reason) not in _warned:
+        _warned.add((op, backend, reason))
+        warnings.warn(f"{op} passes over backend {backend!r}: {reason}", BackendWarning, stacklevel=3)

@@ -1,0 +1,82 @@
+"""What every public op asks of its arguments, checked once, in words that name the argument and what is right."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wnfused.reference import ACTIVATIONS
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def floating(name: str, tensor: Tensor) -> None:
+    """A real floating-point tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
+
+
+def matches(name: str, tensor: Tensor, x: Tensor) -> None:
+    """On the device of ``x``, and in its dtype or, where ``x`` is half precision, in float32."""
+    floating(name, tensor)
+    if tensor.device != x.device:
+        raise ValueError(f"{name}: on device {tensor.device}, but x is on {x.device}; move one of them")
+    if tensor.dtype != x.dtype and not (tensor.dtype == torch.float32 and x.dtype in _HALVES):
+        raise TypeError(
+            f"{name}: dtype {tensor.dtype} does not go with x of {x.dtype}; use the dtype of x, "
+            f"or float32 parameters with a half-precision x"
+        )
+
+
+def gain(g: Tensor, v: Tensor, dim: int | None) -> None:
+    """``g`` has one entry a row of ``v``, in torch's weight-norm shape or flat."""
+    floating("g", g)
+    if dim is not None and not -v.dim() <= dim < v.dim():
+        raise ValueError(f"dim: {dim} is out of range for v of shape {list(v.shape)}")
+    rows = 1 if dim is None else v.shape[dim]
+    keepdim = [1] * v.dim() if dim is None else [n if d == dim % v.dim() else 1 for d, n in enumerate(v.shape)]
+    if list(g.shape) not in ([rows], keepdim, [] if dim is None else keepdim):
+        raise ValueError(f"g: shape {list(g.shape)} does not fit v of {list(v.shape)}; use {keepdim} or {[rows]}")
+
+
+def bias(b: Tensor | None, features: int, x: Tensor) -> None:
+    if b is not None:
+        matches("bias", b, x)
+        if list(b.shape) != [features]:
+            raise ValueError(f"bias: shape {list(b.shape)} does not fit; use [{features}]")
+
+
+def activation(name: str | None, negative_slope: float) -> str:
+    """The op's own name of the activation."""
+    if name is None:
+        return "none"
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation: unknown {name!r}; use None, 'relu' or 'leaky_relu'")
+    # A negative slope would make the output's sign say nothing about the input's.
+    if name == "leaky_relu" and not (math.isfinite(negative_slope) and negative_slope >= 0):
+        raise ValueError(f"negative_slope: {negative_slope} must be finite and at least 0")
+    return name
+
+
+def autocast(x: Tensor) -> Tensor:
+    """``x`` in autocast's dtype where autocast is on, as torch casts a layer's input; float64 is left alone."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64 and x.is_floating_point():
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+def residual(r: Tensor, shape: list[int], x: Tensor) -> Tensor:
+    """A residual of the output's shape, in the output's dtype."""
+    r = autocast(r)
+    floating("residual", r)
+    if list(r.shape) != shape or r.device != x.device or r.dtype != x.dtype:
+        raise ValueError(
+            f"residual: {list(r.shape)}, {r.dtype}, {r.device} does not fit the output; "
+            f"use {shape}, {x.dtype}, {x.device}"
+        )
+    return r

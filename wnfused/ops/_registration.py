@@ -1,0 +1,172 @@
+"""How an op comes into being: schema, fake kernel, dispatch to a backend, and derivatives of every order.
+
+An op is a pair ``name`` and ``name_backward`` under ``torch.ops.wnfused``, whose kernels :mod:`wnfused.dispatch`
+chooses, and a callable that the public function uses. That callable is an ``autograd.Function`` that calls the op
+below autograd: half the cost a call of going through the op's own autograd registration, which is there all the
+same, for ``torch.compile``, ``torch.export`` and anyone who calls ``torch.ops.wnfused.*``.
+
+First derivatives run ``name_backward``. Where a graph of the backward is asked for (``create_graph``,
+``torch.func``), and for forward-mode derivatives and ``vmap``, the reference stands in: plain torch, which autograd
+differentiates right to any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wnfused import dispatch
+
+_library = torch.library.Library("wnfused", "DEF")
+
+
+def define(schema: str, fake: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Defines one op from its schema; its implementation on every device asks :func:`dispatch.select`."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+
+    def run(*arguments: Any) -> Any:
+        device = next(a for a in arguments if isinstance(a, Tensor)).device.type
+        # Operand dtypes are settled before an op is called; autocast must not touch what a kernel does inside.
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return dispatch.select(name, arguments)(*arguments)
+        return dispatch.select(name, arguments)(*arguments)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wnfused::{name}", fake, lib=_library)
+    op: torch._ops.OpOverload = getattr(torch.ops.wnfused, name).default
+    return op
+
+
+def differentiable(
+    op: torch._ops.OpOverload,
+    *,
+    reference: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., Sequence[Tensor | None]],
+    reads_output: Callable[[Sequence[Any]], bool] = lambda inputs: False,
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Gives ``op`` its derivatives and returns the callable for the public function.
+
+    Args:
+        op: returns ``(y, *rest)``; only ``y`` is differentiable.
+        reference: the same function of the same arguments in plain torch.
+        backward: ``backward(dy, inputs, outputs, needs)`` gives the gradients of the leading tensor inputs, None
+            where ``needs`` says so. ``outputs[0]`` is None unless ``reads_output(inputs)``.
+        reads_output: whether the backward reads ``y``, which must then be kept.
+    """
+    arity = len(op._schema.arguments)
+
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+        y, *rest = output
+        ctx.mark_non_differentiable(*rest)
+        ctx.set_materialize_grads(False)
+        ctx.outputs_kept = (reads_output(inputs), len(rest))
+        ctx.constants = tuple(None if isinstance(a, Tensor) else a for a in inputs)
+        ctx.tensor_positions = tuple(i for i, a in enumerate(inputs) if isinstance(a, Tensor))
+        ctx.backend = dispatch.requested()
+        tensors = [inputs[i] for i in ctx.tensor_positions]
+        ctx.save_for_backward(*tensors, *([y] if ctx.outputs_kept[0] else []), *rest)
+        ctx.save_for_forward(*tensors)
+
+    def saved_inputs(ctx: Any) -> list[Any]:
+        inputs = list(ctx.constants)
+        for position, tensor in zip(ctx.tensor_positions, ctx.saved_tensors, strict=False):
+            inputs[position] = tensor
+        return inputs
+
+    def gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * arity
+        inputs = saved_inputs(ctx)
+        if torch.is_grad_enabled():
+            return _through_reference(reference, dy, inputs, ctx.needs_input_grad)
+        rest = list(ctx.saved_tensors[len(ctx.tensor_positions) :])
+        outputs = rest if ctx.outputs_kept[0] else [None, *rest]
+        with _same_backend(ctx.backend):
+            found = backward(dy, inputs, outputs, ctx.needs_input_grad)
+        return (*found, *(None,) * (arity - len(found)))
+
+    torch.library.register_autograd(op, gradients, setup_context=setup_context, lib=_library)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return _below_autograd(op, arguments)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return gradients(ctx, *grads)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+            mapped = torch.vmap(reference, in_dims=tuple(in_dims), randomness=info.randomness)
+            outputs = mapped(*arguments)
+            return outputs, (0,) * len(outputs)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            inputs = saved_inputs(ctx)
+            moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+            # Forward mode does not nest, so the product J t is taken as the transpose of the pullback.
+            y, pullback = torch.func.vjp(
+                _as_function_of(reference, inputs, moving), *(inputs[i] for i in moving)
+            )
+            _, pushforward = torch.func.vjp(pullback, torch.zeros_like(y))
+            (derivative,) = pushforward(tuple(tangents[i] for i in moving))
+            return (derivative, *(None,) * ctx.outputs_kept[1])
+
+    Function.setup_context = staticmethod(setup_context)  # type: ignore[method-assign]
+    Function.__name__ = Function.__qualname__ = op._schema.name.rpartition("::")[2]
+
+    def call(*arguments: Any) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling():
+            outputs: tuple[Tensor, ...] = op(*arguments)
+        else:
+            outputs = Function.apply(*arguments)  # type: ignore[no-untyped-call]
+        return outputs
+
+    return call
+
+
+def _below_autograd(op: torch._ops.OpOverload, arguments: Sequence[Any]) -> Any:
+    """Calls the op with its autograd key left out: the ``autograd.Function`` around it records the graph."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def _same_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
+    """A backward runs on the backend its forward was told to use, whichever thread or context it runs in."""
+    return contextlib.nullcontext() if name is None else dispatch.use_backend(name)
+
+
+def _as_function_of(
+    reference: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Any], positions: Sequence[int]
+) -> Callable[..., Tensor]:
+    """``y`` of the reference as a function of the inputs at ``positions``, the others held."""
+
+    def function(*tensors: Tensor) -> Tensor:
+        arguments = list(inputs)
+        for position, tensor in zip(positions, tensors, strict=True):
+            arguments[position] = tensor
+        return reference(*arguments)[0]
+
+    return function
+
+
+def _through_reference(
+    reference: Callable[..., tuple[Tensor, ...]], dy: Tensor, inputs: Sequence[Any], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The vector-Jacobian product as autograd takes it of the reference, with a graph of its own."""
+    positions = [i for i, needed in enumerate(needs) if needed]
+    _, pullback = torch.func.vjp(
+        _as_function_of(reference, inputs, positions), *(inputs[i] for i in positions)
+    )
+    found: list[Tensor | None] = [None] * len(inputs)
+    for position, gradient in zip(positions, pullback(dy), strict=True):
+        found[position] = gradient
+    return tuple(found)

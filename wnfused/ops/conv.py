@@ -1,0 +1,197 @@
+"""``conv1d/2d/3d`` and their transposes: row norm, gain, convolution, bias, residual and activation as one op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wnfused import reference
+from wnfused.ops import _arguments as arguments
+from wnfused.ops._registration import define, differentiable
+from wnfused.ops.linear import fake_layer_gradients, layer_backward
+
+Extent = int | Sequence[int]
+
+_GEOMETRY = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
+)
+
+
+def _fake(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y = torch.convolution(
+        x, v.to(x.dtype), None, stride, padding, dilation, transposed, output_padding, groups
+    )
+    return y, v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
+
+
+def _fake_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool], stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    features = v.shape[1] * groups if transposed else v.shape[0]
+    return fake_layer_gradients(dy, x, v, g, features, needs, activation)
+
+
+_op = define(
+    f"conv(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_GEOMETRY}, int? dim=0, "
+    "str activation='none', float negative_slope=0.01) -> (Tensor y, Tensor norm)",
+    _fake,
+)
+_op_backward = define(
+    "conv_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, bool[] needs, "
+    f"{_GEOMETRY}, int? dim=0, str activation='none', float negative_slope=0.01) "
+    "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
+    _fake_backward,
+)
+
+
+def _backward(
+    dy: Tensor, inputs: Sequence[Any], outputs: Sequence[Any], needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    return layer_backward(_op_backward, dy, inputs, outputs, needs)
+
+
+_call = differentiable(
+    _op, reference=reference.conv, backward=_backward, reads_output=lambda inputs: inputs[-2] != "none"
+)
+
+
+def _extents(name: str, value: Extent, spatial: int, least: int) -> list[int]:
+    """One number a spatial dim."""
+    values = [value] * spatial if isinstance(value, int) else list(value)
+    if len(values) == 1:
+        values = values * spatial
+    if len(values) != spatial or any(n < least for n in values):
+        raise ValueError(f"{name}: {value!r} must be an int or {spatial} ints, each at least {least}")
+    return values
+
+
+def _conv(
+    spatial: int,
+    transposed: bool,
+    x: Tensor,
+    v: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    stride: Extent,
+    padding: Extent | str,
+    dilation: Extent,
+    output_padding: Extent,
+    groups: int,
+    activation: str | None,
+    negative_slope: float,
+    residual: Tensor | None,
+    dim: int | None,
+) -> Tensor:
+    arguments.floating("x", x)
+    x = arguments.autocast(x)
+    arguments.matches("v", v, x)
+    if v.dim() != spatial + 2:
+        raise ValueError(f"v: shape {list(v.shape)} must have {spatial + 2} dims")
+    if groups < 1 or (v.shape[0] % groups):
+        raise ValueError(f"groups: {groups} must be at least 1 and divide v.shape[0] = {v.shape[0]}")
+    channels = v.shape[0] if transposed else v.shape[1] * groups
+    features = v.shape[1] * groups if transposed else v.shape[0]
+    batched = x.dim() == spatial + 2
+    if not batched and x.dim() != spatial + 1 or x.shape[-spatial - 1] != channels:
+        wanted = f"[N, {channels}, {', '.join('DHW'[-spatial:])}]"
+        raise ValueError(f"x: shape {list(x.shape)} does not fit; use {wanted}, or the same without N")
+    arguments.matches("g", g, x)
+    arguments.gain(g, v, dim)
+    arguments.bias(bias, features, x)
+    strides = _extents("stride", stride, spatial, 1)
+    dilations = _extents("dilation", dilation, spatial, 1)
+    if not batched:
+        x = x.unsqueeze(0)
+        residual = None if residual is None else residual.unsqueeze(0)
+    if isinstance(padding, str):
+        x, paddings = _named_padding(padding, x, v, strides, dilations)
+    else:
+        paddings = _extents("padding", padding, spatial, 0)
+    if residual is not None:
+        # The sizes follow from the geometry; the op itself checks them where it adds.
+        residual = arguments.residual(residual, list(residual.shape), x)
+    y = _call(
+        x, v, g, bias, residual, strides, paddings, dilations, transposed,
+        _extents("output_padding", output_padding, spatial, 0), groups, dim,
+        arguments.activation(activation, negative_slope), float(negative_slope),
+    )[0]  # fmt: skip
+    return y if batched else y.squeeze(0)
+
+
+def _named_padding(
+    padding: str, x: Tensor, v: Tensor, strides: list[int], dilations: list[int]
+) -> tuple[Tensor, list[int]]:
+    """``"valid"`` and ``"same"``; where 'same' is odd, the extra zero goes behind, as torch has it."""
+    spatial = len(strides)
+    if padding == "valid":
+        return x, [0] * spatial
+    if padding != "same":
+        raise ValueError(f"padding: {padding!r} must be 'same', 'valid' or ints")
+    if any(stride != 1 for stride in strides):
+        raise ValueError(f"padding: 'same' needs stride 1, got stride {strides}")
+    totals = [d * (k - 1) for d, k in zip(dilations, v.shape[2:], strict=True)]
+    if any(total % 2 for total in totals):
+        behind = [amount for total in reversed(totals) for amount in (0, total % 2)]
+        x = torch.nn.functional.pad(x, behind)
+    return x, [total // 2 for total in totals]
+
+
+def conv1d(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
+    padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, *, activation: str | None = None,
+    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
+) -> Tensor:  # fmt: skip
+    """:func:`conv2d` in one spatial dim: ``x [N, C_in, W]``, ``v [C_out, C_in / groups, k]``."""
+    return _conv(
+        1, False, x, v, g, bias, stride, padding, dilation, 0, groups, activation, negative_slope, residual, dim
+    )
+
+
+def conv2d(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
+    padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, *, activation: str | None = None,
+    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
+) -> Tensor:  # fmt: skip
+    """``y = act(conv2d(x, w) + bias + residual)`` with ``w_i = g_i v_i / ||v_i||_2``, one row a filter.
+
+    Args:
+        x: ``[N, C_in, H, W]`` or ``[C_in, H, W]``; N may be 0. channels_last is kept.
+        v: directions ``[C_out, C_in / groups, k_h, k_w]``; the dtype of ``x``, or float32 with a half-precision ``x``.
+        g: gain of each filter, ``[C_out, 1, 1, 1]`` or ``[C_out]`` (``dim=0``).
+        bias: ``[C_out]`` or None.
+        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; in pixels.
+        activation: None, ``"relu"`` or ``"leaky_relu"`` with ``negative_slope`` >= 0.
+        residual: added before the activation; the shape of ``y``.
+        dim: the dim of ``v`` that numbers the normalised rows; None for one norm over ``v``.
+
+    Returns:
+        ``[N, C_out, H', W']`` in the dtype of ``x``, or autocast's.
+
+    Raises:
+        TypeError, ValueError: naming the argument that does not fit.
+
+    Source: Arpit, Campos & Bengio 2019, eq. 1 and 2, footnote 3.
+    """
+    return _conv(
+        2, False, x, v, g, bias, stride, padding, dilation, 0, groups, activation, negative_slope, residual, dim
+    )
+
+
+def conv3d(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
+    padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, *, activation: str | None = None,
+    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
+) -> Tensor:  # fmt: skip
+    """:func:`conv2d` in three spatial dims: ``x [N, C_in, D, H, W]``."""
+    return _conv(
+        3, False, x, v, g, bias, stride, padding, dilation, 0, groups, activation, negative_slope, residual, dim
+    )

@@ -1,0 +1,130 @@
+"""``linear``: row norm, gain, matrix product, bias, residual and activation as one op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wnfused import reference
+from wnfused.ops import _arguments as arguments
+from wnfused.ops._registration import define, differentiable
+
+
+def _fake(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    norm = v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
+    return x.new_empty([*x.shape[:-1], v.shape[0]]), norm
+
+
+def _fake_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return fake_layer_gradients(dy, x, v, g, v.shape[0], needs, activation)
+
+
+def fake_layer_gradients(
+    dy: Tensor, x: Tensor, v: Tensor, g: Tensor, features: int, needs: list[bool], activation: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Shapes of ``(dx, dv, dg, db, dz)``, empty where not needed; shared with the convolution."""
+    return (
+        torch.empty_like(x) if needs[0] else dy.new_empty(0),
+        torch.empty_like(v) if needs[1] else dy.new_empty(0),
+        g.new_empty(g.shape) if needs[1] else dy.new_empty(0),
+        v.new_empty([features]) if needs[2] else dy.new_empty(0),
+        torch.empty_like(dy) if needs[3] and activation != "none" else dy.new_empty(0),
+    )
+
+
+_op = define(
+    "linear(Tensor x, Tensor v, Tensor g, Tensor? bias=None, Tensor? residual=None, int? dim=0, "
+    "str activation='none', float negative_slope=0.01) -> (Tensor y, Tensor norm)",
+    _fake,
+)
+_op_backward = define(
+    "linear_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, bool[] needs, int? dim=0, "
+    "str activation='none', float negative_slope=0.01) "
+    "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
+    _fake_backward,
+)
+
+
+def layer_backward(
+    op: torch._ops.OpOverload,
+    dy: Tensor,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Gradients of ``x, v, g, bias, residual`` of a layer whose further arguments the backward op takes as they are."""
+    x, v, g, bias, _, *rest = inputs
+    y, norm = outputs
+    activation = rest[-2]
+    wanted = [needs[0], needs[1] or needs[2], needs[3], needs[4]]
+    dx, dv, dg, db, dz = op(dy, dy if y is None else y, x, v, g, norm, wanted, *rest)
+    dresidual = dy if activation == "none" else dz
+    db = db if bias is None or not needs[3] else db.to(bias.dtype)
+    found = (dx, dv, dg, db, dresidual)
+    return [gradient if needed else None for gradient, needed in zip(found, needs[:5], strict=True)]
+
+
+def _backward(
+    dy: Tensor, inputs: Sequence[Any], outputs: Sequence[Any], needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    return layer_backward(_op_backward, dy, inputs, outputs, needs)
+
+
+_call = differentiable(
+    _op, reference=reference.linear, backward=_backward, reads_output=lambda inputs: inputs[-2] != "none"
+)
+
+
+def linear(
+    x: Tensor,
+    v: Tensor,
+    g: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    negative_slope: float = 0.01,
+    residual: Tensor | None = None,
+    dim: int | None = 0,
+) -> Tensor:
+    """``y = act(x w^T + bias + residual)`` with ``w_i = g_i v_i / ||v_i||_2``.
+
+    Args:
+        x: ``[..., in_features]``.
+        v: directions ``[out_features, in_features]``; the dtype of ``x``, or float32 with a half-precision ``x``.
+        g: gain of each row, ``[out_features, 1]`` or ``[out_features]`` (``dim=0``).
+        bias: ``[out_features]`` or None.
+        activation: None, ``"relu"`` or ``"leaky_relu"`` with ``negative_slope`` >= 0.
+        residual: added before the activation; the shape of ``y``.
+        dim: the dim of ``v`` that numbers the normalised rows; None for one norm over ``v``.
+
+    Returns:
+        ``[..., out_features]`` in the dtype of ``x``, or autocast's.
+
+    Raises:
+        TypeError, ValueError: naming the argument that does not fit.
+
+    Source: Arpit, Campos & Bengio 2019, eq. 1 and 2.
+    """
+    arguments.floating("x", x)
+    x = arguments.autocast(x)
+    arguments.matches("v", v, x)
+    if v.dim() != 2:
+        raise ValueError(f"v: shape {list(v.shape)} is not [out_features, in_features]")
+    if x.dim() == 0 or x.shape[-1] != v.shape[1]:
+        raise ValueError(f"x: shape {list(x.shape)} does not end in in_features = {v.shape[1]}")
+    arguments.matches("g", g, x)
+    arguments.gain(g, v, dim)
+    arguments.bias(bias, v.shape[0], x)
+    if residual is not None:
+        residual = arguments.residual(residual, [*x.shape[:-1], v.shape[0]], x)
+    activation = arguments.activation(activation, negative_slope)
+    return _call(x, v, g, bias, residual, dim, activation, float(negative_slope))[0]

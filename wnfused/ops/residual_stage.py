@@ -1,0 +1,112 @@
+"""``residual_stage``: every identity block of a residual stage as one op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wnfused import reference
+from wnfused.ops import _arguments as arguments
+from wnfused.ops._registration import define, differentiable
+
+
+def _fake(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    y = torch.empty_like(x, memory_format=reference.stage_memory_format(x))
+    norm = g.new_empty(g.shape, dtype=reference.wide(v.dtype))
+    return y, norm, reference.empty_stage_maps(x, v.shape[0], recompute, save)
+
+
+def _fake_backward(
+    dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
+    recompute: int = 0, parameters: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dx = torch.empty_like(dy, memory_format=reference.stage_memory_format(dy))
+    if not parameters:
+        return dx, dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
+    return dx, v.new_empty(v.shape), g.new_empty(g.shape), bias.new_empty(bias.shape)
+
+
+_op = define(
+    "residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale=1.0, int recompute=0, "
+    "bool save=True) -> (Tensor y, Tensor norm, Tensor maps)",
+    _fake,
+)
+_op_backward = define(
+    "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
+    "float skip_scale=1.0, int recompute=0, bool parameters=True) "
+    "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
+    _fake_backward,
+)
+
+
+def _backward(
+    dy: Tensor, inputs: Sequence[Any], outputs: Sequence[Any], needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    _, v, g, bias, skip_scale, recompute, save = inputs
+    if not save:
+        raise RuntimeError("residual_stage: save=False kept nothing for a backward; call it with save=True")
+    _, norm, maps = outputs
+    dx, dv, dg, db = _op_backward(dy, v, g, bias, norm, maps, skip_scale, recompute, any(needs[1:4]))
+    return [gradient if needed else None for gradient, needed in zip((dx, dv, dg, db), needs[:4], strict=True)]
+
+
+_call = differentiable(_op, reference=reference.residual_stage, backward=_backward)
+
+
+def residual_stage(
+    x: Tensor,
+    v: Tensor,
+    g: Tensor,
+    bias: Tensor,
+    *,
+    skip_scale: float = 1.0,
+    recompute: int | None = None,
+) -> Tensor:
+    """All ``B`` identity blocks of a residual stage: ``h <- skip_scale (h + conv(relu(conv(h))))``, ``B`` times.
+
+    Both convolutions are 3x3 with stride 1 and padding 1, weight-normalised by filter. The residual stream stays
+    in float32 (float64 for float64) inside.
+
+    Args:
+        x: ``[N, C, H, W]``; N may be 0. channels_last is kept.
+        v: directions ``[B, 2, C, C, 3, 3]``; the dtype of ``x``, or float32 with a half-precision ``x``.
+        g, bias: gain and bias ``[B, 2, C]``.
+        skip_scale: factor on each block's sum; 1 for a plain residual network.
+        recompute: None keeps every block's two operand maps for the backward; k >= 1 keeps the input of every
+            k-th block only and computes the rest again, at a third more time and 1 / (2 k) of the memory, plus
+            one segment of k blocks.
+
+    Returns:
+        ``[N, C, H, W]`` in the dtype of ``x``, or autocast's.
+
+    Raises:
+        TypeError, ValueError: naming the argument that does not fit.
+
+    Source: Arpit, Campos & Bengio 2019, eq. 6 (alpha absorbed in the gain), with one ReLU a block.
+    """
+    arguments.floating("x", x)
+    x = arguments.autocast(x)
+    if x.dim() != 4:
+        raise ValueError(f"x: shape {list(x.shape)} is not [N, C, H, W]")
+    channels = x.shape[1]
+    arguments.matches("v", v, x)
+    if v.dim() != 6 or list(v.shape[1:]) != [2, channels, channels, 3, 3]:
+        raise ValueError(f"v: shape {list(v.shape)} does not fit x; use [B, 2, {channels}, {channels}, 3, 3]")
+    for name, parameter in (("g", g), ("bias", bias)):
+        arguments.matches(name, parameter, x)
+        if list(parameter.shape) != [v.shape[0], 2, channels]:
+            raise ValueError(
+                f"{name}: shape {list(parameter.shape)} does not fit; use {[v.shape[0], 2, channels]}"
+            )
+    if not math.isfinite(skip_scale):
+        raise ValueError(f"skip_scale: {skip_scale} must be finite")
+    if recompute is not None and recompute < 1:
+        raise ValueError(f"recompute: {recompute} must be None or at least 1")
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, v, g, bias))
+    return _call(x, v, g, bias, float(skip_scale), recompute or 0, save)[0]

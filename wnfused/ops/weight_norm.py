@@ -1,0 +1,65 @@
+"""``weight_norm``: rows of given norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wnfused import reference
+from wnfused.ops import _arguments as arguments
+from wnfused.ops._registration import define, differentiable
+
+
+def _fake(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
+    norm = v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
+    return torch.empty_like(v), norm
+
+
+def _fake_backward(
+    dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(v), torch.empty_like(g, memory_format=torch.contiguous_format)
+
+
+_op = define("weight_norm(Tensor v, Tensor g, int? dim=0) -> (Tensor w, Tensor norm)", _fake)
+_op_backward = define(
+    "weight_norm_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int? dim=0) -> (Tensor dv, Tensor dg)",
+    _fake_backward,
+)
+
+
+def _backward(
+    dw: Tensor, inputs: Sequence[Any], outputs: Sequence[Any], needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    v, g, dim = inputs
+    dv, dg = _op_backward(dw, v, g, outputs[1], dim)
+    return dv if needs[0] else None, dg if needs[1] else None
+
+
+_call = differentiable(_op, reference=reference.weight_norm, backward=_backward)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> Tensor:
+    """The effective weight ``w_i = g_i v_i / ||v_i||_2``, row by row.
+
+    Args:
+        v: direction tensor of any shape with at least one dim; floating point.
+        g: gain of each row, in torch's weight-norm shape (1 in every dim but ``dim``) or flat ``[v.shape[dim]]``;
+            in the dtype of ``v`` or float32.
+        dim: the dim that numbers the rows; None for one norm over the whole tensor.
+
+    Returns:
+        ``w`` in the shape and dtype of ``v``. A row of zeros gives zeros, with zero gradients.
+
+    Raises:
+        TypeError, ValueError: naming the argument that does not fit.
+
+    Source: Salimans & Kingma 2016, eq. 2; Arpit, Campos & Bengio 2019, eq. 1.
+    """
+    arguments.floating("v", v)
+    arguments.matches("g", g, v)
+    arguments.gain(g, v, dim)
+    return _call(v, g, dim)[0]
