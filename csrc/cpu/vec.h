@@ -12,6 +12,8 @@
 // defines WNFUSED_ISA (the namespace) and WNFUSED_VECTOR_BITS, and includes the kernels once.
 #pragma once
 
+#include "stage.h"
+
 #define WNFUSED_INLINE inline __attribute__((always_inline))
 #define WNFUSED_UNROLL _Pragma("GCC unroll 16")
 
@@ -126,6 +128,20 @@ WNFUSED_INLINE Block round_to_bfloat16(const Block& a) {
     result.part[i] = is_number ? (Native)rounded : (Native)quiet;
   }
   return result;
+}
+
+WNFUSED_INLINE float from_bfloat16(uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+WNFUSED_INLINE uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  if (value != value) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
 WNFUSED_INLINE float horizontal_sum(const Block& a) {

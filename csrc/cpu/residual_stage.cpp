@@ -1,0 +1,252 @@
+// The ops residual_stage and residual_stage_backward on CPU: checks, output tensors, scratch, and the choice of method
+// and instruction set. The mathematics and the layouts stand in stage.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "isa.h"
+#include "parallel.h"
+#include "stage.h"
+#include "workspace.h"
+
+namespace wnfused::cpu {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+bool is_bfloat16(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::BFloat16; }
+
+void check_dtype(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(is_bfloat16(tensor) || tensor.scalar_type() == ScalarType::Float, "residual_stage: ", name,
+                  " must be float32 or bfloat16");
+}
+
+// Contiguous as channels_last, and not contiguous in the default order (sizes of 1 make some tensors both).
+bool is_channels_last(const Tensor& x) {
+  if (x.is_contiguous()) return false;
+  const int64_t order[] = {1, 3, 2, 0};
+  int64_t expected = 1;
+  for (int64_t dim : order) {
+    if (x.size(dim) != 1 && x.stride(dim) != expected) return false;
+    expected *= x.size(dim);
+  }
+  return true;
+}
+
+Tensor empty_map_like(const Tensor& x) {
+  const auto format = is_channels_last(x) ? torch::headeronly::MemoryFormat::ChannelsLast
+                                          : torch::headeronly::MemoryFormat::Contiguous;
+  return torch::stable::empty(x.sizes(), x.scalar_type(), std::nullopt, std::nullopt, std::nullopt, format);
+}
+
+Tensor empty_of(std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
+}
+
+ExternalMap external_map(const Tensor& x) {
+  return {x.mutable_data_ptr(), is_bfloat16(x), x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
+}
+
+Parameter parameter(const Tensor& tensor) { return {tensor.mutable_data_ptr(), is_bfloat16(tensor)}; }
+
+Tensor make_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+struct Parameters {
+  Tensor v, g, bias;
+};
+
+// What memory safety needs; the rest is checked in Python.
+Parameters checked_parameters(const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& bias,
+                              int64_t recompute) {
+  STD_TORCH_CHECK(x.dim() == 4, "residual_stage: x must have 4 dimensions");
+  STD_TORCH_CHECK(v.dim() == 6 && v.size(1) == 2 && v.size(2) == x.size(1) && v.size(3) == x.size(1) &&
+                      v.size(4) == 3 && v.size(5) == 3,
+                  "residual_stage: v must be [B, 2, C, C, 3, 3] with x [N, C, H, W]");
+  for (const Tensor* tensor : {&g, &bias})
+    STD_TORCH_CHECK(tensor->dim() == 3 && tensor->size(0) == v.size(0) && tensor->size(1) == 2 &&
+                        tensor->size(2) == x.size(1),
+                    "residual_stage: g and bias must be [B, 2, C]");
+  STD_TORCH_CHECK(x.size(1) >= 1 && x.size(2) >= 1 && x.size(3) >= 1, "residual_stage: empty channels or maps");
+  STD_TORCH_CHECK(recompute >= 0, "residual_stage: recompute must not be negative");
+  check_dtype(x, "x");
+  check_dtype(v, "v");
+  check_dtype(g, "g");
+  check_dtype(bias, "bias");
+  return {make_contiguous(v), make_contiguous(g), make_contiguous(bias)};
+}
+
+Geometry geometry_of(const Tensor& x, int64_t blocks, Method method) {
+  return make_geometry(x.size(0), x.size(1), x.size(2), x.size(3), blocks, method);
+}
+
+bool in_place(const Geometry& geometry, const SavedMaps& saved) {
+  return saved.data && saved.every == 0 && !saved.bfloat16 && geometry.channels == geometry.padded_channels;
+}
+
+const StageKernels& kernels() {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return avx512::stage_kernels;
+    case Isa::kAvx2:
+      return avx2::stage_kernels;
+    default:
+      break;
+  }
+#endif
+  return portable::stage_kernels;
+}
+
+int64_t workers_for(const Geometry& geometry, bool parameters) {
+  const int64_t items = geometry.conv_items() + geometry.channel_blocks + (parameters ? geometry.wgrad_items() : 0);
+  return std::clamp<int64_t>(items, 1, worker_limit());
+}
+
+// Panel and product of one chunk, or what packing and finishing need.
+int64_t worker_floats(const Geometry& geometry) {
+  const auto panels = [&](int64_t rows, int64_t blocks) { return geometry.planes * (blocks * rows + 1) * kLanes; };
+  const int64_t conv =
+      panels(geometry.conv_rows, geometry.channel_blocks) + panels(geometry.conv_rows, geometry.conv_group_blocks);
+  const int64_t wgrad =
+      panels(geometry.wgrad_rows, geometry.channel_blocks) + panels(geometry.wgrad_rows, geometry.wgrad_group_blocks);
+  const int64_t unit = kLanes * kLanes * kTaps;
+  const int64_t pack = 2 * unit, finish = unit + 18 * geometry.padded_channels * kTaps;
+  return std::max({conv, wgrad, pack, finish});
+}
+
+// Pieces that the forward and the backward share.
+void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& scratch) {
+  scratch.zeros = arena.take(geometry.padded_channels);
+  for (Bank& bank : scratch.bank)
+    bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_channels),
+            arena.take(geometry.padded_channels)};
+  scratch.stream = arena.take(geometry.map_size());
+  // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
+  // its sets.
+  scratch.worker_stride = worker_floats(geometry) / kLanes * kLanes + 3 * kLanes;
+  scratch.worker = arena.take(scratch.worker_stride * workers);
+}
+
+void lay_out_forward(Arena& arena, const StageForward& job, int64_t workers, Scratch& scratch) {
+  lay_out(arena, job.geometry, workers, scratch);
+  if (!job.saved.in_place) scratch.hidden = arena.take(job.geometry.map_size());
+}
+
+void lay_out_backward(Arena& arena, const StageBackward& job, int64_t workers, Scratch& scratch) {
+  const Geometry& geometry = job.geometry;
+  lay_out(arena, geometry, workers, scratch);
+  scratch.hidden = arena.take(geometry.map_size());
+  if (job.parameters) {
+    for (float*& gradient : scratch.gradient) gradient = arena.take(geometry.bank_size() * geometry.wgrad_slices);
+    for (float*& gradient : scratch.bias_gradient)
+      gradient = arena.take(geometry.padded_channels * geometry.wgrad_slices);
+  }
+  if (job.saved.in_place) return;
+  const int64_t blocks = job.saved.every == 0 ? 1 : std::min(job.saved.every, geometry.blocks);
+  scratch.saved_stream = arena.take(geometry.map_size() * blocks);
+  scratch.saved_hidden = arena.take(geometry.map_size() * blocks);
+}
+
+// Runs `job` with the method that suits its maps; once more with the direct method when something was not finite.
+template <class Job, class LayOut, class Run>
+void run_stage(const Tensor& x, Job& job, bool parameters, const LayOut& lay_out, const Run& run) {
+  const Geometry& first = job.geometry;
+  Method method = preferred_method(first.images, first.height, first.width);
+  for (;;) {
+    job.geometry = geometry_of(x, job.geometry.blocks, method);
+    const int64_t workers = workers_for(job.geometry, parameters);
+    Arena measure(nullptr);
+    lay_out(measure, job, workers, job.scratch);
+    const Workspace workspace(measure.used());
+    Arena arena(workspace.data());
+    lay_out(arena, job, workers, job.scratch);
+    std::fill_n(job.scratch.zeros, job.geometry.padded_channels, 0.0f);
+    std::atomic<bool> poisoned{false};
+    job.poisoned = &poisoned;
+    run_workers(workers, [&](Worker& worker) { run(job, worker); });
+    if (!poisoned.load() || method == Method::kDirect) return;
+    method = Method::kDirect;
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor& v, const Tensor& g,
+                                                  const Tensor& bias, double skip_scale, int64_t recompute,
+                                                  bool save) {
+  const Parameters parameters = checked_parameters(x, v, g, bias, recompute);
+  const int64_t blocks = v.size(0), saved_blocks = recompute ? (blocks + recompute - 1) / recompute : blocks;
+  Tensor y = empty_map_like(x);
+  Tensor norm = empty_of({blocks, 2, x.size(1)}, ScalarType::Float);
+  const ScalarType saved_dtype = recompute ? ScalarType::Float : x.scalar_type();
+  Tensor maps = save ? empty_of({saved_blocks, recompute ? 1 : 2, x.size(0), x.size(2), x.size(3), x.size(1)},
+                                saved_dtype)
+                     : empty_of({0}, saved_dtype);
+  if (save) prefer_huge_pages(maps);
+
+  StageForward job{};
+  job.geometry = geometry_of(x, blocks, Method::kDirect);
+  job.x = external_map(x);
+  job.y = external_map(y);
+  job.v = parameter(parameters.v);
+  job.g = parameter(parameters.g);
+  job.bias = parameter(parameters.bias);
+  job.skip_scale = static_cast<float>(skip_scale);
+  job.round_operands = is_bfloat16(x);
+  job.norm = static_cast<float*>(norm.mutable_data_ptr());
+  job.saved = {save ? maps.mutable_data_ptr() : nullptr, saved_dtype == ScalarType::BFloat16, recompute, false};
+  job.saved.in_place = in_place(job.geometry, job.saved);
+  const StageKernels& kernel = kernels();
+  run_stage(x, job, false, lay_out_forward, kernel.forward);
+  return {y, norm, maps};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
+    const Tensor& dy, const Tensor& v, const Tensor& g, const Tensor& bias, const Tensor& norm, const Tensor& maps,
+    double skip_scale, int64_t recompute, bool parameter_gradients) {
+  const Parameters parameters = checked_parameters(dy, v, g, bias, recompute);
+  const int64_t blocks = v.size(0), saved_blocks = recompute ? (blocks + recompute - 1) / recompute : blocks;
+  STD_TORCH_CHECK(norm.scalar_type() == ScalarType::Float && norm.is_contiguous() && norm.numel() == g.numel(),
+                  "residual_stage_backward: norm must be the forward's");
+  STD_TORCH_CHECK(maps.scalar_type() == (recompute ? ScalarType::Float : dy.scalar_type()) && maps.is_contiguous() &&
+                      maps.numel() == saved_blocks * (recompute ? 1 : 2) * dy.numel(),
+                  "residual_stage_backward: maps must be those the forward saved with the same recompute");
+  Tensor dx = empty_map_like(dy);
+  const bool wanted = parameter_gradients;
+  Tensor dv = wanted ? torch::stable::empty(v.sizes(), v.scalar_type()) : empty_of({0}, v.scalar_type());
+  Tensor dg = wanted ? torch::stable::empty(g.sizes(), g.scalar_type()) : empty_of({0}, g.scalar_type());
+  Tensor dbias = wanted ? torch::stable::empty(bias.sizes(), bias.scalar_type()) : empty_of({0}, bias.scalar_type());
+  if (wanted) prefer_huge_pages(dv);
+
+  StageBackward job{};
+  job.geometry = geometry_of(dy, blocks, Method::kDirect);
+  job.dy = external_map(dy);
+  job.dx = external_map(dx);
+  job.v = parameter(parameters.v);
+  job.g = parameter(parameters.g);
+  job.bias = parameter(parameters.bias);
+  job.dv = parameter(dv);
+  job.dg = parameter(dg);
+  job.dbias = parameter(dbias);
+  job.parameters = wanted;
+  job.skip_scale = static_cast<float>(skip_scale);
+  job.round_operands = is_bfloat16(dy);
+  job.norm = static_cast<const float*>(norm.const_data_ptr());
+  job.saved = {maps.mutable_data_ptr(), maps.scalar_type() == ScalarType::BFloat16, recompute, false};
+  job.saved.in_place = in_place(job.geometry, job.saved);
+  const StageKernels& kernel = kernels();
+  run_stage(dy, job, wanted, lay_out_backward, kernel.backward);
+  return {dx, dv, dg, dbias};
+}
+
+}  // namespace
+}  // namespace wnfused::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CPU, m) {
+  m.impl("residual_stage", TORCH_BOX(&wnfused::cpu::residual_stage));
+  m.impl("residual_stage_backward", TORCH_BOX(&wnfused::cpu::residual_stage_backward));
+}

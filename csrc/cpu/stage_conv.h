@@ -1,0 +1,280 @@
+// One convolution of the stage: 3x3, stride 1, zero padding 1, C to C, over a chunk of rows.
+//
+//        gather                         multiply                          scatter
+//   map  ------>  panel                 -------->  product                ------>  map
+//        zeros    [step][rows][16]      with bank  [plane][block][rows][16]        epilogue
+//        outside
+//
+//   Winograd: a row is a 2x2 tile, 4x4 pixels are transformed into 16 planes of depth C; 16 products, transformed back.
+//   direct:   a row is a pixel, the taps that touch the map lie one after another along the depth; one product.
+//
+// Cache: at C = 16 and 16 rows panel, product and bank are 16 KB each, the first-level cache; with more channels the
+// planes of a bank stream from the second level, 64 bytes to each 16 (or 32) rows of multiply-adds.
+// Floor per convolution: 4 C^2 (direct: 9 C^2) multiply-adds and 8 C bytes a pixel.
+#pragma once
+
+#include "stage_gemm.h"
+#include "stage_winograd.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Planes of [blocks][rows][16] floats. The plane stride is odd in cache lines, so that the 16 stores of a transform
+// fall into different cache sets.
+struct Panel {
+  float* data;
+  int64_t rows;
+  int64_t plane_stride;
+
+  Panel(float* data, int64_t rows, int64_t blocks)
+      : data(data), rows(rows), plane_stride(blocks * rows * kLanes + kLanes) {}
+
+  float* at(int64_t plane, int64_t block, int64_t row) const {
+    return data + plane * plane_stride + (block * rows + row) * kLanes;
+  }
+};
+
+WNFUSED_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+WNFUSED_INLINE int64_t round_up_rows(int64_t rows) { return (rows + kRowMultiple - 1) / kRowMultiple * kRowMultiple; }
+
+// The pixel (direct) or the top left pixel of the tile (Winograd) of a row.
+struct Unit {
+  int64_t image, y, x;
+};
+
+// Winograd numbers tiles image by image. The direct method numbers pixels position by position, all images at one
+// position in turn, so that a panel of many small images skips the taps outside the map altogether.
+WNFUSED_INLINE Unit unit_at(const Geometry& geometry, int64_t index) {
+  if (geometry.method == Method::kWinograd) {
+    const int64_t column = index % geometry.tile_cols, rest = index / geometry.tile_cols;
+    return {rest / geometry.tile_rows, 2 * (rest % geometry.tile_rows), 2 * column};
+  }
+  const int64_t position = index / geometry.images;
+  return {index % geometry.images, position / geometry.width, position % geometry.width};
+}
+
+WNFUSED_INLINE void advance(const Geometry& geometry, Unit& unit) {
+  if (geometry.method == Method::kWinograd) {
+    unit.x += 2;
+    if (unit.x < geometry.width) return;
+    unit.x = 0;
+    unit.y += 2;
+    if (unit.y < geometry.height) return;
+    unit.y = 0;
+    ++unit.image;
+  } else {
+    if (++unit.image < geometry.images) return;
+    unit.image = 0;
+    if (++unit.x < geometry.width) return;
+    unit.x = 0;
+    ++unit.y;
+  }
+}
+
+WNFUSED_INLINE int64_t pixel_index(const Geometry& geometry, const Unit& unit) {
+  return (unit.image * geometry.height + unit.y) * geometry.width + unit.x;
+}
+
+// Rows past the end of a chunk are multiplied too: make them zeros.
+inline void clear_rows(const Panel& panel, int64_t planes, int64_t blocks, int64_t begin, int64_t end) {
+  for (int64_t p = 0; p < planes; ++p)
+    for (int64_t b = 0; b < blocks; ++b)
+      for (int64_t r = begin; r < end; ++r) store(panel.at(p, b, r), zero());
+}
+
+// 4x4 patches of `count` tiles, transformed: plane p of block b, row t.
+template <bool Round>
+inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
+                         const Panel& panel) {
+  const int64_t channels = geometry.padded_channels, line = geometry.width * channels;
+  Unit unit = unit_at(geometry, first);
+  for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
+    const bool inside = unit.y > 0 && unit.x > 0 && unit.y + 2 < geometry.height && unit.x + 2 < geometry.width;
+    const float* corner = map + pixel_index(geometry, unit) * channels - line - channels;
+    if (inside) {
+      for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
+        const float* source = corner + b * kLanes;
+        input_transform<Round>([=](int i, int j) { return source + i * line + j * channels; }, panel.at(0, b, t),
+                               panel.plane_stride);
+      }
+      continue;
+    }
+    const float* pixel[4][4];
+    for (int i = 0; i < 4; ++i) {
+      const bool in_row = unit.y + i >= 1 && unit.y + i <= geometry.height;
+      for (int j = 0; j < 4; ++j) {
+        const bool in_map = in_row && unit.x + j >= 1 && unit.x + j <= geometry.width;
+        pixel[i][j] = in_map ? corner + i * line + j * channels : zeros;
+      }
+    }
+    for (int64_t b = 0; b < geometry.channel_blocks; ++b)
+      input_transform<Round>([&](int i, int j) { return pixel[i][j] + b * kLanes; }, panel.at(0, b, t),
+                             panel.plane_stride);
+  }
+  clear_rows(panel, kPositions, geometry.channel_blocks, count, round_up_rows(count));
+}
+
+// Pixels of one tap, for `count` units; returns false where the tap lies outside the map for every one of them.
+template <bool Round>
+inline bool gather_tap(const Geometry& geometry, const float* map, int64_t first, int64_t count, int tap,
+                       const Panel& panel, int64_t plane) {
+  const int64_t dy = tap / 3 - 1, dx = tap % 3 - 1, channels = geometry.padded_channels;
+  const float* pixel[kMaxPanelRows];
+  bool touches = false;
+  Unit unit = unit_at(geometry, first);
+  for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
+    const int64_t y = unit.y + dy, x = unit.x + dx;
+    const bool inside = y >= 0 && y < geometry.height && x >= 0 && x < geometry.width;
+    pixel[t] = inside ? map + pixel_index(geometry, {unit.image, y, x}) * channels : nullptr;
+    touches |= inside;
+  }
+  if (!touches) return false;
+  for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
+    for (int64_t t = 0; t < count; ++t) {
+      Block value = pixel[t] ? load(pixel[t] + b * kLanes) : zero();
+      if constexpr (Round) value = round_to_bfloat16(value);
+      store(panel.at(plane, b, t), value);
+    }
+    for (int64_t t = count; t < round_up_rows(count); ++t) store(panel.at(plane, b, t), zero());
+  }
+  return true;
+}
+
+struct SavedMap {
+  void* data;  // [N, H, W, C], null: do not save
+  bool bfloat16;
+};
+
+// What becomes of a convolution's output before it is stored.
+enum class Ending {
+  kRelu,      // relu(scale acc + bias)                        a, from h
+  kResidual,  // factor (other + scale acc + bias)             the next h, from a; other is h
+  kMask,      // acc where other passed the ReLU, else 0       da, from dh; other is a
+  kAdd,       // factor other + acc                            dh of the block, from da; other is dh
+};
+
+struct Epilogue {
+  float* out;
+  const float* other;
+  const float* scale;
+  const float* bias;
+  float factor;
+  bool round;  // kRelu: the activation is an operand, and operands are bfloat16
+  SavedMap saved;
+};
+
+inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t pixel, int64_t channel_block,
+                       const Block& value) {
+  const int64_t left = geometry.channels - channel_block * kLanes, lanes = left < kLanes ? left : kLanes;
+  const int64_t offset = pixel * geometry.channels + channel_block * kLanes;
+  if (!saved.bfloat16 && lanes == kLanes) {
+    store(static_cast<float*>(saved.data) + offset, value);
+    return;
+  }
+  float values[kLanes];
+  store(values, value);
+  if (saved.bfloat16) {
+    uint16_t* target = static_cast<uint16_t*>(saved.data) + offset;
+    for (int64_t i = 0; i < lanes; ++i) target[i] = to_bfloat16(values[i]);
+  } else {
+    __builtin_memcpy(static_cast<float*>(saved.data) + offset, values, lanes * sizeof(float));
+  }
+}
+
+// `poison` gathers 0 * value: it stays zero while everything is finite.
+template <Ending kEnding>
+WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue& epilogue, int64_t pixel,
+                                 int64_t channel_block, const Block& accumulator, Block& poison) {
+  const int64_t offset = pixel * geometry.padded_channels + channel_block * kLanes;
+  Block value;
+  if constexpr (kEnding == Ending::kRelu || kEnding == Ending::kResidual)
+    value = multiply_add(accumulator, load(epilogue.scale + channel_block * kLanes),
+                         load(epilogue.bias + channel_block * kLanes));
+  if constexpr (kEnding == Ending::kRelu) {
+    value = relu(value);
+    if (epilogue.round) value = round_to_bfloat16(value);
+  } else if constexpr (kEnding == Ending::kResidual) {
+    value = splat(epilogue.factor) * (load(epilogue.other + offset) + value);
+  } else if constexpr (kEnding == Ending::kMask) {
+    value = relu_mask(load(epilogue.other + offset), accumulator);
+  } else {
+    value = multiply_add(splat(epilogue.factor), load(epilogue.other + offset), accumulator);
+  }
+  if constexpr (kEnding == Ending::kResidual || kEnding == Ending::kAdd)
+    poison = multiply_add(value, zero(), poison);
+  store(epilogue.out + offset, value);
+  if (epilogue.saved.data) save_block(geometry, epilogue.saved, pixel, channel_block, value);
+}
+
+// Outputs [first_block, first_block + blocks) of `count` units.
+template <Ending kEnding>
+inline bool scatter(const Geometry& geometry, const Panel& product, int64_t first, int64_t count, int64_t first_block,
+                    int64_t blocks, const Epilogue& epilogue) {
+  Block poison = zero();
+  Unit unit = unit_at(geometry, first);
+  for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
+    const int64_t pixel = pixel_index(geometry, unit);
+    if (geometry.method == Method::kDirect) {
+      for (int64_t b = 0; b < blocks; ++b)
+        finish_pixel<kEnding>(geometry, epilogue, pixel, first_block + b, load(product.at(0, b, t)), poison);
+      continue;
+    }
+    const bool two_rows = unit.y + 1 < geometry.height, two_columns = unit.x + 1 < geometry.width;
+    for (int64_t b = 0; b < blocks; ++b) {
+      Block tile[2][2];
+      output_transform(product.at(0, b, t), product.plane_stride, tile);
+      const int64_t block = first_block + b, below = pixel + geometry.width;
+      finish_pixel<kEnding>(geometry, epilogue, pixel, block, tile[0][0], poison);
+      if (two_columns) finish_pixel<kEnding>(geometry, epilogue, pixel + 1, block, tile[0][1], poison);
+      if (two_rows) finish_pixel<kEnding>(geometry, epilogue, below, block, tile[1][0], poison);
+      if (two_rows && two_columns) finish_pixel<kEnding>(geometry, epilogue, below + 1, block, tile[1][1], poison);
+    }
+  }
+  return horizontal_sum(poison) == 0.0f;
+}
+
+// Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
+template <bool Round>
+inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
+                     const float* bank, int64_t first_block, int64_t blocks, const Panel& panel,
+                     const Panel& product) {
+  const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
+  const Depth depth{geometry.channel_blocks, geometry.channels - (geometry.channel_blocks - 1) * kLanes,
+                    panel.rows * kLanes};
+  bank += first_block * col_stride;
+  if (geometry.method == Method::kWinograd) {
+    gather_tiles<Round>(geometry, map, zeros, first, count, panel);
+    for (int64_t p = 0; p < kPositions; ++p) {
+      const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride};
+      multiply_rows(&plane, 1, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
+    }
+    return;
+  }
+  PlanePair taps[kTaps];
+  int64_t touching = 0;
+  for (int tap = 0; tap < kTaps; ++tap)
+    if (gather_tap<Round>(geometry, map, first, count, tap, panel, touching)) {
+      taps[touching] = {panel.at(touching, 0, 0), bank + tap * geometry.plane_stride};
+      ++touching;
+    }
+  multiply_rows(taps, touching, depth, rows, blocks, col_stride, product.at(0, 0, 0), product.rows * kLanes);
+}
+
+// Item `item` of a convolution: one chunk of units, one group of output blocks.
+template <Ending kEnding>
+inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
+                             const float* zeros, const float* bank, const Epilogue& epilogue, float* scratch,
+                             std::atomic<bool>& poisoned) {
+  const int64_t chunk = item / geometry.conv_groups, group = item % geometry.conv_groups;
+  const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
+  const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
+  const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);
+  const Panel panel(scratch, geometry.conv_rows, geometry.channel_blocks);
+  const Panel product(scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
+  if (round_map) convolve<true>(geometry, map, zeros, first, count, bank, first_block, blocks, panel, product);
+  else convolve<false>(geometry, map, zeros, first, count, bank, first_block, blocks, panel, product);
+  if (!scatter<kEnding>(geometry, product, first, count, first_block, blocks, epilogue))
+    poisoned.store(true, std::memory_order_relaxed);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

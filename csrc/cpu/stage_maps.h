@@ -1,0 +1,113 @@
+// Maps in and out of the kernels' own layout [N, H, W, Cp] fp32: the caller's x, y, dy, dx in any strides and type, and
+// the canonical saved maps [N, H, W, C]. Runs of pixels of one image are moved by 16 pixels x 16 channels: a copy where
+// channels are innermost, a transposition in registers where pixels are, element by element otherwise.
+#pragma once
+
+#include "stage_conv.h"
+#include "stage_pack.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+constexpr int64_t kMapPixels = 128;  // pixels an item moves
+
+WNFUSED_INLINE int64_t map_items_per_image(const Geometry& geometry) {
+  return (geometry.height * geometry.width + kMapPixels - 1) / kMapPixels;
+}
+
+WNFUSED_INLINE int64_t map_items(const Geometry& geometry) { return geometry.images * map_items_per_image(geometry); }
+
+struct PixelRun {
+  int64_t image, begin, end;  // pixels within the image
+};
+
+WNFUSED_INLINE PixelRun map_run(const Geometry& geometry, int64_t item) {
+  const int64_t items = map_items_per_image(geometry), begin = item % items * kMapPixels;
+  return {item / items, begin, smaller(begin + kMapPixels, geometry.height * geometry.width)};
+}
+
+WNFUSED_INLINE int64_t element(const ExternalMap& map, const Geometry& geometry, int64_t image, int64_t pixel,
+                               int64_t channel) {
+  return image * map.image_stride + channel * map.channel_stride + pixel / geometry.width * map.row_stride +
+         pixel % geometry.width * map.column_stride;
+}
+
+// Pixels of an image lie one after another.
+WNFUSED_INLINE bool planar(const ExternalMap& map, const Geometry& geometry) {
+  return !map.bfloat16 && map.column_stride == 1 && (map.row_stride == geometry.width || geometry.height == 1);
+}
+
+// Channels of a pixel lie one after another.
+WNFUSED_INLINE bool interleaved(const ExternalMap& map) { return !map.bfloat16 && map.channel_stride == 1; }
+
+inline void read_map(const Geometry& geometry, const ExternalMap& source, int64_t item, float* map) {
+  const PixelRun run = map_run(geometry, item);
+  const int64_t padded = geometry.padded_channels;
+  float* target = map + run.image * geometry.height * geometry.width * padded;
+  const float* data = static_cast<const float*>(source.data);
+  for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
+    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, geometry.channels - channel0);
+    int64_t pixel = run.begin;
+    if (lanes == kLanes && interleaved(source)) {
+      for (; pixel < run.end; ++pixel)
+        store(target + pixel * padded + channel0,
+              load(data + element(source, geometry, run.image, pixel, channel0)));
+    } else if (lanes == kLanes && planar(source, geometry)) {
+      for (; pixel + kLanes <= run.end; pixel += kLanes) {
+        Block block[kLanes];
+        const float* corner = data + element(source, geometry, run.image, 0, channel0) + pixel;
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(corner + i * source.channel_stride);
+        transpose(block);
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(target + (pixel + i) * padded + channel0, block[i]);
+      }
+    }
+    for (; pixel < run.end; ++pixel) {
+      float* values = target + pixel * padded + channel0;
+      for (int64_t i = 0; i < kLanes; ++i)
+        values[i] = i < lanes ? read({source.data, source.bfloat16},
+                                     element(source, geometry, run.image, pixel, channel0 + i))
+                              : 0.0f;
+    }
+  }
+}
+
+inline void write_map(const Geometry& geometry, const float* map, int64_t item, const ExternalMap& target) {
+  const PixelRun run = map_run(geometry, item);
+  const int64_t padded = geometry.padded_channels;
+  const float* source = map + run.image * geometry.height * geometry.width * padded;
+  float* data = static_cast<float*>(target.data);
+  for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
+    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, geometry.channels - channel0);
+    int64_t pixel = run.begin;
+    if (lanes == kLanes && interleaved(target)) {
+      for (; pixel < run.end; ++pixel)
+        store(data + element(target, geometry, run.image, pixel, channel0),
+              load(source + pixel * padded + channel0));
+    } else if (lanes == kLanes && planar(target, geometry)) {
+      for (; pixel + kLanes <= run.end; pixel += kLanes) {
+        Block block[kLanes];
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(source + (pixel + i) * padded + channel0);
+        transpose(block);
+        float* corner = data + element(target, geometry, run.image, 0, channel0) + pixel;
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(corner + i * target.channel_stride, block[i]);
+      }
+    }
+    for (; pixel < run.end; ++pixel)
+      for (int64_t i = 0; i < lanes; ++i)
+        write({target.data, target.bfloat16}, element(target, geometry, run.image, pixel, channel0 + i),
+              source[pixel * padded + channel0 + i]);
+  }
+}
+
+// A canonical saved map as the kernels' map.
+inline void read_saved(const Geometry& geometry, const SavedMap& saved, int64_t item, float* map) {
+  const int64_t channels = geometry.channels, row = geometry.width * channels;
+  read_map(geometry, {saved.data, saved.bfloat16, geometry.height * row, 1, row, channels}, item, map);
+}
+
+// The kernels' map as a canonical saved map.
+inline void write_saved(const Geometry& geometry, const float* map, int64_t item, const SavedMap& saved) {
+  const int64_t channels = geometry.channels, row = geometry.width * channels;
+  write_map(geometry, map, item, {saved.data, saved.bfloat16, geometry.height * row, 1, row, channels});
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

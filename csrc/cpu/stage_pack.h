@@ -1,0 +1,229 @@
+// Parameters to banks, and banks of gradients back to parameters.
+//
+//   v, one output row:   [C][9] floats           a unit of work: 16 rows x 16 input channels = 16 x 144 floats,
+//   bank:                [planes][C/16][C][16]   9 KB, nine 16 x 16 transpositions in registers
+//
+//   pack_forward    rows of 16 outputs -> lanes are outputs;   the row norm is summed on the way, the scale g / ||v||
+//                   stays out of the bank and is applied by the epilogue
+//   pack_backward   lanes are inputs, depth is outputs, taps turned by 180 degrees; the scale lies along the depth
+//                   here, so it goes into the bank
+//   finish_gradient adds the slices' banks in order, turns them into rows dW, and applies weight normalisation's
+//                   backward: dg = <dW, v> / ||v||,  dv = g / ||v|| (dW - v dg / ||v||)
+//
+// Each reads v once: 36 C^2 bytes a convolution are the floor, and what a stage with one small image is bound by.
+#pragma once
+
+#include "stage_winograd.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+constexpr int64_t kUnitFloats = kLanes * kTaps;  // one row of a 16 x 16 unit
+
+inline float read(const Parameter& parameter, int64_t index) {
+  return parameter.bfloat16 ? from_bfloat16(static_cast<const uint16_t*>(parameter.data)[index])
+                            : static_cast<const float*>(parameter.data)[index];
+}
+
+inline void write(const Parameter& parameter, int64_t index, float value) {
+  if (parameter.bfloat16) static_cast<uint16_t*>(parameter.data)[index] = to_bfloat16(value);
+  else static_cast<float*>(parameter.data)[index] = value;
+}
+
+inline void read_run(const Parameter& parameter, int64_t index, int64_t count, float* target) {
+  if (!parameter.bfloat16) {
+    __builtin_memcpy(target, static_cast<const float*>(parameter.data) + index, count * sizeof(float));
+    return;
+  }
+  const uint16_t* source = static_cast<const uint16_t*>(parameter.data) + index;
+  for (int64_t i = 0; i < count; ++i) target[i] = from_bfloat16(source[i]);
+}
+
+// Rows row0.. of v over the input channels of one block: `stride` floats apart, absent rows and channels zero.
+struct Rows {
+  const float* data;
+  int64_t stride;
+};
+
+// `staging` holds 16 x 144 floats.
+inline Rows unit_rows(const Parameter& v, const Geometry& geometry, int64_t convolution, int64_t row0,
+                      int64_t input_block, float* staging) {
+  const int64_t channels = geometry.channels, input0 = input_block * kLanes;
+  const int64_t row_floats = channels * kTaps;
+  const int64_t first = (convolution * channels + row0) * row_floats + input0 * kTaps;
+  const int64_t rows = channels - row0 < kLanes ? channels - row0 : kLanes;
+  const int64_t inputs = channels - input0 < kLanes ? channels - input0 : kLanes;
+  if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
+    return {static_cast<const float*>(v.data) + first, row_floats};
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t present = r < rows ? inputs * kTaps : 0;
+    if (present) read_run(v, first + r * row_floats, present, staging + r * kUnitFloats);
+    for (int64_t i = present; i < kUnitFloats; ++i) staging[r * kUnitFloats + i] = 0.0f;
+  }
+  return {staging, kUnitFloats};
+}
+
+// Filters in the bank: plane p of one (depth, output block) at target + p * plane_stride.
+template <class Tap>
+WNFUSED_INLINE void put_filter(const Geometry& geometry, const Tap& tap, float* target) {
+  if (geometry.method == Method::kWinograd) {
+    filter_transform(tap, target, geometry.plane_stride);
+  } else {
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) store(target + k * geometry.plane_stride, tap(k));
+  }
+}
+
+// One output block of one convolution. `norm` may be null. `scratch`: 2 * 16 * 144 floats.
+inline void pack_forward(const StageForward& job, int64_t convolution, int64_t output_block, const Bank& bank,
+                         float* norm, float* scratch) {
+  const Geometry& geometry = job.geometry;
+  float* staging = scratch;
+  float* lanes = scratch + kLanes * kUnitFloats;  // [144][16 outputs]
+  const int64_t row0 = output_block * kLanes;
+  Block squares[4] = {zero(), zero(), zero(), zero()};
+  float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
+  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
+    const Rows rows = unit_rows(job.v, geometry, convolution, row0, input_block, staging);
+    for (int64_t k = 0; k < kUnitFloats; k += kLanes) {
+      Block block[kLanes];
+      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(rows.data + r * rows.stride + k);
+      transpose(block);
+      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) {
+        squares[r % 4] = multiply_add(block[r], block[r], squares[r % 4]);
+        store(lanes + (k + r) * kLanes, job.round_operands ? round_to_bfloat16(block[r]) : block[r]);
+      }
+    }
+    for (int i = 0; i < kLanes; ++i, target += kLanes) {
+      const float* taps = lanes + i * kTaps * kLanes;
+      put_filter(geometry, [taps](int k) { return load(taps + k * kLanes); }, target);
+    }
+  }
+  float sum[kLanes];
+  store(sum, (squares[0] + squares[1]) + (squares[2] + squares[3]));
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t channel = row0 + r, index = convolution * geometry.channels + channel;
+    const bool present = channel < geometry.channels;
+    const float length = __builtin_sqrtf(sum[r]);
+    bank.scale[channel] = present && length != 0.0f ? read(job.g, index) / length : 0.0f;
+    bank.bias[channel] = present ? read(job.bias, index) : 0.0f;
+    if (present && norm) norm[index] = length;
+  }
+}
+
+// One depth block (16 outputs) of one convolution, for all input blocks. `scratch`: 16 * 144 floats.
+inline void pack_backward(const StageBackward& job, int64_t convolution, int64_t output_block, float factor,
+                          const Bank& bank, float* scratch) {
+  const Geometry& geometry = job.geometry;
+  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
+    const Rows rows = unit_rows(job.v, geometry, convolution, output_block * kLanes, input_block, scratch);
+    float* target = bank.weights + (input_block * geometry.padded_channels + output_block * kLanes) * kLanes;
+    for (int64_t r = 0; r < kLanes; ++r, target += kLanes) {
+      const int64_t channel = output_block * kLanes + r;
+      float scale = 0.0f;
+      if (channel < geometry.channels) {
+        const int64_t index = convolution * geometry.channels + channel;
+        if (job.norm[index] != 0.0f) scale = factor * (read(job.g, index) / job.norm[index]);
+      }
+      // 16 inputs x 9 taps; the last input's load would pass the end of the row, so its 9 taps are copied out first.
+      const float* filters = rows.data + r * rows.stride;
+      float last[kLanes] = {};
+      __builtin_memcpy(last, filters + (kLanes - 1) * kTaps, kTaps * sizeof(float));
+      Block block[kLanes];
+      WNFUSED_UNROLL for (int i = 0; i < kLanes - 1; ++i) block[i] = load(filters + i * kTaps);
+      block[kLanes - 1] = load(last);
+      transpose(block);
+      const Block factors = splat(scale);
+      WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+        if (job.round_operands) block[k] = round_to_bfloat16(block[k]);
+        block[k] = block[k] * factors;
+      }
+      put_filter(geometry, [&block](int k) { return block[kTaps - 1 - k]; }, target);
+    }
+  }
+}
+
+// dW of one (input, output block), the slices' banks summed in order; taps at target.
+inline void sum_slices(const Geometry& geometry, const float* bank, float* target) {
+  Block sum[kPositions];
+  for (int64_t p = 0; p < geometry.planes; ++p) {
+    sum[p] = load(bank + p * geometry.plane_stride);
+    for (int64_t s = 1; s < geometry.wgrad_slices; ++s)
+      sum[p] = sum[p] + load(bank + s * geometry.bank_size() + p * geometry.plane_stride);
+  }
+  if (geometry.method == Method::kWinograd) {
+    filter_gradient([&sum](int p) { return sum[p]; }, target);
+  } else {
+    for (int k = 0; k < kTaps; ++k) store(target + k * kLanes, sum[k]);
+  }
+}
+
+// dv and dg of one row, from dW of that row. Row and gradient are padded to whole Blocks with zeros.
+inline void normalise_gradient(const StageBackward& job, int64_t index, const float* weight_gradient, const float* row,
+                               float factor, float* result) {
+  const int64_t floats = job.geometry.channels * kTaps, padded = job.geometry.padded_channels * kTaps;
+  const float norm = job.norm[index];
+  float dg = 0.0f, scale = 0.0f;
+  if (norm != 0.0f) {
+    Block dot[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t k = 0, i = 0; k < padded; k += kLanes, ++i)
+      dot[i % 4] = multiply_add(load(weight_gradient + k), load(row + k), dot[i % 4]);
+    dg = factor * (horizontal_sum((dot[0] + dot[1]) + (dot[2] + dot[3])) / norm);
+    scale = read(job.g, index) / norm;
+  }
+  write(job.dg, index, dg);
+  if (dg - dg != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
+  const bool in_place = !job.dv.bfloat16 && floats == padded;
+  float* target = in_place ? static_cast<float*>(job.dv.data) + index * floats : result;
+  const Block projection = splat(norm != 0.0f ? -dg / norm : 0.0f);
+  const Block scales = splat(scale), factors = splat(factor);
+  for (int64_t k = 0; k < padded; k += kLanes)
+    store(target + k, scales * multiply_add(load(row + k), projection, load(weight_gradient + k) * factors));
+  // A zero row has zero gradients even where dW is not finite.
+  if (norm == 0.0f)
+    for (int64_t k = 0; k < padded; ++k) target[k] = 0.0f;
+  if (in_place) return;
+  for (int64_t k = 0; k < floats; ++k) write(job.dv, index * floats + k, result[k]);
+}
+
+inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.padded_channels * kTaps; }
+
+// dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
+// `scratch`: 16 * 144 + 18 rows.
+inline void finish_gradient(const StageBackward& job, int64_t convolution, int64_t output_block, float factor,
+                            const float* bank, const float* bias_gradient, float* scratch) {
+  const Geometry& geometry = job.geometry;
+  const int64_t row_floats = padded_row_floats(geometry), channels = geometry.channels;
+  float* lanes = scratch;
+  float* gradients = lanes + kLanes * kUnitFloats;
+  float* row = gradients + kLanes * row_floats;
+  float* result = row + row_floats;
+  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
+    const int64_t input0 = input_block * kLanes;
+    const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
+    for (int i = 0; i < kLanes; ++i) sum_slices(geometry, source + i * kLanes, lanes + i * kTaps * kLanes);
+    for (int64_t k = 0; k < kUnitFloats; k += kLanes) {
+      Block block[kLanes];
+      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(lanes + (k + r) * kLanes);
+      transpose(block);
+      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r)
+        store(gradients + r * row_floats + input0 * kTaps + k, block[r]);
+    }
+  }
+  for (int64_t r = 0; r < kLanes && output_block * kLanes + r < channels; ++r) {
+    const int64_t channel = output_block * kLanes + r, index = convolution * channels + channel;
+    const int64_t floats = channels * kTaps;
+    const float* values = row;
+    if (!job.v.bfloat16 && floats == row_floats) {
+      values = static_cast<const float*>(job.v.data) + index * floats;
+    } else {
+      read_run(job.v, index * floats, floats, row);
+      for (int64_t k = floats; k < row_floats; ++k) row[k] = gradients[r * row_floats + k] = 0.0f;
+    }
+    normalise_gradient(job, index, gradients + r * row_floats, values, factor, result);
+    float sum = 0.0f;
+    for (int64_t s = 0; s < geometry.wgrad_slices; ++s) sum += bias_gradient[s * geometry.padded_channels + channel];
+    write(job.dbias, index, factor * sum);
+    if (sum - sum != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,49 @@
+// Scratch memory of a call. Fresh pages cost more than the arithmetic of a small stage, so a few buffers are kept from
+// call to call: a call takes one out of its slot (so that two threads never share one), and puts it back when it ends.
+// Slots are single atomic pointers, hence nothing to unlock after a fork. Buffers are torch tensors: running out of
+// memory raises torch's own error, before anything is changed.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+namespace wnfused::cpu {
+
+class Workspace {
+ public:
+  explicit Workspace(int64_t floats);
+  ~Workspace();
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  float* data() const { return data_; }
+
+ private:
+  torch::stable::Tensor* buffer_;
+  float* data_;
+};
+
+// Asks for huge pages for a large tensor that is about to be written for the first time.
+void prefer_huge_pages(const torch::stable::Tensor& tensor);
+
+// Hands out aligned pieces of a buffer; over a null buffer it only measures.
+class Arena {
+ public:
+  explicit Arena(float* base) : base_(base) {}
+
+  float* take(int64_t floats) {
+    float* piece = base_ ? base_ + used_ : nullptr;
+    used_ += (floats + kAlignment - 1) / kAlignment * kAlignment;
+    return piece;
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  static constexpr int64_t kAlignment = 16;  // floats: one cache line
+  float* base_;
+  int64_t used_ = 0;
+};
+
+}  // namespace wnfused::cpu
