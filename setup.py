@@ -14,10 +14,22 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY", "-DPy_LIMITED_API=0x030a0000"]
+STABLE_ABI = [
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    "-DTORCH_STABLE_ONLY",
+    "-DPy_LIMITED_API=0x030a0000",
+]
 # NaN and infinities must come out as torch gives them and results must not depend on the build, so no
 # -ffast-math and no -march: kernels choose their instruction set at run time.
-CPU_FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra"]
+CPU_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+]
 
 reasons: dict[str, str] = {}
 

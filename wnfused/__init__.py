@@ -1,1 +1,40 @@
-"""Fused weight-normalised layers."""
+"""wnfused: fused weight-normalised layers and very deep weight-normalised residual networks for PyTorch.
+
+wnfused.WNLinear, wnfused.WNConv2d               drop-in layers, initialised to train at any depth
+wnfused.WNResidualBlock, WNResidualStage         a residual stage as one layer
+wnfused.models                                   mlp, cnn, resnet, wrn
+wnfused.functional                               the ops as functions of tensors
+wnfused.init                                     schemes by name, for a layer or a whole model
+wnfused.convert, wnfused.fold                    in from torch's weight norm, out to plain layers
+wnfused.use_backend, wnfused.backend_status      which kernels run, and why
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from wnfused import functional, init, models, nn
+from wnfused.convert import convert, fold
+from wnfused.dispatch import BackendUnavailableError, BackendWarning, backend_status, use_backend
+from wnfused.nn import WNConv2d, WNLinear, WNResidualBlock, WNResidualStage
+
+try:
+    __version__ = version("wnfused")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "BackendUnavailableError",
+    "BackendWarning",
+    "WNConv2d",
+    "WNLinear",
+    "WNResidualBlock",
+    "WNResidualStage",
+    "__version__",
+    "backend_status",
+    "convert",
+    "fold",
+    "functional",
+    "init",
+    "models",
+    "nn",
+    "use_backend",
+]

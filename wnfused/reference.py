@@ -62,9 +62,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tens
     return w.to(v.dtype), norm.reshape([] if dim is None else [-1])
 
 
-def weight_norm_backward(
-    dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0
-) -> tuple[Tensor, Tensor]:
+def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     """``dv_i = s_i (dw_i - v_i <dw_i, v_i> / ||v_i||^2)`` and ``dg_i = <dw_i, v_i> / ||v_i||``."""
     spans, broadcast = _rows(v, dim)
     direction, dw = v.to(norm.dtype), dw.to(norm.dtype)
@@ -207,9 +205,7 @@ def conv_backward(
     if needs[0] or needs[1]:
         w, _ = _effective_weight(v, g, dim, x.dtype)
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
-        gradients = torch.ops.aten.convolution_backward(
-            dz, x, w, None, *geometry, [needs[0], needs[1], False]
-        )
+        gradients = torch.ops.aten.convolution_backward(dz, x, w, None, *geometry, [needs[0], needs[1], False])
         if needs[0]:
             dx = gradients[0]
         if needs[1]:
@@ -331,7 +327,8 @@ def residual_stage_backward(
                 operands.clear()
                 h = maps[b // recompute, 0]
                 for later in range(b - b % recompute, b + 1):
-                    h, *operands[later] = _block(h, v[later], g[later], bias[later], skip_scale, dtype)
+                    h, operand, a = _block(h, v[later], g[later], bias[later], skip_scale, dtype)
+                    operands[later] = operand, a
             operand, a = operands[b]
         dF = skip_scale * dh
         da = torch.where(a <= 0, 0.0, conv_backward_3x3(dF, a, b, 1))

@@ -23,9 +23,7 @@ _PACKAGE = Path(__file__).parents[1]
 _schemas = torch.library.Library("wnfused_native", "DEF")
 # `dim` is -1 for one norm over the whole tensor.
 _schemas.define("weight_norm(Tensor v, Tensor g, int dim) -> (Tensor w, Tensor norm)")
-_schemas.define(
-    "weight_norm_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)"
-)
+_schemas.define("weight_norm_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)")
 
 
 @functools.cache
@@ -77,9 +75,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tens
     return w, norm
 
 
-def weight_norm_backward(
-    dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0
-) -> tuple[Tensor, Tensor]:
+def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     dim = None if dim is None else dim % v.dim()
     v = _dense_rows(v, dim)
     if dw.stride() != v.stride() or dw.dtype != v.dtype:
@@ -88,3 +84,82 @@ def weight_norm_backward(
         dw, v, g.to(v.dtype).contiguous(), norm, -1 if dim is None else dim
     )
     return dv, dg.to(g.dtype).reshape(g.shape)
+
+
+# The layers: the row norm is ours, the product is the vendor's, and the epilogue works in place on its fresh result.
+
+
+def _effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    w, norm = weight_norm(v, g, dim)
+    return w.to(dtype), norm
+
+
+def _epilogue(y: Tensor, residual: Tensor | None, activation: str, negative_slope: float) -> Tensor:
+    if residual is not None:
+        y += residual
+    if activation == "relu":
+        return y.relu_()
+    if activation == "leaky_relu":
+        return torch.nn.functional.leaky_relu_(y, negative_slope)
+    return y
+
+
+def _epilogue_backward(dy: Tensor, y: Tensor, activation: str, negative_slope: float) -> Tensor:
+    """The mask is read off the output, whose sign is the input's."""
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(dy, y, 0)
+    if activation == "leaky_relu":
+        return torch.ops.aten.leaky_relu_backward(dy, y, negative_slope, True)
+    return dy
+
+
+def linear(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    w, norm = _effective_weight(v, g, dim, x.dtype)
+    y = torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
+    return _epilogue(y, residual, activation, negative_slope), norm
+
+
+def linear_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dz = _epilogue_backward(dy, y, activation, negative_slope)
+    rows = dz.reshape(-1, dz.shape[-1])
+    dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
+    if needs[0]:
+        dx = dz @ _effective_weight(v, g, dim, x.dtype)[0]
+    if needs[1]:
+        dv, dg = weight_norm_backward(rows.T @ x.reshape(-1, x.shape[-1]), v, g, norm, dim)
+    if needs[2]:
+        db = rows.sum(0, dtype=reference.wide(dy.dtype)).to(v.dtype)
+    return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
+
+
+def conv(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    w, norm = _effective_weight(v, g, dim, x.dtype)
+    b = None if bias is None else bias.to(x.dtype)
+    y = torch.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
+    return _epilogue(y, residual, activation, negative_slope), norm
+
+
+def conv_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool], stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dz = _epilogue_backward(dy, y, activation, negative_slope)
+    w, _ = _effective_weight(v, g, dim, x.dtype)
+    features = w.shape[1] * groups if transposed else w.shape[0]
+    gradients = torch.ops.aten.convolution_backward(
+        dz, x, w, [features], stride, padding, dilation, transposed, output_padding, groups, needs[:3]
+    )
+    dx, dw, db = (dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dy.new_empty(0), dy.new_empty(0))
+    return dx, dv, dg, db.to(v.dtype), dz if needs[3] and dz is not dy else dy.new_empty(0)

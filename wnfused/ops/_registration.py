@@ -113,10 +113,8 @@ def differentiable(
             inputs = saved_inputs(ctx)
             moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
             # Forward mode does not nest, so the product J t is taken as the transpose of the pullback.
-            y, pullback = torch.func.vjp(
-                _as_function_of(reference, inputs, moving), *(inputs[i] for i in moving)
-            )
-            _, pushforward = torch.func.vjp(pullback, torch.zeros_like(y))
+            y, pullback = _vjp(_as_function_of(reference, inputs, moving), [inputs[i] for i in moving])
+            _, pushforward = _vjp(pullback, [torch.zeros_like(y)])
             (derivative,) = pushforward(tuple(tangents[i] for i in moving))
             return (derivative, *(None,) * ctx.outputs_kept[1])
 
@@ -127,7 +125,7 @@ def differentiable(
         if torch.compiler.is_compiling():
             outputs: tuple[Tensor, ...] = op(*arguments)
         else:
-            outputs = Function.apply(*arguments)  # type: ignore[no-untyped-call]
+            outputs = Function.apply(*arguments)
         return outputs
 
     return call
@@ -158,14 +156,17 @@ def _as_function_of(
     return function
 
 
+def _vjp(function: Callable[..., Any], primals: Sequence[Tensor]) -> tuple[Tensor, Callable[..., Any]]:
+    value, pullback = torch.func.vjp(function, *primals)[:2]
+    return value, pullback
+
+
 def _through_reference(
     reference: Callable[..., tuple[Tensor, ...]], dy: Tensor, inputs: Sequence[Any], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The vector-Jacobian product as autograd takes it of the reference, with a graph of its own."""
     positions = [i for i, needed in enumerate(needs) if needed]
-    _, pullback = torch.func.vjp(
-        _as_function_of(reference, inputs, positions), *(inputs[i] for i in positions)
-    )
+    _, pullback = _vjp(_as_function_of(reference, inputs, positions), [inputs[i] for i in positions])
     found: list[Tensor | None] = [None] * len(inputs)
     for position, gradient in zip(positions, pullback(dy), strict=True):
         found[position] = gradient

@@ -25,9 +25,7 @@ def _fake(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y = torch.convolution(
-        x, v.to(x.dtype), None, stride, padding, dilation, transposed, output_padding, groups
-    )
+    y = torch.convolution(x, v.to(x.dtype), None, stride, padding, dilation, transposed, output_padding, groups)
     return y, v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
 
 
@@ -101,7 +99,7 @@ def _conv(
     channels = v.shape[0] if transposed else v.shape[1] * groups
     features = v.shape[1] * groups if transposed else v.shape[0]
     batched = x.dim() == spatial + 2
-    if not batched and x.dim() != spatial + 1 or x.shape[-spatial - 1] != channels:
+    if (not batched and x.dim() != spatial + 1) or x.shape[-spatial - 1] != channels:
         wanted = f"[N, {channels}, {', '.join('DHW'[-spatial:])}]"
         raise ValueError(f"x: shape {list(x.shape)} does not fit; use {wanted}, or the same without N")
     arguments.matches("g", g, x)
@@ -152,7 +150,21 @@ def conv1d(
 ) -> Tensor:  # fmt: skip
     """:func:`conv2d` in one spatial dim: ``x [N, C_in, W]``, ``v [C_out, C_in / groups, k]``."""
     return _conv(
-        1, False, x, v, g, bias, stride, padding, dilation, 0, groups, activation, negative_slope, residual, dim
+        1,
+        False,
+        x,
+        v,
+        g,
+        bias,
+        stride,
+        padding,
+        dilation,
+        0,
+        groups,
+        activation,
+        negative_slope,
+        residual,
+        dim,
     )
 
 
@@ -182,7 +194,21 @@ def conv2d(
     Source: Arpit, Campos & Bengio 2019, eq. 1 and 2, footnote 3.
     """
     return _conv(
-        2, False, x, v, g, bias, stride, padding, dilation, 0, groups, activation, negative_slope, residual, dim
+        2,
+        False,
+        x,
+        v,
+        g,
+        bias,
+        stride,
+        padding,
+        dilation,
+        0,
+        groups,
+        activation,
+        negative_slope,
+        residual,
+        dim,
     )
 
 
@@ -193,5 +219,19 @@ def conv3d(
 ) -> Tensor:  # fmt: skip
     """:func:`conv2d` in three spatial dims: ``x [N, C_in, D, H, W]``."""
     return _conv(
-        3, False, x, v, g, bias, stride, padding, dilation, 0, groups, activation, negative_slope, residual, dim
+        3,
+        False,
+        x,
+        v,
+        g,
+        bias,
+        stride,
+        padding,
+        dilation,
+        0,
+        groups,
+        activation,
+        negative_slope,
+        residual,
+        dim,
     )

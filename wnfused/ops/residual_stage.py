@@ -101,9 +101,7 @@ def residual_stage(
     for name, parameter in (("g", g), ("bias", bias)):
         arguments.matches(name, parameter, x)
         if list(parameter.shape) != [v.shape[0], 2, channels]:
-            raise ValueError(
-                f"{name}: shape {list(parameter.shape)} does not fit; use {[v.shape[0], 2, channels]}"
-            )
+            raise ValueError(f"{name}: shape {list(parameter.shape)} does not fit; use {[v.shape[0], 2, channels]}")
     if not math.isfinite(skip_scale):
         raise ValueError(f"skip_scale: {skip_scale} must be finite")
     if recompute is not None and recompute < 1:

@@ -18,9 +18,7 @@ def _fake(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     return torch.empty_like(v), norm
 
 
-def _fake_backward(
-    dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0
-) -> tuple[Tensor, Tensor]:
+def _fake_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     return torch.empty_like(v), torch.empty_like(g, memory_format=torch.contiguous_format)
 
 

@@ -1,0 +1,84 @@
+"""What ``wnfused info`` tells: versions, backends and why one is missing, the processor, threads. Torch alone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+import torch
+
+import wnfused
+from wnfused.dispatch import backend_module, requested
+from wnfused.train.data import names
+
+EXTRAS = ("lightning", "scikit-learn", "rich", "matplotlib", "triton")
+
+
+def collect() -> dict[str, Any]:
+    """The facts. ``backends`` holds None for an available backend, otherwise the reason."""
+    return {
+        "wnfused": wnfused.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "instruction_set": _instruction_set(),
+        "threads": torch.get_num_threads(),
+        "backends": {**wnfused.backend_status(), "cuda": _cuda()},
+        "requested_backend": requested(),
+        "extras": {name: _version(name) for name in EXTRAS},
+        "init_schemes": list(wnfused.init.schemes()),
+        "data": names(),
+    }
+
+
+def as_json(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, indent=2)
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """One fact a line."""
+    cuda = facts["cuda"] or "none, a CPU build"
+    lines = [
+        ("wnfused", facts["wnfused"]),
+        ("python", facts["python"]),
+        ("torch", f"{facts['torch']} (CUDA: {cuda})"),
+        ("GPUs", ", ".join(facts["devices"]) or "none"),
+        ("CPU", f"{facts['instruction_set']}, {facts['threads']} threads"),
+    ]
+    lines += [(f"backend {name}", reason or "available") for name, reason in facts["backends"].items()]
+    if facts["requested_backend"]:
+        lines.append(("WNFUSED_BACKEND", facts["requested_backend"]))
+    lines += [(name, version or "not installed") for name, version in facts["extras"].items()]
+    lines += [("init schemes", ", ".join(facts["init_schemes"])), ("data sets", ", ".join(facts["data"]))]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _instruction_set() -> str:
+    """The one our kernels chose where the C++ library tells, otherwise the one that torch's kernels chose."""
+    native = backend_module("native")
+    if native.unavailable() is None and hasattr(native, "instruction_set"):
+        return str(native.instruction_set())
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _cuda() -> str | None:
+    """Why the native backend has no CUDA kernels here, None if it has."""
+    if torch.version.cuda is None:
+        return "torch is a CPU build"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    native = backend_module("native")
+    if not hasattr(native, "cuda_unavailable"):
+        return "this version of wnfused has no CUDA library"
+    return native.cuda_unavailable()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

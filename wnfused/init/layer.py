@@ -1,0 +1,122 @@
+"""The rule for one layer: directions, gain, zero bias (Arpit, Campos & Bengio 2019, end of sections 3 and 4).
+
+    g = sqrt(gamma * fan_in / fan_out),   fan_in = k k c_in,   fan_out = k k c_out
+
+with gamma = 2 before a ReLU, ``1 / B_k`` for the last convolution of a block in a stage of ``B_k`` blocks, 1
+otherwise. Groups divide both fans, so their ratio stays. Only the directions of ``v`` matter to the function.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from wnfused.init.orthogonal import orthogonal_batched
+
+if TYPE_CHECKING:
+    from wnfused.nn import WeightNormalised, WNResidualStage
+
+
+def fan_ratio(layer: nn.Module) -> float:
+    """``fan_in / fan_out``; the kernel's area and the groups cancel."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features / layer.out_features
+    assert isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    return layer.in_channels / layer.out_channels
+
+
+def activation_gamma(activation: str | None, negative_slope: float) -> float:
+    """``1 / E[act'^2]`` for a symmetric input: 2 before a ReLU, ``2 / (1 + slope^2)`` before a leaky one, else 1."""
+    if activation == "relu":
+        return 2.0
+    if activation == "leaky_relu":
+        return 2.0 / (1.0 + negative_slope**2)
+    return 1.0
+
+
+def default_gamma(layer: WeightNormalised) -> float:
+    """The layer's stated gamma, or the one its fused activation asks for."""
+    if layer.gamma is not None:
+        return layer.gamma
+    return activation_gamma(layer.activation, layer.negative_slope)
+
+
+@torch.no_grad()
+def fill_directions_(
+    v: Tensor, kind: str, *, leading: int = 0, dim: int | None = 0, generator: torch.Generator | None = None
+) -> Tensor:
+    """Fills ``v`` in place: ``"orthogonal"`` (Haar over ``[rows, fan_in]``) or ``"he"`` (``N(0, 2 / fan_in)``).
+
+    Args:
+        v: ``[*leading dims, rows, *rest]``, ``rows`` numbered by ``dim`` (of the dims after the leading ones).
+        leading: how many dims number independent layers.
+    """
+    rows_first = v if dim in (0, None) else v.movedim(dim + leading if dim >= 0 else dim, leading)
+    if kind == "orthogonal":
+        matrices = rows_first.reshape(*rows_first.shape[: leading + 1], -1)
+        orthogonal_batched(matrices, generator=generator)
+        if matrices.data_ptr() != v.data_ptr() or not v.is_contiguous():
+            rows_first.copy_(matrices.view(rows_first.shape))
+    elif kind == "he":
+        fan_in = math.prod(rows_first.shape[leading + 1 :])
+        v.normal_(0.0, math.sqrt(2.0 / max(fan_in, 1)), generator=generator)
+    else:
+        raise ValueError(f"init: unknown {kind!r}; use 'orthogonal' or 'he'")
+    return v
+
+
+@torch.no_grad()
+def reset_layer_(
+    layer: WeightNormalised,
+    *,
+    gamma: float | None = None,
+    kind: str | None = None,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Directions, ``g = sqrt(gamma fan_in / fan_out)``, zero bias, for one weight-normalised layer.
+
+    Returns:
+        The gain it set.
+    """
+    fill_directions_(layer.weight_v, kind or layer.init, dim=layer.dim, generator=generator)
+    gain = math.sqrt((default_gamma(layer) if gamma is None else gamma) * fan_ratio(layer))
+    layer.weight_g.fill_(gain)
+    bias = layer._parameters["bias"]
+    if bias is not None:
+        bias.zero_()
+    return gain
+
+
+@torch.no_grad()
+def reset_stage_(
+    stage: WNResidualStage,
+    *,
+    gammas: tuple[float, float] | None = None,
+    kind: str | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[float, float]:
+    """All identity blocks of a stage at once, with gamma ``(2, 1 / B_k)`` unless stated; fans are equal.
+
+    Returns:
+        The gains it set, of the convolution before the ReLU and of the one that closes the block.
+    """
+    fill_directions_(stage.weight_v, kind or stage.init, leading=2, generator=generator)
+    first, last = (2.0, 1.0 / stage.num_blocks) if gammas is None else gammas
+    gains = math.sqrt(first), math.sqrt(last)
+    for i, gain in enumerate(gains):
+        stage.weight_g[:, i].fill_(gain)
+    stage.bias.zero_()
+    return gains
+
+
+@torch.no_grad()
+def reset_plain_(layer: nn.Module, generator: torch.Generator | None = None) -> None:
+    """torch's own default for a plain linear or convolutional layer, drawn from ``generator``."""
+    assert isinstance(layer.weight, Tensor)
+    nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5), generator=generator)
+    if isinstance(layer.bias, Tensor):
+        bound = 1 / math.sqrt(max(layer.weight[0].numel(), 1))
+        layer.bias.uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,39 @@
+"""What the networks share: argument checks and the layer followed by a ReLU in each normalisation."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from wnfused.nn import WNConv2d, WNLinear
+
+NORMS = ("weight", "batch", "none")
+
+
+def checked_norm(norm: str) -> str:
+    if norm not in NORMS:
+        raise ValueError(f"norm: unknown {norm!r}; use 'weight', 'batch' or 'none'")
+    return norm
+
+
+def positive(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: {value!r} must be an int of at least 1")
+
+
+def linear_relu(norm: str, in_features: int, out_features: int) -> nn.Module:
+    if norm == "weight":
+        return WNLinear(in_features, out_features, activation="relu")
+    if norm == "batch":
+        linear = nn.Linear(in_features, out_features, bias=False)
+        return nn.Sequential(linear, nn.BatchNorm1d(out_features), nn.ReLU())
+    return nn.Sequential(nn.Linear(in_features, out_features), nn.ReLU())
+
+
+def conv_relu(norm: str, in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    if norm == "weight":
+        return WNConv2d(in_channels, out_channels, 3, stride, 1, activation="relu")
+    conv = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=norm == "none")
+    if norm == "batch":
+        return nn.Sequential(conv, nn.BatchNorm2d(out_channels), nn.ReLU())
+    return nn.Sequential(conv, nn.ReLU())

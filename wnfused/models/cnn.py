@@ -1,0 +1,41 @@
+"""The convolutional network without shortcuts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from wnfused.models._common import checked_norm, conv_relu, positive
+
+
+class CNN(nn.Module):
+    """``depth`` 3x3 convolutions with ReLU, the first two of stride 2; global average pooling; a plain head."""
+
+    def __init__(self, depth: int, width: int, num_classes: int, in_channels: int, norm: str) -> None:
+        super().__init__()
+        channels = [in_channels] + [width] * depth
+        self.layers = nn.Sequential(
+            *(conv_relu(norm, channels[i], width, stride=2 if i < 2 else 1) for i in range(depth))
+        )
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def cnn(depth: int, width: int = 512, num_classes: int = 10, in_channels: int = 3, norm: str = "weight") -> CNN:
+    """A CNN of ``depth`` convolutions of one width (Arpit, Campos & Bengio 2019, Table 4: 5, 25, 100; width 512).
+
+    Args:
+        depth: number of convolutions, at least 2.
+        width: channels of each.
+        num_classes: outputs.
+        in_channels: channels of the input, ``[N, in_channels, H, W]`` of any size.
+        norm: ``"weight"``, ``"batch"`` or ``"none"``.
+
+    Raises:
+        ValueError: naming the argument, its value and what is right.
+    """
+    positive(depth=depth, width=width, num_classes=num_classes, in_channels=in_channels)
+    if depth < 2:
+        raise ValueError(f"depth: {depth} must be at least 2, for the two strided convolutions")
+    return CNN(depth, width, num_classes, in_channels, checked_norm(norm))

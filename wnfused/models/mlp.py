@@ -1,0 +1,46 @@
+"""The multi-layer perceptron."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor, nn
+
+from wnfused.models._common import checked_norm, linear_relu, positive
+
+
+class MLP(nn.Module):
+    """``depth`` hidden layers ``Linear + ReLU`` of one width, then a plain linear head; inputs are flattened."""
+
+    def __init__(self, depth: int, width: int, num_classes: int, in_features: int, norm: str) -> None:
+        super().__init__()
+        widths = [in_features] + [width] * depth
+        self.layers = nn.Sequential(*(linear_relu(norm, a, b) for a, b in itertools.pairwise(widths)))
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x.flatten(1)))
+
+
+def mlp(
+    depth: int, width: int = 512, num_classes: int = 10, in_channels: int = 1, norm: str = "weight", *,
+    image_size: int = 28, in_features: int | None = None,
+) -> MLP:  # fmt: skip
+    """An MLP with ``depth`` hidden layers (PAPERS' Table 3: 2 to 200, width 512 or 1024, on MNIST).
+
+    Args:
+        depth: number of hidden layers, at least 1.
+        width: units a hidden layer.
+        num_classes: outputs.
+        in_channels, image_size: the input is ``in_channels`` square maps of this size, flattened.
+        in_features: or say the flattened size itself.
+        norm: ``"weight"``, ``"batch"`` or ``"none"``.
+
+    Raises:
+        ValueError: naming the argument, its value and what is right.
+    """
+    if in_features is None:
+        positive(in_channels=in_channels, image_size=image_size)
+        in_features = in_channels * image_size**2
+    positive(depth=depth, width=width, num_classes=num_classes, in_features=in_features)
+    return MLP(depth, width, num_classes, in_features, checked_norm(norm))

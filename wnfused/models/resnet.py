@@ -1,0 +1,119 @@
+"""The residual networks: ``resnet`` (depth 6n + 2) and ``wrn`` (wide, depth 6N + 4)."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor, nn
+
+from wnfused.models._common import checked_norm, positive
+from wnfused.nn import PlainResidualBlock, WNConv2d, WNResidualStage
+
+STEM_CHANNELS = 16
+
+
+class BatchNormBlock(nn.Module):
+    """``shortcut(z) + conv2(relu(bn2(conv1(relu(z)))))`` with ``z = bn1(x)``: the twin that batch norm makes of a block.
+
+    Source: the published code of Arpit, Campos & Bengio 2019.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False)
+        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.bn1(x)
+        return self.shortcut(z) + self.conv2(self.relu(self.bn2(self.conv1(self.relu(z)))))
+
+
+class ResNet(nn.Module):
+    """3x3 stem to 16 channels, three stages of ``blocks`` residual blocks, global average pooling, a plain head.
+
+    Stages have ``16 width``, ``32 width`` and ``64 width`` channels; the first convolution of stages 2 and 3 has
+    stride 2. No non-linearity after the stem or after a block's sum.
+    """
+
+    def __init__(
+        self, blocks: int, width: int, num_classes: int, in_channels: int, norm: str, recompute: int | None,
+        stack: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if norm == "weight":
+            self.stem: nn.Module = WNConv2d(in_channels, STEM_CHANNELS, 3, padding=1, gamma=1.0)
+        else:
+            self.stem = nn.Conv2d(in_channels, STEM_CHANNELS, 3, padding=1, bias=norm == "none")
+        channels = [STEM_CHANNELS, *(width * c for c in (16, 32, 64))]
+        stages: list[nn.Module] = []
+        for i, (before, after) in enumerate(itertools.pairwise(channels)):
+            stride = 1 if i == 0 else 2
+            if norm == "weight":
+                stage = WNResidualStage(before, after, blocks, stride, recompute=recompute)
+                stages.append(stage if stack else stage.unstack())
+            else:
+                block = BatchNormBlock if norm == "batch" else PlainResidualBlock
+                first = block(before, after, stride)
+                stages.append(nn.Sequential(first, *(block(after, after) for _ in range(blocks - 1))))
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(channels[-1], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(self.stem(x)).mean((2, 3)))
+
+
+def _build(
+    name: str, depth: int, offset: int, width: int, num_classes: int, in_channels: int, norm: str,
+    recompute: int | None, stack: bool,
+) -> ResNet:  # fmt: skip
+    positive(width=width, num_classes=num_classes, in_channels=in_channels)
+    blocks, rest = divmod(depth - offset, 6)
+    if rest or blocks < 1:
+        below = max(blocks, 1) * 6 + offset
+        raise ValueError(
+            f"depth: {depth} is no depth of a {name}, which has 6 N + {offset} layers with N >= 1; "
+            f"the nearest are {below} and {below + 6}"
+        )
+    if recompute is not None:
+        positive(recompute=recompute)
+    return ResNet(blocks, width, num_classes, in_channels, checked_norm(norm), recompute, stack)
+
+
+def wrn(
+    depth: int, width: int = 1, num_classes: int = 10, in_channels: int = 3, norm: str = "weight", *,
+    recompute: int | None = None, stack: bool = True,
+) -> ResNet:  # fmt: skip
+    """A wide residual network of depth ``6 N + 4``: 10, 40, 100, 304, 1000, 10000 for N = 1, 6, 16, 50, 166, 1666.
+
+    Args:
+        depth: number of layers, the two 1x1 shortcuts counted.
+        width: the factor k of the stages' 16k, 32k, 64k channels; with k > 1 stage 1 opens with a 1x1 shortcut too.
+        num_classes: outputs.
+        in_channels: channels of the input, ``[N, in_channels, H, W]`` of any size.
+        norm: ``"weight"``; ``"batch"`` for the batch-norm twin; ``"none"`` for plain convolutions.
+        recompute: of :class:`wnfused.WNResidualStage`; with ``norm="weight"``.
+        stack: False gives each stage as an ``nn.Sequential`` of separate blocks; with ``norm="weight"``.
+
+    Raises:
+        ValueError: naming the argument, its value and what is right.
+
+    Source: Arpit, Campos & Bengio 2019, section 5 and supplement.
+    """
+    return _build("wrn", depth, 4, width, num_classes, in_channels, norm, recompute, stack)
+
+
+def resnet(
+    depth: int, width: int = 1, num_classes: int = 10, in_channels: int = 3, norm: str = "weight", *,
+    recompute: int | None = None, stack: bool = True,
+) -> ResNet:  # fmt: skip
+    """A residual network of depth ``6 n + 2`` (56, 110, 164), otherwise as :func:`wrn`.
+
+    Source: Arpit, Campos & Bengio 2019, Table 1; the 164 layers are 27 basic blocks a stage.
+    """
+    return _build("resnet", depth, 2, width, num_classes, in_channels, norm, recompute, stack)

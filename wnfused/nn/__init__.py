@@ -1,0 +1,18 @@
+"""The layers: drop-in replacements of torch's, and the residual blocks and stages of the papers."""
+
+from wnfused.nn._layer import WeightNormalised
+from wnfused.nn._weight import EffectiveWeight
+from wnfused.nn.conv import WNConv2d
+from wnfused.nn.linear import WNLinear
+from wnfused.nn.residual import PlainResidualBlock, StageBlock, WNResidualBlock, WNResidualStage
+
+__all__ = [
+    "EffectiveWeight",
+    "PlainResidualBlock",
+    "StageBlock",
+    "WNConv2d",
+    "WNLinear",
+    "WNResidualBlock",
+    "WNResidualStage",
+    "WeightNormalised",
+]

@@ -1,0 +1,147 @@
+"""What every weight-normalised layer shares: parameters, ``weight``, default initialisation.
+
+Mixed in before the torch layer it replaces, whose constructor does the argument checks and the allocation: the
+tensor that torch assigns to ``weight`` becomes ``weight_v``, and ``weight_g`` is made beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wnfused import functional
+from wnfused.nn._weight import EffectiveWeight
+
+DIRECTIONS = ("orthogonal", "he")
+
+
+class WeightNormalised(nn.Module):
+    """Mixin of the layers that keep ``weight_v``, ``weight_g`` and ``bias``.
+
+    Attributes:
+        activation: None, ``"relu"`` or ``"leaky_relu"``, applied in the same op.
+        gamma: the factor of the initial gain, ``g = sqrt(gamma fan_in / fan_out)``; None reads it off ``activation``.
+        init: ``"orthogonal"`` or ``"he"``, the distribution of ``weight_v``.
+        dim: the dim of ``weight_v`` that numbers the normalised rows; None for one norm over all of it.
+    """
+
+    weight_v: nn.Parameter
+    weight_g: nn.Parameter
+    activation: str | None
+    negative_slope: float
+    gamma: float | None
+    init: str
+    dim: int | None
+
+    def _set_options(
+        self, activation: str | None, negative_slope: float, gamma: float | None, init: str, dim: int | None
+    ) -> None:
+        """Checked and set before torch's constructor runs, because that one ends in ``reset_parameters``."""
+        if activation not in (None, "relu", "leaky_relu"):
+            raise ValueError(f"activation: unknown {activation!r}; use None, 'relu' or 'leaky_relu'")
+        if activation == "leaky_relu" and not (math.isfinite(negative_slope) and negative_slope >= 0):
+            raise ValueError(f"negative_slope: {negative_slope} must be finite and at least 0")
+        if gamma is not None and not (math.isfinite(gamma) and gamma >= 0):
+            raise ValueError(f"gamma: {gamma} must be finite and at least 0, or None")
+        if init not in DIRECTIONS:
+            raise ValueError(f"init: unknown {init!r}; use 'orthogonal' or 'he'")
+        self.__dict__.update(activation=activation, negative_slope=negative_slope, gamma=gamma, init=init, dim=dim)
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective weight ``w``; writing to it sets ``v <- w``, ``g <- ||w||``. ``forward`` does not use it."""
+        return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        if "weight_v" in self._parameters:
+            self.set_weight(value)
+        else:
+            self._adopt(value if isinstance(value, nn.Parameter) else nn.Parameter(value))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":  # nn.Module would register a Parameter under this name instead of asking the property
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _adopt(self, weight: nn.Parameter) -> None:
+        """Torch's freshly allocated weight becomes ``weight_v``."""
+        if self.dim is not None and not -weight.dim() <= self.dim < weight.dim():
+            raise ValueError(f"dim: {self.dim} is out of range for a weight of shape {list(weight.shape)}")
+        self.register_parameter("weight_v", weight)
+        self.register_parameter("weight_g", nn.Parameter(weight.new_empty(self._gain_shape(weight))))
+
+    def _gain_shape(self, weight: Tensor) -> list[int]:
+        """torch's weight-norm shape: 1 in every dim but ``dim``; no dims for one norm over the whole tensor."""
+        if self.dim is None:
+            return []
+        return [n if d == self.dim % weight.dim() else 1 for d, n in enumerate(weight.shape)]
+
+    @torch.no_grad()
+    def set_weight(self, weight: Tensor) -> None:
+        """Sets ``v <- w`` and ``g <- ||w||``, so that the effective weight is ``w``.
+
+        Raises:
+            TypeError: ``weight`` is not a tensor.
+            ValueError: it has another shape.
+        """
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"weight: expected a Tensor, got {type(weight).__name__}")
+        if weight.shape != self.weight_v.shape:
+            raise ValueError(f"weight: shape {list(weight.shape)} does not fit; use {list(self.weight_v.shape)}")
+        self.weight_v.copy_(weight.detach())
+        self.weight_g.copy_(row_norm(self.weight_v, self.dim).reshape(self.weight_g.shape))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight_orig":
+            raise RuntimeError(
+                "prune cannot hold the weight of a weight-normalised layer, which is computed from weight_v and "
+                "weight_g; wnfused.fold(model) gives plain layers to prune, wnfused.convert(model, plain=True) "
+                "brings them back"
+            )
+        super().register_parameter(name, param)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The initialisation of Arpit, Campos & Bengio (2019): see :func:`wnfused.init.reset_layer_`."""
+        from wnfused.init.layer import reset_layer_
+
+        if "bias" in self._parameters:  # torch's constructor assigns weight, then bias, then comes here
+            reset_layer_(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Also loads the keys of a plain layer and of torch's parametrised weight norm; its old hook has our names."""
+        original = f"{prefix}parametrizations.weight.original"
+        if f"{original}0" in state_dict and f"{original}1" in state_dict:
+            state_dict[f"{prefix}weight_g"] = state_dict.pop(f"{original}0")
+            state_dict[f"{prefix}weight_v"] = state_dict.pop(f"{original}1")
+        elif f"{prefix}weight" in state_dict:
+            weight = state_dict.pop(f"{prefix}weight")
+            state_dict[f"{prefix}weight_v"] = weight
+            norms = row_norm(weight, self.dim).to(weight.dtype)
+            state_dict[f"{prefix}weight_g"] = norms.reshape(self.weight_g.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        parts = [super().extra_repr()]
+        if self.activation is not None:
+            slope = f"({self.negative_slope})" if self.activation == "leaky_relu" else ""
+            parts.append(f"activation={self.activation}{slope}")
+        if self.gamma is not None:
+            parts.append(f"gamma={self.gamma:g}")
+        if self.init != "orthogonal":
+            parts.append(f"init={self.init}")
+        if self.dim != 0:
+            parts.append(f"dim={self.dim}")
+        return ", ".join(parts)
+
+
+def row_norm(v: Tensor, dim: int | None = 0) -> Tensor:
+    """``||v_i||_2`` of every row, flat; float32, or float64 for float64. Not differentiable."""
+    spans = list(range(v.dim())) if dim is None else [d for d in range(v.dim()) if d != dim % v.dim()]
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    return v.detach().to(wide).square().sum(spans).sqrt()

@@ -1,0 +1,86 @@
+"""The effective weight as users of torch's layers expect to find it under ``layer.weight``.
+
+Reading gives ``w_i = g_i v_i / ||v_i||`` with its graph to ``v`` and ``g``. Writing to what was read, in place, by
+index, through a view or through ``.data``, changes the layer: ``v <- w``, ``g <- ||w||``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from wnfused.nn._layer import WeightNormalised
+
+_DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
+_REQUIRES_GRAD_SET = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+_WRITING_OPERATORS = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+    "__ipow__",
+}  # fmt: skip
+
+
+class EffectiveWeight(Tensor):
+    """A tensor that tells its layer when it is written to. Everything computed from it is a plain tensor."""
+
+    _layer: WeightNormalised
+    _root: Tensor
+
+    @staticmethod
+    def of(layer: WeightNormalised, tensor: Tensor, root: Tensor | None = None) -> EffectiveWeight:
+        weight = tensor.as_subclass(EffectiveWeight)
+        weight._layer = layer
+        weight._root = tensor if root is None else root
+        return weight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else None
+        if isinstance(target, EffectiveWeight):
+            if func == _DATA_SET:
+                target._layer.set_weight(args[1])
+                return None
+            if func in (_REQUIRES_GRAD_SET, Tensor.requires_grad_):
+                wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+                target._layer.weight_v.requires_grad_(wanted)
+                target._layer.weight_g.requires_grad_(wanted)
+                return target
+        written = _written_to(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            for weight in written:
+                weight._layer.set_weight(weight._root.detach())
+        if isinstance(target, EffectiveWeight):
+            return _followed(result, target)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().as_subclass(Tensor).clone()
+
+
+def _written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> list[EffectiveWeight]:
+    """The effective weights that ``func`` writes: its first argument if it works in place, and any ``out``."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITING_OPERATORS
+    targets = [args[0]] if in_place and args else []
+    out = kwargs.get("out")
+    targets += list(out) if isinstance(out, (tuple, list)) else [out]
+    return [t for t in targets if isinstance(t, EffectiveWeight)]
+
+
+def _followed(result: Any, source: EffectiveWeight) -> Any:
+    """A result that shares the weight's memory goes on telling the layer; any other is a plain tensor."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(_followed(item, source) for item in result)
+    if not isinstance(result, Tensor) or isinstance(result, EffectiveWeight):
+        return result
+    if result.layout == torch.strided and source._root.untyped_storage()._cdata == result.untyped_storage()._cdata:
+        return EffectiveWeight.of(source._layer, result, source._root)
+    return result

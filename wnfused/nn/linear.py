@@ -1,0 +1,42 @@
+"""``WNLinear``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from wnfused import functional
+from wnfused.nn._layer import WeightNormalised
+
+
+class WNLinear(WeightNormalised, nn.Linear):
+    """``y = act(x w^T + b)`` with ``w_i = g_i v_i / ||v_i||``: ``nn.Linear`` under weight normalisation, in one op.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in ``nn.Linear``.
+        activation: None, ``"relu"`` or ``"leaky_relu"`` (with ``negative_slope`` >= 0), applied in the same op.
+        gamma: factor of the initial gain ``g = sqrt(gamma in_features / out_features)``; None for 2 before a ReLU,
+            ``2 / (1 + negative_slope^2)`` before a leaky one, 1 otherwise.
+        init: ``"orthogonal"`` or ``"he"`` directions.
+        dim: dim of the weight that numbers the normalised rows.
+
+    Parameters: ``weight_v [out_features, in_features]``, ``weight_g [out_features, 1]``, ``bias [out_features]``.
+
+    Source: Arpit, Campos & Bengio 2019, eq. 1, section 4.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, *,
+        activation: str | None = None, negative_slope: float = 0.01, gamma: float | None = None,
+        init: str = "orthogonal", dim: int | None = 0,
+    ) -> None:  # fmt: skip
+        self._set_options(activation, negative_slope, gamma, init, dim)
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``act(input w^T + b + residual)``; the residual, if any, has the output's shape."""
+        return functional.linear(
+            input, self.weight_v, self.weight_g, self.bias,
+            activation=self.activation, negative_slope=self.negative_slope, residual=residual, dim=self.dim,
+        )  # fmt: skip

@@ -1,0 +1,230 @@
+"""Residual blocks and stages: ``h + conv(relu(conv(h)))``, nothing after the sum.
+
+``WNResidualStage`` is the idea of this package: the identity blocks of a stage have equal shapes, so their
+parameters are stacked and one op runs them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wnfused import functional
+from wnfused.nn.conv import WNConv2d
+
+
+def _positive(name: str, value: int) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: {value!r} must be an int of at least 1")
+    return value
+
+
+class PlainResidualBlock(nn.Module):
+    """``skip_scale (shortcut(x) + conv2(relu(conv1(x))))`` in plain torch layers, without any normalisation.
+
+    What a weight-normalised block folds to, and the un-normalised peer of the papers' comparisons. The shortcut is
+    the identity, or a 1x1 convolution where shapes change.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int = 1, *, skip_scale: float = 1.0,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        (
+            _positive("in_channels", in_channels),
+            _positive("out_channels", out_channels),
+            _positive("stride", stride),
+        )
+        self.skip_scale = skip_scale
+        where = {"device": device, "dtype": dtype}
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, **where)
+        self.relu = nn.ReLU()
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, **where)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.shortcut(x) + self.conv2(self.relu(self.conv1(x)))
+        return y if self.skip_scale == 1.0 else self.skip_scale * y
+
+
+class WNResidualBlock(nn.Module):
+    """``skip_scale (shortcut(x) + conv2(relu(conv1(x))))`` with weight-normalised 3x3 convolutions.
+
+    Args:
+        in_channels, out_channels, stride: of the block; where shapes change, the shortcut is a weight-normalised 1x1
+            convolution of the same stride, otherwise the identity.
+        num_blocks: ``B_k``, how many blocks the whole stage has; the last convolution starts with gain
+            ``sqrt(1 / B_k)``, the first with ``sqrt(2 fan_in / fan_out)``, the shortcut with gamma 1.
+        skip_scale: factor on the sum.
+        init: ``"orthogonal"`` or ``"he"`` directions.
+
+    Source: Arpit, Campos & Bengio 2019, eq. 6 and end of section 4.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int = 1, *, num_blocks: int = 1,
+        skip_scale: float = 1.0, init: str = "orthogonal", device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        (
+            _positive("in_channels", in_channels),
+            _positive("out_channels", out_channels),
+            _positive("stride", stride),
+        )
+        _positive("num_blocks", num_blocks)
+        self.num_blocks = num_blocks
+        self.skip_scale = float(skip_scale)
+        shared = {"init": init, "device": device, "dtype": dtype}
+        self.conv1 = WNConv2d(in_channels, out_channels, 3, stride, 1, activation="relu", **shared)
+        self.conv2 = WNConv2d(out_channels, out_channels, 3, 1, 1, gamma=1 / num_blocks, **shared)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = WNConv2d(in_channels, out_channels, 1, stride, gamma=1.0, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv2(self.conv1(x), self.shortcut(x))
+        return y if self.skip_scale == 1.0 else self.skip_scale * y
+
+    def extra_repr(self) -> str:
+        scale = "" if self.skip_scale == 1.0 else f", skip_scale={self.skip_scale:g}"
+        return f"num_blocks={self.num_blocks}{scale}"
+
+
+@dataclass(frozen=True)
+class StageBlock:
+    """One identity block of a stage, as views of the stacked parameters: writing to them writes the stage.
+
+    ``weight_v [2, C, C, 3, 3]``, ``weight_g [2, C]``, ``bias [2, C]``; index 0 is the convolution before the ReLU.
+    """
+
+    weight_v: Tensor
+    weight_g: Tensor
+    bias: Tensor
+    skip_scale: float = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The block's output for ``x [N, C, H, W]``."""
+        return functional.residual_stage(
+            x, self.weight_v[None], self.weight_g[None], self.bias[None], skip_scale=self.skip_scale
+        )
+
+
+class WNResidualStage(nn.Module):
+    """``num_blocks`` weight-normalised residual blocks as one layer.
+
+    One transition block (``transition``, a :class:`WNResidualBlock`) if shapes change, then ``B'`` identity blocks
+    with stacked parameters that one op runs: three autograd nodes for a network of 10,000 layers.
+
+    Args:
+        in_channels, out_channels, stride: of the stage; the first block makes the change.
+        num_blocks: ``B_k``, all blocks of the stage, the transition block too.
+        recompute: None keeps every map the backward needs; k >= 1 keeps every k-th block's input only.
+        skip_scale: factor on each block's sum.
+        init: ``"orthogonal"`` or ``"he"`` directions.
+
+    Parameters: ``weight_v [B', 2, C, C, 3, 3]``, ``weight_g`` and ``bias [B', 2, C]``. Elementwise optimisers see no
+    difference to separate blocks; rules that look at a whole tensor (LARS, LAMB, Muon, freezing a block, ``ndim``
+    rules) do, and :meth:`unstack` is the way round.
+
+    Source: Arpit, Campos & Bengio 2019, eq. 6 and end of section 4.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, num_blocks: int, stride: int = 1, *,
+        recompute: int | None = None, skip_scale: float = 1.0, init: str = "orthogonal",
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _positive("in_channels", in_channels), _positive("out_channels", out_channels)
+        _positive("num_blocks", num_blocks), _positive("stride", stride)
+        if recompute is not None:
+            _positive("recompute", recompute)
+        if not math.isfinite(skip_scale):
+            raise ValueError(f"skip_scale: {skip_scale} must be finite")
+        self.in_channels, self.out_channels, self.stride = in_channels, out_channels, stride
+        self.num_blocks, self.recompute, self.skip_scale, self.init = (
+            num_blocks,
+            recompute,
+            float(skip_scale),
+            init,
+        )
+        where = {"device": device, "dtype": dtype}
+        changes = stride != 1 or in_channels != out_channels
+        self.transition: WNResidualBlock | None = None
+        if changes:
+            self.transition = WNResidualBlock(
+                in_channels,
+                out_channels,
+                stride,
+                num_blocks=num_blocks,
+                skip_scale=skip_scale,
+                init=init,
+                **where,
+            )
+        identity_blocks, c = num_blocks - changes, out_channels
+        self.weight_v = nn.Parameter(torch.empty(identity_blocks, 2, c, c, 3, 3, **where))
+        self.weight_g = nn.Parameter(torch.empty(identity_blocks, 2, c, **where))
+        self.bias = nn.Parameter(torch.empty(identity_blocks, 2, c, **where))
+        self._reset_stack()
+
+    def _reset_stack(self) -> None:
+        from wnfused.init.layer import reset_stage_
+
+        reset_stage_(self)
+
+    def reset_parameters(self) -> None:
+        """The initialisation of Arpit, Campos & Bengio (2019) for the whole stage."""
+        if self.transition is not None:
+            for layer in self.transition.children():
+                if isinstance(layer, WNConv2d):
+                    layer.reset_parameters()
+        self._reset_stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.transition is not None:
+            x = self.transition(x)
+        if self.weight_v.shape[0] == 0:
+            return x
+        return functional.residual_stage(
+            x, self.weight_v, self.weight_g, self.bias, skip_scale=self.skip_scale, recompute=self.recompute
+        )
+
+    def blocks(self) -> Iterator[StageBlock]:
+        """The ``B'`` identity blocks in order, as views of the stacked parameters."""
+        for v, g, b in zip(self.weight_v, self.weight_g, self.bias, strict=True):
+            yield StageBlock(v, g, b, self.skip_scale)
+
+    @torch.no_grad()
+    def unstack(self) -> nn.Sequential:
+        """The same stage as an ``nn.Sequential`` of :class:`WNResidualBlock`, with parameters of its own."""
+        import copy
+
+        blocks: list[nn.Module] = [] if self.transition is None else [copy.deepcopy(self.transition)]
+        for view in self.blocks():
+            block = WNResidualBlock(
+                self.out_channels, self.out_channels, num_blocks=self.num_blocks, skip_scale=self.skip_scale,
+                init=self.init, device="meta",
+            )  # fmt: skip
+            for i, conv in enumerate((block.conv1, block.conv2)):
+                frozen = {"requires_grad": self.weight_v.requires_grad}
+                conv.weight_v = nn.Parameter(view.weight_v[i].clone(), **frozen)
+                conv.weight_g = nn.Parameter(view.weight_g[i].reshape(-1, 1, 1, 1).clone(), **frozen)
+                conv.bias = nn.Parameter(view.bias[i].clone(), **frozen)
+            blocks.append(block)
+        return nn.Sequential(*blocks).train(self.training)
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.in_channels}, {self.out_channels}, num_blocks={self.num_blocks}, stride={self.stride}"]
+        if self.recompute is not None:
+            parts.append(f"recompute={self.recompute}")
+        if self.skip_scale != 1.0:
+            parts.append(f"skip_scale={self.skip_scale:g}")
+        return ", ".join(parts)
