@@ -1,0 +1,253 @@
+"""The command line: ``wnfused info | demo | train | probe | bench``.
+
+A wrong argument ends with status 2 and one line that names it, its value and what would be right. ``info`` needs
+torch alone; the others say which extra to install when a library is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import wnfused
+from wnfused.train.config import TrainConfig, option_types
+from wnfused.train.errors import MissingDependencyError, UsageError
+
+# Wrong input of any kind; 1 is for what went wrong with right input.
+USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    options = vars(_parser().parse_args(arguments))
+    command, run = options.pop("command"), options.pop("run")
+    from wnfused.train.checkpoint import CorruptCheckpointError
+
+    wrong = (UsageError, MissingDependencyError, CorruptCheckpointError, wnfused.BackendUnavailableError)
+    try:
+        return run(**options)
+    except wrong as error:
+        return _fail(command, error, USAGE)
+    except OSError as error:
+        return _fail(command, error, 1)
+    except KeyboardInterrupt:
+        return _fail(command, "interrupted", 130)
+
+
+def _fail(command: str, error: object, status: int) -> int:
+    # Of several processes the first speaks for all.
+    if os.environ.get("RANK", "0") == "0":
+        print(f"wnfused {command}: error: {error}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's own errors in one line, without the usage text before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: error: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="wnfused", description="Fused weight-normalised layers and very deep networks of them.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | demo | train | probe | bench")
+    for add in (_add_info, _add_demo, _add_train, _add_probe, _add_bench):
+        add(commands)
+    return parser
+
+
+# -------------------------------------------------------------------------------------------------------- info
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser("info", help="what is installed, which backends run, and why others do not")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        choices=("native", "cuda", "triton"),
+        help="exit with status 1 unless this backend is available; may be repeated",
+    )
+    parser.set_defaults(run=_info)
+
+
+def _info(json: bool, require: list[str]) -> int:
+    from wnfused import information
+
+    facts = information.collect()
+    print(information.as_json(facts) if json else information.as_text(facts))
+    missing = {name: facts["backends"][name] for name in require if facts["backends"][name] is not None}
+    for name, reason in missing.items():
+        print(f"wnfused info: error: --require {name}: is not available: {reason}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+# ------------------------------------------------------------------------------------------------------- train
+
+
+def _add_config(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
+    """An option for each field of ``TrainConfig``. Options that are not given stay out of the parsed result."""
+    kinds = option_types()
+    for field in fields(TrainConfig):
+        if only is not None and field.name not in only:
+            continue
+        kind, _ = kinds[field.name]
+        flag = "--" + field.name.replace("_", "-")
+        default = "" if field.name in ("init_options", "milestones") or field.default is None else " (%(const)s)"
+        how: dict[str, Any] = {"help": field.metadata["help"], "default": argparse.SUPPRESS}
+        if default and kind is not bool:
+            how["help"] += f" (default: {field.default})"
+        if kind is bool:
+            how["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+        elif kind is dict:
+            flag, how["dest"], how["metavar"] = "--init-option", "init_options", "NAME=VALUE"
+            how["action"], how["type"] = "append", _name_and_value
+        elif kind is tuple:
+            how["type"], how["metavar"] = _epochs, "EPOCH,EPOCH..."
+        else:
+            how["type"], how["metavar"] = kind, kind.__name__.upper()
+            if field.metadata["choices"] is not None:
+                how["choices"], how["metavar"] = field.metadata["choices"], None
+        parser.add_argument(flag, **how)
+
+
+def _name_and_value(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE, such as v=he")
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, {"true": True, "false": False}.get(value, value)
+
+
+def _epochs(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be epochs with commas between them, such as 91,136") from None
+
+
+def _config(given: dict[str, Any], base: TrainConfig | None = None) -> TrainConfig:
+    """What was given, over ``base`` or the defaults."""
+    if "init_options" in given:
+        given = {**given, "init_options": dict(given["init_options"])}
+    return TrainConfig.from_dict({**(base.to_dict() if base else {}), **given})
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a network and leave result.json, last.ckpt and best.ckpt in a folder",
+        description="Train a network. test_accuracy is that of the weights after the last epoch. Under torchrun, "
+        "--batch-size counts the images of all processes together, and the order of the images does not depend on "
+        "how many there are.",
+    )
+    _add_config(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the run's folder")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out after its last finished epoch; options that are not given are that run's",
+    )
+    parser.add_argument("--data-folder", type=Path, metavar="FOLDER", help="scikit-learn's data cache")
+    parser.set_defaults(run=_train)
+
+
+def _train(out: Path, resume: bool, data_folder: Path | None, **given: Any) -> int:
+    from wnfused.train.console import Console
+    from wnfused.train.folder import RunFolder
+    from wnfused.train.run import train
+
+    config = _config(given, RunFolder(out).saved_config() if resume else None)
+    with Console(config.epochs) as console:
+        result = train(config, out, resume=resume, data_folder=data_folder, reporter=console)
+    if os.environ.get("RANK", "0") == "0":
+        print(_verdict(result), f"-> {out / 'result.json'}")
+    return 0
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    if result["diverged"]:
+        return f"diverged in epoch {result['epochs_finished'] + 1}: a loss was not finite"
+    return (
+        f"test accuracy {result['test_accuracy']:.4f}  ({result['seconds_per_step']:.3g} s a step, "
+        f"{result['peak_memory_bytes'] / 2**20:.0f} MiB)"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ demo and probe
+
+
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="train ever deeper networks on handwritten digits, with two pictures")
+    parser.add_argument("--minutes", type=float, default=5.0, help="time to fit into (default: 5)")
+    parser.add_argument("--deep", action="store_true", help="train the 10,000 layers for an epoch too, however long")
+    parser.add_argument("--out", type=Path, default=Path("wnfused-demo"), metavar="FOLDER", help="for the pictures")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(minutes: float, deep: bool, out: Path) -> int:
+    from wnfused.train.demo import demo
+
+    return demo(out, minutes=minutes, deep=deep)
+
+
+def _add_probe(commands: Any) -> None:
+    parser = commands.add_parser(
+        "probe", help="norms of activations and gradients over the layers of a network at its start"
+    )
+    wanted = ("model", "depth", "width", "norm", "stack", "data", "init_options", "seed")
+    _add_config(parser, only=wanted)
+    parser.add_argument(
+        "--init",
+        action="append",
+        dest="inits",
+        metavar="SCHEME",
+        help="may be repeated, to compare (arpit2019)",
+    )
+    parser.add_argument("--samples", type=int, default=64, help="training images to measure on (default: 64)")
+    parser.add_argument("--data-folder", type=Path, metavar="FOLDER", help="scikit-learn's data cache")
+    parser.add_argument("--out", type=Path, default=Path("norms.png"), metavar="FILE", help="the picture")
+    parser.set_defaults(run=_probe)
+
+
+def _probe(inits: list[str] | None, samples: int, data_folder: Path | None, out: Path, **given: Any) -> int:
+    from wnfused.train.probe import probe
+
+    configs = [_config({**given, "init": init}) for init in inits or ["arpit2019"]]
+    print(probe(configs, samples, out, data_folder))
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- bench
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench", help="the benchmarks of the source checkout; further options go to them", add_help=False
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments: list[str]) -> int:
+    import subprocess
+
+    checkout = Path(wnfused.__file__).resolve().parents[1]
+    if not (checkout / "bench" / "__main__.py").exists():
+        raise UsageError(
+            "bench",
+            checkout / "bench",
+            "does not exist: the benchmarks come with the source, not with the package; "
+            "clone the repository, install it with `pip install --no-build-isolation -e .` and run this again",
+        )
+    return subprocess.run([sys.executable, "-m", "bench", *arguments], cwd=checkout).returncode

@@ -1,0 +1,13 @@
+"""Training: a configuration in, a folder with checkpoints and ``result.json`` out.
+
+>>> from wnfused.train import TrainConfig, train
+>>> train(TrainConfig(depth=100, lr=0.02, batch_size=32), "runs/wrn-100")["test_accuracy"]  # doctest: +SKIP
+
+Needs ``pip install 'wnfused[train]'`` when it is used, not when it is imported.
+"""
+
+from .config import TrainConfig
+from .errors import MissingDependencyError, UsageError
+from .run import train
+
+__all__ = ["MissingDependencyError", "TrainConfig", "UsageError", "train"]

@@ -1,0 +1,108 @@
+"""What the demo can afford: one step of each network is timed, then epochs and depths are fitted into the time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .batches import Batch
+from .build import build
+from .config import TrainConfig
+from .data import Dataset
+from .step import step
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one depth is trained; the rates are those that were found to train it with the default initialisation."""
+
+    depth: int
+    epochs: int
+    batch_size: int
+    lr: float
+    warmup: float
+
+    def config(self, init: str) -> TrainConfig:
+        # torch_default takes orthogonal directions unless told otherwise, as the paper's figures do.
+        # A shortened run keeps a quarter of it for the warm-up.
+        return TrainConfig(
+            depth=self.depth,
+            init=init,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            warmup=min(self.warmup, self.epochs / 4),
+        )
+
+    def updates(self, images: int) -> int:
+        return self.epochs * math.ceil(images / self.batch_size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be trained, how long it should take, and in words what had to be left out."""
+
+    recipes: tuple[Recipe, ...]
+    seconds: float
+    note: str
+
+
+def fit(recipes: Sequence[Recipe], step_seconds: Sequence[float], images: int, runs: int, budget: float) -> Plan:
+    """Fewer epochs first, down to one, then fewer depths, the deepest first; the shallowest always stays.
+
+    Args:
+        step_seconds: of each recipe; ``images``: of an epoch; ``runs``: how often each recipe is trained;
+        budget: in seconds.
+    """
+    chosen, costs = list(recipes), list(step_seconds)
+    left_out: list[int] = []
+    while True:
+        for epochs in range(max(r.epochs for r in chosen), 0, -1):
+            shortened = tuple(replace(r, epochs=min(epochs, r.epochs)) for r in chosen)
+            seconds = sum(runs * r.updates(images) * c for r, c in zip(shortened, costs, strict=True))
+            if seconds <= budget:
+                return Plan(shortened, seconds, _note(recipes, shortened, left_out, budget))
+        if len(chosen) == 1:
+            return Plan(shortened, seconds, _note(recipes, shortened, left_out, budget))
+        left_out.append(chosen.pop().depth)
+        costs.pop()
+
+
+def _note(recipes: Sequence[Recipe], chosen: Sequence[Recipe], left_out: list[int], budget: float) -> str:
+    changes = [
+        f"{new.epochs} instead of {old.epochs} epochs for {old.depth:,} layers"
+        for old, new in zip(recipes, chosen, strict=False)
+        if old.epochs != new.epochs
+    ]
+    changes += [f"{depth:,} layers left out" for depth in reversed(left_out)]
+    return f"scaled to {budget:.0f} s of training: {', '.join(changes)}" if changes else ""
+
+
+def time_step(recipe: Recipe, data: Dataset) -> float:
+    """Seconds of one update, the second of two: the first allocates."""
+    model = build(recipe.config("arpit2019"), data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=0.9)
+    batch = first_batch(data, recipe.batch_size)
+    for _ in range(2):
+        began = time.perf_counter()
+        update(model, optimizer, batch)
+        seconds = time.perf_counter() - began
+    return seconds
+
+
+def first_batch(data: Dataset, size: int) -> Batch:
+    """The first training images, not augmented."""
+    images, labels = data.standardise(data.train.images[:size]), data.train.labels[:size]
+    n = len(labels)
+    return Batch(images, labels, labels, torch.ones(n), torch.ones(n, dtype=torch.bool), 1 / n)
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    """Forward, backward and one update."""
+    optimizer.zero_grad()
+    step(model, batch).loss.backward()
+    optimizer.step()

@@ -1,0 +1,63 @@
+"""From a configuration to an initialised model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import TrainConfig
+from .data import Dataset
+from .errors import UsageError
+
+# The data-dependent schemes look at this many training images.
+SAMPLE = 128
+
+
+def build(config: TrainConfig, data: Dataset) -> nn.Module:
+    """The network of ``config`` for the images of ``data``, initialised by its scheme from its seed.
+
+    Raises:
+        UsageError: if the model or the scheme refuses its options.
+    """
+    from wnfused import init
+
+    if config.init not in init.schemes():
+        raise UsageError("init", config.init, f"is not a scheme; there are {', '.join(init.schemes())}")
+    torch.manual_seed(config.seed)
+    try:
+        model = _network(config, data)
+    except (ValueError, TypeError) as error:
+        raise UsageError("model", config.model, str(error)) from error
+    generator = torch.Generator().manual_seed(config.seed)
+    try:
+        init.initialize(
+            model, config.init, sample=sample(data, config.seed), generator=generator, **config.init_options
+        )
+    except (ValueError, TypeError) as error:
+        raise UsageError("init", config.init, str(error)) from error
+    return model
+
+
+def sample(data: Dataset, seed: int) -> Tensor:
+    """Standardised training images for the schemes that look at data, chosen by the seed."""
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
+    return data.standardise(data.train.images[order[:SAMPLE]])
+
+
+def _network(config: TrainConfig, data: Dataset) -> nn.Module:
+    from wnfused import models
+
+    channels, height, width = data.shape
+    options: dict[str, Any] = {"num_classes": data.classes, "norm": config.norm}
+    if config.width is not None:
+        options["width"] = config.width
+    if config.model == "mlp":
+        return models.mlp(config.depth, in_features=channels * height * width, **options)
+    if config.model == "cnn":
+        return models.cnn(config.depth, in_channels=channels, **options)
+    if config.recompute is not None:
+        options["recompute"] = config.recompute
+    family = {"wrn": models.wrn, "resnet": models.resnet}[config.model]
+    return family(config.depth, in_channels=channels, stack=config.stack, **options)

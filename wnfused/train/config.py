@@ -1,0 +1,140 @@
+"""Everything that determines a training run, and the check that it can be run."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from .errors import UsageError
+
+MODELS = ("wrn", "resnet", "cnn", "mlp")
+NORMS = ("weight", "batch", "none")
+PRECISIONS = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+# The model families whose depth is a*N + b, with one N >= 1 for every stage.
+_DEPTHS = {"wrn": (6, 4), "resnet": (6, 2)}
+
+
+def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A field that brings along what the command line says about it."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. The command line's options are these fields, with ``-`` for ``_``.
+
+    Raises:
+        UsageError: for a value that cannot work, whatever the data and the model are.
+    """
+
+    model: str = _option("wrn", "the network", MODELS)
+    depth: int = _option(40, "its layers: 6N+4 for wrn, 6N+2 for resnet, hidden layers for mlp, convolutions for cnn")
+    width: int | None = _option(
+        None,
+        "wrn, resnet: channels of the first stage over 16; mlp, cnn: units or channels; default: the model's",
+    )
+    norm: str = _option("weight", "normalisation of the layers", NORMS)
+    stack: bool = _option(True, "run the blocks of a stage as one op")
+    recompute: int | None = _option(
+        None,
+        "recompute the activations of a stage in the backward pass, keeping those of every this many blocks",
+    )
+    data: str = _option("digits", "digits, mnist, cifar10, cifar100 or synthetic")
+    init: str = _option("arpit2019", "initialisation scheme; `wnfused info` lists them")
+    init_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of the scheme"})
+    epochs: int = _option(4, "passes over the training split")
+    batch_size: int = _option(64, "images of a mini-batch, over all processes together")
+    accumulate: int = _option(1, "mini-batches whose gradients make one update")
+    lr: float = _option(0.01, "learning rate")
+    momentum: float = _option(0.9, "momentum of SGD (not Nesterov's)")
+    weight_decay: float = _option(0.0, "weight decay, on all parameters")
+    warmup: float = _option(0.0, "epochs of the quadratic warm-up")
+    milestones: tuple[int, ...] = _option((), "epochs, counted from 0, from which the rate is multiplied by the factor")
+    factor: float = _option(0.1, "what a milestone multiplies the rate by")
+    crop_flip: bool = _option(False, "augment by random crops (4 pixels of padding) and mirror images")
+    cutout: int = _option(0, "augment by cutting out a square of this many pixels")
+    mixup: float = _option(0.0, "augment by mixing pairs of images, with shares from Beta(mixup, mixup)")
+    seed: int = _option(0, "of the weights, the validation split, the order and the augmentation")
+    precision: str = _option("32-true", "as Lightning names them", PRECISIONS)
+    device: str = _option("auto", "cpu, cuda or auto")
+    devices: str = _option("auto", "how many, or auto; under torchrun its processes")
+    strategy: str = _option("auto", "Lightning's: auto, ddp, fsdp ...")
+
+    def __post_init__(self) -> None:
+        for name, choices in (("model", MODELS), ("norm", NORMS), ("precision", PRECISIONS)):
+            if getattr(self, name) not in choices:
+                raise UsageError(name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        for name, least in (("depth", 1), ("width", 1), ("recompute", 1), ("epochs", 1), ("batch_size", 1)):
+            self._at_least(name, least)
+        for name, least in (("accumulate", 1), ("cutout", 0), ("seed", 0)):
+            self._at_least(name, least)
+        for name in ("momentum", "weight_decay", "warmup", "mixup"):
+            self._finite(name, positive=False)
+        for name in ("lr", "factor"):
+            self._finite(name, positive=True)
+        if any(milestone < 0 for milestone in self.milestones):
+            raise UsageError("milestones", self.milestones, "must be epochs, counted from 0")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise UsageError("device", self.device, "must be cpu, cuda or auto")
+        if self.devices != "auto" and not (self.devices.isdigit() and int(self.devices) > 0):
+            raise UsageError("devices", self.devices, "must be a number of devices or auto")
+        if self.recompute is not None and (self.model not in _DEPTHS or self.norm != "weight"):
+            raise UsageError("recompute", self.recompute, "is for the weight-normalised stages of wrn and resnet")
+        self._check_depth()
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < least:
+            raise UsageError(name, value, f"must be {least} or more")
+
+    def _finite(self, name: str, positive: bool) -> None:
+        value = getattr(self, name)
+        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+            raise UsageError(name, value, "must be a finite number, " + ("above 0" if positive else "0 or more"))
+
+    def _check_depth(self) -> None:
+        if self.model not in _DEPTHS:
+            return
+        each, extra = _DEPTHS[self.model]
+        if self.depth >= each + extra and self.depth % each == extra:
+            return
+        below = max(1, (self.depth - extra) // each) * each + extra
+        nearest = str(below) if self.depth < below else f"{below} and {below + each}"
+        plural = "is" if self.depth < below else "are"
+        raise UsageError(
+            "depth",
+            self.depth,
+            f"must be {each}N + {extra} with N = 1, 2, ... for {self.model}: the nearest {plural} {nearest}",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; ``from_dict`` undoes it."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> TrainConfig:
+        """The configuration that ``to_dict`` or a command line gave; names it does not know are an error."""
+        known = {f.name for f in fields(cls)}
+        for name in content:
+            if name not in known:
+                raise UsageError(name, content[name], "is not an option of this version")
+        fitting: dict[str, Any] = {name: tuple(v) if name == "milestones" else v for name, v in content.items()}
+        return cls(**fitting)
+
+    def differences(self, other: TrainConfig) -> list[str]:
+        """How this configuration differs from ``other``: lines such as ``depth: 100, not 40``."""
+        mine, others = self.to_dict(), other.to_dict()
+        return [f"{name}: {mine[name]}, not {others[name]}" for name in mine if mine[name] != others[name]]
+
+
+def option_types() -> dict[str, tuple[type, bool]]:
+    """For every field: the type of one value, and whether it may be None. The command line is built from this."""
+    result = {}
+    for name, hint in typing.get_type_hints(TrainConfig).items():
+        optional = isinstance(hint, types.UnionType)
+        kind = next(a for a in typing.get_args(hint) if a is not type(None)) if optional else hint
+        result[name] = (typing.get_origin(kind) or kind, optional)
+    return result

@@ -1,0 +1,58 @@
+"""Writing files so that a reader, or a crash at any moment, sees the old content or the new, never a part."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write ``content`` beside ``path``, force it to the disk, and rename it over ``path``.
+
+    Raises:
+        OSError: as the file system reports it (full, read-only ...); what was at ``path`` is still there.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """``write_atomically`` of indented, standard JSON: NaN and infinities are an error, not an extension."""
+    write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files of a process that was killed while it wrote."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The process's umask, which can be read only by setting it. ``mkstemp`` ignores it and gives 0600."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

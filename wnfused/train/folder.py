@@ -1,0 +1,110 @@
+"""The folder of a run: what lies in it, and the rule that nothing in it is ever lost by surprise.
+
+| file          | written                                        | holds                                            |
+|---------------|------------------------------------------------|--------------------------------------------------|
+| `config.json` | when the run begins                            | the configuration and the versions               |
+| `last.ckpt`   | at the end of each epoch, after validation     | weights, optimiser, progress, history            |
+| `best.ckpt`   | the same, if validation accuracy is the best   | weights                                          |
+| `result.json` | when the run ends, diverged or not             | the result                                       |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from . import checkpoint
+from .config import TrainConfig
+from .errors import UsageError
+from .files import write_json
+
+
+class RunFolder:
+    """Paths and rules; creates and writes nothing until told to."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.last = self.path / "last.ckpt"
+        self.best = self.path / "best.ckpt"
+        self.result = self.path / "result.json"
+
+    @property
+    def finished(self) -> bool:
+        return self.result.exists()
+
+    def claim(self) -> None:
+        """Make sure of the folder before anything slow is done: it exists, holds no run and can be written.
+
+        Raises:
+            UsageError: if it does not.
+        """
+        if any(file.exists() for file in (self.config, self.last, self.best, self.result)):
+            state = "a finished run" if self.finished else "a run"
+            raise UsageError(
+                "out",
+                self.path,
+                f"holds {state} already: choose another folder, or continue it with --resume",
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise UsageError("out", self.path, f"cannot be written: {error.strerror}") from None
+
+    def begin(self, config: TrainConfig, versions: dict[str, str]) -> None:
+        """Write down that a run begins here. Not before its arguments are known to work."""
+        write_json(self.config, {"config": config.to_dict(), "versions": versions})
+
+    def saved_config(self) -> TrainConfig | None:
+        """The configuration of the run that lies here, None if there is none.
+
+        Raises:
+            UsageError: if its file cannot be read.
+        """
+        try:
+            return TrainConfig.from_dict(json.loads(self.config.read_text())["config"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise UsageError("resume", self.config, f"cannot be read ({error})") from None
+
+    def check(self, config: TrainConfig) -> bool:
+        """Whether a run lies here that ``config`` continues.
+
+        Raises:
+            UsageError: if the run here has another configuration; each difference is named.
+        """
+        saved = self.saved_config()
+        if saved is None:
+            return False
+        _refuse_differences(config, saved, self.config)
+        return True
+
+    def checkpoint(self, config: TrainConfig) -> Path | None:
+        """The checkpoint to go on from; None if the run was killed before it finished an epoch.
+
+        Raises:
+            UsageError: if the checkpoint has another configuration.
+            CorruptCheckpointError: if it is not whole.
+        """
+        if not self.last.exists():
+            return None
+        content = checkpoint.load(self.last)
+        if "wnfused" not in content:
+            raise checkpoint.CorruptCheckpointError(self.last, "is not a checkpoint of `wnfused train`")
+        _refuse_differences(config, TrainConfig.from_dict(content["wnfused"]["config"]), self.last)
+        return self.last
+
+    def read_result(self) -> dict[str, Any]:
+        return json.loads(self.result.read_text())
+
+
+def _refuse_differences(asked: TrainConfig, saved: TrainConfig, where: Path) -> None:
+    differences = asked.differences(saved)
+    if differences:
+        raise UsageError("resume", where, f"is of another configuration; asked for {'; '.join(differences)}")

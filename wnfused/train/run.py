@@ -1,0 +1,278 @@
+"""One training run from a configuration to its result. Lightning drives; the step is ours.
+
+``result.json`` holds
+
+* ``test_accuracy``, ``test_loss``: on the test split, with the weights after the *last* epoch; accuracy is a share of
+  1. A run that diverged has accuracy 0, as in the paper, and loss null.
+* ``best_epoch``, ``best_val_accuracy``, ``best_test_accuracy``: the epoch (from 0) with the highest validation
+  accuracy, the first of equals, and the test accuracy of its weights: the paper's protocol.
+* ``train_loss``: mean over the images of the last epoch, each as it was when it was trained on; null if diverged.
+* ``diverged``: some loss was NaN or infinite, which ends the run at once.
+* ``epochs_finished``, ``updates``; ``history``: one row for each epoch.
+* ``seconds_per_step``: mean wall time of an update; ``seconds``: of the whole process, set-up included. Both count the
+  last process only if the run was resumed.
+* ``peak_memory_bytes``, ``baseline_memory_bytes``: of the first process, see ``wnfused.train.memory``.
+* ``parameters``, ``world_size``, ``versions``, and ``config``, the full configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .augment import Augmentation
+from .batches import EvalBatches, Plan, TrainBatches
+from .build import build
+from .config import TrainConfig
+from .data import Dataset, load
+from .errors import UsageError, require
+from .files import remove_leftovers, write_json
+from .folder import RunFolder
+from .memory import PeakMemory
+
+# Validation and test hold no activations for a backward pass: larger batches cost no more memory.
+_EVAL_BATCH = 256
+
+
+class Silent:
+    """The reporter that says nothing."""
+
+    def on_batch(self, epoch: int, done: int, batches: int) -> None:
+        pass
+
+    def on_epoch(self, row: dict[str, float]) -> None:
+        pass
+
+
+def train(
+    config: TrainConfig,
+    out: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    data_folder: str | os.PathLike[str] | None = None,
+    reporter: Any = None,
+) -> dict[str, Any]:
+    """Train, write ``result.json`` into the folder ``out`` and return its content.
+
+    Args:
+        out: the run's folder. It must hold no run, unless ``resume`` is true.
+        resume: go on after the last finished epoch; a folder without a run begins one, a finished run is returned
+            as it is. Weights, optimiser, order and augmentation are those of a run that was never interrupted, bit
+            for bit if device, number of processes and of threads are the same.
+        data_folder: see ``wnfused.train.data.load``.
+        reporter: a ``wnfused.train.callbacks.Reporter``.
+
+    Under ``torchrun`` every process calls this; the first writes.
+
+    Raises:
+        UsageError: an argument cannot work; CorruptCheckpointError: ``last.ckpt`` is not whole;
+        MissingDependencyError: without Lightning or the data set's library.
+    """
+    began = time.perf_counter()
+    require("lightning.pytorch", "training")
+    folder = RunFolder(out)
+    first = _is_first_process()
+    going_on = resume and folder.check(config)
+    if going_on and folder.finished:
+        return folder.read_result()
+    if first and not going_on:
+        folder.claim()
+    checkpoint = folder.checkpoint(config) if going_on else None
+    _check_device(config)
+    data = load(config.data, config.seed, data_folder)
+    watch = PeakMemory(_device(config))
+    model = build(config, data)
+    if first:
+        remove_leftovers(folder.path)
+        if not going_on:
+            folder.begin(config, versions())
+    run = _Run(config, data, model, folder, reporter or Silent())
+    result = run.fit_and_test(checkpoint)
+    result["seconds"] = time.perf_counter() - began
+    result["peak_memory_bytes"] = watch.peak_bytes()
+    result["baseline_memory_bytes"] = watch.baseline_bytes
+    result["versions"] = versions()
+    result["config"] = config.to_dict()
+    if run.trainer.is_global_zero:
+        write_json(folder.result, result)
+    return result
+
+
+@dataclass
+class _Run:
+    config: TrainConfig
+    data: Dataset
+    model: nn.Module
+    folder: RunFolder
+    reporter: Any
+
+    def __post_init__(self) -> None:
+        from .callbacks import AtomicCheckpoints, Clock, EpochCheckpoint, Report
+        from .module import TrainingModule
+
+        self.clock = Clock()
+        with _quiet():
+            self.trainer = _trainer(
+                self.config,
+                plugins=[AtomicCheckpoints()],
+                callbacks=[self.clock, EpochCheckpoint(self.folder.path), Report(self.reporter)],
+                default_root_dir=self.folder.path,
+            )
+        self.plan = self._plan(len(self.data.train), self.config.batch_size, self.config.accumulate)
+        self.module = TrainingModule(self.model, self.config, self.plan.updates)
+
+    def _plan(self, n: int, batch_size: int, accumulate: int = 1) -> Plan:
+        return Plan(n, batch_size, accumulate, self.trainer.world_size, self.trainer.global_rank)
+
+    def fit_and_test(self, checkpoint: os.PathLike[str] | None) -> dict[str, Any]:
+        from .module import DivergedError
+
+        config = self.config
+        augmentation = Augmentation(config.crop_flip, config.cutout, config.mixup)
+        batches = TrainBatches(self.data, self.plan, augmentation, config.seed)
+        val = EvalBatches(self.data, self.data.val, self._plan(len(self.data.val), _EVAL_BATCH))
+        diverged = False
+        with _quiet():
+            try:
+                self.trainer.fit(self.module, batches, val, ckpt_path=checkpoint)
+            except DivergedError:
+                diverged = True
+            result = self._test() if not diverged else _NOTHING_TESTED
+        if not diverged and not math.isfinite(result["test_loss"]):
+            # The last update overflowed: no training loss came after it to show it.
+            diverged, result = True, _NOTHING_TESTED
+        return {
+            **result,
+            "train_loss": None if diverged else self.history[-1]["train_loss"],
+            "diverged": diverged,
+            "epochs_finished": len(self.history),
+            "updates": self.trainer.global_step,
+            "seconds_per_step": self.clock.seconds_per_step,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "world_size": self.trainer.world_size,
+            "history": [_json_row(row) for row in self.history],
+        }
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        return self.module.history
+
+    def _test(self) -> dict[str, Any]:
+        from .callbacks import best_epoch
+
+        # Loading best.ckpt replaces the module's history by the shorter one of that epoch.
+        history = self.history
+        last, best = len(history) - 1, best_epoch(history)
+        loss, accuracy = self._tested()
+        best_accuracy = accuracy if best == last else self._tested(self.folder.best)[1]
+        self.module.history = history
+        return {
+            "test_accuracy": accuracy,
+            "test_loss": loss,
+            "best_epoch": best,
+            "best_val_accuracy": history[best]["val_accuracy"],
+            "best_test_accuracy": best_accuracy,
+        }
+
+    def _tested(self, checkpoint: os.PathLike[str] | None = None) -> tuple[float, float]:
+        batches = EvalBatches(self.data, self.data.test, self._plan(len(self.data.test), _EVAL_BATCH))
+        self.trainer.test(self.module, batches, ckpt_path=checkpoint, verbose=False)
+        return self.module.tested
+
+
+_NOTHING_TESTED: dict[str, Any] = {
+    "test_accuracy": 0.0,
+    "test_loss": None,
+    "best_epoch": None,
+    "best_val_accuracy": None,
+    "best_test_accuracy": 0.0,
+}
+
+
+def _json_row(row: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}
+
+
+def _trainer(config: TrainConfig, **options: Any) -> Any:
+    import lightning.pytorch as lightning
+
+    devices: int | str = int(config.devices) if config.devices.isdigit() else "auto"
+    nodes = 1
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun has started the processes; Lightning has to be told of as many.
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        nodes = int(os.environ["WORLD_SIZE"]) // devices
+    try:
+        return lightning.Trainer(
+            accelerator=_device(config).type,
+            devices=devices,
+            num_nodes=nodes,
+            strategy=config.strategy,
+            precision=cast(Any, config.precision),
+            max_epochs=config.epochs,
+            accumulate_grad_batches=config.accumulate,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UsageError("strategy", config.strategy, f"cannot be used here: {error}") from error
+
+
+def _device(config: TrainConfig) -> torch.device:
+    if config.device != "auto":
+        return torch.device(config.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_device(config: TrainConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device", "cuda", "is not available to this installation of torch; cpu is")
+
+
+def _is_first_process() -> bool:
+    """Before Lightning has set anything up: torchrun and Lightning's launcher number their processes by these."""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on besides its configuration."""
+    import lightning
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning's notes on devices, workers and its other products stay out of the output; errors do not."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\..*")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
