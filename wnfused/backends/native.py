@@ -21,9 +21,20 @@ from wnfused import reference
 _PACKAGE = Path(__file__).parents[1]
 
 _schemas = torch.library.Library("wnfused_native", "DEF")
-# `dim` is -1 for one norm over the whole tensor.
-_schemas.define("weight_norm(Tensor v, Tensor g, int dim) -> (Tensor w, Tensor norm)")
-_schemas.define("weight_norm_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)")
+for _schema in (
+    # `dim` is -1 for one norm over the whole tensor.
+    "weight_norm(Tensor v, Tensor g, int dim) -> (Tensor w, Tensor norm)",
+    "weight_norm_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)",
+    "residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale, int recompute, bool save) "
+    "-> (Tensor y, Tensor norm, Tensor maps)",
+    "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
+    "float skip_scale, int recompute, bool parameters) -> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
+    # The instruction set in use, those usable here (comma-separated), and the switch between them for tests.
+    "cpu_isa() -> str",
+    "cpu_isas() -> str",
+    "set_cpu_isa(str name) -> ()",
+):
+    _schemas.define(_schema)
 
 
 @functools.cache
@@ -42,6 +53,12 @@ def unavailable() -> str | None:
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_STAGE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def instruction_set() -> str | None:
+    """The vector instruction set that the kernels run on, None without the library."""
+    return None if unavailable() is not None else torch.ops.wnfused_native.cpu_isa()
 
 
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:
@@ -54,7 +71,7 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
         if isinstance(argument, Tensor):
             if argument.device.type != "cpu":
                 return f"it has no kernel for device {argument.device.type!r}"
-            if argument.dtype not in _DTYPES:
+            if argument.dtype not in (_STAGE_DTYPES if op.startswith("residual_stage") else _DTYPES):
                 return f"it has no kernel for {argument.dtype}"
     return None
 
@@ -84,6 +101,21 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
         dw, v, g.to(v.dtype).contiguous(), norm, -1 if dim is None else dim
     )
     return dv, dg.to(g.dtype).reshape(g.shape)
+
+
+def residual_stage(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.ops.wnfused_native.residual_stage(x, v, g, bias, skip_scale, recompute, save)
+
+
+def residual_stage_backward(
+    dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
+    recompute: int = 0, parameters: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.ops.wnfused_native.residual_stage_backward(
+        dy, v, g, bias, norm, maps, skip_scale, recompute, parameters
+    )
 
 
 # The layers: the row norm is ours, the product is the vendor's, and the epilogue works in place on its fresh result.
