@@ -82,34 +82,59 @@ inline void clear_rows(const Panel& panel, int64_t planes, int64_t blocks, int64
       for (int64_t r = begin; r < end; ++r) store(panel.at(p, b, r), zero());
 }
 
-// 4x4 patches of `count` tiles, transformed: plane p of block b, row t.
+// Tiles that lie side by side in one row of tiles.
+struct TileRun {
+  int64_t row;  // of the panel, of the first tile
+  int64_t tiles;
+  Unit unit;  // of the first tile
+};
+
+WNFUSED_INLINE TileRun run_at(const Geometry& geometry, int64_t first, int64_t row, int64_t count) {
+  const Unit unit = unit_at(geometry, first + row);
+  return {row, smaller(count - row, geometry.tile_cols - unit.x / 2), unit};
+}
+
+// 4x4 patches of `count` tiles, transformed: plane p of block b, row t. Neighbours in a run overlap in two columns,
+// which are loaded and transformed once.
 template <bool Round>
 inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                          const Panel& panel) {
-  const int64_t channels = geometry.padded_channels, line = geometry.width * channels;
-  Unit unit = unit_at(geometry, first);
-  for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
-    const bool inside = unit.y > 0 && unit.x > 0 && unit.y + 2 < geometry.height && unit.x + 2 < geometry.width;
-    const float* corner = map + pixel_index(geometry, unit) * channels - line - channels;
-    if (inside) {
-      for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
-        const float* source = corner + b * kLanes;
-        input_transform<Round>([=](int i, int j) { return source + i * line + j * channels; }, panel.at(0, b, t),
-                               panel.plane_stride);
-      }
-      continue;
-    }
-    const float* pixel[4][4];
+  const int64_t channels = geometry.padded_channels, line = geometry.width * channels, width = geometry.width;
+  for (int64_t row = 0; row < count;) {
+    const TileRun run = run_at(geometry, first, row, count);
+    // A line outside the map is a pixel of zeros, repeated.
+    const float* lines[4];
+    int64_t step[4];
     for (int i = 0; i < 4; ++i) {
-      const bool in_row = unit.y + i >= 1 && unit.y + i <= geometry.height;
-      for (int j = 0; j < 4; ++j) {
-        const bool in_map = in_row && unit.x + j >= 1 && unit.x + j <= geometry.width;
-        pixel[i][j] = in_map ? corner + i * line + j * channels : zeros;
+      const int64_t y = run.unit.y - 1 + i;
+      const bool inside = y >= 0 && y < geometry.height;
+      lines[i] = inside ? map + (run.unit.image * geometry.height + y) * line : zeros;
+      step[i] = inside ? channels : 0;
+    }
+    for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
+      float* target = panel.at(0, b, row);
+      const int64_t lanes = b * kLanes;
+      Four left[2];
+      for (int64_t x = run.unit.x - 1; x < run.unit.x + 1; ++x)
+        left[x - run.unit.x + 1] =
+            x < 0 ? Four{{zero(), zero(), zero(), zero()}}
+                  : input_column<Round>(lines[0] + x * step[0] + lanes, lines[1] + x * step[1] + lanes,
+                                        lines[2] + x * step[2] + lanes, lines[3] + x * step[3] + lanes);
+      for (int64_t t = 0, x = run.unit.x + 1; t < run.tiles; ++t, x += 2, target += kLanes) {
+        Four right[2];
+        WNFUSED_UNROLL for (int j = 0; j < 2; ++j)
+          right[j] = x + j >= width
+                         ? Four{{zero(), zero(), zero(), zero()}}
+                         : input_column<Round>(lines[0] + (x + j) * step[0] + lanes,
+                                               lines[1] + (x + j) * step[1] + lanes,
+                                               lines[2] + (x + j) * step[2] + lanes,
+                                               lines[3] + (x + j) * step[3] + lanes);
+        input_transform_rows(left[0], left[1], right[0], right[1], target, panel.plane_stride);
+        left[0] = right[0];
+        left[1] = right[1];
       }
     }
-    for (int64_t b = 0; b < geometry.channel_blocks; ++b)
-      input_transform<Round>([&](int i, int j) { return pixel[i][j] + b * kLanes; }, panel.at(0, b, t),
-                             panel.plane_stride);
+    row += run.tiles;
   }
   clear_rows(panel, kPositions, geometry.channel_blocks, count, round_up_rows(count));
 }
@@ -181,20 +206,17 @@ inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t 
   }
 }
 
-// `poison` gathers 0 * value: it stays zero while everything is finite.
+// The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite.
 template <Ending kEnding>
-WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue& epilogue, int64_t pixel,
-                                 int64_t channel_block, const Block& accumulator, Block& poison) {
+WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue& epilogue, int64_t pixel, int64_t channel_block,
+                                 const Block& accumulator, const Block& scale, const Block& bias, Block& poison) {
   const int64_t offset = pixel * geometry.padded_channels + channel_block * kLanes;
   Block value;
-  if constexpr (kEnding == Ending::kRelu || kEnding == Ending::kResidual)
-    value = multiply_add(accumulator, load(epilogue.scale + channel_block * kLanes),
-                         load(epilogue.bias + channel_block * kLanes));
   if constexpr (kEnding == Ending::kRelu) {
-    value = relu(value);
+    value = relu(multiply_add(accumulator, scale, bias));
     if (epilogue.round) value = round_to_bfloat16(value);
   } else if constexpr (kEnding == Ending::kResidual) {
-    value = splat(epilogue.factor) * (load(epilogue.other + offset) + value);
+    value = splat(epilogue.factor) * (load(epilogue.other + offset) + multiply_add(accumulator, scale, bias));
   } else if constexpr (kEnding == Ending::kMask) {
     value = relu_mask(load(epilogue.other + offset), accumulator);
   } else {
@@ -206,29 +228,42 @@ WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue& epilo
   if (epilogue.saved.data) save_block(geometry, epilogue.saved, pixel, channel_block, value);
 }
 
-// Outputs [first_block, first_block + blocks) of `count` units.
+// Block `b` of the product, which is output block `channel_block`, for `count` units. False if not all is finite.
 template <Ending kEnding>
-inline bool scatter(const Geometry& geometry, const Panel& product, int64_t first, int64_t count, int64_t first_block,
-                    int64_t blocks, const Epilogue& epilogue) {
+inline bool scatter(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
+                    int64_t channel_block, int64_t b, const Epilogue& shared_epilogue) {
+  // Copies of its own: the compiler must not fear that the stores change them.
+  const Geometry geometry = shared_geometry;
+  const Epilogue epilogue = shared_epilogue;
+  const int64_t plane_stride = product.plane_stride;
+  constexpr bool kScaled = kEnding == Ending::kRelu || kEnding == Ending::kResidual;
+  const Block scale = kScaled ? load(epilogue.scale + channel_block * kLanes) : zero();
+  const Block bias = kScaled ? load(epilogue.bias + channel_block * kLanes) : zero();
   Block poison = zero();
-  Unit unit = unit_at(geometry, first);
-  for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
-    const int64_t pixel = pixel_index(geometry, unit);
-    if (geometry.method == Method::kDirect) {
-      for (int64_t b = 0; b < blocks; ++b)
-        finish_pixel<kEnding>(geometry, epilogue, pixel, first_block + b, load(product.at(0, b, t)), poison);
-      continue;
-    }
-    const bool two_rows = unit.y + 1 < geometry.height, two_columns = unit.x + 1 < geometry.width;
-    for (int64_t b = 0; b < blocks; ++b) {
+  if (geometry.method == Method::kDirect) {
+    Unit unit = unit_at(geometry, first);
+    for (int64_t t = 0; t < count; ++t, advance(geometry, unit))
+      finish_pixel<kEnding>(geometry, epilogue, pixel_index(geometry, unit), channel_block, load(product.at(0, b, t)),
+                            scale, bias, poison);
+    return horizontal_sum(poison) == 0.0f;
+  }
+  for (int64_t row = 0; row < count;) {
+    const TileRun run = run_at(geometry, first, row, count);
+    const bool two_rows = run.unit.y + 1 < geometry.height;
+    const float* source = product.at(0, b, row);
+    int64_t pixel = pixel_index(geometry, run.unit), x = run.unit.x;
+    for (int64_t t = 0; t < run.tiles; ++t, x += 2, pixel += 2, source += kLanes) {
       Block tile[2][2];
-      output_transform(product.at(0, b, t), product.plane_stride, tile);
-      const int64_t block = first_block + b, below = pixel + geometry.width;
-      finish_pixel<kEnding>(geometry, epilogue, pixel, block, tile[0][0], poison);
-      if (two_columns) finish_pixel<kEnding>(geometry, epilogue, pixel + 1, block, tile[0][1], poison);
-      if (two_rows) finish_pixel<kEnding>(geometry, epilogue, below, block, tile[1][0], poison);
-      if (two_rows && two_columns) finish_pixel<kEnding>(geometry, epilogue, below + 1, block, tile[1][1], poison);
+      output_transform(source, plane_stride, tile);
+      WNFUSED_UNROLL for (int i = 0; i < 2; ++i) {
+        WNFUSED_UNROLL for (int j = 0; j < 2; ++j) {
+          if ((i && !two_rows) || x + j >= geometry.width) continue;
+          finish_pixel<kEnding>(geometry, epilogue, pixel + i * geometry.width + j, channel_block, tile[i][j], scale,
+                                bias, poison);
+        }
+      }
     }
+    row += run.tiles;
   }
   return horizontal_sum(poison) == 0.0f;
 }
@@ -239,8 +274,7 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
                      const float* bank, int64_t first_block, int64_t blocks, const Panel& panel,
                      const Panel& product) {
   const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
-  const Depth depth{geometry.channel_blocks, geometry.channels - (geometry.channel_blocks - 1) * kLanes,
-                    panel.rows * kLanes};
+  const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
   bank += first_block * col_stride;
   if (geometry.method == Method::kWinograd) {
     gather_tiles<Round>(geometry, map, zeros, first, count, panel);
@@ -270,11 +304,15 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);
   const Panel panel(scratch, geometry.conv_rows, geometry.channel_blocks);
-  const Panel product(scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
+  // With one block of channels a row's product depends on that row alone and may take its place, which keeps panel and
+  // bank together in the first-level cache.
+  const bool overwrite = geometry.channel_blocks == 1 && geometry.method == Method::kWinograd;
+  const Panel product(overwrite ? scratch : scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
   if (round_map) convolve<true>(geometry, map, zeros, first, count, bank, first_block, blocks, panel, product);
   else convolve<false>(geometry, map, zeros, first, count, bank, first_block, blocks, panel, product);
-  if (!scatter<kEnding>(geometry, product, first, count, first_block, blocks, epilogue))
-    poisoned.store(true, std::memory_order_relaxed);
+  for (int64_t b = 0; b < blocks; ++b)
+    if (!scatter<kEnding>(geometry, product, first, count, first_block + b, b, epilogue))
+      poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -44,13 +44,25 @@ struct PlanePair {
   const float* bank;   // [output blocks][depth][16]
 };
 
-// The depth of a plane: blocks of 16 channels, fewer in the last one. Padding channels are left out of the sum, since
-// their products with an infinity would be NaN.
+// The depth of a plane: whole blocks of 16 channels, then the channels of an incomplete one. Padding channels are left
+// out of the sum, since their products with an infinity would be NaN.
 struct Depth {
-  int64_t blocks;
+  int64_t full_blocks;
   int64_t last_lanes;
   int64_t panel_step;  // floats from one block of the panel to the next
 };
+
+template <int Rows, int Cols>
+WNFUSED_INLINE void rows_step(const float* operand, const float* weights, int64_t bank_col_stride,
+                              Block (&accumulator)[Rows][Cols]) {
+  Block weight[Cols];
+  WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * bank_col_stride);
+  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+    const Block value = splat(operand[r * kLanes]);
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
+      accumulator[r][c] = multiply_add(value, weight[c], accumulator[r][c]);
+  }
+}
 
 template <int Rows, int Cols>
 inline void rows_tile(const PlanePair* planes, int64_t plane_count, const Depth& depth, int64_t panel_offset,
@@ -62,18 +74,12 @@ inline void rows_tile(const PlanePair* planes, int64_t plane_count, const Depth&
   for (int64_t p = 0; p < plane_count; ++p) {
     const float* panel = planes[p].panel + panel_offset;
     const float* weights = planes[p].bank + bank_offset;
-    for (int64_t b = 1; b <= depth.blocks; ++b, panel += depth.panel_step) {
-      const float* operand = panel;
-      for (int64_t k = b == depth.blocks ? depth.last_lanes : kLanes; k > 0; --k, weights += kLanes, ++operand) {
-        Block weight[Cols];
-        WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * bank_col_stride);
-        WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-          const Block value = splat(operand[r * kLanes]);
-          WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-            accumulator[r][c] = multiply_add(value, weight[c], accumulator[r][c]);
-        }
-      }
+    for (int64_t b = depth.full_blocks; b > 0; --b, panel += depth.panel_step, weights += kLanes * kLanes) {
+      _Pragma("GCC unroll 4") for (int k = 0; k < kLanes; ++k)
+        rows_step<Rows, Cols>(panel + k, weights + k * kLanes, bank_col_stride, accumulator);
     }
+    for (int64_t k = 0; k < depth.last_lanes; ++k)
+      rows_step<Rows, Cols>(panel + k, weights + k * kLanes, bank_col_stride, accumulator);
   }
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)

@@ -34,20 +34,20 @@ WNFUSED_INLINE Four filter_transform_1d(const Block& g0, const Block& g1, const 
 
 WNFUSED_INLINE Four gradient_transform_1d(const Block& y0, const Block& y1) { return {{y0, y0 + y1, y0 - y1, -y1}}; }
 
-// B' d B. source(i, j) points at 16 channels of the patch's pixel; position p goes to target + p * stride.
-template <bool Round, class Source>
-WNFUSED_INLINE void input_transform(const Source& source, float* target, int64_t stride) {
-  Four column[4];
-  WNFUSED_UNROLL for (int j = 0; j < 4; ++j) {
-    Block d[4];
-    WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
-      d[i] = load(source(i, j));
-      if constexpr (Round) d[i] = round_to_bfloat16(d[i]);
-    }
-    column[j] = input_transform_1d(d[0], d[1], d[2], d[3]);
-  }
+// One column of B' d: d is 16 channels of four pixels, one below the other.
+template <bool Round>
+WNFUSED_INLINE Four input_column(const float* p0, const float* p1, const float* p2, const float* p3) {
+  if constexpr (Round)
+    return input_transform_1d(round_to_bfloat16(load(p0)), round_to_bfloat16(load(p1)), round_to_bfloat16(load(p2)),
+                              round_to_bfloat16(load(p3)));
+  return input_transform_1d(load(p0), load(p1), load(p2), load(p3));
+}
+
+// (B' d) B from the four columns of B' d; position p goes to target + p * stride.
+WNFUSED_INLINE void input_transform_rows(const Four& c0, const Four& c1, const Four& c2, const Four& c3, float* target,
+                                         int64_t stride) {
   WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
-    const Four row = input_transform_1d(column[0].at[i], column[1].at[i], column[2].at[i], column[3].at[i]);
+    const Four row = input_transform_1d(c0.at[i], c1.at[i], c2.at[i], c3.at[i]);
     WNFUSED_UNROLL for (int j = 0; j < 4; ++j) store(target + (4 * i + j) * stride, row.at[j]);
   }
 }
