@@ -125,14 +125,13 @@ class Backward {
         banks_(geometry_.channel_blocks) {}
 
   void run() {
-    const int64_t blocks = geometry_.blocks;
-    const int64_t segment = job_.saved.every > 0 ? job_.saved.every : smaller(1, blocks);
+    const int64_t segment = job_.saved.every;
     worker_.phase(map_items(geometry_), [&](int64_t item) { read_map(geometry_, job_.dy, item, job_.scratch.stream); });
-    if (job_.saved.every > 0) {
-      for (int64_t begin = (blocks - 1) / segment * segment; begin >= 0; begin -= segment)
-        recomputed_segment(begin, smaller(begin + segment, blocks));
-    } else if (blocks > 0) {
-      saved_blocks();
+    if (segment == 0) {
+      if (geometry_.blocks > 0) saved_blocks();
+    } else {
+      for (int64_t end = geometry_.blocks; end > 0; end = (end - 1) / segment * segment)
+        recomputed_segment((end - 1) / segment * segment, end);
     }
     finish_phase();
     worker_.phase(map_items(geometry_), [&](int64_t item) { write_map(geometry_, job_.scratch.stream, item, job_.dx); });
