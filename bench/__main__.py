@@ -1,0 +1,90 @@
+"""``python -m bench``: the table of ratios, a JSON file and pictures. Run from the root of the checkout."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wnfused
+from bench import cases, machine, picture, report, workloads
+from bench.result import Result
+
+DEFAULT_FOLDER = Path("build") / "bench"
+# Seconds of measuring a case; the gates and the compiler come on top.
+BUDGET, QUICK_BUDGET = 5.0, 1.5
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    groups = f"{', '.join(workloads.GROUPS)}; may be repeated"
+    seconds = f"measuring time of a case, default {BUDGET:g}, with --quick {QUICK_BUDGET:g}"
+    made.add_argument("--quick", action="store_true", help="a small selection, in under two minutes on two cores")
+    made.add_argument("--group", action="append", default=[], metavar="G", help=groups)
+    made.add_argument("--match", default="", metavar="TEXT", help="only workloads whose name holds this")
+    made.add_argument("--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help=f"default: {DEFAULT_FOLDER}")
+    made.add_argument("--seconds", type=float, metavar="S", help=seconds)
+    made.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads")
+    made.add_argument("--list", action="store_true", help="name the workloads and end")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 1 if a peer failed its gate or nothing of ours could be measured; 2 for a wrong argument."""
+    options = parser().parse_args(arguments)
+    if options.threads is not None and options.threads < 1:
+        parser().error(f"--threads: {options.threads} must be at least 1")
+    if options.seconds is not None and not options.seconds >= 0:
+        parser().error(f"--seconds: {options.seconds} must not be negative")
+    try:
+        chosen = workloads.select(options.quick, tuple(options.group), options.match)
+    except ValueError as error:
+        parser().error(str(error))
+    if options.list:
+        print("\n".join(f"{w.group:<8} {w.name}  ({', '.join(w.passes)})" for w in chosen))
+        return 0
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    budget = options.seconds if options.seconds is not None else QUICK_BUDGET if options.quick else BUDGET
+    wnfused.backend_status()  # opens the libraries
+    facts = machine.facts()
+    print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "threads", "instruction_set", "torch", "commit")))
+    results: list[Result] = []
+    report.print_groups(_run(chosen, budget, results))
+    print("\nsaved", report.save_json(options.out, facts, {"quick": options.quick, "seconds": budget}, results))
+    _save_pictures(results, facts, options.out)
+    wrong = [result for result in results if result.failed or not result.base]
+    for result in wrong:
+        print(f"no result: {result.group}, {result.workload}, {result.pass_name}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _run(chosen: list[workloads.Workload], budget: float, results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """Each group with its results, which are kept in ``results`` too."""
+    for group, members in groupby(chosen, lambda workload: workload.group):
+        found: list[Result] = []
+        for workload in members:
+            print(f"  {group}: {workload.name} ...", file=sys.stderr, flush=True)
+            found.extend(cases.run(workload, budget))
+        results.extend(found)
+        yield group, found
+
+
+def _save_pictures(results: list[Result], facts: dict[str, Any], folder: Path) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no pictures: matplotlib is not installed")
+        return
+    for draw, name in ((picture.ratio_bars, "ratios.png"), (picture.cost_per_layer, "cost_per_layer.png")):
+        if path := draw(results, facts, folder / name):
+            print("saved", path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

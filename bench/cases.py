@@ -1,0 +1,90 @@
+"""From a workload to its results: build the peers, gate them, measure those that passed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from bench import deep, gate, initialisation, models, peers
+from bench.ceiling import Ceiling, ceiling
+from bench.measure import Runner, interleave
+from bench.result import Result
+from bench.workloads import FORWARD, ConvLayer, DeepStep, LinearLayer, Orthogonal, Workload
+
+
+def run(workload: Workload, budget: float) -> Iterator[Result]:
+    """One result a pass; ``budget`` seconds of measuring each."""
+    if isinstance(workload, Orthogonal):
+        yield from initialisation.run(workload, budget)
+    elif isinstance(workload, DeepStep):
+        yield from deep.run(workload, budget)
+    else:
+        yield from _run_module(workload, budget)
+
+
+def _run_module(workload: Workload, budget: float) -> Iterator[Result]:
+    # What the compiler learnt from other shapes would make it generalise, and so slower, here.
+    torch._dynamo.reset()
+    problem = gate.Problem(workload)
+    subjects: dict[str, peers.Subject] = {}
+    for pass_name in workload.passes:
+        result = Result.of(workload, pass_name)
+        runners = _gated(workload, pass_name, problem, subjects, result)
+        base = next((runner.name for runner in runners if runner.name in workload.ours), None)
+        if base is not None:
+            _measure(workload, runners, base, budget, result)
+        yield result
+
+
+def _gated(
+    workload: Workload,
+    pass_name: str,
+    problem: gate.Problem,
+    subjects: dict[str, peers.Subject],
+    result: Result,
+) -> list[Runner]:
+    """Ours first, then the peers that can run and are right; the others are noted in ``result``."""
+    runners: list[Runner] = []
+
+    def add(name: str) -> bool:
+        """Whether the peer could run, right or wrong."""
+        try:
+            if name not in subjects:
+                subjects[name] = peers.subject(problem, name)
+            found = peers.gated(subjects[name], name, pass_name)
+        except peers.Unavailable as reason:
+            result.skipped[name] = str(reason)
+            return False
+        except gate.GateError as error:
+            result.failed[name] = str(error)
+        else:
+            runners.append(found.runner)
+            result.errors[name] = found.errors
+        return True
+
+    tried: list[str] = []
+    for name in workload.ours:
+        tried.append(name)
+        if add(name):
+            break
+    for name in workload.peers:
+        if name not in tried:
+            add(name)
+    return runners
+
+
+def _measure(workload: Workload, runners: list[Runner], base: str, budget: float, result: Result) -> None:
+    peak = peak_beside(workload, base)
+    samples = interleave(runners, base, budget, beside=peak.rate if peak else None)
+    result.measured(samples, base)
+    if peak is not None:
+        flops = models.flops(workload)[0 if result.pass_name == FORWARD else 1]
+        result.compared_with_peak(samples, flops, peak.short)
+
+
+def peak_beside(workload: Workload, base: str) -> Ceiling | None:
+    """The ceiling of the base's own arithmetic; none for single layers, which are the vendor library's work."""
+    if isinstance(workload, (LinearLayer, ConvLayer)):
+        return None
+    return ceiling(peers.PEERS[base].precision)

@@ -1,0 +1,98 @@
+"""A workload's module in three forms: plain torch, torch's weight norm on it, and ours."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import wnfused
+from bench.workloads import ConvLayer, LinearLayer, Network, Stage, Workload
+from wnfused.nn import PlainResidualBlock
+
+
+def plain(workload: Workload) -> nn.Module:
+    """Without any weight norm."""
+    match workload:
+        case LinearLayer(features=n):
+            return nn.Sequential(nn.Linear(n, n), nn.ReLU())
+        case ConvLayer(channels=n, kernel=k):
+            return nn.Sequential(nn.Conv2d(n, n, k, padding=k // 2), nn.ReLU())
+        case Stage(channels=n, blocks=blocks):
+            return nn.Sequential(*(PlainResidualBlock(n, n) for _ in range(blocks)))
+        case Network(depth=depth, in_channels=channels):
+            return wnfused.models.wrn(depth, in_channels=channels, norm="none")
+    raise TypeError(f"workload: {type(workload).__name__} has no module")
+
+
+def eager(workload: Workload) -> nn.Module:
+    """Under ``torch.nn.utils.parametrizations.weight_norm``, the head of a network left plain as ours is."""
+    module = plain(workload)
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and name != "head":
+            parametrizations.weight_norm(layer)
+    return module
+
+
+def ours(workload: Workload) -> nn.Module:
+    """This package's."""
+    match workload:
+        case LinearLayer(features=n):
+            return wnfused.WNLinear(n, n, activation="relu")
+        case ConvLayer(channels=n, kernel=k):
+            return wnfused.WNConv2d(n, n, k, padding=k // 2, activation="relu")
+        case Stage(channels=n, blocks=blocks):
+            return wnfused.WNResidualStage(n, n, blocks)
+        case Network(depth=depth, in_channels=channels):
+            return wnfused.models.wrn(depth, in_channels=channels)
+    raise TypeError(f"workload: {type(workload).__name__} has no module")
+
+
+FORMS = {"plain": plain, "eager": eager, "ours": ours}
+
+
+def blocks(workload: Workload) -> int:
+    """Residual blocks a stage; 1 where there is no stage."""
+    match workload:
+        case Stage(blocks=count):
+            return count
+        case Network(depth=depth):
+            return (depth - 4) // 6
+    return 1
+
+
+def input_shape(workload: Workload) -> tuple[int, ...]:
+    match workload:
+        case LinearLayer(features=n, batch=batch):
+            return batch, n
+        case ConvLayer(channels=n, size=size, batch=batch) | Stage(channels=n, size=size, batch=batch):
+            return batch, n, size, size
+        case Network(in_channels=n, size=size, batch=batch):
+            return batch, n, size, size
+    raise TypeError(f"workload: {type(workload).__name__} has no input")
+
+
+def input_needs_gradient(workload: Workload) -> bool:
+    """A layer or stage passes its input's gradient on; a whole network begins at the data."""
+    return not isinstance(workload, Network)
+
+
+def flops(workload: Workload) -> tuple[int, int]:
+    """``(forward, forward + backward)``, counted as direct products: two a multiply-add, norms and sums left out.
+
+    The backward takes two products of the forward's size a layer, for ``dx`` and ``dw``; the first layer of a network
+    has no ``dx``.
+    """
+    counted: list[int] = []
+
+    def count(layer: nn.Module, _: object, y: torch.Tensor) -> None:
+        counted.append(2 * y.numel() * layer.weight[0].numel())
+
+    with torch.device("meta"), torch.no_grad():
+        module = plain(workload)
+        for layer in module.modules():
+            if isinstance(layer, (nn.Linear, nn.Conv2d)):
+                layer.register_forward_hook(count)
+        module(torch.empty(input_shape(workload)))
+    forward = sum(counted)
+    return forward, 3 * forward - (0 if input_needs_gradient(workload) else counted[0])

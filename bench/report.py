@@ -1,0 +1,132 @@
+"""The table of ratios, in colour where rich is installed and as plain text otherwise; and the JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.measure import Spread
+from bench.peers import PEERS
+from bench.result import Result
+
+SCHEMA = 1
+PASSES = {"forward": "fwd", "forward+backward": "fwd+bwd", "training step": "step"}
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1 or unit == "us":
+            value = seconds * factor
+            return f"{value:.{max(0, 2 - max(0, len(str(int(value))) - 1))}f} {unit}"
+    raise AssertionError("the last unit takes everything")
+
+
+def ratio(spread: Spread) -> str:
+    """``median [quartiles]``, marked where the peer is faster than ours."""
+    digits = 0 if spread.median >= 100 else 1 if spread.median >= 10 else 2
+    low, median, high = (f"{value:.{digits}f}" for value in (spread.low, spread.median, spread.high))
+    return f"{median} [{low} {high}]" + (" <" if spread.median < 1 else "")
+
+
+def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of one group; the columns are the peers that appear in it."""
+    names = list(dict.fromkeys(name for result in results for name in result.ratios))
+    with_share = any(result.share for result in results)
+    with_memory = any(result.peak_bytes for result in results)
+    header = ["workload", "pass", "ours", "backend", *(f"{name} / ours" for name in names)]
+    header += ["of peak"] * with_share + ["memory"] * with_memory + ["rounds"]
+    return header, [_row(result, names, with_share, with_memory) for result in results]
+
+
+def _row(result: Result, names: list[str], with_share: bool, with_memory: bool) -> list[str]:
+    row = [result.workload, PASSES.get(result.pass_name, result.pass_name)]
+    if not result.base:
+        return [*row, "no result", *[""] * (len(names) + 1 + with_share + with_memory), "0"]
+    row += [duration(result.seconds[result.base].median), result.base]
+    for name in names:
+        absent = "wrong" if name in result.failed else "-"
+        row.append(ratio(result.ratios[name]) if name in result.ratios else absent)
+    if with_share:
+        row.append(f"{result.share.median:.0%} {result.ceiling}" if result.share else "-")
+    if with_memory:
+        row.append(", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result.peak_bytes.items()))
+    return [*row, str(result.rounds)]
+
+
+def print_groups(groups: Iterable[tuple[str, list[Result]]]) -> None:
+    """Prints each group's table as it arrives, then what the columns mean."""
+    used: set[str] = set()
+    for name, results in groups:
+        _print_table(name, *table(results))
+        for result in results:
+            used.update(result.seconds)
+            for kind, notes in (("skipped", result.skipped), ("WRONG", result.failed)):
+                for peer, note in notes.items():
+                    print(f"  {kind}: {peer} on {result.workload}: {note}")
+    print("\nRatios: peer / ours within a round, median [quartiles]; above 1 ours is faster, < marks where it is not.")
+    for name, peer in PEERS.items():
+        if name in used:
+            print(f"  {name:<15} {peer.title}")
+
+
+def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        print(f"\n{title}\n" + plain_table(header, rows))
+        return
+    console = Console()
+    if not console.is_terminal:  # rich would squeeze the columns into 80 characters
+        print(f"\n{title}\n" + plain_table(header, rows))
+        return
+    grid = Table(title=title, title_justify="left", header_style="bold")
+    for number, name in enumerate(header):
+        grid.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(cell, style=_style(name, cell)) for name, cell in zip(header, row, strict=True)))
+    console.print(grid)
+
+
+def _style(column: str, cell: str) -> str:
+    if cell in ("wrong", "no result"):
+        return "bold red"
+    if column.endswith("/ ours") and cell != "-":
+        return "red" if cell.endswith("<") else "green"
+    return ""
+
+
+def plain_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns padded with spaces."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def save_json(folder: Path, facts: dict[str, Any], options: dict[str, Any], results: Sequence[Result]) -> Path:
+    """Writes ``bench.json``, whole or not at all."""
+    document = {
+        "schema": SCHEMA,
+        "machine": facts,
+        "options": options,
+        "peers": {name: peer.title for name, peer in PEERS.items()},
+        "results": [result.to_dict() for result in results],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "bench.json"
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
+    with os.fdopen(handle, "w") as file:
+        json.dump(document, file, indent=1, allow_nan=False)
+        file.write("\n")
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, target)
+    return target

@@ -1,0 +1,253 @@
+"""What is measured: one declarative table, nothing else.
+
+A workload names its shapes, the passes that are timed, our peers in order of preference (the first that runs is the
+base of the ratios) and the peers that it is compared with. Groups are printed one after the other; ``quick`` marks
+what ``python -m bench --quick`` runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORWARD = "forward"
+BACKWARD = "forward+backward"
+STEP = "training step"
+
+OURS = ("native", "reference")
+OURS_BF16 = ("native bf16", "reference bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every workload has. ``name`` is unique in its ``group``."""
+
+    group: str
+    name: str
+    passes: tuple[str, ...] = (FORWARD, BACKWARD)
+    ours: tuple[str, ...] = OURS
+    peers: tuple[str, ...] = ("eager", "plain")
+    channels_last: bool = False
+    quick: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLayer(Workload):
+    """``relu(linear(x))`` with ``x [batch, features]`` and as many outputs."""
+
+    features: int
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvLayer(Workload):
+    """``relu(conv(x))`` with ``x [batch, channels, size, size]``, as many outputs, stride 1 and the size kept."""
+
+    channels: int
+    kernel: int
+    size: int
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(Workload):
+    """``blocks`` identity blocks on ``x [batch, channels, size, size]``."""
+
+    channels: int
+    size: int
+    batch: int
+    blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network(Workload):
+    """A whole WRN of width 1 and ``depth = 6 N + 4`` on ``x [batch, in_channels, size, size]``, ten classes."""
+
+    depth: int
+    batch: int
+    size: int = 32
+    in_channels: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepStep(Network):
+    """A WRN too large to stand beside its peers: each in a process of its own, with its peak memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orthogonal(Workload):
+    """Orthogonal directions for the 3x3 convolutions of a WRN of ``depth`` layers."""
+
+    depth: int
+
+
+def _linear() -> list[Workload]:
+    return [
+        LinearLayer(
+            group="linear",
+            name=f"linear {features}, batch {batch}",
+            features=features,
+            batch=batch,
+            peers=("eager", "plain", "compile", "reference"),
+            quick=(features, batch) in ((64, 32), (1024, 32), (1024, 256)),
+        )
+        for features in (64, 256, 1024, 4096)
+        for batch in (1, 32, 256, 1024)
+    ]
+
+
+def _conv(kernel: int, shapes: tuple[tuple[int, int, int], ...], quick: tuple[int, ...]) -> list[Workload]:
+    return [
+        ConvLayer(
+            group=f"conv{kernel}x{kernel}",
+            name=f"{channels} channels, {size}x{size}, batch {batch}{', channels_last' if channels_last else ''}",
+            channels=channels,
+            kernel=kernel,
+            size=size,
+            batch=batch,
+            peers=("eager", "plain", "compile", "reference"),
+            channels_last=channels_last,
+            quick=channels in quick and batch == 8 and channels_last,
+        )
+        for channels, size, batch in shapes
+        for channels_last in (False, True)
+    ]
+
+
+def _stage() -> list[Workload]:
+    # The three stages of a WRN of width 1, what they become on digits, and the two wider tuned widths.
+    shapes = ((16, 32, 8), (32, 16, 8), (64, 8, 8), (64, 2, 64), (128, 8, 8), (160, 8, 8))
+    return [
+        Stage(
+            group="stage",
+            name=f"{channels} channels, {size}x{size}, batch {batch}, 20 blocks",
+            channels=channels,
+            size=size,
+            batch=batch,
+            blocks=20,
+            peers=("eager", "plain", "plain cl"),
+            quick=(channels, size) == (32, 16),
+        )
+        for channels, size, batch in shapes
+    ]
+
+
+def _network() -> list[Workload]:
+    found: list[Workload] = []
+    for batch in (1, 8, 32):
+        found.append(
+            Network(
+                group="network",
+                name=f"WRN-304, batch {batch}",
+                depth=304,
+                batch=batch,
+                peers=("eager", "eager cl", "plain", "plain cl"),
+                quick=batch < 32,
+            )
+        )
+        found.append(
+            Network(
+                group="network",
+                name=f"WRN-304, batch {batch}, bf16",
+                depth=304,
+                batch=batch,
+                ours=OURS_BF16,
+                peers=("eager", "eager bf16", "plain bf16"),
+                quick=batch == 8,
+            )
+        )
+    # Compiling 304 layers takes minutes; 40 tell how the compiler compares.
+    found += [
+        Network(
+            group="network",
+            name=f"WRN-40, batch {batch}",
+            depth=40,
+            batch=batch,
+            peers=("eager", "plain cl", "compile"),
+        )
+        for batch in (1, 32)
+    ]
+    return found
+
+
+def _digits() -> list[Workload]:
+    return [
+        Network(
+            group="digits",
+            name=f"WRN-{depth}, 8x8, batch 64",
+            depth=depth,
+            batch=64,
+            size=8,
+            in_channels=1,
+            passes=(STEP,),
+            peers=("eager", "plain"),
+            quick=depth == 100,
+        )
+        for depth in (100, 1000)
+    ]
+
+
+def _depth() -> list[Workload]:
+    return [
+        Network(
+            group="depth",
+            name=f"WRN-{depth}, batch 1",
+            depth=depth,
+            batch=1,
+            passes=(BACKWARD,),
+            peers=("eager",),
+            quick=depth <= 304,
+        )
+        for depth in (100, 304, 1000, 3004)
+    ]
+
+
+def _init() -> list[Workload]:
+    return [
+        Orthogonal(
+            group="init",
+            name=f"3x3 convolutions of WRN-{depth}",
+            depth=depth,
+            passes=("orthogonal",),
+            ours=("batched",),
+            peers=("loop",),
+            quick=depth == 100,
+        )
+        for depth in (100, 10000)
+    ]
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    *_linear(),
+    *_conv(3, ((16, 32, 8), (16, 32, 64), (64, 32, 8), (128, 16, 8), (256, 14, 8), (512, 7, 8), (512, 14, 1)), (64,)),
+    *_conv(1, ((64, 32, 8), (256, 16, 8), (512, 8, 8)), (256,)),
+    *_stage(),
+    *_network(),
+    *_digits(),
+    *_depth(),
+    DeepStep(
+        group="deep",
+        name="WRN-10000, batch 1",
+        depth=10000,
+        batch=1,
+        passes=(BACKWARD, "SGD", STEP),
+        peers=("eager",),
+    ),
+    *_init(),
+)
+
+GROUPS: tuple[str, ...] = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
+
+
+def select(quick: bool = False, groups: tuple[str, ...] = (), text: str = "") -> list[Workload]:
+    """The workloads of ``groups`` (all if empty) whose name holds ``text``; with ``quick`` the small subset.
+
+    Raises:
+        ValueError: a group that there is not, or nothing is left.
+    """
+    for group in groups:
+        if group not in GROUPS:
+            raise ValueError(f"--group: unknown {group!r}; one of {', '.join(GROUPS)} is right")
+    found = [w for w in WORKLOADS if (not groups or w.group in groups) and text in w.name and (w.quick or not quick)]
+    if not found:
+        raise ValueError(f"no workload is left of --group {' '.join(groups) or 'all'} with --match {text!r}")
+    return found
