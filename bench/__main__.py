@@ -81,9 +81,8 @@ def _save_pictures(results: list[Result], facts: dict[str, Any], folder: Path) -
     except ImportError:
         print("no pictures: matplotlib is not installed")
         return
-    for draw, name in ((picture.ratio_bars, "ratios.png"), (picture.cost_per_layer, "cost_per_layer.png")):
-        if path := draw(results, facts, folder / name):
-            print("saved", path)
+    for path in (*picture.ratio_bars(results, facts, folder), *picture.cost_per_layer(results, facts, folder)):
+        print("saved", path)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ They time peers one after the other, which is handy for one peer's history (``--
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def _problem(workload: Workload) -> gate.Problem:
 
 
 @pytest.fixture
-def time_peer(benchmark: Any) -> Iterator[Callable[[Workload, str, str], None]]:
+def time_peer(benchmark: Any) -> Callable[[Workload, str, str], None]:
     """Gates one peer, then times it. A wrong peer fails, an unavailable one is skipped with the reason."""
 
     def run(workload: Workload, pass_name: str, peer: str) -> None:
@@ -57,4 +57,4 @@ def time_peer(benchmark: Any) -> Iterator[Callable[[Workload, str, str], None]]:
         with gated.runner.context():
             benchmark(gated.runner.call)
 
-    yield run
+    return run

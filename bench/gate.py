@@ -132,7 +132,8 @@ def true_gradients(module: nn.Module, blocks: int) -> Iterator[dict[str, Tensor]
         dw, db = (layer.entries[key].parameter.grad for key in ("w", "b"))
         v, g, _ = parameters.draw(number, layer.name, dw.shape, blocks)
         v, g = v.double().requires_grad_(), g.double().requires_grad_()
-        dv, dg = torch.autograd.grad(parameters.effective_weight(v, g), (v, g), dw)
+        with torch.enable_grad():
+            dv, dg = torch.autograd.grad(parameters.effective_weight(v, g), (v, g), dw)
         yield {"w": dw, "v": dv, "g": dg, "b": db}
 
 

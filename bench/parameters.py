@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def layers(module: nn.Module, name: str = "") -> Iterator[Layer]:
             yield from layers(child, f"{name}.{child_name}" if name else child_name)
 
 
-def _layer(name: str, **parameters: nn.Parameter) -> Layer:
+def _layer(name: str, **parameters: Any) -> Layer:
     return Layer(name, {key: Entry(parameter) for key, parameter in parameters.items()})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.measure import Spread
 from bench.report import PASSES
 from bench.result import Result
 from bench.workloads import BACKWARD, WORKLOADS, Network
@@ -21,81 +22,92 @@ COLOURS = {
     "reference": "#868e96",
     "loop": "#4c6ef5",
 }
-BAR, GAP = 0.17, 0.55  # inches: a bar, and the space around a case's bars
+BAR = 0.15  # inches
+GAP = 1.0  # bars between two cases
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
-def ratio_bars(results: Sequence[Result], facts: dict[str, Any], target: Path) -> Path | None:
-    """One panel a group: how many times longer each peer takes. None where there is no ratio."""
+def ratio_bars(results: Sequence[Result], facts: dict[str, Any], folder: Path) -> list[Path]:
+    """``ratios-GROUP.png`` for each group that has ratios: how many times longer each peer takes."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result.ratios:
+            groups.setdefault(result.group, []).append(result)
+    return [_group_bars(name, group, facts, folder / f"ratios-{name}.png") for name, group in groups.items()]
+
+
+def _group_bars(name: str, group: Sequence[Result], facts: dict[str, Any], target: Path) -> Path:
     from matplotlib.figure import Figure
 
-    results = [result for result in results if result.ratios]
-    groups = {r.group: [s for s in results if s.group == r.group] for r in results}
-    if not groups:
-        return None
-    heights = [sum(BAR * len(r.ratios) + GAP * BAR * 2 for r in group) + 0.75 for group in groups.values()]
-    figure = Figure(figsize=(10, sum(heights) + 0.9), layout="constrained")
-    axes = figure.subplots(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axis, (name, group) in zip(axes, groups.items(), strict=True):
-        _panel(axis, name, group)
-    axes[-1].set_xlabel("time of the peer / time of ours (log scale; right of the line ours is faster)")
-    figure.suptitle(
-        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, commit {facts['commit']}, "
-        f"{facts['date'][:10]}",
-        fontsize=9,
-    )
+    bars = sum(len(result.ratios) + GAP for result in group)
+    figure = Figure(figsize=(9, BAR * bars + 1.3), layout="constrained")
+    axis = figure.subplots()
+    labels, ticks, position, seen = [], [], 0.0, set()
+    for result in group:
+        ticks.append(position + (len(result.ratios) - 1) / 2)
+        labels.append(f"{result.workload}  ({PASSES.get(result.pass_name, result.pass_name)})")
+        for peer, spread in result.ratios.items():
+            _bar(axis, position, spread, COLOURS.get(peer, "#495057"), None if peer in seen else peer)
+            seen.add(peer)
+            position += 1
+        position += GAP
+    axis.set_yticks(ticks, labels, fontsize=8)
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(position - GAP, -1)
+    spreads = [spread for result in group for spread in result.ratios.values()]
+    _ratio_axis(axis, min(s.low for s in spreads), max(s.high for s in spreads))
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axis.set_title(name, loc="left", fontsize=11, fontweight="bold")
+    figure.suptitle(_origin(facts), fontsize=8, color="#495057")
     figure.savefig(target, dpi=130)
     return target
 
 
-def _panel(axis: Any, name: str, group: Sequence[Result]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    ticks, labels, position, seen = [], [], 0.0, set()
-    for result in group:
-        first = position
-        for peer, spread in result.ratios.items():
-            axis.barh(
-                position,
-                spread.median,
-                height=0.85,
-                color=COLOURS.get(peer, "#495057"),
-                label=None if peer in seen else peer,
-                xerr=[[spread.median - spread.low], [spread.high - spread.median]],
-                error_kw={"elinewidth": 0.8, "ecolor": "#212529"},
-            )
-            axis.text(spread.high * 1.02, position, f" {spread.median:.3g}", va="center", fontsize=7)
-            seen.add(peer)
-            position += 1
-        ticks.append((first + position - 1) / 2)
-        labels.append(f"{result.workload}  ({PASSES.get(result.pass_name, result.pass_name)})")
-        position += 2 * GAP
-    axis.axvline(1, color="#212529", linewidth=1)
-    axis.set_xscale("log")
-    highest = max(spread.high for result in group for spread in result.ratios.values())
-    lowest = min(spread.low for result in group for spread in result.ratios.values())
-    axis.set_xlim(min(0.5, lowest / 1.2), max(2.0, highest * 1.6))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.set_xticks(
-        [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if axis.get_xlim()[0] <= t <= axis.get_xlim()[1]]
+def _origin(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, commit {facts['commit']}, "
+        f"{facts['date'][:10]}"
     )
-    axis.set_yticks(ticks, labels, fontsize=8)
-    axis.set_ylim(position - GAP, -1)
-    axis.set_title(name, loc="left", fontsize=10, fontweight="bold")
-    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+def _bar(axis: Any, position: float, spread: Spread, colour: str, label: str | None) -> None:
+    """From 1 to the median, so that left and right of the line mean what they should; whiskers are the quartiles."""
+    whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
+    style = {"elinewidth": 0.9, "ecolor": "#212529"}
+    axis.barh(
+        position, spread.median - 1, left=1, height=0.85, color=colour, label=label, xerr=whiskers, error_kw=style
+    )
+    right = spread.median >= 1
+    at = max(spread.high, 1.0) if right else min(spread.low, 1.0)
+    side, text = ("left", f" {spread.median:.2f}") if right else ("right", f"{spread.median:.2f} ")
+    axis.text(at, position, text, va="center", ha=side, fontsize=7)
+
+
+def _ratio_axis(axis: Any, lowest: float, highest: float) -> None:
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    axis.set_xscale("log")
+    left, right = min(0.8, lowest / 1.5), max(2.0, highest * 1.5)
+    axis.set_xlim(left, right)
+    shown = [tick for tick in TICKS if left <= tick <= right]
+    axis.set_xticks(shown, [f"{tick:g}" for tick in shown])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.axvline(1, color="#212529", linewidth=1)
+    axis.set_xlabel("time of the peer / time of ours, log scale: right of the line ours is faster", fontsize=8)
     axis.grid(axis="x", color="#dee2e6", linewidth=0.6)
     axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["top", "right", "left"]].set_visible(False)
 
 
-def cost_per_layer(results: Sequence[Result], facts: dict[str, Any], target: Path) -> Path | None:
-    """Forward and backward of a whole network divided by its depth. None where fewer than two depths were measured."""
+def cost_per_layer(results: Sequence[Result], facts: dict[str, Any], folder: Path) -> list[Path]:
+    """``cost_per_layer.png``: forward and backward of a network divided by its depth. Needs two depths at least."""
     from matplotlib.figure import Figure
 
     depths = {w.name: w.depth for w in WORKLOADS if isinstance(w, Network) and w.group in ("depth", "deep")}
     points = [r for r in results if r.group in ("depth", "deep") and r.pass_name == BACKWARD and r.base]
     if len(points) < 2:
-        return None
+        return []
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axis = figure.subplots()
     for peer in dict.fromkeys(name for r in points for name in r.seconds):
@@ -108,7 +120,8 @@ def cost_per_layer(results: Sequence[Result], facts: dict[str, Any], target: Pat
         title = f"ours ({peer})" if ours else peer
         axis.errorbar(x, y, yerr=spans, marker="o", capsize=3, color=colour, label=title)
     axis.set_xscale("log")
-    axis.set_xticks(sorted(set(depths.values())), [f"{depth:,}" for depth in sorted(set(depths.values()))])
+    shown = sorted({depths[r.workload] for r in points})
+    axis.set_xticks(shown, [f"{depth:,}" for depth in shown])
     axis.minorticks_off()
     axis.set_ylim(0)
     axis.set_xlabel("layers")
@@ -117,5 +130,6 @@ def cost_per_layer(results: Sequence[Result], facts: dict[str, Any], target: Pat
     axis.grid(color="#dee2e6", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
+    target = folder / "cost_per_layer.png"
     figure.savefig(target, dpi=130)
-    return target
+    return [target]

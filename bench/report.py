@@ -35,7 +35,7 @@ def ratio(spread: Spread) -> str:
 
 def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of one group; the columns are the peers that appear in it."""
-    names = list(dict.fromkeys(name for result in results for name in result.ratios))
+    names = list(dict.fromkeys(n for r in results for n in (*r.ratios, *r.failed) if n != r.base))
     with_share = any(result.share for result in results)
     with_memory = any(result.peak_bytes for result in results)
     header = ["workload", "pass", "ours", "backend", *(f"{name} / ours" for name in names)]
@@ -69,9 +69,9 @@ def print_groups(groups: Iterable[tuple[str, list[Result]]]) -> None:
                 for peer, note in notes.items():
                     print(f"  {kind}: {peer} on {result.workload}: {note}")
     print("\nRatios: peer / ours within a round, median [quartiles]; above 1 ours is faster, < marks where it is not.")
-    for name, peer in PEERS.items():
+    for name, known in PEERS.items():
         if name in used:
-            print(f"  {name:<15} {peer.title}")
+            print(f"  {name:<15} {known.title}")
 
 
 def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:

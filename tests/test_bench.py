@@ -1,0 +1,230 @@
+"""The benchmarks' machinery: the gate catches a wrong peer, rounds are paired and interleaved, the JSON is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench is part of the checkout, not of the package
+
+import wnfused
+from bench import __main__ as command
+from bench import cases, deep, gate, initialisation, models, parameters, peers, report, workloads
+from bench.measure import Runner, Samples, Spread, interleave
+
+LAYER = workloads.LinearLayer(group="linear", name="tiny", features=8, batch=4, peers=("eager", "plain"))
+CONV = workloads.ConvLayer(group="conv3x3", name="tiny", channels=4, kernel=3, size=5, batch=2, channels_last=True)
+STAGE = workloads.Stage(group="stage", name="tiny", channels=4, size=4, batch=2, blocks=3)
+NETWORK = workloads.Network(group="network", name="tiny", depth=16, size=8, batch=2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The sizes are tiny: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# -------------------------------------------------------------------------------------------------------- gate
+
+
+@pytest.mark.parametrize("workload", [LAYER, CONV, STAGE, NETWORK], ids=lambda w: type(w).__name__)
+@pytest.mark.parametrize("peer", ["reference", "eager", "plain", "eager bf16"])
+@pytest.mark.parametrize("pass_name", [workloads.FORWARD, workloads.BACKWARD])
+def test_right_peers_pass(workload, peer, pass_name):
+    subject = peers.subject(gate.Problem(workload), peer)
+    gated = peers.gated(subject, peer, pass_name)
+    assert gated.errors["y"] > 0
+    gated.runner.call()
+
+
+def _scaled_gain(module: nn.Module, forward):
+    with torch.no_grad():
+        next(p for n, p in module.named_parameters() if "original0" in n).mul_(1.01)
+    return forward
+
+
+def _no_bias(module: nn.Module, forward):
+    with torch.no_grad():
+        next(p for n, p in module.named_parameters() if n.endswith("bias")).zero_()
+    return forward
+
+
+def _not_finite(module: nn.Module, forward):
+    return lambda x: forward(x) * math.nan
+
+
+def _stale_gradient(module: nn.Module, forward):
+    """The output is right, a parameter's gradient is not."""
+    bias = next(p for n, p in module.named_parameters() if n.endswith("bias"))
+    return lambda x: forward(x) + 0 * bias.sum() + (bias - bias.detach()).sum()
+
+
+@pytest.mark.parametrize("workload", [LAYER, CONV, STAGE, NETWORK], ids=lambda w: type(w).__name__)
+@pytest.mark.parametrize("plant", [_scaled_gain, _no_bias, _not_finite, _stale_gradient])
+def test_planted_wrong_peer_is_caught(workload, plant):
+    subject = peers.subject(gate.Problem(workload), "eager")
+    subject.forward = plant(subject.module, subject.forward)
+    with pytest.raises(gate.GateError, match="is off by"):
+        peers.gated(subject, "eager", workloads.BACKWARD)
+
+
+class _Off(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 1.001
+
+
+def test_wrong_peer_is_reported_without_numbers(monkeypatch):
+    monkeypatch.setitem(models.FORMS, "plain", lambda workload: _Off(models.plain(workload)))
+    results = list(cases.run(LAYER, 0.0))
+    for result in results:
+        assert "plain" in result.failed
+        assert "plain" not in result.seconds
+        assert "eager" in result.ratios
+    header, rows = report.table(results)
+    assert [row[header.index("plain / ours")] for row in rows] == ["wrong", "wrong"]
+
+
+def test_sketch_sees_the_size_of_an_error():
+    torch.manual_seed(0)
+    true = [{"v": torch.randn(16, 9), "b": torch.randn(16)} for _ in range(20)]
+    off = [{"v": layer["v"] + 1e-3 * torch.randn(16, 9), "b": layer["b"]} for layer in true]
+    errors = deep.sketch_errors(deep.sketch(iter(off)), deep.sketch(iter(true)))
+    assert 3e-4 < errors["dv of 144 entries"] < 3e-3
+    assert errors["db of 16 entries"] == 0
+
+
+def test_parameters_are_the_same_in_every_form():
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    with wnfused.use_backend("reference"):
+        outputs = [parameters.fill(form(NETWORK).double(), 2)(x) for form in models.FORMS.values()]
+    for output in outputs:
+        torch.testing.assert_close(output, outputs[0])
+
+
+def test_flops_of_a_layer_and_of_a_network_without_the_input_gradient():
+    assert models.flops(LAYER) == (2 * 4 * 8 * 8, 3 * 2 * 4 * 8 * 8)
+    forward, both = models.flops(NETWORK)
+    assert 3 * forward - both == 2 * 2 * 16 * 8 * 8 * 27
+
+
+def test_init_gate_catches_a_matrix_that_is_left_out(monkeypatch):
+    workload = workloads.Orthogonal(group="init", name="tiny", depth=16, passes=("orthogonal",))
+    monkeypatch.setattr("wnfused.init.orthogonal_batched", lambda stack: stack)
+    with pytest.raises(gate.GateError):
+        initialisation.gated(workload, "batched")
+
+
+# ----------------------------------------------------------------------------------------------------- measure
+
+
+class Machine:
+    """A clock that the runners themselves advance, on a machine whose speed changes from round to round."""
+
+    def __init__(self, slowness=lambda call: 1.0):
+        self.now, self.calls, self.slowness = 0.0, [], slowness
+
+    def runner(self, name: str, seconds: float) -> Runner:
+        def call():
+            self.calls.append(name)
+            self.now += seconds * self.slowness(len(self.calls))
+
+        return Runner(name, call)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_rounds_interleave_and_rotate():
+    machine = Machine()
+    runners = [machine.runner(name, 1.0) for name in "abc"]
+    samples = interleave(runners, "a", 0.0, clock=machine.clock, min_rounds=6, max_rounds=6)
+    calls = machine.calls[2 * 3 :]  # two of each calibrate
+    rounds = [calls[i : i + 3] for i in range(0, len(calls), 3)]
+    assert [sorted(r) for r in rounds] == [list("abc")] * 6
+    assert {r[0] for r in rounds} == set("abc")
+    assert samples.rounds == 6
+
+
+def test_ratios_pair_within_a_round_so_that_a_slowing_machine_does_not_show():
+    # Each round of two calls is twice as slow as the one before; the calls that calibrate come first.
+    machine = Machine(slowness=lambda call: 2.0 ** ((call - 1) // 2))
+    runners = [machine.runner("ours", 1.0), machine.runner("peer", 3.0)]
+    samples = interleave(runners, "ours", 0.0, clock=machine.clock, min_rounds=8, max_rounds=8)
+    assert samples.ratios("peer", "ours") == pytest.approx([3.0] * 8)
+    assert samples.seconds["ours"][-1] == pytest.approx(2.0**7 * samples.seconds["ours"][0])
+
+
+def test_rounds_stop_when_the_ratios_are_known_or_the_time_is_up():
+    steady = Machine()
+    runners = [steady.runner("ours", 1.0), steady.runner("peer", 2.0)]
+    assert interleave(runners, "ours", 1e9, clock=steady.clock).rounds == 5
+    noisy = Machine(slowness=lambda call: 1.0 + call % 3)
+    runners = [noisy.runner("ours", 1.0), noisy.runner("peer", 2.0)]
+    assert 5 < interleave(runners, "ours", 60.0, clock=noisy.clock).rounds < 30
+
+
+def test_short_calls_are_repeated_and_long_ones_are_not():
+    machine = Machine()
+    runners = [machine.runner("ours", 1e-4), machine.runner("peer", 1.0)]
+    samples = interleave(runners, "ours", 0.0, clock=machine.clock, min_rounds=1, max_rounds=1)
+    assert machine.calls.count("ours") == 2 + 20
+    assert machine.calls.count("peer") == 2 + 1
+    assert samples.seconds["ours"] == [pytest.approx(1e-4)]
+
+
+def test_spread_is_median_and_quartiles():
+    assert Spread.of([1, 2, 3, 4, 5]) == Spread(3, 2, 4)
+    assert Spread.of([7]) == Spread(7, 7, 7)
+    assert Samples({"a": [2.0, 9.0], "b": [1.0, 3.0]}).ratios("a", "b") == [2.0, 3.0]
+
+
+# ----------------------------------------------------------------------------------------------------- command
+
+
+def test_tiny_run_leaves_valid_json(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(workloads, "WORKLOADS", (LAYER, STAGE))
+    assert command.main(["--seconds", "0", "--out", str(tmp_path / "new" / "folder")]) == 0
+    found = json.loads((tmp_path / "new" / "folder" / "bench.json").read_text())
+    assert found["schema"] == report.SCHEMA
+    assert {"cpu", "torch", "threads", "instruction_set", "commit", "date", "device"} <= set(found["machine"])
+    assert len(found["results"]) == 4
+    for result in found["results"]:
+        assert result["rounds"] >= 5
+        assert set(result["ratios"]) == {"eager", "plain"}
+        for spread in (*result["ratios"].values(), *result["seconds"].values()):
+            assert 0 < spread["low"] <= spread["median"] <= spread["high"]
+    assert found["results"][-1]["share"]["median"] > 0
+    assert "eager / ours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--group", "nothing"], ["--match", "no such"], ["--threads", "0"]])
+def test_wrong_arguments_are_named(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_every_workload_names_known_peers_and_is_named_once():
+    names = [(w.group, w.name) for w in workloads.WORKLOADS]
+    assert len(set(names)) == len(names)
+    assert all(name in peers.PEERS for w in workloads.WORKLOADS for name in (*w.ours, *w.peers))
+    assert all(any(w.quick for w in workloads.WORKLOADS if w.group == g) for g in workloads.GROUPS if g != "deep")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(1.234, "1.23 s"), (0.01234, "12.3 ms"), (123.4e-6, "123 us")])
+def test_durations_have_three_digits(seconds, text):
+    assert report.duration(seconds) == text
