@@ -41,6 +41,11 @@ def _rows(v: Tensor, dim: int | None) -> tuple[list[int], list[int]]:
     return [d for d in range(v.dim()) if d != dim], [n if d == dim else 1 for d, n in enumerate(v.shape)]
 
 
+def _row_sum(t: Tensor, spans: list[int]) -> Tensor:
+    """The sum over a row, dims kept. Rows of a single entry span no dim, and torch would sum over all of them."""
+    return t.sum(spans, keepdim=True) if spans else t
+
+
 def _direction_and_norm(v: Tensor, dim: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """``(v, ||v||, zero)`` with zero rows replaced by ones *before* the norm is taken.
 
@@ -48,9 +53,9 @@ def _direction_and_norm(v: Tensor, dim: int | None) -> tuple[Tensor, Tensor, Ten
     """
     v = v.to(wide(v.dtype))
     spans, _ = _rows(v, dim)
-    zero = v.detach().square().sum(spans, keepdim=True) == 0
+    zero = _row_sum(v.detach().square(), spans) == 0
     v = torch.where(zero, torch.ones_like(v), v)
-    return v, v.square().sum(spans, keepdim=True).sqrt(), zero
+    return v, _row_sum(v.square(), spans).sqrt(), zero
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
@@ -68,7 +73,7 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
     direction, dw = v.to(norm.dtype), dw.to(norm.dtype)
     inverse = torch.where(norm == 0, 0.0, 1 / torch.where(norm == 0, 1.0, norm)).reshape(broadcast)
     unit = direction * inverse
-    dgain = (dw * unit).sum(spans, keepdim=True)
+    dgain = _row_sum(dw * unit, spans)
     scale = g.to(norm.dtype).reshape(broadcast) * inverse
     dv = scale * (dw - unit * dgain)
     return dv.to(v.dtype), dgain.reshape(g.shape).to(g.dtype)
@@ -264,8 +269,8 @@ def residual_stage(
     maps = empty_stage_maps(x, v.shape[0], recompute, save)
     if kept:
         maps.copy_(torch.stack(kept).permute(0, 1, 2, 4, 5, 3))
-    y = torch.empty_like(x, memory_format=stage_memory_format(x)).copy_(h)
-    return y, norm, maps
+    y = h.to(x.dtype)
+    return (y.clone() if y is x else y), norm, maps
 
 
 def stage_memory_format(x: Tensor) -> torch.memory_format:
@@ -333,7 +338,7 @@ def residual_stage_backward(
         dF = skip_scale * dh
         da = torch.where(a <= 0, 0.0, conv_backward_3x3(dF, a, b, 1))
         dh = dF + conv_backward_3x3(da, operand, b, 0)
-    dx = torch.empty_like(dy, memory_format=stage_memory_format(dy)).copy_(dh)
+    dx = dh.to(dtype)
     if not parameters:
         dv, dg, dbias = (dy.new_empty(0) for _ in range(3))
-    return dx, dv, dg, dbias
+    return (dx.clone() if dx is dy else dx), dv, dg, dbias

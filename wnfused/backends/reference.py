@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
+from wnfused import reference
 from wnfused.reference import (
     conv,
     conv_backward,
     linear,
     linear_backward,
-    residual_stage,
-    residual_stage_backward,
     weight_norm,
     weight_norm_backward,
 )
@@ -34,3 +35,16 @@ def unavailable() -> str | None:
 
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:
     return None
+
+
+# What an op promises beside the mathematics: a stage keeps channels_last.
+
+
+def residual_stage(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, norm, maps = reference.residual_stage(x, *arguments)
+    return y.contiguous(memory_format=reference.stage_memory_format(x)), norm, maps
+
+
+def residual_stage_backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, dv, dg, dbias = reference.residual_stage_backward(dy, *arguments)
+    return dx.contiguous(memory_format=reference.stage_memory_format(dy)), dv, dg, dbias

@@ -122,8 +122,9 @@ class WeightNormalised(nn.Module):
         elif f"{prefix}weight" in state_dict:
             weight = state_dict.pop(f"{prefix}weight")
             state_dict[f"{prefix}weight_v"] = weight
-            norms = row_norm(weight, self.dim).to(weight.dtype)
-            state_dict[f"{prefix}weight_g"] = norms.reshape(self.weight_g.shape)
+            fits = weight.shape == self.weight_v.shape  # otherwise torch's own error names weight_v
+            norms = row_norm(weight, self.dim).to(weight.dtype).reshape(self.weight_g.shape) if fits else self.weight_g
+            state_dict[f"{prefix}weight_g"] = norms
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -144,4 +145,5 @@ def row_norm(v: Tensor, dim: int | None = 0) -> Tensor:
     """``||v_i||_2`` of every row, flat; float32, or float64 for float64. Not differentiable."""
     spans = list(range(v.dim())) if dim is None else [d for d in range(v.dim()) if d != dim % v.dim()]
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    return v.detach().to(wide).square().sum(spans).sqrt()
+    squares = v.detach().to(wide).square()
+    return (squares.sum(spans) if spans else squares).sqrt()

@@ -62,10 +62,15 @@ def activation(name: str | None, negative_slope: float) -> str:
     return name
 
 
+def autocast_is_on(device: str) -> bool:
+    """Whether autocast is on for a device type; some, such as meta, know none."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def autocast(x: Tensor) -> Tensor:
     """``x`` in autocast's dtype where autocast is on, as torch casts a layer's input; float64 is left alone."""
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64 and x.is_floating_point():
+    if autocast_is_on(device) and x.dtype != torch.float64 and x.is_floating_point():
         return x.to(torch.get_autocast_dtype(device))
     return x
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from wnfused import dispatch
+from wnfused.ops._arguments import autocast_is_on
 
 _library = torch.library.Library("wnfused", "DEF")
 
@@ -32,7 +33,7 @@ def define(schema: str, fake: Callable[..., Any]) -> torch._ops.OpOverload:
     def run(*arguments: Any) -> Any:
         device = next(a for a in arguments if isinstance(a, Tensor)).device.type
         # Operand dtypes are settled before an op is called; autocast must not touch what a kernel does inside.
-        if torch.is_autocast_enabled(device):
+        if autocast_is_on(device):
             with torch.autocast(device, enabled=False):
                 return dispatch.select(name, arguments)(*arguments)
         return dispatch.select(name, arguments)(*arguments)

@@ -115,8 +115,11 @@ def _conv(
     else:
         paddings = _extents("padding", padding, spatial, 0)
     if residual is not None:
-        # The sizes follow from the geometry; the op itself checks them where it adds.
-        residual = arguments.residual(residual, list(residual.shape), x)
+        sizes = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(x.shape[2:], v.shape[2:], strides, paddings, dilations, strict=True)
+        ]
+        residual = arguments.residual(residual, [x.shape[0], features, *sizes], x)
     y = _call(
         x, v, g, bias, residual, strides, paddings, dilations, transposed,
         _extents("output_padding", output_padding, spatial, 0), groups, dim,

@@ -1,0 +1,53 @@
+# make demo | test | install | bench | lint          each does the set-up it needs, once
+#
+#   VENV=path   virtual environment to create and use (default .venv)
+#   VENV=       use the active environment, which must have torch >= 2.11
+#   TORCH=spec  what to install as torch (default torch==2.13.0)
+
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+
+ifeq ($(strip $(VENV)),)
+PYTHON := python3
+STAMP := build/.installed
+else
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+endif
+
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: demo test install bench lint clean
+
+install: $(STAMP)
+
+# torch goes first and the build is not isolated: the extensions must be built against the torch that loads them.
+# The package is installed in place, so that only a change of the C++ sources or of the metadata installs again.
+$(STAMP): $(SOURCES)
+ifneq ($(strip $(VENV)),)
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77" ninja
+else
+	@$(PYTHON) -c 'import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); \
+	assert v >= (2, 11), f"wnfused needs torch >= 2.11, the active environment has {torch.__version__}"'
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check "setuptools>=77" ninja
+endif
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[train,test]"
+	@mkdir -p $(@D) && touch $@
+
+demo: install
+	$(PYTHON) -m wnfused demo
+
+test: install
+	$(PYTHON) -m pytest
+
+bench: install
+	$(PYTHON) -m bench
+
+lint: install
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+clean:
+	rm -rf build dist *.egg-info wnfused/*.so wnfused/_build.json $(VENV)/.installed

@@ -1,0 +1,25 @@
+"""Every test starts from the same seed, and memory that nobody wrote reads as NaN."""
+
+import pytest
+import torch
+
+from wnfused import dispatch
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_poisoned():
+    torch.manual_seed(0)
+    # Deterministic mode fills every uninitialised tensor with NaN, in C++ too, so an unwritten element fails.
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def forget_warnings():
+    """Lets a fallback that was already announced be announced again."""
+    before = set(dispatch._warned)
+    dispatch._warned.clear()
+    yield
+    dispatch._warned.clear()
+    dispatch._warned.update(before)

@@ -1,0 +1,296 @@
+"""The layers: defaults of Arpit et al., ``weight`` as torch's users know it, checkpoints, torch's own arguments."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import wnfused
+from wnfused import WNConv2d, WNLinear
+
+# ------------------------------------------------------------------------------------------ default initialisation
+
+
+@pytest.mark.parametrize(
+    ("layer", "gain"),
+    [
+        (lambda: WNLinear(8, 32), math.sqrt(8 / 32)),
+        (lambda: WNLinear(8, 32, activation="relu"), math.sqrt(2 * 8 / 32)),
+        (lambda: WNLinear(8, 32, activation="leaky_relu", negative_slope=0.5), math.sqrt(1.6 * 8 / 32)),
+        (lambda: WNLinear(8, 32, gamma=0.25), math.sqrt(0.25 * 8 / 32)),
+        (lambda: WNConv2d(3, 16, 3, activation="relu"), math.sqrt(2 * 27 / (9 * 16))),
+        (lambda: WNConv2d(4, 16, 3, groups=2), math.sqrt(4 / 16)),
+        (lambda: WNConv2d(16, 4, (1, 5), gamma=2, init="he"), math.sqrt(2 * 16 / 4)),
+    ],
+)
+def test_default_gain_and_bias(layer, gain):
+    layer = layer()
+    torch.testing.assert_close(layer.weight_g, torch.full_like(layer.weight_g, gain))
+    assert (layer.bias == 0).all()
+    norms = layer.weight.detach().flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms, torch.full_like(norms, gain))
+
+
+def test_orthogonal_directions_and_he_directions():
+    wide, tall = WNConv2d(4, 8, 3).weight_v.flatten(1), WNConv2d(2, 32, 3).weight_v.flatten(1)
+    torch.testing.assert_close(wide @ wide.T, torch.eye(8), atol=1e-5, rtol=0)
+    torch.testing.assert_close(tall.T @ tall, torch.eye(18), atol=1e-5, rtol=0)
+    he = WNLinear(400, 400, init="he").weight_v
+    assert abs(he.std().item() / math.sqrt(2 / 400) - 1) < 0.02
+
+
+def test_parameters_have_torchs_names_and_shapes():
+    layer = WNConv2d(4, 6, (3, 5), groups=2)
+    twin = nn.utils.weight_norm(nn.Conv2d(4, 6, (3, 5), groups=2))
+    assert {n: p.shape for n, p in layer.named_parameters()} == {n: p.shape for n, p in twin.named_parameters()}
+    assert isinstance(layer, nn.Conv2d)
+    assert isinstance(WNLinear(2, 3), nn.Linear)
+    assert WNLinear(2, 3, bias=False).bias is None
+    assert list(WNLinear(3, 4, dim=1).weight_g.shape) == [1, 3]
+    assert list(WNLinear(3, 4, dim=None).weight_g.shape) == []
+
+
+def test_dtype_and_device_arguments():
+    layer = WNConv2d(2, 3, 3, device="cpu", dtype=torch.float64)
+    assert {p.dtype for p in layer.parameters()} == {torch.float64}
+    half = WNLinear(8, 4, dtype=torch.bfloat16)
+    assert half(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    meta = WNConv2d(2, 3, 3, device="meta").to_empty(device="cpu")
+    meta.reset_parameters()
+    assert torch.isfinite(meta(torch.randn(1, 2, 5, 5))).all()
+
+
+def test_reset_parameters_draws_again():
+    layer = WNLinear(4, 4)
+    before = layer.weight_v.clone()
+    layer.bias.data.fill_(3)
+    layer.reset_parameters()
+    assert not torch.equal(before, layer.weight_v)
+    assert (layer.bias == 0).all()
+
+
+# -------------------------------------------------------------------------------------------------- torch's arguments
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("padding", [1, (2, 1), "same", "valid"])
+def test_padding_as_torch_has_it(padding_mode, padding):
+    ours = WNConv2d(3, 4, 3, padding=padding, padding_mode=padding_mode, activation="relu")
+    theirs = nn.Conv2d(3, 4, 3, padding=padding, padding_mode=padding_mode)
+    theirs.load_state_dict({"weight": ours.weight.detach().clone(), "bias": ours.bias})
+    for shape in ((2, 3, 6, 7), (3, 6, 7)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(ours(x), F.relu(theirs(x)))
+
+
+def test_channels_last_is_kept():
+    layer = WNConv2d(8, 8, 3, padding=1, activation="relu").to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+    y = layer(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    y.sum().backward()
+    assert layer.weight_v.grad is not None
+
+
+def test_residual_rides_in_the_op():
+    layer = WNConv2d(4, 4, 3, padding=1, activation="relu")
+    x = torch.randn(2, 4, 5, 5)
+    torch.testing.assert_close(layer(x, x), F.relu(F.conv2d(x, layer.weight, layer.bias, padding=1) + x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_the_dtype_of_torchs_own_layer(dtype):
+    ours, theirs = WNConv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    x = torch.randn(1, 3, 6, 6)
+    with torch.autocast("cpu", dtype):
+        assert ours(x).dtype == theirs(x).dtype == dtype
+        loss = ours(x).float().sum()
+        assert ours.double()(x.double()).dtype == torch.float64
+    ours.float()
+    loss.backward()
+    assert WNLinear(2, 2)(torch.randn(1, 2)).dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------- .weight
+
+
+def write_in_place(w, new):
+    w.copy_(new)
+
+
+def write_by_index(w, new):
+    w[:] = new
+
+
+def write_data(w, new):
+    w.data = new
+
+
+def write_through_data(w, new):
+    w.data.copy_(new)
+
+
+def write_through_view(w, new):
+    w.view(-1)[:] = new.reshape(-1)
+
+
+def write_row_by_row(w, new):
+    for i in range(len(new)):
+        w[i] = new[i]
+
+
+def write_out(w, new):
+    torch.add(new, 0, out=w.data)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [write_in_place, write_by_index, write_data, write_through_data, write_through_view, write_row_by_row, write_out],
+)
+def test_writes_to_weight_reach_the_layer(write):
+    layer, new = WNConv2d(3, 4, 3), torch.randn(4, 3, 3, 3)
+    with torch.no_grad():
+        write(layer.weight, new)
+    torch.testing.assert_close(layer.weight.detach(), new)
+    torch.testing.assert_close(layer.weight_v.detach(), new)
+    torch.testing.assert_close(layer.weight_g.detach().flatten(), new.flatten(1).norm(dim=1))
+
+
+def test_assignment_init_functions_and_augmented_assignment():
+    layer, new = WNLinear(3, 3), torch.randn(3, 3)
+    layer.weight = nn.Parameter(new)
+    torch.testing.assert_close(layer.weight.detach(), new)
+    assert set(dict(layer.named_parameters())) == {"weight_v", "weight_g", "bias"}
+    nn.init.eye_(layer.weight)
+    torch.testing.assert_close(layer.weight.detach(), torch.eye(3))
+    nn.init.orthogonal_(layer.weight, gain=2.0)
+    torch.testing.assert_close(layer.weight.detach().norm(dim=1), torch.full((3,), 2.0))
+    nn.init.kaiming_normal_(layer.weight)
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight *= 2
+    torch.testing.assert_close(layer.weight.detach(), 2 * before)
+    layer.weight.requires_grad_(False)
+    assert not layer.weight_v.requires_grad
+    assert not layer.weight_g.requires_grad
+
+
+def test_reading_weight_is_differentiable_and_plain_afterwards():
+    layer = WNLinear(3, 2)
+    penalty = layer.weight.square().sum()
+    assert type(penalty) is torch.Tensor
+    penalty.backward()
+    torch.testing.assert_close(layer.weight_g.grad, 2 * layer.weight_g.detach())
+    assert type(copy.deepcopy(layer.weight)) is torch.Tensor
+    assert type(pickle.loads(pickle.dumps(layer.weight.detach()))) is torch.Tensor
+
+
+def test_weight_of_a_wrong_shape_or_type_is_refused():
+    layer = WNLinear(3, 2)
+    with pytest.raises(ValueError, match=r"weight: shape \[2, 2\] does not fit; use \[2, 3\]"):
+        layer.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="weight: expected a Tensor"):
+        layer.weight = 3
+
+
+def test_prune_and_weight_norm_on_top_are_refused():
+    layer = WNLinear(3, 2)
+    with pytest.raises(RuntimeError, match=r"wnfused\.fold\(model\)"):
+        prune.l1_unstructured(layer, "weight", 0.5)
+    assert torch.isfinite(layer(torch.randn(1, 3))).all()
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_pickle_deepcopy_and_save(used):
+    model = nn.Sequential(WNConv2d(3, 4, 3, activation="relu"), nn.Flatten(), WNLinear(64, 2))
+    x = torch.randn(2, 3, 6, 6)
+    if used:
+        model(x).sum().backward()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
+        torch.testing.assert_close(twin(x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrap", [None, nn.utils.weight_norm, parametrizations.weight_norm])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_state_dicts_of_all_three_forms_load(wrap, kind):
+    torch_layer = nn.Linear(5, 4) if kind == "linear" else nn.Conv2d(5, 4, 3)
+    x = torch.randn(2, 5) if kind == "linear" else torch.randn(2, 5, 4, 4)
+    expected = torch_layer(x)
+    if wrap is not None:
+        wrap(torch_layer)
+    ours = nn.Sequential(WNLinear(5, 4) if kind == "linear" else WNConv2d(5, 4, 3))
+    state = {f"0.{name}": value.clone() for name, value in torch_layer.state_dict().items()}
+    kept = dict(state)
+    assert not ours.load_state_dict(state, strict=True).missing_keys
+    assert set(state) == set(kept)
+    torch.testing.assert_close(ours(x), expected)
+
+
+def test_a_state_dict_of_the_wrong_shape_is_torchs_own_error():
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        WNLinear(5, 4).load_state_dict({"weight": torch.zeros(3, 5), "bias": torch.zeros(4)})
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: WNLinear(3, 2, activation="gelu"), ValueError, "activation: unknown 'gelu'; use None, 'relu'"),
+        (lambda: WNLinear(3, 2, init="xavier"), ValueError, "init: unknown 'xavier'; use 'orthogonal' or 'he'"),
+        (lambda: WNLinear(3, 2, gamma=float("nan")), ValueError, "gamma: nan must be finite"),
+        (lambda: WNLinear(3, 2, gamma=-1.0), ValueError, "gamma: -1.0 must be finite and at least 0"),
+        (lambda: WNLinear(3, 2, dim=2), ValueError, "dim: 2 is out of range"),
+        (
+            lambda: WNLinear(3, 2, activation="leaky_relu", negative_slope=-0.1),
+            ValueError,
+            "negative_slope: -0.1 must be finite and at least 0",
+        ),
+        (lambda: WNConv2d(3, 4, 3, groups=2), ValueError, "divisible by groups"),
+        (lambda: WNLinear(3, 2)(torch.randn(4, 5)), ValueError, r"x: shape \[4, 5\] does not end in in_features = 3"),
+        (lambda: WNConv2d(3, 2, 3)(torch.randn(4, 5, 6, 6)), ValueError, r"x: shape .* use \[N, 3, H, W\]"),
+        (lambda: WNConv2d(3, 2, 3)(torch.randn(6, 6)), ValueError, r"x: shape \[6, 6\] does not fit"),
+        (lambda: WNLinear(3, 2)(torch.randn(4, 3).double()), TypeError, "v: dtype torch.float32 does not go with x"),
+        (lambda: WNLinear(3, 2)(torch.ones(4, 3, dtype=torch.long)), TypeError, "x: expected a floating-point tensor"),
+        (lambda: WNLinear(3, 2)([1.0]), TypeError, "x: expected a Tensor, got list"),
+        (lambda: WNLinear(3, 2)(torch.randn(4, 3, device="meta")), ValueError, "v: on device cpu, but x is on meta"),
+        (lambda: WNLinear(3, 2)(torch.randn(4, 3), torch.randn(4, 3)), ValueError, r"residual: \[4, 3\].*use \[4, 2\]"),
+    ],
+)
+def test_bad_arguments_name_argument_value_and_what_is_right(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"g": torch.ones(3)}, r"g: shape \[3\] does not fit v of \[4, 2, 3, 3\]; use \[4, 1, 1, 1\] or \[4\]"),
+        ({"bias": torch.ones(3)}, r"bias: shape \[3\] does not fit; use \[4\]"),
+        ({"v": torch.ones(4, 2, 3)}, r"v: shape \[4, 2, 3\] must have 4 dims"),
+        ({"stride": 0}, "stride: 0 must be an int or 2 ints, each at least 1"),
+        ({"padding": -1}, "padding: -1 must be"),
+        ({"padding": "full"}, "padding: 'full' must be 'same', 'valid' or ints"),
+        ({"padding": "same", "stride": 2}, "padding: 'same' needs stride 1"),
+        ({"groups": 3}, "groups: 3 must be at least 1 and divide"),
+        ({"dim": 4}, "dim: 4 is out of range"),
+        ({"residual": torch.ones(1)}, r"residual: \[1\]"),
+    ],
+)
+def test_bad_arguments_of_the_function(arguments, message):
+    given = {"x": torch.randn(1, 2, 5, 5), "v": torch.randn(4, 2, 3, 3), "g": torch.ones(4), **arguments}
+    with pytest.raises(ValueError, match=message):
+        wnfused.functional.conv2d(**given)
