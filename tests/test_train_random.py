@@ -47,7 +47,7 @@ def test_uniform_is_uniform() -> None:
     counts = torch.histc(u, 10, 0, 1)
     # Each count is binomial with standard deviation sqrt(1e5 * 0.09) = 95; five of them.
     assert (counts - 10_000).abs().max() < 5 * 95
-    assert 0 <= u.min()
+    assert u.min() >= 0
     assert u.max() < 1
 
 

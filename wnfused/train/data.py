@@ -16,6 +16,7 @@ al.'s code for CIFAR (per channel) and MNIST (``x / 255 - 0.5``).
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -165,13 +166,16 @@ class _Source:
         except ImportError:
             pandas_is_here = False
         try:
-            return datasets.fetch_openml(
-                data_id=self.number,
-                data_home=str(home),
-                as_frame=False,
-                parser="pandas" if pandas_is_here else "liac-arff",
-                n_retries=1,
-            )
+            with warnings.catch_warnings():
+                # That it tries a second time is no news; that it failed is told below.
+                warnings.filterwarnings("ignore", "A network error occurred")
+                return datasets.fetch_openml(
+                    data_id=self.number,
+                    data_home=str(home),
+                    as_frame=False,
+                    parser="pandas" if pandas_is_here else "liac-arff",
+                    n_retries=1,
+                )
         except (OSError, ValueError) as error:
             raise UsageError(
                 "data",

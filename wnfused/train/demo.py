@@ -26,7 +26,7 @@ from .pictures import Point, accuracy_over_depth, norms_over_layers
 from .probe import measure
 from .run import train
 
-INITS = {"arpit2019": "wnfused default (Arpit et al. 2019)", "torch_default": "PyTorch default, g = ||v||"}
+INITS = {"arpit2019": "wnfused default (Arpit et al. 2019)", "torch_default": r"PyTorch default, $g = \|v\|$"}
 RECIPES = (
     Recipe(depth=40, epochs=4, batch_size=32, lr=0.02, warmup=0),
     Recipe(depth=202, epochs=4, batch_size=32, lr=0.02, warmup=0),
@@ -65,7 +65,7 @@ def demo(out: Path, *, minutes: float = 5.0, deep: bool = False) -> int:
     """
     if not minutes > 0:
         raise UsageError("minutes", minutes, "must be above 0")
-    console = require("rich.console", "the demo").Console(highlight=False)
+    console = require("rich.console", "the demo").Console(highlight=False, soft_wrap=True)
     # Asked for now rather than when minutes of training are over.
     require("matplotlib", "the demo")
     require("lightning.pytorch", "the demo")

@@ -44,6 +44,9 @@ def accuracy_over_depth(series: Mapping[str, Sequence[Point]], title: str, chanc
             color=colour,
             marker=marker,
             markersize=7,
+            # Points of several lines may lie upon each other: all but the first are hollow.
+            markerfacecolor=colour if i == 0 else "white",
+            markeredgewidth=1.8,
             linestyle=_DASHES[i % len(_DASHES)],
             label=name,
         )
@@ -78,7 +81,7 @@ def accuracy_over_depth(series: Mapping[str, Sequence[Point]], title: str, chanc
     axis.set_ylabel("test accuracy (%)")
     axis.set_title(title, fontsize=11)
     # The lines run along the top; the space above the crosses is free.
-    axis.legend(title="initialisation", loc="center left", frameon=False)
+    axis.legend(title="initialisation", loc="center left", alignment="left", frameon=False)
     _save(figure, path)
 
 
@@ -122,7 +125,7 @@ def norms_over_layers(series: Mapping[str, Sequence[Norms]], title: str, path: P
         axis.set_xlabel("block, from the input to the output")
         axis.set_ylabel(f"{label}\n({unit})")
         axis.margins(x=0.02)
-    axes[0].legend(title="initialisation", loc="upper left", frameon=False)
+    axes[0].legend(title="initialisation", loc="upper left", alignment="left", frameon=False)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+import wnfused
 from wnfused.diagnostics import Norms, layer_norms
 
 from .build import build
@@ -23,7 +24,9 @@ _ROWS = 12
 def measure(model: nn.Module, data: Dataset, samples: int) -> list[Norms]:
     """Norms on the first ``samples`` training images, in float64, where even an exploding network stays finite."""
     images = data.standardise(data.train.images[:samples]).double()
-    return layer_norms(copy.deepcopy(model).double(), images, data.train.labels[:samples])
+    # The reference has every dtype; the kernels need not.
+    with wnfused.use_backend("reference"):
+        return layer_norms(copy.deepcopy(model).double(), images, data.train.labels[:samples])
 
 
 def probe(configs: Sequence[TrainConfig], samples: int, out: Path, folder: Path | None = None) -> str:

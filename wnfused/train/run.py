@@ -93,11 +93,11 @@ def train(
     data = load(config.data, config.seed, data_folder)
     watch = PeakMemory(_device(config))
     model = build(config, data)
+    run = _Run(config, data, model, folder, reporter or Silent())
     if first:
         remove_leftovers(folder.path)
         if not going_on:
             folder.begin(config, versions())
-    run = _Run(config, data, model, folder, reporter or Silent())
     result = run.fit_and_test(checkpoint)
     result["seconds"] = time.perf_counter() - began
     result["peak_memory_bytes"] = watch.peak_bytes()

@@ -1,0 +1,116 @@
+"""Norms over the layers, against norms computed by hand on the same network."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import wnfused
+from wnfused.diagnostics import layer_norms
+
+IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+TARGETS = torch.tensor([0, 1, 2, 3, 4, 5])
+
+
+@pytest.fixture(autouse=True)
+def reference() -> Iterator[None]:
+    """What is measured here are hooks, on float64 and tiny maps; which kernels run is another matter."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with wnfused.use_backend("reference"):
+        yield
+    torch.set_num_threads(threads)
+
+
+def mean_norm(x: Tensor) -> float:
+    return sum(math.sqrt(row.square().sum()) for row in x.detach().flatten(1)) / len(x)
+
+
+def test_a_plain_chain() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)).double()
+    measured = layer_norms(layers, IMAGES, TARGETS)
+    assert [m.name for m in measured] == ["0", "3"]
+    hidden = layers[0](IMAGES)
+    outputs = layers[3](hidden.relu().flatten(1))
+    gradients = torch.autograd.grad(F.cross_entropy(outputs, TARGETS, reduction="sum"), [hidden, outputs])
+    for m, output, gradient in zip(measured, (hidden, outputs), gradients, strict=True):
+        assert m.activation == pytest.approx(mean_norm(output), rel=1e-12)
+        assert m.gradient == pytest.approx(mean_norm(gradient), rel=1e-12)
+
+
+def test_a_stacked_stage_is_measured_block_by_block() -> None:
+    """As the same network made of separate blocks is."""
+    torch.manual_seed(0)
+    stacked = wnfused.models.wrn(22, in_channels=3).double()
+    blocks = wnfused.models.wrn(22, in_channels=3).double()
+    blocks.stem, blocks.head = stacked.stem, stacked.head
+    blocks.stages = nn.Sequential(*(stage.unstack() for stage in stacked.stages))
+    one, other = layer_norms(stacked, IMAGES, TARGETS), layer_norms(blocks, IMAGES, TARGETS)
+    assert len(one) == len(other) == 1 + 9 + 1
+    assert [m.name for m in one[:3]] == ["stem", "stages.0.blocks.0", "stages.0.blocks.1"]
+    assert "stages.1.transition" in [m.name for m in one]
+    for a, b in zip(one, other, strict=True):
+        assert a.activation == pytest.approx(b.activation, rel=1e-10)
+        assert a.gradient == pytest.approx(b.gradient, rel=1e-10)
+
+
+@pytest.mark.parametrize("norm", ["batch", "none"])
+def test_the_twins_have_the_same_stations(norm: str) -> None:
+    model = wnfused.models.wrn(16, norm=norm).double()
+    assert len(layer_norms(model, IMAGES, TARGETS)) == 1 + 6 + 1
+
+
+def test_nothing_is_left_behind() -> None:
+    model = wnfused.models.wrn(16).double()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    logits = model(IMAGES)
+    layer_norms(model, IMAGES, TARGETS)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert torch.equal(model(IMAGES), logits)
+
+
+def test_nothing_is_left_behind_by_an_error() -> None:
+    model = wnfused.models.wrn(16).double()
+    with pytest.raises(ValueError, match="does not fit"):
+        layer_norms(model, IMAGES[:, :1], TARGETS)
+    assert not any(m._forward_hooks or "forward" in m.__dict__ for m in model.modules())
+
+
+def test_gradients_do_not_depend_on_the_number_of_samples() -> None:
+    model = wnfused.models.wrn(16).double()
+    one = layer_norms(model, IMAGES[:1], TARGETS[:1])
+    twice = layer_norms(model, IMAGES[:1].repeat(2, 1, 1, 1), TARGETS[:1].repeat(2))
+    assert [m.gradient for m in one] == pytest.approx([m.gradient for m in twice], rel=1e-12)
+
+
+def test_frozen_parameters_and_no_grad_do_not_matter() -> None:
+    model = wnfused.models.wrn(16).double()
+    expected = layer_norms(model, IMAGES, TARGETS)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        assert layer_norms(model, IMAGES, TARGETS) == expected
+
+
+def test_a_filter_and_an_in_place_activation() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 10)).double()
+    measured = layer_norms(model, IMAGES, TARGETS, filter=lambda name, module: isinstance(module, nn.Conv2d))
+    assert [m.name for m in measured] == ["0"]
+    assert measured[0].activation == pytest.approx(mean_norm(F.conv2d(IMAGES, model[0].weight, model[0].bias)))
+
+
+def test_another_loss() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 1)).double()
+    measured = layer_norms(model, IMAGES, torch.zeros(6), loss=lambda outputs, targets: 3 * outputs.sum())
+    assert measured[-1].gradient == pytest.approx(3)
+
+
+def test_without_samples() -> None:
+    with pytest.raises(ValueError, match=r"images: shape \(0, 3, 8, 8\)"):
+        layer_norms(nn.Flatten(), torch.zeros(0, 3, 8, 8))

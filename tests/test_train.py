@@ -1,0 +1,273 @@
+"""Whole runs, small ones: results, divergence, accumulation, the rules of the folder, and resuming."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import wnfused
+from wnfused.train import TrainConfig, UsageError, checkpoint, train
+from wnfused.train.batches import Batch
+from wnfused.train.run import Silent
+from wnfused.train.schedule import Schedule
+from wnfused.train.step import step, summary
+
+SMALL = TrainConfig(depth=16, data="digits", epochs=2, batch_size=64, lr=0.02, warmup=1)
+RESULT = {
+    "test_accuracy", "test_loss", "best_epoch", "best_val_accuracy", "best_test_accuracy", "train_loss", "diverged",
+    "epochs_finished", "updates", "seconds_per_step", "seconds", "peak_memory_bytes", "baseline_memory_bytes",
+    "parameters", "world_size", "versions", "config", "history",
+}  # fmt: skip
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    return checkpoint.load(out / "last.ckpt")["state_dict"]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The networks are tiny, and other tests want the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupt(Silent):
+    """A reporter that ends the process's run in the middle of epoch ``epoch``."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_batch(self, epoch: int, done: int, batches: int) -> None:
+        if epoch == self.epoch and done == batches // 2:
+            raise Interrupted
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run that was left alone."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    return out, train(SMALL, out)
+
+
+def test_the_result(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, result = finished
+    assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))
+    assert result.keys() == RESULT
+    assert TrainConfig.from_dict(result["config"]) == SMALL
+    assert not result["diverged"]
+    # Chance is 0.1; the network has learnt something.
+    assert result["test_accuracy"] > 0.4
+    assert result["updates"] == 2 * 21
+    assert 0 < result["seconds_per_step"] < result["seconds"]
+    assert result["peak_memory_bytes"] > result["baseline_memory_bytes"] > 0
+    assert [row["epoch"] for row in result["history"]] == [0, 1]
+    assert result["train_loss"] == result["history"][-1]["train_loss"] < result["history"][0]["train_loss"]
+    assert sorted(p.name for p in out.iterdir()) == ["best.ckpt", "config.json", "last.ckpt", "result.json"]
+
+
+def test_the_reported_accuracy_is_that_of_the_saved_weights(finished: tuple[Path, dict[str, Any]]) -> None:
+    from wnfused.train.data import load
+
+    out, result = finished
+    model = wnfused.models.wrn(16, in_channels=1)
+    data = load("digits")
+    images = data.standardise(data.test.images)
+    for file, accuracy in (("last.ckpt", "test_accuracy"), ("best.ckpt", "best_test_accuracy")):
+        state = checkpoint.load(out / file)["state_dict"]
+        model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
+        right = (model(images).argmax(1) == data.test.labels).double().mean().item()
+        # One image of 360, on which two logits may be equal up to rounding.
+        assert result[accuracy] == pytest.approx(right, abs=1 / 360)
+
+
+def test_the_optimiser_follows_the_schedule(tmp_path: Path) -> None:
+    used: list[float] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    config = replace(SMALL, epochs=3, batch_size=200, accumulate=2, warmup=1.5, milestones=(2,), factor=0.5)
+    try:
+        train(config, tmp_path / "run")
+    finally:
+        hook.remove()
+    schedule = Schedule(0.02, 1.5, (2,), 0.5)
+    # 1293 images: 7 mini-batches, 4 updates.
+    assert used == pytest.approx([schedule.at(epoch, i, 4) for epoch in range(3) for i in range(4)])
+
+
+def test_accumulated_mini_batches_are_one_batch(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, result = finished
+    halves = train(replace(SMALL, batch_size=32, accumulate=2), tmp_path / "run")
+    assert halves["updates"] == result["updates"]
+    # The same updates but for the order of float32 sums, whose errors grow over 42 updates with momentum.
+    assert halves["history"][0]["train_loss"] == pytest.approx(result["history"][0]["train_loss"], rel=1e-3)
+    one, other = weights(out), weights(tmp_path / "run")
+    difference = sum((one[n] - other[n]).square().sum() for n in one) / sum(one[n].square().sum() for n in one)
+    assert difference.sqrt() < 1e-2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "mlp", "depth": 3, "width": 16},
+        {"model": "cnn", "depth": 3, "width": 8},
+        {"model": "resnet", "depth": 14, "stack": False},
+        {"norm": "batch", "init": "torch_default"},
+        {"norm": "none"},
+        {"data": "synthetic", "crop_flip": True, "cutout": 4, "mixup": 0.5},
+        {"init": "torch_default", "init_options": {"v": "he"}},
+        {"precision": "bf16-mixed", "weight_decay": 1e-4},
+        {"recompute": 1, "width": 2},
+    ],
+    ids=str,
+)
+def test_every_kind_of_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    result = train(replace(SMALL, epochs=1, batch_size=256, **changes), tmp_path / "run")
+    assert not result["diverged"]
+    assert result["epochs_finished"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------- divergence
+
+
+def test_divergence_is_a_result_and_not_a_crash(tmp_path: Path) -> None:
+    result = train(replace(SMALL, lr=1e20, warmup=0), tmp_path / "run")
+    assert result["diverged"]
+    assert result["test_accuracy"] == 0
+    assert result["train_loss"] is None
+    assert result["epochs_finished"] < 2
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["diverged"]
+
+
+def test_divergence_in_the_very_last_update_is_noticed(tmp_path: Path) -> None:
+    updates = []
+
+    def spoil(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        updates.append(1)
+        if len(updates) == 2 * 21:
+            optimizer.param_groups[0]["params"][0].detach().fill_(float("nan"))
+
+    hook = register_optimizer_step_post_hook(spoil)
+    try:
+        result = train(SMALL, tmp_path / "run")
+    finally:
+        hook.remove()
+    assert result["diverged"]
+    assert result["test_accuracy"] == 0
+    assert result["history"][-1]["val_loss"] is None
+
+
+# --------------------------------------------------------------------------------------------- folder and resuming
+
+
+def test_a_finished_run_is_not_touched(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, result = finished
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with pytest.raises(UsageError, match="holds a finished run already"):
+        train(SMALL, out)
+    assert train(SMALL, out, resume=True) == json.loads(json.dumps(result))
+    with pytest.raises(UsageError, match=r"lr: 0\.5, not 0\.02"):
+        train(replace(SMALL, lr=0.5), out, resume=True)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_interrupted_run_goes_on_to_the_same_weights(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, epoch: int
+) -> None:
+    out, result = finished
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, reporter=Interrupt(epoch))
+    assert (tmp_path / "last.ckpt").exists() == (epoch > 0)
+    with pytest.raises(UsageError, match="holds a run already"):
+        train(SMALL, tmp_path)
+    resumed = train(SMALL, tmp_path, resume=True)
+    assert_same_weights(out, tmp_path)
+    for name in ("test_accuracy", "test_loss", "history", "updates", "best_epoch", "best_test_accuracy"):
+        assert resumed[name] == result[name], name
+
+
+def test_resuming_augmented_training_with_batch_norm_and_steps_is_exact(tmp_path: Path) -> None:
+    config = replace(
+        SMALL, data="synthetic", norm="batch", epochs=3, batch_size=100, accumulate=2, warmup=1.5, milestones=(2,),
+        crop_flip=True, cutout=4, mixup=0.5, weight_decay=1e-3,
+    )  # fmt: skip
+    train(config, tmp_path / "whole")
+    for epoch in (1, 2):
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / "parts", resume=epoch > 1, reporter=Interrupt(epoch))
+    train(config, tmp_path / "parts", resume=True)
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_resuming_a_folder_without_a_run_begins_one(tmp_path: Path) -> None:
+    assert train(replace(SMALL, epochs=1), tmp_path / "new", resume=True)["epochs_finished"] == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "foreign"])
+def test_a_corrupt_checkpoint_is_refused_and_nothing_is_lost(tmp_path: Path, damage: str) -> None:
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, reporter=Interrupt(1))
+    last = tmp_path / "last.ckpt"
+    if damage == "truncated":
+        last.write_bytes(last.read_bytes()[:-1000])
+    elif damage == "changed":
+        content = bytearray(last.read_bytes())
+        content[len(content) // 2] ^= 255
+        last.write_bytes(content)
+    else:
+        checkpoint.save(last, {"something": "else"})
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"last\.ckpt"):
+        train(SMALL, tmp_path, resume=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path: Path) -> None:
+    for name, config in (("one", SMALL), ("other", replace(SMALL, depth=22))):
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / name, reporter=Interrupt(1))
+    (tmp_path / "other" / "last.ckpt").replace(tmp_path / "one" / "last.ckpt")
+    with pytest.raises(UsageError, match=r"last\.ckpt.*depth: 16, not 22"):
+        train(SMALL, tmp_path / "one", resume=True)
+
+
+def test_nothing_is_begun_before_the_arguments_are_known_to_work(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--init"):
+        train(replace(SMALL, init="nonsense"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------------ the step
+
+
+def test_the_step_against_the_formula() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)).double()
+    images = torch.randn(5, 1, 2, 2, dtype=torch.float64)
+    labels, partners = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([1, 1, 0, 2, 2])
+    share, real = torch.rand(5), torch.tensor([True, True, False, True, True])
+    outcome = step(model, Batch(images, labels, partners, share, real, worth=0.25))
+    log_p = model(images).log_softmax(1)
+    losses = [-(s * p[a] + (1 - s) * p[b]) for p, a, b, s in zip(log_p, labels, partners, share, strict=True)]
+    lost = sum(loss for loss, counted in zip(losses, real, strict=True) if counted)
+    torch.testing.assert_close(outcome.loss, 0.25 * lost, rtol=1e-6, atol=0)
+    right = ((log_p.argmax(1) == labels) & real).sum().item()
+    assert summary(outcome.counts) == pytest.approx((lost.item() / 4, right / 4), rel=1e-6)
