@@ -213,6 +213,19 @@ def test_wrong_arguments_elsewhere(capsys: pytest.CaptureFixture[str], arguments
     assert says in refused(capsys, *arguments)
 
 
+def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        assert (cwd / "bench" / "__main__.py").exists()
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert cli.main(["bench", "--quick", "--group", "stage", "--help"]) == 1
+    assert commands == [[sys.executable, "-m", "bench", "--quick", "--group", "stage", "--help"]]
+
+
 def test_bench_without_a_checkout(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

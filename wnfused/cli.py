@@ -24,8 +24,15 @@ USAGE = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
-    options = vars(_parser().parse_args(arguments))
+    parser = _parser()
+    parsed, others = parser.parse_known_args(arguments)
+    options = vars(parsed)
     command, run = options.pop("command"), options.pop("run")
+    if command == "bench":
+        # Whose options are its own.
+        options["arguments"] = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     from wnfused.train.checkpoint import CorruptCheckpointError
 
     wrong = (UsageError, MissingDependencyError, CorruptCheckpointError, wnfused.BackendUnavailableError)
@@ -233,9 +240,10 @@ def _probe(inits: list[str] | None, samples: int, data_folder: Path | None, out:
 
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
-        "bench", help="the benchmarks of the source checkout; further options go to them", add_help=False
+        "bench",
+        help="the benchmarks of the source checkout; `wnfused bench --help` lists their options",
+        add_help=False,
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parser.set_defaults(run=_bench)
 
 
