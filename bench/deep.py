@@ -33,7 +33,7 @@ from bench.workloads import BACKWARD, STEP, DeepStep, Network
 from wnfused.train.memory import PeakMemory
 
 SGD = "SGD"
-DIRECTIONS = 8
+DIRECTIONS = 4
 Sketch = dict[str, list[float]]
 
 # ------------------------------------------------------------------------------------------------ one process
