@@ -9,8 +9,8 @@
 
 namespace wnfused::cpu {
 
-// How many workers a call may use: torch.set_num_threads, but no more than the processors this process may run on (one
-// more would only wait for a core), and one in a forked child, where the parent's pool has no threads left.
+// How many workers a call may use: torch.set_num_threads, but no more than there are processors (one more would
+// only wait for a core), and one in a forked child, where the parent's pool has no threads left.
 int worker_limit();
 
 // Calls run(worker) once on each of at most `workers` workers, which share the items of one WorkQueue.

@@ -183,10 +183,8 @@ std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor&
   Tensor y = empty_map_like(x);
   Tensor norm = empty_of({blocks, 2, x.size(1)}, ScalarType::Float);
   const ScalarType saved_dtype = recompute ? ScalarType::Float : x.scalar_type();
-  Tensor maps = save ? empty_of({saved_blocks, recompute ? 1 : 2, x.size(0), x.size(2), x.size(3), x.size(1)},
-                                saved_dtype)
-                     : empty_of({0}, saved_dtype);
-  if (save) prefer_huge_pages(maps);
+  const int64_t saved_sizes[] = {saved_blocks, recompute ? 1 : 2, x.size(0), x.size(2), x.size(3), x.size(1)};
+  Tensor maps = save ? recycled_empty({saved_sizes, 6}, saved_dtype) : empty_of({0}, saved_dtype);
 
   StageForward job{};
   job.geometry = geometry_of(x, blocks, Method::kDirect);

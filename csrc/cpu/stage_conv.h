@@ -111,6 +111,8 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
       lines[i] = inside ? map + (run.unit.image * geometry.height + y) * line : zeros;
       step[i] = inside ? channels : 0;
     }
+    const bool more_below = run.unit.y + 4 < geometry.height;
+    const float* below = map + (run.unit.image * geometry.height + run.unit.y + 3) * line;
     for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
       float* target = panel.at(0, b, row);
       const int64_t lanes = b * kLanes;
@@ -130,6 +132,13 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
                                                lines[2] + (x + j) * step[2] + lanes,
                                                lines[3] + (x + j) * step[3] + lanes);
         input_transform_rows(left[0], left[1], right[0], right[1], target, panel.plane_stride);
+        // The two lines that the row of tiles below adds: far ahead for the processor, and saved maps come from memory.
+        if (more_below) {
+          WNFUSED_UNROLL for (int j = -1; j < 1; ++j) {
+            __builtin_prefetch(below + (x + j) * channels + lanes);
+            __builtin_prefetch(below + line + (x + j) * channels + lanes);
+          }
+        }
         left[0] = right[0];
         left[1] = right[1];
       }

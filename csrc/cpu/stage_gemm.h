@@ -7,7 +7,8 @@
 //                \__ broadcast a_k  x  vector w_k  ->  accumulator [r][col]
 //
 //   AVX-512 holds 8 rows x 2 blocks (16 of 32 registers, 10 loads to 16 multiply-adds) or 16 x 1; AVX2 4 x 1 (a block
-//   is two registers there: 8 accumulators of 16); portable 128-bit vectors 2 x 1 (8 of 16).
+//   is two registers there: 8 accumulators of 16); portable 128-bit vectors 2 x 1 (8 of 16). What a panel has over is
+//   done by 4 rows (portable 2) at a time, since a single small image fills no more.
 //
 // outer_tile: panel transposed times gradient rows (weight gradient); the accumulators stay in registers over a panel
 //
@@ -21,21 +22,23 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
+// Panels are padded with rows of zeros to a multiple of kRowMultiple.
 #if WNFUSED_VECTOR_BITS == 512
 constexpr int kCols = 2;
 constexpr int kPairRows = 8;
 constexpr int kSingleRows = 16;
+constexpr int kRowMultiple = 4;
 #elif WNFUSED_VECTOR_BITS == 256
 constexpr int kCols = 1;
 constexpr int kPairRows = 4;
 constexpr int kSingleRows = 4;
+constexpr int kRowMultiple = 4;
 #else
 constexpr int kCols = 1;
 constexpr int kPairRows = 2;
 constexpr int kSingleRows = 2;
+constexpr int kRowMultiple = 2;
 #endif
-// Panels are padded with rows of zeros to a multiple of this.
-constexpr int kRowMultiple = 16;
 
 // A plane of the panel and the plane of the bank it meets; a product sums over one of them (Winograd) or several (the
 // taps of the direct method).
@@ -87,6 +90,18 @@ inline void rows_tile(const PlanePair* planes, int64_t plane_count, const Depth&
   }
 }
 
+template <int Rows, int Cols>
+inline void multiply_columns(const PlanePair* planes, int64_t plane_count, const Depth& depth, int64_t rows,
+                             int64_t bank_offset, int64_t bank_col_stride, float* product, int64_t product_col_stride) {
+  int64_t r = 0;
+  for (; r + Rows <= rows; r += Rows)
+    rows_tile<Rows, Cols>(planes, plane_count, depth, r * kLanes, bank_offset, bank_col_stride, product + r * kLanes,
+                          product_col_stride);
+  for (; r < rows; r += kRowMultiple)
+    rows_tile<kRowMultiple, Cols>(planes, plane_count, depth, r * kLanes, bank_offset, bank_col_stride,
+                                  product + r * kLanes, product_col_stride);
+}
+
 // product[col][row] = sum over planes of panel[row] . bank[col], for all `rows` (a multiple of kRowMultiple) and `cols`
 // output blocks.
 inline void multiply_rows(const PlanePair* planes, int64_t plane_count, const Depth& depth, int64_t rows, int64_t cols,
@@ -94,23 +109,21 @@ inline void multiply_rows(const PlanePair* planes, int64_t plane_count, const De
   int64_t c = 0;
   if constexpr (kCols == 2) {
     for (; c + 2 <= cols; c += 2)
-      for (int64_t r = 0; r < rows; r += kPairRows)
-        rows_tile<kPairRows, 2>(planes, plane_count, depth, r * kLanes, c * bank_col_stride, bank_col_stride,
-                                product + c * product_col_stride + r * kLanes, product_col_stride);
+      multiply_columns<kPairRows, 2>(planes, plane_count, depth, rows, c * bank_col_stride, bank_col_stride,
+                                     product + c * product_col_stride, product_col_stride);
   }
   for (; c < cols; ++c)
-    for (int64_t r = 0; r < rows; r += kSingleRows)
-      rows_tile<kSingleRows, 1>(planes, plane_count, depth, r * kLanes, c * bank_col_stride, bank_col_stride,
-                                product + c * product_col_stride + r * kLanes, product_col_stride);
+    multiply_columns<kSingleRows, 1>(planes, plane_count, depth, rows, c * bank_col_stride, bank_col_stride,
+                                     product + c * product_col_stride, product_col_stride);
 }
 
 template <int Inputs, int Cols>
 inline void outer_tile(const float* panel, const float* gradient, int64_t gradient_col_stride, int64_t rows,
-                       float* bank, int64_t bank_col_stride) {
+                       bool accumulate, float* bank, int64_t bank_col_stride) {
   Block accumulator[Inputs][Cols];
   WNFUSED_UNROLL for (int i = 0; i < Inputs; ++i) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-      accumulator[i][c] = load(bank + c * bank_col_stride + i * kLanes);
+      accumulator[i][c] = accumulate ? load(bank + c * bank_col_stride + i * kLanes) : zero();
   }
   for (int64_t t = 0; t < rows; ++t, panel += kLanes, gradient += kLanes) {
     Block value[Cols];
@@ -127,20 +140,21 @@ inline void outer_tile(const float* panel, const float* gradient, int64_t gradie
   }
 }
 
-// bank[col][input] += panel[row][input] * gradient[col][row], over `rows`, for one block of 16 inputs.
-inline void accumulate_outer(const float* panel, const float* gradient, int64_t gradient_col_stride, int64_t rows,
-                             int64_t cols, float* bank, int64_t bank_col_stride) {
+// bank[col][input] = (bank[col][input] if accumulate) + panel[row][input] * gradient[col][row], summed over `rows`, for
+// one block of 16 inputs.
+inline void multiply_outer(const float* panel, const float* gradient, int64_t gradient_col_stride, int64_t rows,
+                           int64_t cols, bool accumulate, float* bank, int64_t bank_col_stride) {
   int64_t c = 0;
   if constexpr (kCols == 2) {
     for (; c + 2 <= cols; c += 2)
       for (int64_t i = 0; i < kLanes; i += kPairRows)
         outer_tile<kPairRows, 2>(panel + i, gradient + c * gradient_col_stride, gradient_col_stride, rows,
-                                 bank + c * bank_col_stride + i * kLanes, bank_col_stride);
+                                 accumulate, bank + c * bank_col_stride + i * kLanes, bank_col_stride);
   }
   for (; c < cols; ++c)
     for (int64_t i = 0; i < kLanes; i += kSingleRows)
       outer_tile<kSingleRows, 1>(panel + i, gradient + c * gradient_col_stride, gradient_col_stride, rows,
-                                 bank + c * bank_col_stride + i * kLanes, bank_col_stride);
+                                 accumulate, bank + c * bank_col_stride + i * kLanes, bank_col_stride);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

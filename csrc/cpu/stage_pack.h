@@ -52,8 +52,14 @@ inline Rows unit_rows(const Parameter& v, const Geometry& geometry, int64_t conv
   const int64_t first = (convolution * channels + row0) * row_floats + input0 * kTaps;
   const int64_t rows = channels - row0 < kLanes ? channels - row0 : kLanes;
   const int64_t inputs = channels - input0 < kLanes ? channels - input0 : kLanes;
-  if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
-    return {static_cast<const float*>(v.data) + first, row_floats};
+  if (!v.bfloat16 && rows == kLanes && inputs == kLanes) {
+    // Sixteen short runs in turn are no stream that a processor would recognise: fetch the next unit ahead.
+    const float* data = static_cast<const float*>(v.data) + first;
+    if (input_block + 1 < geometry.channel_blocks)
+      for (int64_t r = 0; r < kLanes; ++r)
+        for (int64_t k = kUnitFloats; k < 2 * kUnitFloats; k += kLanes) __builtin_prefetch(data + r * row_floats + k);
+    return {data, row_floats};
+  }
   for (int64_t r = 0; r < kLanes; ++r) {
     const int64_t present = r < rows ? inputs * kTaps : 0;
     if (present) read_run(v, first + r * row_floats, present, staging + r * kUnitFloats);

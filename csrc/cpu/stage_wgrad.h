@@ -53,12 +53,12 @@ inline void gather_gradients(const Geometry& geometry, const float* map, int64_t
   }
 }
 
-// bank += panel' x gradients for every input block of one plane.
-inline void accumulate_plane(const Geometry& geometry, const Panel& panel, int64_t panel_plane, const Panel& gradients,
-                             int64_t gradient_plane, int64_t count, int64_t blocks, float* bank) {
+// bank (+)= panel' x gradients for every input block of one plane.
+inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t panel_plane, const Panel& gradients,
+                           int64_t gradient_plane, int64_t count, int64_t blocks, bool accumulate, float* bank) {
   for (int64_t b = 0; b < geometry.channel_blocks; ++b)
-    accumulate_outer(panel.at(panel_plane, b, 0), gradients.at(gradient_plane, 0, 0), gradients.rows * kLanes, count,
-                     blocks, bank + b * kLanes * kLanes, geometry.padded_channels * kLanes);
+    multiply_outer(panel.at(panel_plane, b, 0), gradients.at(gradient_plane, 0, 0), gradients.rows * kLanes, count,
+                   blocks, accumulate, bank + b * kLanes * kLanes, geometry.padded_channels * kLanes);
 }
 
 // Item `item` of a weight gradient: one slice of units, one group of output blocks. x is the convolution's input, dy
@@ -72,25 +72,27 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   const int64_t block_stride = geometry.padded_channels * kLanes;
   float* bank = banks + slice * geometry.bank_size() + first_block * block_stride;
   float* bias_gradient = bias_gradients + slice * geometry.padded_channels;
-  for (int64_t p = 0; p < geometry.planes; ++p)
+  const int64_t begin = slice * geometry.wgrad_slice_units;
+  const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
+  // Winograd's first panel writes every plane; a tap that no pixel of the slice reaches would stay unwritten.
+  const bool direct = geometry.method == Method::kDirect;
+  for (int64_t p = 0; p < geometry.planes && (direct || begin >= end); ++p)
     __builtin_memset(bank + p * geometry.plane_stride, 0, blocks * block_stride * sizeof(float));
   __builtin_memset(bias_gradient + first_block * kLanes, 0, blocks * kLanes * sizeof(float));
 
   const Panel panel(scratch, geometry.wgrad_rows, geometry.channel_blocks);
   const Panel gradients(scratch + geometry.planes * panel.plane_stride, geometry.wgrad_rows, blocks);
-  const int64_t begin = slice * geometry.wgrad_slice_units;
-  const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
   for (int64_t first = begin; first < end; first += geometry.wgrad_rows) {
     const int64_t count = smaller(geometry.wgrad_rows, end - first);
     gather_gradients<Round>(geometry, dy, first, count, first_block, blocks, gradients, bias_gradient);
     if (geometry.method == Method::kWinograd) {
       gather_tiles<Round>(geometry, x, zeros, first, count, panel);
       for (int64_t p = 0; p < kPositions; ++p)
-        accumulate_plane(geometry, panel, p, gradients, p, count, blocks, bank + p * geometry.plane_stride);
+        multiply_plane(geometry, panel, p, gradients, p, count, blocks, first > begin, bank + p * geometry.plane_stride);
     } else {
       for (int tap = 0; tap < kTaps; ++tap)
         if (gather_tap<Round>(geometry, x, first, count, tap, panel, tap))
-          accumulate_plane(geometry, panel, tap, gradients, 0, count, blocks, bank + tap * geometry.plane_stride);
+          multiply_plane(geometry, panel, tap, gradients, 0, count, blocks, true, bank + tap * geometry.plane_stride);
     }
   }
 }

@@ -8,68 +8,133 @@
 
 #include <atomic>
 #include <memory>
+#include <utility>
+#include <vector>
 
 namespace wnfused::cpu {
 namespace {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// A network of three stages, forward and backward, keeps at most this much: slots x floats.
-constexpr int kSlots = 6;
-constexpr int64_t kKeptFloats = int64_t{1} << 24;
-
-// Never destroyed: torch may be gone before this library is.
-std::atomic<Tensor*> slots[kSlots];
 
 constexpr int64_t kLine = 16;  // floats a cache line
 
-Tensor* take(int64_t floats) {
-  for (auto& slot : slots) {
-    std::unique_ptr<Tensor> buffer(slot.exchange(nullptr));
-    if (!buffer) continue;
-    if (buffer->numel() >= floats) return buffer.release();
-    Tensor* empty = nullptr;
-    if (slot.compare_exchange_strong(empty, buffer.get())) buffer.release();
-  }
-  auto buffer = std::make_unique<Tensor>(torch::stable::empty({floats}, torch::headeronly::ScalarType::Float));
-  prefer_huge_pages(*buffer);
-  return buffer.release();
+int64_t bytes_of(const Tensor& tensor) {
+  return tensor.numel() * (tensor.scalar_type() == ScalarType::Float ? 4 : 2);
 }
 
-// Kept in an empty slot, else in place of a smaller buffer, else freed.
-void put_back(std::unique_ptr<Tensor> buffer) {
-  if (buffer->numel() > kKeptFloats) return;
-  for (auto& slot : slots) {
-    Tensor* empty = nullptr;
-    if (slot.compare_exchange_strong(empty, buffer.get())) {
-      buffer.release();
-      return;
+Tensor empty_floats(int64_t floats) {
+  Tensor buffer = torch::stable::empty({floats}, ScalarType::Float);
+  prefer_huge_pages(buffer);
+  return buffer;
+}
+
+// Buffers that nobody uses at the moment. A slot is one atomic pointer: taken out by exchange, put back by
+// compare-exchange. Never destroyed: torch may be gone before this library is.
+template <int kSlots>
+class Shelf {
+ public:
+  explicit constexpr Shelf(int64_t kept_floats) : kept_floats_(kept_floats) {}
+
+  // A buffer of at least `floats` and at most `most`, else null.
+  Tensor* take(int64_t floats, int64_t most) {
+    for (auto& slot : slots_) {
+      std::unique_ptr<Tensor> buffer(slot.exchange(nullptr));
+      if (!buffer) continue;
+      if (buffer->numel() >= floats && buffer->numel() <= most) {
+        floats_.fetch_sub(buffer->numel());
+        return buffer.release();
+      }
+      Tensor* empty = nullptr;
+      if (slot.compare_exchange_strong(empty, buffer.get())) buffer.release();
+      else floats_.fetch_sub(buffer->numel());
+    }
+    return nullptr;
+  }
+
+  // Keeps the buffer in an empty slot, else in place of a smaller one, as long as the sum of all stays in bounds.
+  void put(std::unique_ptr<Tensor> buffer) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      if (floats_.fetch_add(buffer->numel()) + buffer->numel() <= kept_floats_) {
+        for (auto& slot : slots_) {
+          Tensor* empty = nullptr;
+          if (slot.compare_exchange_strong(empty, buffer.get())) {
+            buffer.release();
+            return;
+          }
+        }
+      }
+      floats_.fetch_sub(buffer->numel());
+      if (!drop_smaller(buffer->numel())) return;
     }
   }
-  for (auto& slot : slots) {
-    std::unique_ptr<Tensor> other(slot.exchange(nullptr));
-    if (other && other->numel() > buffer->numel()) std::swap(other, buffer);
-    Tensor* empty = nullptr;
-    if (slot.compare_exchange_strong(empty, buffer.get())) buffer.release();
-    buffer = std::move(other);
-    if (!buffer) return;
+
+ private:
+  bool drop_smaller(int64_t floats) {
+    bool dropped = false;
+    for (auto& slot : slots_) {
+      std::unique_ptr<Tensor> buffer(slot.exchange(nullptr));
+      if (!buffer) continue;
+      Tensor* empty = nullptr;
+      if (buffer->numel() >= floats && slot.compare_exchange_strong(empty, buffer.get())) {
+        buffer.release();
+        continue;
+      }
+      floats_.fetch_sub(buffer->numel());
+      dropped = true;
+    }
+    return dropped;
   }
+
+  int64_t kept_floats_;
+  std::atomic<int64_t> floats_{0};
+  std::atomic<Tensor*> slots_[kSlots]{};
+};
+
+Shelf<6> workspaces(int64_t{1} << 25);  // 128 MB
+Shelf<16> maps(int64_t{1} << 27);       // 512 MB
+
+constexpr int64_t kLargeMaps = int64_t{1} << 18;  // floats; smaller ones the allocator itself recycles
+
+Tensor* workspace_buffer(int64_t floats) {
+  Tensor* kept = workspaces.take(floats, INT64_MAX);
+  return kept ? kept : new Tensor(empty_floats(floats));
 }
 
 }  // namespace
 
-Workspace::Workspace(int64_t floats) : buffer_(take(floats + kLine)) {
+Workspace::Workspace(int64_t floats) : buffer_(workspace_buffer(floats + kLine)) {
   const auto address = reinterpret_cast<uintptr_t>(buffer_->mutable_data_ptr());
   data_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
-Workspace::~Workspace() { put_back(std::unique_ptr<Tensor>(buffer_)); }
+Workspace::~Workspace() { workspaces.put(std::unique_ptr<Tensor>(buffer_)); }
+
+Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
+  int64_t elements = 1;
+  for (int64_t size : sizes) elements *= size;
+  const int64_t floats = dtype == ScalarType::Float ? elements : (elements + 1) / 2;
+  if (floats < kLargeMaps) return torch::stable::empty(sizes, dtype);
+  std::unique_ptr<Tensor> buffer(maps.take(floats, floats + floats / 2));
+  if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  void* data = buffer->mutable_data_ptr();
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  Tensor* owner = buffer.get();
+  Tensor tensor = torch::stable::from_blob(data, sizes, strides, cpu, dtype, [owner](void*) {
+    maps.put(std::unique_ptr<Tensor>(owner));
+  });
+  buffer.release();
+  return tensor;
+}
 
 void prefer_huge_pages(const Tensor& tensor) {
 #if defined(__linux__)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21, kPage = uintptr_t{1} << 12;
   const auto begin = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
-  const uintptr_t end = begin + static_cast<uintptr_t>(tensor.numel()) * 2;  // every element has two bytes or more
+  const uintptr_t end = begin + static_cast<uintptr_t>(bytes_of(tensor));
   const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
   // Advice only: where it is refused the pages stay small.
   if (last >= first + 2 * kHugePage) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);

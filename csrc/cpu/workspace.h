@@ -24,6 +24,11 @@ class Workspace {
   float* data_;
 };
 
+// An uninitialised CPU tensor for maps that the backward will read. A training step frees and allocates the same sizes
+// again and again, so large ones keep their memory (at most 512 MB in all) for the next call.
+torch::stable::Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                                     torch::headeronly::ScalarType dtype);
+
 // Asks for huge pages for a large tensor that is about to be written for the first time.
 void prefer_huge_pages(const torch::stable::Tensor& tensor);
 
