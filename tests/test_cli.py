@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,6 +117,14 @@ def test_a_corrupt_checkpoint_is_one_line(capsys: pytest.CaptureFixture[str], tm
     (tmp_path / "config.json").write_text(json.dumps({"config": TrainConfig(depth=16, epochs=1).to_dict()}))
     says = refused(capsys, *TRAIN, "--out", str(tmp_path), "--resume")
     assert f"{tmp_path / 'last.ckpt'}: is truncated or not a checkpoint of wnfused" in says
+
+
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(information, "as_text", lambda facts: warnings.warn("something is slow", stacklevel=1) or "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.main(["info"]) == 0
+    assert capsys.readouterr().err == "wnfused: warning: something is slow\n"
 
 
 def test_a_missing_library_names_the_command_that_installs_it(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import wnfused
-from wnfused.train.config import TrainConfig, option_types
 from wnfused.train.errors import MissingDependencyError, UsageError
+from wnfused.train.options import add_options, from_options
 
 # Wrong input of any kind; 1 is for what went wrong with right input.
 USAGE = 2
@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     wrong = (UsageError, MissingDependencyError, CorruptCheckpointError, wnfused.BackendUnavailableError)
     try:
-        return run(**options)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return run(**options)
     except wrong as error:
         return _fail(command, error, USAGE)
     except OSError as error:
@@ -46,11 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(command, "interrupted", 130)
 
 
+def _is_first_process() -> bool:
+    """Of several processes the first speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _fail(command: str, error: object, status: int) -> int:
-    # Of several processes the first speaks for all.
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first_process():
         print(f"wnfused {command}: error: {error}", file=sys.stderr)
     return status
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line, without the source line that caused it, which tells a user of the command nothing."""
+    if _is_first_process():
+        print(f"wnfused: warning: {message}", file=file or sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,58 +117,6 @@ def _info(json: bool, require: list[str]) -> int:
 # ------------------------------------------------------------------------------------------------------- train
 
 
-def _add_config(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
-    """An option for each field of ``TrainConfig``. Options that are not given stay out of the parsed result."""
-    kinds = option_types()
-    for field in fields(TrainConfig):
-        if only is not None and field.name not in only:
-            continue
-        kind, _ = kinds[field.name]
-        flag = "--" + field.name.replace("_", "-")
-        default = "" if field.name in ("init_options", "milestones") or field.default is None else " (%(const)s)"
-        how: dict[str, Any] = {"help": field.metadata["help"], "default": argparse.SUPPRESS}
-        if default and kind is not bool:
-            how["help"] += f" (default: {field.default})"
-        if kind is bool:
-            how["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
-        elif kind is dict:
-            flag, how["dest"], how["metavar"] = "--init-option", "init_options", "NAME=VALUE"
-            how["action"], how["type"] = "append", _name_and_value
-        elif kind is tuple:
-            how["type"], how["metavar"] = _epochs, "EPOCH,EPOCH..."
-        else:
-            how["type"], how["metavar"] = kind, kind.__name__.upper()
-            if field.metadata["choices"] is not None:
-                how["choices"], how["metavar"] = field.metadata["choices"], None
-        parser.add_argument(flag, **how)
-
-
-def _name_and_value(text: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE, such as v=he")
-    for kind in (int, float):
-        try:
-            return name, kind(value)
-        except ValueError:
-            continue
-    return name, {"true": True, "false": False}.get(value, value)
-
-
-def _epochs(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be epochs with commas between them, such as 91,136") from None
-
-
-def _config(given: dict[str, Any], base: TrainConfig | None = None) -> TrainConfig:
-    """What was given, over ``base`` or the defaults."""
-    if "init_options" in given:
-        given = {**given, "init_options": dict(given["init_options"])}
-    return TrainConfig.from_dict({**(base.to_dict() if base else {}), **given})
-
-
 def _add_train(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
@@ -158,7 +125,7 @@ def _add_train(commands: Any) -> None:
         "--batch-size counts the images of all processes together, and the order of the images does not depend on "
         "how many there are.",
     )
-    _add_config(parser)
+    add_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the run's folder")
     parser.add_argument(
         "--resume",
@@ -174,10 +141,10 @@ def _train(out: Path, resume: bool, data_folder: Path | None, **given: Any) -> i
     from wnfused.train.folder import RunFolder
     from wnfused.train.run import train
 
-    config = _config(given, RunFolder(out).saved_config() if resume else None)
+    config = from_options(given, RunFolder(out).saved_config() if resume else None)
     with Console(config.epochs) as console:
         result = train(config, out, resume=resume, data_folder=data_folder, reporter=console)
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first_process():
         print(_verdict(result), f"-> {out / 'result.json'}")
     return 0
 
@@ -213,7 +180,7 @@ def _add_probe(commands: Any) -> None:
         "probe", help="norms of activations and gradients over the layers of a network at its start"
     )
     wanted = ("model", "depth", "width", "norm", "stack", "data", "init_options", "seed")
-    _add_config(parser, only=wanted)
+    add_options(parser, only=wanted)
     parser.add_argument(
         "--init",
         action="append",
@@ -230,7 +197,7 @@ def _add_probe(commands: Any) -> None:
 def _probe(inits: list[str] | None, samples: int, data_folder: Path | None, out: Path, **given: Any) -> int:
     from wnfused.train.probe import probe
 
-    configs = [_config({**given, "init": init}) for init in inits or ["arpit2019"]]
+    configs = [from_options({**given, "init": init}) for init in inits or ["arpit2019"]]
     print(probe(configs, samples, out, data_folder))
     return 0
 
