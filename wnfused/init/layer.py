@@ -54,6 +54,8 @@ def fill_directions_(
         v: ``[*leading dims, rows, *rest]``, ``rows`` numbered by ``dim`` (of the dims after the leading ones).
         leading: how many dims number independent layers.
     """
+    if v.numel() == 0:
+        return v
     rows_first = v if dim in (0, None) else v.movedim(dim + leading if dim >= 0 else dim, leading)
     if kind == "orthogonal":
         matrices = rows_first.reshape(*rows_first.shape[: leading + 1], -1)

@@ -191,8 +191,6 @@ class WNResidualStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.transition is not None:
             x = self.transition(x)
-        if self.weight_v.shape[0] == 0:
-            return x
         return functional.residual_stage(
             x, self.weight_v, self.weight_g, self.bias, skip_scale=self.skip_scale, recompute=self.recompute
         )

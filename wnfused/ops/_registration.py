@@ -84,12 +84,14 @@ def differentiable(
         if dy is None:
             return (None,) * arity
         inputs = saved_inputs(ctx)
+        # A call through the op's own registration leaves trailing arguments out where they have their defaults.
+        needs = (*ctx.needs_input_grad, *(False,) * (arity - len(ctx.needs_input_grad)))
         if torch.is_grad_enabled():
-            return _through_reference(reference, dy, inputs, ctx.needs_input_grad)
+            return _through_reference(reference, dy, inputs, needs)
         rest = list(ctx.saved_tensors[len(ctx.tensor_positions) :])
         outputs = rest if ctx.outputs_kept[0] else [None, *rest]
         with _same_backend(ctx.backend):
-            found = backward(dy, inputs, outputs, ctx.needs_input_grad)
+            found = backward(dy, inputs, outputs, needs)
         return (*found, *(None,) * (arity - len(found)))
 
     torch.library.register_autograd(op, gradients, setup_context=setup_context, lib=_library)

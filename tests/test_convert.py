@@ -1,0 +1,211 @@
+"""In and out again: the function stays the same, whatever form the weights come in."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import wnfused
+from wnfused import WNConv2d, WNLinear
+from wnfused.convert import FusedActivation
+
+FORMS = {"plain": None, "old": nn.utils.weight_norm, "new": parametrizations.weight_norm}
+
+
+def network(form):
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect", groups=2),
+        nn.LeakyReLU(0.2), nn.Conv2d(8, 4, 1, bias=False), nn.Flatten(), nn.Linear(36, 5), nn.ReLU(inplace=True),
+        nn.Linear(5, 2),
+    )  # fmt: skip
+    if FORMS[form] is not None:
+        for i in (0, 2, 4, 6, 8):
+            FORMS[form](model[i])
+    return model
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_convert_and_fold_keep_the_function(form, fuse):
+    model, x = network(form), torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    parameters = {id(p) for p in model.parameters()}
+    kinds = [type(m) for m in network("plain")]
+    found = wnfused.convert(model, plain=form == "plain", fuse_activation=fuse)
+    assert found is model
+    assert all(isinstance(model[i], WNConv2d) for i in (0, 2, 4))
+    assert all(isinstance(model[i], WNLinear) for i in (6, 8))
+    assert isinstance(model[1], FusedActivation) == fuse
+    assert model[2].activation == ("leaky_relu" if fuse else None)
+    torch.testing.assert_close(model(x), expected)
+    if form != "plain":
+        assert {id(p) for p in model.parameters()} == parameters
+    folded = wnfused.fold(model)
+    torch.testing.assert_close(folded(x), expected)
+    assert [type(m) for m in folded] == kinds
+    assert wnfused.fold(folded) is folded
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_state_dicts_load_into_a_converted_model(form):
+    state = {name: value.clone() for name, value in network(form).state_dict().items()}
+    x = torch.randn(2, 3, 8, 8)
+    expected = network(form)(x)
+    model = wnfused.convert(network("plain"), plain=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.load_state_dict(state, strict=True)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_training_goes_on_as_before():
+    """Ten steps of an optimiser that was made before the conversion follow torch's weight norm."""
+    theirs, ours = network("new"), network("new")
+    x, target = torch.randn(16, 3, 8, 8), torch.randn(16, 2)
+    optimisers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (theirs, ours)]
+    wnfused.convert(ours)
+    for _ in range(10):
+        for model, optimiser in zip((theirs, ours), optimisers, strict=True):
+            optimiser.zero_grad()
+            (model(x) - target).square().mean().backward()
+            optimiser.step()
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+class Branches(nn.Module):
+    """Activations that must not be fused: two readers, a hook, one module used twice, a functional ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.read_twice, self.hooked, self.shared_a, self.shared_b, self.last = (nn.Linear(4, 4) for _ in range(5))
+        self.relu_1, self.relu_2, self.relu_3, self.relu_4 = (nn.ReLU() for _ in range(4))
+
+    def forward(self, x):
+        a = self.read_twice(x)
+        b = self.relu_1(a) + a
+        c = self.relu_2(self.hooked(b))
+        d = self.relu_3(self.shared_b(self.relu_3(self.shared_a(c))))
+        return self.relu_4(self.last(d))
+
+
+def test_only_what_is_safe_is_fused():
+    model = Branches()
+    seen = []
+    model.relu_2.register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(3, 4)
+    expected = model(x)
+    wnfused.convert(model, plain=True)
+    fused = {name for name, module in model.named_modules() if isinstance(module, FusedActivation)}
+    assert fused == {"relu_4"}
+    torch.testing.assert_close(model(x), expected)
+    assert len(seen) == 2
+
+
+def test_hooks_modes_and_flags_are_carried_over():
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.ReLU())
+    model[0].weight_v.requires_grad_(False)
+    model.eval()
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    wnfused.convert(model)
+    assert not model[0].training
+    assert not model[0].weight_v.requires_grad
+    assert isinstance(model[1], nn.ReLU), "a hook on the layer must go on seeing the value before the activation"
+    model(torch.randn(1, 3))
+    assert seen == ["before", "forward"]
+
+
+def test_shared_modules_stay_shared():
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": nn.Sequential(shared, nn.Tanh()), "b": nn.Sequential(shared)})
+    wnfused.convert(model, plain=True)
+    assert model["a"][0] is model["b"][0]
+    assert isinstance(model["a"][0], WNLinear)
+
+
+def test_subclasses_are_left_alone_by_name(caplog):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Scaled(3, 3), nn.Linear(3, 3))
+    with caplog.at_level(logging.WARNING, "wnfused.convert"):
+        wnfused.convert(model, plain=True)
+    assert type(model[0]) is Scaled
+    assert isinstance(model[1], WNLinear)
+    assert "0: left alone, Scaled is a subclass" in caplog.text
+
+
+def test_filter_and_plain_choose():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.utils.weight_norm(nn.Linear(3, 3)))
+    wnfused.convert(model)
+    assert [type(m) for m in model] == [nn.Linear, nn.Linear, WNLinear]
+    wnfused.convert(model, plain=True, filter=lambda name, module: name == "1")
+    assert [type(m) for m in model] == [nn.Linear, WNLinear, WNLinear]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bare_layer_is_returned(form):
+    layer = nn.Linear(3, 2) if form == "plain" else FORMS[form](nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    expected = layer(x)
+    ours = wnfused.convert(layer, plain=True)
+    assert type(ours) is WNLinear
+    torch.testing.assert_close(ours(x), expected)
+    back = wnfused.fold(ours)
+    assert type(back) is nn.Linear
+    assert not parametrize.is_parametrized(back)
+    torch.testing.assert_close(back(x), expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("form", ["old", "new"])
+def test_any_dim(form, dim):
+    layer = FORMS[form](nn.Conv2d(3, 4, 3), dim=dim)
+    x = torch.randn(1, 3, 5, 5)
+    expected = layer(x)
+    torch.testing.assert_close(wnfused.convert(layer)(x), expected)
+
+
+def test_fold_gives_back_the_activation_of_a_layer_that_never_had_a_module():
+    layer = WNConv2d(3, 4, 3, activation="leaky_relu", negative_slope=0.3)
+    x = torch.randn(1, 3, 5, 5)
+    expected = layer(x)
+    folded = wnfused.fold(layer)
+    assert [type(m) for m in folded] == [nn.Conv2d, nn.LeakyReLU]
+    torch.testing.assert_close(folded(x), expected)
+
+
+def test_fold_of_a_deep_network_has_only_torchs_layers():
+    model = wnfused.models.wrn(22, 2, in_channels=1).double()
+    x = torch.randn(2, 1, 8, 8).double()
+    with wnfused.use_backend("reference"):
+        expected = model(x)
+    folded = wnfused.fold(model)
+    torch.testing.assert_close(folded(x), expected)
+    leaves = {type(m) for m in folded.modules() if not list(m.children())}
+    assert leaves <= {nn.Conv2d, nn.Linear, nn.ReLU, nn.Identity}
+
+
+def test_zero_rows_survive():
+    layer = nn.Linear(3, 2)
+    with torch.no_grad():
+        layer.weight[0] = 0
+    x = torch.randn(4, 3)
+    expected = layer(x)
+    ours = wnfused.convert(copy.deepcopy(layer), plain=True)
+    torch.testing.assert_close(ours(x), expected)
+    ours(x).sum().backward()
+    assert torch.isfinite(ours.weight_v.grad).all()
+
+
+def test_what_is_no_module_is_refused():
+    for function in (wnfused.convert, wnfused.fold):
+        with pytest.raises(TypeError, match=r"model: expected an nn.Module, got int"):
+            function(3)

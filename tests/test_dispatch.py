@@ -1,0 +1,121 @@
+"""The one place that chooses a backend, and what it says when it cannot."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import wnfused
+from wnfused import dispatch
+from wnfused.functional import linear
+
+
+def arguments():
+    return torch.randn(2, 3), torch.randn(4, 3), torch.ones(4)
+
+
+def test_status_names_every_backend():
+    status = wnfused.backend_status()
+    assert set(status) == {"native", "triton", "reference"}
+    assert status["reference"] is None
+    assert all(reason is None or isinstance(reason, str) for reason in status.values())
+
+
+def test_use_backend_nests_and_ends():
+    assert dispatch.requested() is None
+    with wnfused.use_backend("reference"):
+        assert dispatch.requested() == "reference"
+        with wnfused.use_backend("native"):
+            assert dispatch.requested() == "native"
+        assert dispatch.requested() == "reference"
+    assert dispatch.requested() is None
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="use_backend: unknown backend 'cuda'; one of 'native', 'triton'"):
+        with wnfused.use_backend("cuda"):
+            pass
+
+
+def test_an_explicit_choice_that_cannot_be_met_raises():
+    with wnfused.use_backend("triton"), pytest.raises(wnfused.BackendUnavailableError, match="linear.*'triton'"):
+        linear(*arguments())
+
+
+def test_an_automatic_choice_falls_back_with_one_warning(monkeypatch, forget_warnings):
+    native = dispatch.backend_module("native")
+    monkeypatch.setattr(native, "unavailable", lambda: "it was not built")
+    x, v, g = arguments()
+    with pytest.warns(wnfused.BackendWarning, match="linear passes over backend 'native': it was not built"):
+        y = linear(x, v, g)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(linear(x, v, g), y)
+    with wnfused.use_backend("native"), pytest.raises(wnfused.BackendUnavailableError, match="it was not built"):
+        linear(x, v, g)
+    assert wnfused.backend_status()["native"] == "it was not built"
+
+
+def test_an_exception_in_a_kernel_is_not_swallowed(monkeypatch):
+    native = dispatch.backend_module("native")
+    if native.unavailable() is not None:
+        pytest.skip(native.unavailable())
+
+    def broken(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(native, "linear", broken)
+    with pytest.raises(RuntimeError, match="planted"):
+        linear(*arguments())
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+def test_the_environment_names_a_backend():
+    code = "from wnfused import dispatch; print(dispatch.requested())"
+    assert run(code, WNFUSED_BACKEND="reference").stdout.strip() == "reference"
+    failed = run(code, WNFUSED_BACKEND="nativ")
+    assert failed.returncode != 0
+    assert "WNFUSED_BACKEND: unknown backend 'nativ'; one of 'native', 'triton', 'reference' is right" in failed.stderr
+
+
+def test_import_needs_torch_alone_and_is_quick():
+    code = (
+        "import sys, time, torch; start = time.perf_counter(); before = set(sys.modules); import wnfused\n"
+        "print(time.perf_counter() - start)\n"
+        "extras = {'lightning', 'sklearn', 'matplotlib', 'rich', 'pandas', 'triton'}\n"
+        "print(sorted(extras & (set(sys.modules) - before)))"
+    )
+    seconds, extras = run(code).stdout.splitlines()
+    assert extras == "[]"
+    assert float(seconds) < 5  # about 0.3 on an idle machine; this guards against importing something large
+
+
+def test_a_library_that_does_not_load_leaves_a_working_package(tmp_path):
+    """A copy of the package with a broken library: import works, the reason is told, the layers run."""
+    import shutil
+    from pathlib import Path
+
+    package = Path(wnfused.__file__).parent
+    shutil.copytree(package, tmp_path / "wnfused", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "wnfused" / "_cpu.abi3.so").write_bytes(b"not a library")
+    code = (
+        "import warnings; warnings.simplefilter('always')\n"
+        "import torch, wnfused\n"
+        "assert 'does not load' in wnfused.backend_status()['native'], wnfused.backend_status()\n"
+        "print(wnfused.__file__, wnfused.WNLinear(2, 2)(torch.ones(1, 2)).shape)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert str(tmp_path) in result.stdout
+    assert "linear passes over backend 'native'" in result.stderr

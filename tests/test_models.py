@@ -1,0 +1,121 @@
+"""The papers' networks: layer counts, twins, any input size, depth 10,000."""
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import wnfused
+from wnfused.models import cnn, mlp, resnet, wrn
+
+
+def layers(model):
+    """Weighted layers as the papers count them: a stacked block has two."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, wnfused.WNResidualStage):
+            count += 2 * len(module.weight_v)
+        elif isinstance(module, (nn.Conv2d, nn.Linear)):
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("norm", ["weight", "batch", "none"])
+@pytest.mark.parametrize("depth", [10, 16, 40])
+def test_wrn_has_its_depth(depth, norm):
+    assert layers(wrn(depth, norm=norm)) == depth
+    assert layers(resnet(depth - 2, norm=norm)) == depth  # the two shortcuts are not counted in 6n + 2
+    if norm == "weight":
+        assert layers(wrn(depth, stack=False)) == depth
+
+
+@pytest.mark.parametrize("norm", ["weight", "batch", "none"])
+@pytest.mark.parametrize(("channels", "size"), [(1, (8, 8)), (3, (9, 7)), (3, (32, 32))])
+def test_any_input_size_and_width(norm, channels, size):
+    x = torch.randn(2, channels, *size)
+    for model in (
+        wrn(16, 2, num_classes=7, in_channels=channels, norm=norm),
+        resnet(8, in_channels=channels, num_classes=7, norm=norm),
+        cnn(3, 8, num_classes=7, in_channels=channels, norm=norm),
+        mlp(2, 8, num_classes=7, in_features=channels * size[0] * size[1], norm=norm),
+    ):
+        y = model(x)
+        assert list(y.shape) == [2, 7]
+        y.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_block_is_the_papers():
+    """Strided first convolution in stages 2 and 3, 1x1 shortcut of the same stride, nothing after the sum."""
+    model = wrn(16)
+    assert model.stem.out_channels == 16
+    assert [s.num_blocks for s in model.stages] == [2, 2, 2]
+    assert [s.out_channels for s in model.stages] == [16, 32, 64]
+    assert model.stages[0].transition is None
+    for stage in model.stages[1:]:
+        assert stage.transition.conv1.stride == stage.transition.shortcut.stride == (2, 2)
+        assert stage.transition.shortcut.kernel_size == (1, 1)
+        assert stage.transition.conv1.activation == "relu"
+        assert stage.transition.conv2.activation is None
+    assert wrn(16, 2).stages[0].transition is not None
+    assert type(model.head) is nn.Linear
+
+
+def test_all_norms_compute_the_same_function_where_they_can():
+    """The un-normalised twin with folded weights is the weight-normalised network."""
+    model = wrn(22, in_channels=1)
+    plain = wrn(22, in_channels=1, norm="none")
+    folded = wnfused.fold(copy.deepcopy(model))
+    plain.load_state_dict(folded.state_dict())
+    x = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(plain(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_batch_norm_twin_puts_the_shortcut_behind_the_first_norm():
+    block = wrn(10, 2, norm="batch").stages[0][0]
+    x = torch.randn(4, 16, 6, 6)
+    z = block.bn1(x)
+    expected = block.shortcut(z) + block.conv2(torch.relu(block.bn2(block.conv1(torch.relu(z)))))
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_ten_thousand_layers_build_print_pickle_and_copy():
+    start = time.monotonic()
+    model = wrn(10_000, in_channels=1)
+    assert layers(model) == 10_000
+    assert time.monotonic() - start < 60
+    assert len(list(model.parameters())) < 40
+    assert len(repr(model)) < 5000
+    twin = copy.deepcopy(model)
+    assert torch.equal(pickle.loads(pickle.dumps(twin.stages[0])).weight_v, model.stages[0].weight_v)
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.randn(1, 1, 4, 4))).all()
+
+
+def test_separate_blocks_are_deep_too():
+    model = wrn(3004, norm="none", in_channels=1)
+    copy.deepcopy(model)
+    repr(model)
+    assert len(wnfused.init.find_roles(model)) == 3004
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: wrn(1001), r"depth: 1001 is no depth of a wrn, which has 6 N \+ 4 .* nearest are 1000 and 1006"),
+        (lambda: wrn(4), "nearest are 10 and 16"),
+        (lambda: resnet(57), "nearest are 56 and 62"),
+        (lambda: wrn(10, 0), "width: 0 must be an int of at least 1"),
+        (lambda: wrn(10, norm="layer"), "norm: unknown 'layer'; use 'weight', 'batch' or 'none'"),
+        (lambda: cnn(1), "depth: 1 must be at least 2"),
+        (lambda: mlp(0), "depth: 0 must be"),
+        (lambda: wrn(10, num_classes=2.5), "num_classes: 2.5 must be an int"),
+        (lambda: wrn(10, recompute=0), "recompute: 0 must be"),
+    ],
+)
+def test_bad_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,123 @@
+"""What torch asks of a custom op: ``opcheck`` on every op, fullgraph ``torch.compile``, ``torch.export``."""
+
+import pytest
+import torch
+from samples import BY_NAME
+from torch.library import opcheck
+
+import wnfused
+from wnfused import WNConv2d, WNLinear, WNResidualStage
+
+OPS = torch.ops.wnfused
+
+
+def floats(*shapes, grad=True):
+    return [torch.randn(shape, requires_grad=grad) for shape in shapes]
+
+
+def weight_norm():
+    return (*floats((4, 3), (4, 1)),)
+
+
+def linear():
+    return (*floats((5, 3), (4, 3), (4, 1), (4,), (5, 4)), 0, "relu")
+
+
+def conv():
+    return (*floats((2, 3, 5, 5), (4, 3, 3, 3), (4,)), None, None, [2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+def residual_stage():
+    return (*floats((2, 16, 4, 4), (2, 2, 16, 16, 3, 3), (2, 2, 16), (2, 2, 16)),)
+
+
+@pytest.mark.parametrize("make", [weight_norm, linear, conv, residual_stage], ids=lambda make: make.__name__)
+def test_opcheck_with_gradients(make):
+    opcheck(getattr(OPS, make.__name__).default, make())
+
+
+def backward_arguments(name):
+    if name == "weight_norm":
+        return (*floats((4, 3), (4, 3), (4, 1), (4,), grad=False),)
+    if name == "linear":
+        dy, y, x, v, g, norm = floats((5, 4), (5, 4), (5, 3), (4, 3), (4, 1), (4,), grad=False)
+        return dy, y, x, v, g, norm.abs(), [True, True, False, True], 0, "relu"
+    if name == "conv":
+        dy, y, x, v, g, norm = floats((2, 4, 3, 3), (2, 4, 3, 3), (2, 3, 5, 5), (4, 3, 3, 3), (4,), (4,), grad=False)
+        geometry = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+        return dy, y, x, v, g, norm.abs(), [True, True, True, False], *geometry
+    x, v, g, b = (t.detach() for t in residual_stage())
+    y, norm, maps = OPS.residual_stage(x, v, g, b)
+    return torch.randn_like(y), v, g, b, norm, maps
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "linear", "conv", "residual_stage"])
+def test_opcheck_of_the_backwards(name):
+    opcheck(getattr(OPS, f"{name}_backward").default, backward_arguments(name))
+
+
+@pytest.mark.parametrize("name", ["linear", "residual_stage"])
+def test_a_direct_call_of_an_op_has_gradients(name):
+    """Without a registration of its own, a direct call would be silently cut off from the graph."""
+    arguments = {"linear": linear, "residual_stage": residual_stage}[name]()
+    y = getattr(OPS, name)(*arguments)[0]
+    public = wnfused.functional.residual_stage(*arguments) if name == "residual_stage" else None
+    if name == "linear":
+        public = wnfused.functional.linear(*arguments[:4], residual=arguments[4], activation="relu")
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    for found, expected in zip(
+        torch.autograd.grad(y.sum(), tensors), torch.autograd.grad(public.sum(), tensors), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_stage_called_without_saving_says_so_in_backward():
+    y = OPS.residual_stage(*residual_stage(), 1.0, 0, False)[0]
+    with pytest.raises(RuntimeError, match="call it with save=True"):
+        y.sum().backward()
+
+
+MODELS = {
+    "linear": (lambda: torch.nn.Sequential(WNLinear(6, 8, activation="relu"), WNLinear(8, 3)), (4, 6)),
+    "conv": (lambda: WNConv2d(4, 8, 3, padding=1, activation="leaky_relu"), (2, 4, 6, 6)),
+    "stage": (lambda: WNResidualStage(8, 16, 3, 2), (2, 8, 8, 8)),
+    "recompute": (lambda: WNResidualStage(16, 16, 3, recompute=2), (2, 16, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_fullgraph_compile_forward_and_backward(name, channels_last):
+    build, shape = MODELS[name]
+    if channels_last and len(shape) != 4:
+        pytest.skip("no channels")
+    model, x = build(), torch.randn(shape)
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    compiled = torch.compile(model, fullgraph=True)
+    for batch in (x, torch.cat([x, x])):
+        y, expected = compiled(batch), model(batch)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+        found = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+        wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_export_keeps_the_function():
+    model = torch.nn.Sequential(WNConv2d(3, 4, 3, activation="relu"), WNResidualStage(4, 4, 2)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), model(x))
+
+
+def test_fake_tensors_have_the_real_shapes_and_strides():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for name in ("conv2d-last", "stage-last", "stage-one", "linear-3d"):
+        sample = BY_NAME[name]
+        tensors = [t.detach() for t in sample.tensors(torch.float32)]
+        real = sample.run(*tensors)
+        with FakeTensorMode() as mode:
+            fake = sample.run(*(mode.from_tensor(t) for t in tensors))
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
