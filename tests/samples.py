@@ -27,7 +27,6 @@ class Sample:
     shapes: tuple[tuple[int, ...], ...]
     keywords: dict[str, Any] = field(default_factory=dict)
     channels_last: bool = False
-    smooth: bool = True  # no kink, so second derivatives are not all but zero everywhere
 
     def tensors(self, dtype: torch.dtype = torch.float64, seed: int = 1) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -95,7 +94,7 @@ def composite_stage(
 def _stage(name: str, blocks: int, n: int, c: int, h: int, w: int, **kw: Any) -> Sample:
     shapes = ((n, c, h, w), (blocks, 2, c, c, 3, 3), (blocks, 2, c), (blocks, 2, c))
     last = kw.pop("channels_last", False)
-    return Sample(f"stage-{name}", functional.residual_stage, composite_stage, shapes, kw, last, smooth=False)
+    return Sample(f"stage-{name}", functional.residual_stage, composite_stage, shapes, kw, last)
 
 
 SAMPLES = [
@@ -109,11 +108,11 @@ SAMPLES = [
     Sample("linear", linear, composite_linear, ((3, 4), (5, 4), (5, 1), (5,))),
     Sample("linear-vector", linear, composite_linear, ((4,), (5, 4), (5,), (5,))),
     Sample("linear-3d", linear, composite_linear, ((2, 3, 4), (5, 4), (5, 1))),
-    Sample("linear-relu", linear, composite_linear, ((6, 4), (5, 4), (5, 1), (5,)), {"activation": "relu"}, smooth=False),
+    Sample("linear-relu", linear, composite_linear, ((6, 4), (5, 4), (5, 1), (5,)), {"activation": "relu"}),
     Sample("linear-residual", linear, composite_linear, ((6, 4), (5, 4), (5, 1), (5,), (6, 5))),
     Sample(
         "linear-residual-leaky", linear, composite_linear, ((6, 4), (5, 4), (5, 1), (5,), (6, 5)),
-        {"activation": "leaky_relu", "negative_slope": 0.2}, smooth=False,
+        {"activation": "leaky_relu", "negative_slope": 0.2},
     ),
     Sample("linear-dim-1", linear, composite_linear, ((3, 4), (5, 4), (1, 4), (5,)), {"dim": 1}),
     Sample("linear-whole", linear, composite_linear, ((3, 4), (5, 4), (), (5,)), {"dim": None}),
@@ -131,11 +130,10 @@ SAMPLES = [
     Sample(
         "conv2d-relu-residual", conv, composite_conv,
         ((2, 3, 5, 5), (4, 3, 3, 3), (4, 1, 1, 1), (4,), (2, 4, 5, 5)), {"padding": 1, "activation": "relu"},
-        smooth=False,
     ),
     Sample(
         "conv2d-leaky", conv, composite_conv, ((2, 3, 5, 5), (4, 3, 3, 3), (4, 1, 1, 1)),
-        {"activation": "leaky_relu", "negative_slope": 0.3}, smooth=False,
+        {"activation": "leaky_relu", "negative_slope": 0.3},
     ),
     Sample("conv3d", conv, composite_conv, ((1, 2, 3, 4, 3), (3, 2, 2, 2, 2), (3, 1, 1, 1, 1), (3,))),
     _stage("one", 1, 2, 3, 4, 4),

@@ -139,7 +139,7 @@ def _weight_normalised(
     else:
         arguments = {name: getattr(module, name) for name in CONV_ARGUMENTS}
     bias = module.bias
-    layer = LAYERS[kind](**arguments, bias=bias is not None, device="meta", dim=dim)  # type: ignore[call-arg]
+    layer = LAYERS[kind](**arguments, bias=bias is not None, device="meta", dim=dim)
     layer.register_parameter("weight_v", v)
     layer.register_parameter("weight_g", g)
     layer.register_parameter("bias", bias)  # type: ignore[arg-type]

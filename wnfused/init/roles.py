@@ -127,10 +127,9 @@ class _Graph:
         if self.is_layer(node):
             residual = node.args[1] if len(node.args) > 1 else node.kwargs.get("residual")
             return (node, residual) if isinstance(residual, fx.Node) else None
-        if (node.op == "call_function" and node.target in _ADDS) or _call_name(node) in ("add", "add_"):
-            if len(node.args) >= 2 and all(isinstance(a, fx.Node) for a in node.args[:2]):
-                return node.args[0], node.args[1]  # type: ignore[return-value]
-        return None
+        adds = (node.op == "call_function" and node.target in _ADDS) or _call_name(node) in ("add", "add_")
+        summed = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+        return (summed[0], summed[1]) if adds and len(summed) == 2 else None
 
     def following_gamma(self, node: fx.Node) -> float:
         """gamma that the activation after ``node`` asks for; 1 unless every use of it is that activation."""

@@ -13,7 +13,7 @@ STEM_CHANNELS = 16
 
 
 class BatchNormBlock(nn.Module):
-    """``shortcut(z) + conv2(relu(bn2(conv1(relu(z)))))`` with ``z = bn1(x)``: the twin that batch norm makes of a block.
+    """``shortcut(z) + conv2(relu(bn2(conv1(relu(z)))))`` with ``z = bn1(x)``: the block under batch norm.
 
     Source: the published code of Arpit, Campos & Bengio 2019.
     """
