@@ -9,6 +9,7 @@ then nothing else will do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import warnings
@@ -49,6 +50,7 @@ if _from_environment is not None:
 _warned: set[tuple[str, str, str]] = set()
 
 
+@functools.cache
 def backend_module(name: str) -> ModuleType:
     """The module behind a backend's name, imported when first asked for."""
     return importlib.import_module(f"wnfused.backends.{name}")
@@ -83,7 +85,7 @@ def backend_status() -> dict[str, str | None]:
 
 
 def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
-    """The kernel that will run ``op`` on these arguments."""
+    """The kernel that will run ``op`` on these arguments, of which the first is a tensor."""
     name = requested()
     if name is not None:
         backend = backend_module(name)
@@ -91,7 +93,7 @@ def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
         if reason is not None:
             raise BackendUnavailableError(f"{op} cannot run on backend {name!r}: {reason}")
         return getattr(backend, op)
-    device = next(a for a in arguments if isinstance(a, torch.Tensor)).device.type
+    device = arguments[0].device.type
     for name in ORDER.get(device, ("reference",)):
         backend = backend_module(name)
         reason = backend.refusal(op, arguments)

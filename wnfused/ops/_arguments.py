@@ -22,6 +22,8 @@ def floating(name: str, tensor: Tensor) -> None:
 
 def matches(name: str, tensor: Tensor, x: Tensor) -> None:
     """On the device of ``x``, and in its dtype or, where ``x`` is half precision, in float32."""
+    if isinstance(tensor, Tensor) and tensor.dtype == x.dtype and tensor.device == x.device:
+        return
     floating(name, tensor)
     if tensor.device != x.device:
         raise ValueError(f"{name}: on device {tensor.device}, but x is on {x.device}; move one of them")
@@ -34,7 +36,8 @@ def matches(name: str, tensor: Tensor, x: Tensor) -> None:
 
 def gain(g: Tensor, v: Tensor, dim: int | None) -> None:
     """``g`` has one entry a row of ``v``, in torch's weight-norm shape or flat."""
-    floating("g", g)
+    if dim == 0 and g.dim() in (1, v.dim()) and g.shape[0] == g.numel() == v.shape[0]:
+        return
     if dim is not None and not -v.dim() <= dim < v.dim():
         raise ValueError(f"dim: {dim} is out of range for v of shape {list(v.shape)}")
     rows = 1 if dim is None else v.shape[dim]
@@ -46,7 +49,7 @@ def gain(g: Tensor, v: Tensor, dim: int | None) -> None:
 def bias(b: Tensor | None, features: int, x: Tensor) -> None:
     if b is not None:
         matches("bias", b, x)
-        if list(b.shape) != [features]:
+        if b.dim() != 1 or b.shape[0] != features:
             raise ValueError(f"bias: shape {list(b.shape)} does not fit; use [{features}]")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from wnfused import dispatch
 from wnfused.ops._arguments import autocast_is_on
@@ -31,7 +32,7 @@ def define(schema: str, fake: Callable[..., Any]) -> torch._ops.OpOverload:
     _library.define(schema)
 
     def run(*arguments: Any) -> Any:
-        device = next(a for a in arguments if isinstance(a, Tensor)).device.type
+        device = arguments[0].device.type
         # Operand dtypes are settled before an op is called; autocast must not touch what a kernel does inside.
         if autocast_is_on(device):
             with torch.autocast(device, enabled=False):
@@ -125,13 +126,20 @@ def differentiable(
     Function.__name__ = Function.__qualname__ = op._schema.name.rpartition("::")[2]
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _nothing_to_record(arguments):
             outputs: tuple[Tensor, ...] = op(*arguments)
         else:
             outputs = Function.apply(*arguments)
         return outputs
 
     return call
+
+
+def _nothing_to_record(arguments: Sequence[Any]) -> bool:
+    """No graph, no forward-mode level and no ``torch.func`` transform will see this call."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return not torch.is_grad_enabled() or not any(a.requires_grad for a in arguments if isinstance(a, Tensor))
 
 
 def _below_autograd(op: torch._ops.OpOverload, arguments: Sequence[Any]) -> Any:
