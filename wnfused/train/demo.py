@@ -26,7 +26,10 @@ from .pictures import Point, accuracy_over_depth, norms_over_layers
 from .probe import measure
 from .run import train
 
-INITS = {"arpit2019": "wnfused default (Arpit et al. 2019)", "torch_default": r"PyTorch default, $g = \|v\|$"}
+INITS = {
+    "arpit2019": "wnfused default (Arpit et al. 2019)",
+    "torch_default": r"PyTorch default: orthogonal $v$, $g = \|v\|$",
+}
 RECIPES = (
     Recipe(depth=40, epochs=4, batch_size=32, lr=0.02, warmup=0),
     Recipe(depth=202, epochs=4, batch_size=32, lr=0.02, warmup=0),
@@ -198,7 +201,9 @@ def _deep_step(console: Any, data: Dataset) -> dict[str, float]:
 
 def _table(rows: list[Row]) -> Any:
     table = require("rich.table", "the demo").Table(
-        title="Digits, weight-normalised WRN of width 1", caption="memory: what the run added to the process's peak"
+        title="Digits, weight-normalised WRN of width 1",
+        caption="torch_default: orthogonal v and g = ||v||, as in the paper's figures. "
+        "memory: what the run added to the process's peak",
     )
     for name in ("depth", "init", "test accuracy", "seconds a step", "memory (MiB)"):
         table.add_column(name, justify="left" if name == "init" else "right")
