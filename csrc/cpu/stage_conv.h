@@ -193,7 +193,7 @@ struct Epilogue {
   const float* scale;
   const float* bias;
   float factor;
-  bool round;  // kRelu: the activation is an operand, and operands are bfloat16
+  bool round;  // kRelu, kMask: the result is only used as an operand, and operands are bfloat16
   SavedMap saved;
 };
 
@@ -201,8 +201,9 @@ inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t 
                        const Block& value) {
   const int64_t left = geometry.channels - channel_block * kLanes, lanes = left < kLanes ? left : kLanes;
   const int64_t offset = pixel * geometry.channels + channel_block * kLanes;
-  if (!saved.bfloat16 && lanes == kLanes) {
-    store(static_cast<float*>(saved.data) + offset, value);
+  if (lanes == kLanes) {
+    if (saved.bfloat16) store_bfloat16(static_cast<uint16_t*>(saved.data) + offset, value);
+    else store(static_cast<float*>(saved.data) + offset, value);
     return;
   }
   float values[kLanes];
@@ -228,6 +229,7 @@ WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue& epilo
     value = splat(epilogue.factor) * (load(epilogue.other + offset) + multiply_add(accumulator, scale, bias));
   } else if constexpr (kEnding == Ending::kMask) {
     value = relu_mask(load(epilogue.other + offset), accumulator);
+    if (epilogue.round) value = round_to_bfloat16(value);
   } else {
     value = multiply_add(splat(epilogue.factor), load(epilogue.other + offset), accumulator);
   }

@@ -190,7 +190,8 @@ class Backward {
   // From dh of block b + 1 to da, and the second convolution's weight gradient.
   template <class Read>
   void hidden_phase(int64_t b, const BackwardMaps& maps, int64_t read_items, const Read& read) {
-    const Epilogue epilogue{job_.scratch.hidden, maps.hidden, nullptr, nullptr, 1.0f, false, {nullptr, false}};
+    const Epilogue epilogue{job_.scratch.hidden, maps.hidden, nullptr, nullptr, 1.0f, job_.round_operands,
+                            {nullptr, false}};
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
     worker_.phase(gradients + geometry_.conv_items() + read_items + banks_ + finish, [&](int64_t item) {
       if (item < gradients) return weight_gradient(1, item, maps.hidden, job_.scratch.stream);
@@ -215,9 +216,8 @@ class Backward {
     worker_.phase(gradients + geometry_.conv_items() + read_items + packs + finish, [&](int64_t item) {
       if (item < gradients) return weight_gradient(0, item, maps.stream, job_.scratch.hidden);
       if ((item -= gradients) < geometry_.conv_items())
-        return convolution_item<Ending::kAdd>(geometry_, item, job_.scratch.hidden, job_.round_operands,
-                                              job_.scratch.zeros, job_.scratch.bank[0].weights, epilogue, scratch_,
-                                              *job_.poisoned);
+        return convolution_item<Ending::kAdd>(geometry_, item, job_.scratch.hidden, false, job_.scratch.zeros,
+                                              job_.scratch.bank[0].weights, epilogue, scratch_, *job_.poisoned);
       if ((item -= geometry_.conv_items()) < read_items) return read(item);
       if ((item -= read_items) < packs) return pack(2 * b - 1, item);
       finish_pending(item - packs);
@@ -225,12 +225,15 @@ class Backward {
     pending_ = 2 * b;
   }
 
+  // which: 1 for the second convolution, from a (an operand as it is) and dh; 0 for the first, from h (the saved operand,
+  // or the stream itself where it was recomputed) and da (an operand as it is).
   void weight_gradient(int which, int64_t item, const float* x, const float* dy) {
-    float *bank = job_.scratch.gradient[which], *bias = job_.scratch.bias_gradient[which];
-    if (job_.round_operands)
-      weight_gradient_item<true>(geometry_, item, x, dy, job_.scratch.zeros, bank, bias, scratch_);
-    else
-      weight_gradient_item<false>(geometry_, item, x, dy, job_.scratch.zeros, bank, bias, scratch_);
+    const bool round_x = job_.round_operands && which == 0 && job_.saved.every > 0;
+    const bool round_gradient = job_.round_operands && which == 1;
+    const auto run = round_x ? weight_gradient_item<true, false>
+                             : round_gradient ? weight_gradient_item<false, true> : weight_gradient_item<false, false>;
+    run(geometry_, item, x, dy, job_.scratch.zeros, job_.scratch.gradient[which], job_.scratch.bias_gradient[which],
+        scratch_);
   }
 
   // What dh is scaled by before the second convolution's output gradient; the first convolution's is da itself.

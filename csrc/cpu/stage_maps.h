@@ -33,29 +33,38 @@ WNFUSED_INLINE int64_t element(const ExternalMap& map, const Geometry& geometry,
 
 // Pixels of an image lie one after another.
 WNFUSED_INLINE bool planar(const ExternalMap& map, const Geometry& geometry) {
-  return !map.bfloat16 && map.column_stride == 1 && (map.row_stride == geometry.width || geometry.height == 1);
+  return map.column_stride == 1 && (map.row_stride == geometry.width || geometry.height == 1);
 }
 
 // Channels of a pixel lie one after another.
-WNFUSED_INLINE bool interleaved(const ExternalMap& map) { return !map.bfloat16 && map.channel_stride == 1; }
+WNFUSED_INLINE bool interleaved(const ExternalMap& map) { return map.channel_stride == 1; }
+
+WNFUSED_INLINE Block load_elements(const ExternalMap& map, int64_t offset) {
+  return map.bfloat16 ? load_bfloat16(static_cast<const uint16_t*>(map.data) + offset)
+                      : load(static_cast<const float*>(map.data) + offset);
+}
+
+WNFUSED_INLINE void store_elements(const ExternalMap& map, int64_t offset, const Block& value) {
+  if (map.bfloat16) store_bfloat16(static_cast<uint16_t*>(map.data) + offset, value);
+  else store(static_cast<float*>(map.data) + offset, value);
+}
 
 inline void read_map(const Geometry& geometry, const ExternalMap& source, int64_t item, float* map) {
   const PixelRun run = map_run(geometry, item);
   const int64_t padded = geometry.padded_channels;
   float* target = map + run.image * geometry.height * geometry.width * padded;
-  const float* data = static_cast<const float*>(source.data);
   for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
     const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, geometry.channels - channel0);
     int64_t pixel = run.begin;
     if (lanes == kLanes && interleaved(source)) {
       for (; pixel < run.end; ++pixel)
         store(target + pixel * padded + channel0,
-              load(data + element(source, geometry, run.image, pixel, channel0)));
+              load_elements(source, element(source, geometry, run.image, pixel, channel0)));
     } else if (lanes == kLanes && planar(source, geometry)) {
       for (; pixel + kLanes <= run.end; pixel += kLanes) {
         Block block[kLanes];
-        const float* corner = data + element(source, geometry, run.image, 0, channel0) + pixel;
-        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(corner + i * source.channel_stride);
+        const int64_t corner = element(source, geometry, run.image, 0, channel0) + pixel;
+        for (int i = 0; i < kLanes; ++i) block[i] = load_elements(source, corner + i * source.channel_stride);
         transpose(block);
         WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(target + (pixel + i) * padded + channel0, block[i]);
       }
@@ -74,21 +83,20 @@ inline void write_map(const Geometry& geometry, const float* map, int64_t item, 
   const PixelRun run = map_run(geometry, item);
   const int64_t padded = geometry.padded_channels;
   const float* source = map + run.image * geometry.height * geometry.width * padded;
-  float* data = static_cast<float*>(target.data);
   for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
     const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, geometry.channels - channel0);
     int64_t pixel = run.begin;
     if (lanes == kLanes && interleaved(target)) {
       for (; pixel < run.end; ++pixel)
-        store(data + element(target, geometry, run.image, pixel, channel0),
-              load(source + pixel * padded + channel0));
+        store_elements(target, element(target, geometry, run.image, pixel, channel0),
+                       load(source + pixel * padded + channel0));
     } else if (lanes == kLanes && planar(target, geometry)) {
       for (; pixel + kLanes <= run.end; pixel += kLanes) {
         Block block[kLanes];
         WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(source + (pixel + i) * padded + channel0);
         transpose(block);
-        float* corner = data + element(target, geometry, run.image, 0, channel0) + pixel;
-        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(corner + i * target.channel_stride, block[i]);
+        const int64_t corner = element(target, geometry, run.image, 0, channel0) + pixel;
+        for (int i = 0; i < kLanes; ++i) store_elements(target, corner + i * target.channel_stride, block[i]);
       }
     }
     for (; pixel < run.end; ++pixel)

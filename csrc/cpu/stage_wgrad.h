@@ -62,8 +62,9 @@ inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t
 }
 
 // Item `item` of a weight gradient: one slice of units, one group of output blocks. x is the convolution's input, dy
-// the gradient of its output (up to the scale of a row, which finish_gradient applies).
-template <bool Round>
+// the gradient of its output (up to the scale of a row, which finish_gradient applies); each is rounded to bfloat16 on
+// the way if it is not an operand yet.
+template <bool RoundX, bool RoundGradient>
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, float* scratch) {
   const int64_t slice = item / geometry.wgrad_groups, group = item % geometry.wgrad_groups;
@@ -84,14 +85,14 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   const Panel gradients(scratch + geometry.planes * panel.plane_stride, geometry.wgrad_rows, blocks);
   for (int64_t first = begin; first < end; first += geometry.wgrad_rows) {
     const int64_t count = smaller(geometry.wgrad_rows, end - first);
-    gather_gradients<Round>(geometry, dy, first, count, first_block, blocks, gradients, bias_gradient);
+    gather_gradients<RoundGradient>(geometry, dy, first, count, first_block, blocks, gradients, bias_gradient);
     if (geometry.method == Method::kWinograd) {
-      gather_tiles<Round>(geometry, x, zeros, first, count, panel);
+      gather_tiles<RoundX>(geometry, x, zeros, first, count, panel);
       for (int64_t p = 0; p < kPositions; ++p)
         multiply_plane(geometry, panel, p, gradients, p, count, blocks, first > begin, bank + p * geometry.plane_stride);
     } else {
       for (int tap = 0; tap < kTaps; ++tap)
-        if (gather_tap<Round>(geometry, x, first, count, tap, panel, tap))
+        if (gather_tap<RoundX>(geometry, x, first, count, tap, panel, tap))
           multiply_plane(geometry, panel, tap, gradients, 0, count, blocks, true, bank + tap * geometry.plane_stride);
     }
   }

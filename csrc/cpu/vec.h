@@ -144,6 +144,21 @@ WNFUSED_INLINE uint16_t to_bfloat16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+WNFUSED_INLINE Block load_bfloat16(const uint16_t* source) {
+  uint32_t bits[kLanes];
+  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<uint32_t>(source[i]) << 16;
+  Block block;
+  __builtin_memcpy(&block, bits, sizeof bits);
+  return block;
+}
+
+WNFUSED_INLINE void store_bfloat16(uint16_t* target, const Block& block) {
+  const Block rounded = round_to_bfloat16(block);
+  uint32_t bits[kLanes];
+  __builtin_memcpy(bits, &rounded, sizeof bits);
+  for (int i = 0; i < kLanes; ++i) target[i] = static_cast<uint16_t>(bits[i] >> 16);
+}
+
 WNFUSED_INLINE float horizontal_sum(const Block& a) {
   float lanes[kLanes];
   store(lanes, a);
