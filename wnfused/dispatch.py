@@ -18,8 +18,6 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-import torch
-
 BACKENDS = ("native", "triton", "reference")
 
 ORDER: dict[str, tuple[str, ...]] = {
@@ -44,10 +42,13 @@ def _checked(name: str, source: str) -> str:
 
 
 _requested: ContextVar[str | None] = ContextVar("wnfused_backend", default=None)
-_from_environment = os.environ.get("WNFUSED_BACKEND") or None
-if _from_environment is not None:
-    _checked(_from_environment, "WNFUSED_BACKEND")
 _warned: set[tuple[str, str, str]] = set()
+
+
+@functools.cache
+def _from_environment() -> str | None:
+    name = os.environ.get("WNFUSED_BACKEND")
+    return _checked(name, "WNFUSED_BACKEND") if name else None
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def backend_module(name: str) -> ModuleType:
 
 def requested() -> str | None:
     """The backend named by ``use_backend`` or ``WNFUSED_BACKEND``, or None where the choice is automatic."""
-    return _requested.get() or _from_environment
+    return _requested.get() or _from_environment()
 
 
 @contextlib.contextmanager
