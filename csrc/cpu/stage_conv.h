@@ -279,22 +279,41 @@ inline bool scatter(const Geometry& shared_geometry, const Panel& product, int64
   return horizontal_sum(poison) == 0.0f;
 }
 
+// Parameters that the next phase will pack. In a network deeper than the cache they come from memory, which would
+// otherwise be idle while convolutions run.
+struct Upcoming {
+  const char* data;
+  int64_t bytes;
+
+  WNFUSED_INLINE Upcoming part(int64_t index, int64_t parts) const {
+    const int64_t begin = bytes * index / parts;
+    return {data + begin, bytes * (index + 1) / parts - begin};
+  }
+
+  WNFUSED_INLINE void prefetch() const {
+    constexpr int kSecondLevel = 2;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, kSecondLevel);
+  }
+};
+
 // Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
 template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
-                     const float* bank, int64_t first_block, int64_t blocks, const Panel& panel,
-                     const Panel& product) {
+                     const float* bank, int64_t first_block, int64_t blocks, const Upcoming& upcoming,
+                     const Panel& panel, const Panel& product) {
   const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
   const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
   bank += first_block * col_stride;
   if (geometry.method == Method::kWinograd) {
     gather_tiles<Round>(geometry, map, zeros, first, count, panel);
     for (int64_t p = 0; p < kPositions; ++p) {
+      upcoming.part(p, kPositions).prefetch();
       const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride};
       multiply_rows(&plane, 1, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
     }
     return;
   }
+  upcoming.prefetch();
   PlanePair taps[kTaps];
   int64_t touching = 0;
   for (int tap = 0; tap < kTaps; ++tap)
@@ -308,8 +327,8 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
 // Item `item` of a convolution: one chunk of units, one group of output blocks.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
-                             const float* zeros, const float* bank, const Epilogue& epilogue, float* scratch,
-                             std::atomic<bool>& poisoned) {
+                             const float* zeros, const float* bank, const Epilogue& epilogue,
+                             const Upcoming& all_upcoming, float* scratch, std::atomic<bool>& poisoned) {
   const int64_t chunk = item / geometry.conv_groups, group = item % geometry.conv_groups;
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
@@ -319,8 +338,9 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   // bank together in the first-level cache.
   const bool overwrite = geometry.channel_blocks == 1 && geometry.method == Method::kWinograd;
   const Panel product(overwrite ? scratch : scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
-  if (round_map) convolve<true>(geometry, map, zeros, first, count, bank, first_block, blocks, panel, product);
-  else convolve<false>(geometry, map, zeros, first, count, bank, first_block, blocks, panel, product);
+  const Upcoming upcoming = all_upcoming.part(item, geometry.conv_items());
+  const auto run = round_map ? convolve<true> : convolve<false>;
+  run(geometry, map, zeros, first, count, bank, first_block, blocks, upcoming, panel, product);
   for (int64_t b = 0; b < blocks; ++b)
     if (!scatter<kEnding>(geometry, product, first, count, first_block + b, b, epilogue))
       poisoned.store(true, std::memory_order_relaxed);

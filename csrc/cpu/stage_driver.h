@@ -26,6 +26,13 @@ WNFUSED_INLINE float* saved_in_place(const SavedMaps& saved, const Geometry& geo
   return static_cast<float*>(saved.data) + index * geometry.map_size();
 }
 
+// v of one convolution, if there is such a one.
+WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution) {
+  if (convolution < 0 || convolution >= 2 * geometry.blocks) return {static_cast<const char*>(v.data), 0};
+  const int64_t bytes = geometry.channels * geometry.channels * kTaps * (v.bfloat16 ? 2 : 4);
+  return {static_cast<const char*>(v.data) + convolution * bytes, bytes};
+}
+
 WNFUSED_INLINE int64_t count_of(bool wanted, int64_t items) { return wanted ? items : 0; }
 
 // The maps of one block of the forward.
@@ -45,7 +52,8 @@ inline void forward_hidden(const StageForward& job, const BlockMaps& maps, Worke
   worker.phase(geometry.conv_items() + pack_items, [&](int64_t item) {
     if (item < geometry.conv_items())
       convolution_item<Ending::kRelu>(geometry, item, maps.stream, job.round_operands, job.scratch.zeros, bank.weights,
-                                      epilogue, scratch, *job.poisoned);
+                                      epilogue, upcoming_weights(job.v, geometry, pack_convolution + 1), scratch,
+                                      *job.poisoned);
     else
       pack_forward(job, pack_convolution, item - geometry.conv_items(), pack_bank, norm, scratch);
   });
@@ -60,7 +68,8 @@ inline void forward_stream(const StageForward& job, const BlockMaps& maps, Worke
   worker.phase(geometry.conv_items() + pack_items, [&](int64_t item) {
     if (item < geometry.conv_items())
       convolution_item<Ending::kResidual>(geometry, item, maps.hidden, false, job.scratch.zeros, bank.weights,
-                                          epilogue, scratch, *job.poisoned);
+                                          epilogue, upcoming_weights(job.v, geometry, pack_convolution + 1), scratch,
+                                          *job.poisoned);
     else
       pack_forward(job, pack_convolution, item - geometry.conv_items(), job.scratch.bank[0], norm, scratch);
   });
@@ -197,7 +206,8 @@ class Backward {
       if (item < gradients) return weight_gradient(1, item, maps.hidden, job_.scratch.stream);
       if ((item -= gradients) < geometry_.conv_items())
         return convolution_item<Ending::kMask>(geometry_, item, job_.scratch.stream, job_.round_operands,
-                                               job_.scratch.zeros, job_.scratch.bank[1].weights, epilogue, scratch_,
+                                               job_.scratch.zeros, job_.scratch.bank[1].weights, epilogue,
+                                               upcoming_weights(job_.v, geometry_, 2 * b - 1), scratch_,
                                                *job_.poisoned);
       if ((item -= geometry_.conv_items()) < read_items) return read(item);
       if ((item -= read_items) < banks_) return pack(2 * b, item);
@@ -217,7 +227,9 @@ class Backward {
       if (item < gradients) return weight_gradient(0, item, maps.stream, job_.scratch.hidden);
       if ((item -= gradients) < geometry_.conv_items())
         return convolution_item<Ending::kAdd>(geometry_, item, job_.scratch.hidden, false, job_.scratch.zeros,
-                                              job_.scratch.bank[0].weights, epilogue, scratch_, *job_.poisoned);
+                                              job_.scratch.bank[0].weights, epilogue,
+                                              upcoming_weights(job_.v, geometry_, 2 * b - 2), scratch_,
+                                              *job_.poisoned);
       if ((item -= geometry_.conv_items()) < read_items) return read(item);
       if ((item -= read_items) < packs) return pack(2 * b - 1, item);
       finish_pending(item - packs);
