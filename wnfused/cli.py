@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     from wnfused.train.checkpoint import CorruptCheckpointError
 
+    try:
+        wnfused.dispatch.requested()
+    except ValueError as error:  # WNFUSED_BACKEND names none
+        return _fail(command, error, USAGE)
     wrong = (UsageError, MissingDependencyError, CorruptCheckpointError, wnfused.BackendUnavailableError)
     try:
         with warnings.catch_warnings():
