@@ -54,6 +54,7 @@ class Shelf {
 
   // Keeps the buffer in an empty slot, else in place of a smaller one, as long as the sum of all stays in bounds.
   void put(std::unique_ptr<Tensor> buffer) {
+    if (buffer->numel() > kept_floats_) return;
     for (int attempt = 0; attempt < 2; ++attempt) {
       if (floats_.fetch_add(buffer->numel()) + buffer->numel() <= kept_floats_) {
         for (auto& slot : slots_) {
