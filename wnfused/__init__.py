@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from wnfused import functional, init, models, nn
 from wnfused.convert import convert, fold
 from wnfused.dispatch import BackendUnavailableError, BackendWarning, backend_status, use_backend
+from wnfused.frozen import frozen
 from wnfused.nn import WNConv2d, WNLinear, WNResidualBlock, WNResidualStage
 
 try:
@@ -32,6 +33,7 @@ __all__ = [
     "backend_status",
     "convert",
     "fold",
+    "frozen",
     "functional",
     "init",
     "models",

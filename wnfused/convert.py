@@ -243,23 +243,29 @@ def fold(model: nn.Module) -> nn.Module:
         elif isinstance(module, WNResidualBlock):
             replaced[module] = _plain_block(module)
         elif isinstance(module, WeightNormalised):
-            replaced[module] = _plain_layer(module, with_activation=module not in restored)
+            replaced[module] = _folded(module, with_activation=module not in restored)
         else:
             continue
         inside.update(module.modules())
     return _replace(model, replaced)
 
 
-def _plain_layer(layer: WeightNormalised, *, with_activation: bool = True) -> nn.Module:
-    """The torch layer with the effective weight, and its fused activation behind it if asked for."""
+def plain_layer(layer: WeightNormalised) -> nn.Module:
+    """The torch layer with the effective weight and the same bias, without activation or hooks."""
     kind = next(k for k, wn in LAYERS.items() if isinstance(layer, wn))
     plain = kind.__new__(kind)
     nn.Module.__init__(plain)
-    skip = {"activation", "negative_slope", "gamma", "init", "dim"}
+    skip = {"activation", "negative_slope", "gamma", "init", "dim", "_frozen"}
     plain.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in skip and k not in plain.__dict__})
     weight = layer.weight.detach().as_subclass(torch.Tensor).clone()
     plain.weight = nn.Parameter(weight, requires_grad=layer.weight_v.requires_grad)
     plain.register_parameter("bias", layer._parameters["bias"])
+    return plain
+
+
+def _folded(layer: WeightNormalised, *, with_activation: bool = True) -> nn.Module:
+    """The plain layer that takes a layer's place, with its hooks, and its fused activation behind it if asked for."""
+    plain = plain_layer(layer)
     _carry_over(layer, plain)
     if not with_activation or layer.activation is None:
         return plain
@@ -272,9 +278,9 @@ def _plain_block(block: WNResidualBlock) -> PlainResidualBlock:
     plain = PlainResidualBlock(
         conv.in_channels, conv.out_channels, conv.stride[0], skip_scale=block.skip_scale, device="meta"
     )
-    plain.conv1 = _plain_layer(block.conv1, with_activation=False)  # type: ignore[assignment]
-    plain.conv2 = _plain_layer(block.conv2)  # type: ignore[assignment]
+    plain.conv1 = _folded(block.conv1, with_activation=False)  # type: ignore[assignment]
+    plain.conv2 = _folded(block.conv2)  # type: ignore[assignment]
     if isinstance(block.shortcut, WeightNormalised):
-        plain.shortcut = _plain_layer(block.shortcut)
+        plain.shortcut = _folded(block.shortcut)
     _carry_over(block, plain)
     return plain.train(block.training)

@@ -35,6 +35,8 @@ class WeightNormalised(nn.Module):
     gamma: float | None
     init: str
     dim: int | None
+    # The plain layer that wnfused.frozen computed once, while it lasts.
+    _frozen: nn.Module | None = None
 
     def _set_options(
         self, activation: str | None, negative_slope: float, gamma: float | None, init: str, dim: int | None
@@ -91,6 +93,8 @@ class WeightNormalised(nn.Module):
         """
         if not isinstance(weight, Tensor):
             raise TypeError(f"weight: expected a Tensor, got {type(weight).__name__}")
+        if self._frozen is not None:
+            raise RuntimeError("weight: cannot be written inside wnfused.frozen; leave that context first")
         if weight.shape != self.weight_v.shape:
             raise ValueError(f"weight: shape {list(weight.shape)} does not fit; use {list(self.weight_v.shape)}")
         self.weight_v.copy_(weight.detach())
@@ -112,6 +116,28 @@ class WeightNormalised(nn.Module):
 
         if "bias" in self._parameters:  # torch's constructor assigns weight, then bias, then comes here
             reset_layer_(self)
+
+    def _runs_frozen(self) -> bool:
+        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded."""
+        if self._frozen is None:
+            return False
+        recorded = any(p.requires_grad for p in self._parameters.values() if p is not None)
+        return not (recorded and torch.is_grad_enabled())
+
+    def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        assert self._frozen is not None
+        y: Tensor = self._frozen(input)
+        if residual is not None:
+            y = y + residual
+        if self.activation == "relu":
+            return nn.functional.relu(y)
+        if self.activation == "leaky_relu":
+            return nn.functional.leaky_relu(y, self.negative_slope)
+        return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle made inside ``wnfused.frozen`` is an ordinary layer."""
+        return {name: value for name, value in self.__dict__.items() if name != "_frozen"}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also loads the keys of a plain layer and of torch's parametrised weight norm; its old hook has our names."""

@@ -44,6 +44,8 @@ class WNConv2d(WeightNormalised, nn.Conv2d):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(conv2d(input, w) + b + residual)``; the residual, if any, has the output's shape."""
+        if self._runs_frozen():
+            return self._frozen_output(input, residual)
         padding: str | int | tuple[int, ...] = self.padding
         if self.padding_mode != "zeros":
             border = self._reversed_padding_repeated_twice

@@ -36,6 +36,8 @@ class WNLinear(WeightNormalised, nn.Linear):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(input w^T + b + residual)``; the residual, if any, has the output's shape."""
+        if self._runs_frozen():
+            return self._frozen_output(input, residual)
         return functional.linear(
             input, self.weight_v, self.weight_g, self.bias,
             activation=self.activation, negative_slope=self.negative_slope, residual=residual, dim=self.dim,

@@ -1,0 +1,84 @@
+"""``wnfused.frozen``: the same outputs, weights computed once, nothing left behind."""
+
+import copy
+import pickle
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import wnfused
+from wnfused import WNConv2d, WNLinear, dispatch
+
+
+def model():
+    return nn.Sequential(
+        WNConv2d(3, 8, 3, padding=1, padding_mode="reflect", activation="leaky_relu", negative_slope=0.2),
+        wnfused.WNResidualBlock(8, 8), wnfused.WNResidualStage(8, 16, 3, 2), nn.Flatten(),
+        WNLinear(16 * 9, 4, activation="relu"),
+    )  # fmt: skip
+
+
+def test_outputs_and_input_gradients_are_the_same():
+    net, x = model(), torch.randn(2, 3, 6, 6)
+    expected = net(x)
+    with wnfused.frozen(net) as same, torch.no_grad():
+        assert same is net
+        torch.testing.assert_close(net(x), expected)
+    net.requires_grad_(False)
+    x.requires_grad_()
+    (wanted,) = torch.autograd.grad(net(x).sum(), x)
+    with wnfused.frozen(net):
+        (found,) = torch.autograd.grad(net(x).sum(), x)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_weights_are_normalised_once():
+    layer, x = WNLinear(4, 4), torch.randn(2, 4)
+    with wnfused.use_backend("reference"), torch.no_grad():
+        reference = dispatch.backend_module("reference")
+        with patch.object(reference, "linear", wraps=reference.linear) as calls, wnfused.frozen(layer):
+            for _ in range(3):
+                layer(x)
+        assert calls.call_count == 0
+
+
+def test_training_inside_still_has_gradients_and_runs_as_always():
+    net, x = model(), torch.randn(2, 3, 6, 6)
+    net(x).sum().backward()
+    wanted = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    with wnfused.frozen(net):
+        net(x).sum().backward()
+    for parameter, expected in zip(net.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_it_ends_also_after_an_error_and_nests():
+    layer = WNLinear(2, 2)
+    with pytest.raises(ZeroDivisionError), wnfused.frozen(layer):
+        raise ZeroDivisionError
+    assert layer._frozen is None
+    with wnfused.frozen(layer):
+        with wnfused.frozen(layer):
+            pass
+        assert layer._frozen is not None
+    layer.weight_g.data.mul_(2)
+    x = torch.randn(1, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
+
+
+def test_copies_made_inside_are_ordinary_layers():
+    layer = WNLinear(2, 2)
+    with wnfused.frozen(layer):
+        twins = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+        with pytest.raises(RuntimeError, match=r"cannot be written inside wnfused\.frozen"):
+            layer.weight = nn.Parameter(torch.eye(2))
+    assert all(twin._frozen is None for twin in twins)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got str"), wnfused.frozen("model"):
+        pass

@@ -1,0 +1,53 @@
+"""``frozen``: weights that do not change for a while are normalised once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from wnfused.convert import plain_layer
+from wnfused.nn import WeightNormalised
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[nn.Module]:
+    """Within this context the weights of ``model`` do not change, and each effective weight is computed once.
+
+    For inference on a model that trains again later; :func:`wnfused.fold` is the way out for good. Where a gradient of
+    the parameters is recorded, layers run as always. Nothing else can be trusted to tell that weights stayed the same:
+    writes through ``.data`` leave no trace.
+
+    Args:
+        model: any module; its :class:`wnfused.WNLinear` and ``WNConv`` layers are frozen.
+
+    Yields:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        RuntimeError: on a write to a layer's ``weight`` inside the context.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    layers = [m for m in model.modules() if isinstance(m, WeightNormalised) and m._frozen is None]
+    with torch.no_grad():
+        plain = [_constant(layer) for layer in layers]
+    try:
+        for layer, once in zip(layers, plain, strict=True):
+            object.__setattr__(layer, "_frozen", once)
+        yield model
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("_frozen", None)
+
+
+def _constant(layer: WeightNormalised) -> nn.Module:
+    """The layer's plain form with parameters of its own that record no gradient."""
+    plain = plain_layer(layer)
+    bias = plain._parameters["bias"]
+    if bias is not None:
+        plain.register_parameter("bias", nn.Parameter(bias.detach().clone()))
+    return plain.requires_grad_(False)
