@@ -215,10 +215,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
                   "residual_stage_backward: maps must be those the forward saved with the same recompute");
   Tensor dx = empty_map_like(dy);
   const bool wanted = parameter_gradients;
-  Tensor dv = wanted ? torch::stable::empty(v.sizes(), v.scalar_type()) : empty_of({0}, v.scalar_type());
+  Tensor dv = wanted ? recycled_empty(v.sizes(), v.scalar_type()) : empty_of({0}, v.scalar_type());
   Tensor dg = wanted ? torch::stable::empty(g.sizes(), g.scalar_type()) : empty_of({0}, g.scalar_type());
   Tensor dbias = wanted ? torch::stable::empty(bias.sizes(), bias.scalar_type()) : empty_of({0}, bias.scalar_type());
-  if (wanted) prefer_huge_pages(dv);
 
   StageBackward job{};
   job.geometry = geometry_of(dy, blocks, Method::kDirect);

@@ -218,8 +218,9 @@ inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t 
 
 // The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite.
 template <Ending kEnding>
-WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue& epilogue, int64_t pixel, int64_t channel_block,
-                                 const Block& accumulator, const Block& scale, const Block& bias, Block& poison) {
+WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue& epilogue, int64_t pixel,
+                                 int64_t channel_block, const Block& accumulator, const Block& scale,
+                                 const Block& bias, Block& poison) {
   const int64_t offset = pixel * geometry.padded_channels + channel_block * kLanes;
   Block value;
   if constexpr (kEnding == Ending::kRelu) {

@@ -143,7 +143,8 @@ class Backward {
         recomputed_segment((end - 1) / segment * segment, end);
     }
     finish_phase();
-    worker_.phase(map_items(geometry_), [&](int64_t item) { write_map(geometry_, job_.scratch.stream, item, job_.dx); });
+    worker_.phase(map_items(geometry_),
+                  [&](int64_t item) { write_map(geometry_, job_.scratch.stream, item, job_.dx); });
   }
 
  private:
@@ -237,8 +238,8 @@ class Backward {
     pending_ = 2 * b;
   }
 
-  // which: 1 for the second convolution, from a (an operand as it is) and dh; 0 for the first, from h (the saved operand,
-  // or the stream itself where it was recomputed) and da (an operand as it is).
+  // which: 1 for the second convolution, from a (an operand as it is) and dh; 0 for the first, from h (the saved
+  // operand, or the stream itself where it was recomputed) and da (an operand as it is).
   void weight_gradient(int which, int64_t item, const float* x, const float* dy) {
     const bool round_x = job_.round_operands && which == 0 && job_.saved.every > 0;
     const bool round_gradient = job_.round_operands && which == 1;

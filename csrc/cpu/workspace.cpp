@@ -23,6 +23,20 @@ int64_t bytes_of(const Tensor& tensor) {
   return tensor.numel() * (tensor.scalar_type() == ScalarType::Float ? 4 : 2);
 }
 
+// Asks for huge pages for a large tensor that is about to be written for the first time.
+void prefer_huge_pages(const Tensor& tensor) {
+#if defined(__linux__)
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21, kPage = uintptr_t{1} << 12;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(bytes_of(tensor));
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
+  // Advice only: where it is refused the pages stay small.
+  if (last >= first + 2 * kHugePage) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)tensor;
+#endif
+}
+
 Tensor empty_floats(int64_t floats) {
   Tensor buffer = torch::stable::empty({floats}, ScalarType::Float);
   prefer_huge_pages(buffer);
@@ -93,9 +107,9 @@ class Shelf {
 };
 
 Shelf<6> workspaces(int64_t{1} << 25);  // 128 MB
-Shelf<16> maps(int64_t{1} << 27);       // 512 MB
+Shelf<16> tensors(int64_t{1} << 27);       // 512 MB
 
-constexpr int64_t kLargeMaps = int64_t{1} << 18;  // floats; smaller ones the allocator itself recycles
+constexpr int64_t kLargeTensor = int64_t{1} << 18;  // floats; smaller ones the allocator itself recycles
 
 Tensor* workspace_buffer(int64_t floats) {
   Tensor* kept = workspaces.take(floats, INT64_MAX);
@@ -115,8 +129,8 @@ Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType
   int64_t elements = 1;
   for (int64_t size : sizes) elements *= size;
   const int64_t floats = dtype == ScalarType::Float ? elements : (elements + 1) / 2;
-  if (floats < kLargeMaps) return torch::stable::empty(sizes, dtype);
-  std::unique_ptr<Tensor> buffer(maps.take(floats, floats + floats / 2));
+  if (floats < kLargeTensor) return torch::stable::empty(sizes, dtype);
+  std::unique_ptr<Tensor> buffer(tensors.take(floats, floats + floats / 2));
   if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -125,23 +139,10 @@ Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType
   const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   Tensor* owner = buffer.get();
   Tensor tensor = torch::stable::from_blob(data, sizes, strides, cpu, dtype, [owner](void*) {
-    maps.put(std::unique_ptr<Tensor>(owner));
+    tensors.put(std::unique_ptr<Tensor>(owner));
   });
   buffer.release();
   return tensor;
-}
-
-void prefer_huge_pages(const Tensor& tensor) {
-#if defined(__linux__)
-  constexpr uintptr_t kHugePage = uintptr_t{1} << 21, kPage = uintptr_t{1} << 12;
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
-  const uintptr_t end = begin + static_cast<uintptr_t>(bytes_of(tensor));
-  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
-  // Advice only: where it is refused the pages stay small.
-  if (last >= first + 2 * kHugePage) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-  (void)tensor;
-#endif
 }
 
 }  // namespace wnfused::cpu

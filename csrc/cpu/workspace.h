@@ -24,13 +24,10 @@ class Workspace {
   float* data_;
 };
 
-// An uninitialised CPU tensor for maps that the backward will read. A training step frees and allocates the same sizes
-// again and again, so large ones keep their memory (at most 512 MB in all) for the next call.
+// An uninitialised CPU tensor for what a training step frees and allocates again and again, saved maps and gradients of
+// v: large ones keep their memory (at most 512 MB in all) for the next call.
 torch::stable::Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes,
                                      torch::headeronly::ScalarType dtype);
-
-// Asks for huge pages for a large tensor that is about to be written for the first time.
-void prefer_huge_pages(const torch::stable::Tensor& tensor);
 
 // Hands out aligned pieces of a buffer; over a null buffer it only measures.
 class Arena {
