@@ -91,6 +91,20 @@ def composite_stage(
     return x
 
 
+def composite_transpose(
+    x: Tensor, v: Tensor, g: Tensor, b: Tensor | None = None, r: Tensor | None = None, *,
+    activation: str | None = None, negative_slope: float = 0.01, dim: int | None = 0, **geometry: Any,
+) -> Tensor:  # fmt: skip
+    conv = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}[v.dim()]
+    y = conv(x, composite_weight(v, g, dim), b, **geometry)
+    return _activated(y if r is None else y + r, activation, negative_slope)
+
+
+def transpose(x: Tensor, v: Tensor, g: Tensor, b: Tensor | None = None, r: Tensor | None = None, **kw: Any) -> Tensor:
+    op = {3: functional.conv_transpose1d, 4: functional.conv_transpose2d, 5: functional.conv_transpose3d}[v.dim()]
+    return op(x, v, g, b, residual=r, **kw)
+
+
 def _stage(name: str, blocks: int, n: int, c: int, h: int, w: int, **kw: Any) -> Sample:
     shapes = ((n, c, h, w), (blocks, 2, c, c, 3, 3), (blocks, 2, c), (blocks, 2, c))
     last = kw.pop("channels_last", False)
@@ -136,6 +150,13 @@ SAMPLES = [
         {"activation": "leaky_relu", "negative_slope": 0.3},
     ),
     Sample("conv3d", conv, composite_conv, ((1, 2, 3, 4, 3), (3, 2, 2, 2, 2), (3, 1, 1, 1, 1), (3,))),
+    Sample("transpose1d", transpose, composite_transpose, ((2, 4, 5), (4, 3, 4), (4, 1, 1), (3,)),
+           {"stride": 2, "padding": 1}),
+    Sample("transpose2d", transpose, composite_transpose, ((2, 4, 3, 3), (4, 3, 3, 3), (4,), (3,), (2, 3, 6, 6)),
+           {"stride": 2, "padding": 1, "output_padding": 1, "activation": "leaky_relu", "negative_slope": 0.1}),
+    Sample("transpose2d-groups", transpose, composite_transpose, ((1, 4, 3, 3), (4, 2, 2, 2), (1, 2, 1, 1), (4,)),
+           {"groups": 2, "dim": 1, "dilation": 2}),
+    Sample("transpose3d", transpose, composite_transpose, ((1, 2, 2, 3, 2), (2, 3, 2, 2, 2), (2,), (3,))),
     _stage("one", 1, 2, 3, 4, 4),
     _stage("three", 3, 2, 2, 3, 3),
     _stage("scaled", 2, 1, 2, 4, 3, skip_scale=0.7),

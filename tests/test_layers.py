@@ -117,6 +117,50 @@ def test_autocast_gives_the_dtype_of_torchs_own_layer(dtype):
     assert WNLinear(2, 2)(torch.randn(1, 2)).dtype == torch.float32
 
 
+RANKS = {
+    "conv1d": (wnfused.WNConv1d, nn.Conv1d, (2, 4, 9)),
+    "conv2d": (wnfused.WNConv2d, nn.Conv2d, (2, 4, 9, 8)),
+    "conv3d": (wnfused.WNConv3d, nn.Conv3d, (2, 4, 5, 6, 5)),
+    "transpose1d": (wnfused.WNConvTranspose1d, nn.ConvTranspose1d, (2, 4, 9)),
+    "transpose2d": (wnfused.WNConvTranspose2d, nn.ConvTranspose2d, (2, 4, 5, 6)),
+    "transpose3d": (wnfused.WNConvTranspose3d, nn.ConvTranspose3d, (2, 4, 3, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("wrap", [None, nn.utils.weight_norm, parametrizations.weight_norm])
+@pytest.mark.parametrize(
+    "keywords", [{}, {"stride": 2, "padding": 1}, {"groups": 2, "dilation": 2, "bias": False, "padding": 2}]
+)
+@pytest.mark.parametrize("rank", RANKS)
+def test_every_rank_computes_what_torchs_layer_does(rank, keywords, wrap):
+    kind, torch_kind, shape = RANKS[rank]
+    theirs, x = torch_kind(4, 6, 3, **keywords), torch.randn(shape)
+    expected = theirs(x)
+    ours = kind(4, 6, 3, activation=None, **keywords)
+    ours.load_state_dict((theirs if wrap is None else wrap(theirs)).state_dict(), strict=True)
+    torch.testing.assert_close(ours(x), expected)
+    torch.testing.assert_close(ours(x[0]), expected[0])
+    converted = wnfused.convert(theirs, plain=True)
+    assert type(converted) is kind
+    torch.testing.assert_close(converted(x), expected)
+    with wnfused.frozen(converted), torch.no_grad():
+        torch.testing.assert_close(converted(x), expected)
+    folded = wnfused.fold(converted)
+    assert type(folded) is torch_kind
+    torch.testing.assert_close(folded(x), expected)
+
+
+def test_transposed_layers_take_output_size_and_start_at_their_own_gain():
+    layer = wnfused.WNConvTranspose2d(4, 3, 4, 2, 1, gamma=2)
+    torch.testing.assert_close(layer.weight_g, torch.full((4, 1, 1, 1), math.sqrt(2 * 4)))
+    x = torch.randn(1, 4, 5, 5)
+    assert list(layer(x).shape) == [1, 3, 10, 10]
+    assert list(layer(x, output_size=[11, 10]).shape) == [1, 3, 11, 10]
+    wide = wnfused.WNConvTranspose1d(192, 192, 16, 8, 4)
+    y = wide(torch.randn(1, 192, 64))[..., 16:-16]
+    assert abs(y.square().mean().item() - 1) < 0.2
+
+
 # ------------------------------------------------------------------------------------------------------- .weight
 
 

@@ -15,7 +15,17 @@ from wnfused import functional, init, models, nn
 from wnfused.convert import convert, fold
 from wnfused.dispatch import BackendUnavailableError, BackendWarning, backend_status, use_backend
 from wnfused.frozen import frozen
-from wnfused.nn import WNConv2d, WNLinear, WNResidualBlock, WNResidualStage
+from wnfused.nn import (
+    WNConv1d,
+    WNConv2d,
+    WNConv3d,
+    WNConvTranspose1d,
+    WNConvTranspose2d,
+    WNConvTranspose3d,
+    WNLinear,
+    WNResidualBlock,
+    WNResidualStage,
+)
 
 try:
     __version__ = version("wnfused")
@@ -25,7 +35,12 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 __all__ = [
     "BackendUnavailableError",
     "BackendWarning",
+    "WNConv1d",
     "WNConv2d",
+    "WNConv3d",
+    "WNConvTranspose1d",
+    "WNConvTranspose2d",
+    "WNConvTranspose3d",
     "WNLinear",
     "WNResidualBlock",
     "WNResidualStage",

@@ -16,7 +16,12 @@ from torch.nn.utils.weight_norm import WeightNorm
 from wnfused.nn import (
     PlainResidualBlock,
     WeightNormalised,
+    WNConv1d,
     WNConv2d,
+    WNConv3d,
+    WNConvTranspose1d,
+    WNConvTranspose2d,
+    WNConvTranspose3d,
     WNLinear,
     WNResidualBlock,
     WNResidualStage,
@@ -25,7 +30,15 @@ from wnfused.nn._layer import row_norm
 
 logger = logging.getLogger("wnfused.convert")
 
-LAYERS: dict[type[nn.Module], type[WeightNormalised]] = {nn.Linear: WNLinear, nn.Conv2d: WNConv2d}
+LAYERS: dict[type[nn.Module], type[WeightNormalised]] = {
+    nn.Linear: WNLinear,
+    nn.Conv1d: WNConv1d,
+    nn.Conv2d: WNConv2d,
+    nn.Conv3d: WNConv3d,
+    nn.ConvTranspose1d: WNConvTranspose1d,
+    nn.ConvTranspose2d: WNConvTranspose2d,
+    nn.ConvTranspose3d: WNConvTranspose3d,
+}
 """Which layer replaces which of torch's."""
 
 CONV_ARGUMENTS = (
@@ -59,8 +72,9 @@ def convert(
 ) -> nn.Module:
     """Replaces torch's weight-normalised layers by this package's; the function computed stays the same.
 
-    Taken are ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.parametrizations.weight_norm`` on ``nn.Linear`` and
-    ``nn.Conv2d``. Parameters are carried over as the objects they are, so an optimiser that holds them goes on.
+    Taken are ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.parametrizations.weight_norm`` on ``nn.Linear``,
+    ``nn.Conv1d/2d/3d`` and ``nn.ConvTranspose1d/2d/3d``. Parameters are carried over as the objects they are, so an
+    optimiser that holds them goes on.
     Custom subclasses are left alone and named in the log (logger ``wnfused.convert``).
 
     Args:
@@ -138,6 +152,8 @@ def _weight_normalised(
         arguments = {"in_features": module.in_features, "out_features": module.out_features}
     else:
         arguments = {name: getattr(module, name) for name in CONV_ARGUMENTS}
+        if isinstance(module, nn.modules.conv._ConvTransposeNd):
+            arguments["output_padding"] = module.output_padding
     bias = module.bias
     layer = LAYERS[kind](**arguments, bias=bias is not None, device="meta", dim=dim)
     layer.register_parameter("weight_v", v)

@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 
 
 def fan_ratio(layer: nn.Module) -> float:
-    """``fan_in / fan_out``; the kernel's area and the groups cancel."""
+    """``fan_in / fan_out``; the kernel's area and the groups cancel.
+
+    A transposed convolution is normalised over its input channels, so the rule does not apply: ``prod(stride)`` keeps
+    the mean square per output element where ``c_in = c_out``.
+    """
     if isinstance(layer, nn.Linear):
         return layer.in_features / layer.out_features
-    assert isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    assert isinstance(layer, nn.modules.conv._ConvNd)
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        return math.prod(layer.stride)
     return layer.in_channels / layer.out_channels
 
 

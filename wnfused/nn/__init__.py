@@ -2,7 +2,8 @@
 
 from wnfused.nn._layer import WeightNormalised
 from wnfused.nn._weight import EffectiveWeight
-from wnfused.nn.conv import WNConv2d
+from wnfused.nn.conv import WNConv1d, WNConv2d, WNConv3d
+from wnfused.nn.conv_transpose import WNConvTranspose1d, WNConvTranspose2d, WNConvTranspose3d
 from wnfused.nn.linear import WNLinear
 from wnfused.nn.residual import PlainResidualBlock, StageBlock, WNResidualBlock, WNResidualStage
 
@@ -10,7 +11,12 @@ __all__ = [
     "EffectiveWeight",
     "PlainResidualBlock",
     "StageBlock",
+    "WNConv1d",
     "WNConv2d",
+    "WNConv3d",
+    "WNConvTranspose1d",
+    "WNConvTranspose2d",
+    "WNConvTranspose3d",
     "WNLinear",
     "WNResidualBlock",
     "WNResidualStage",

@@ -107,25 +107,36 @@ def _conv(
     arguments.bias(bias, features, x)
     strides = _extents("stride", stride, spatial, 1)
     dilations = _extents("dilation", dilation, spatial, 1)
+    extra = _extents("output_padding", output_padding, spatial, 0)
     if not batched:
         x = x.unsqueeze(0)
         residual = None if residual is None else residual.unsqueeze(0)
-    if isinstance(padding, str):
+    if isinstance(padding, str) and not transposed:
         x, paddings = _named_padding(padding, x, v, strides, dilations)
     else:
+        if isinstance(padding, str):
+            raise ValueError(f"padding: {padding!r} must be an int or {spatial} ints for a transposed convolution")
         paddings = _extents("padding", padding, spatial, 0)
     if residual is not None:
-        sizes = [
-            (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, k, s, p, d in zip(x.shape[2:], v.shape[2:], strides, paddings, dilations, strict=True)
-        ]
+        sizes = _output_sizes(x, v, strides, paddings, dilations, transposed, extra)
         residual = arguments.residual(residual, [x.shape[0], features, *sizes], x)
     y = _call(
         x, v, g, bias, residual, strides, paddings, dilations, transposed,
-        _extents("output_padding", output_padding, spatial, 0), groups, dim,
+        extra, groups, dim,
         arguments.activation(activation, negative_slope), float(negative_slope),
     )[0]  # fmt: skip
     return y if batched else y.squeeze(0)
+
+
+def _output_sizes(
+    x: Tensor, v: Tensor, strides: list[int], paddings: list[int], dilations: list[int], transposed: bool,
+    extra: list[int],
+) -> list[int]:  # fmt: skip
+    """The spatial sizes of the output."""
+    geometry = zip(x.shape[2:], v.shape[2:], strides, paddings, dilations, extra, strict=True)
+    if transposed:
+        return [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in geometry]
+    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in geometry]
 
 
 def _named_padding(
@@ -238,3 +249,54 @@ def conv3d(
         residual,
         dim,
     )
+
+
+def conv_transpose1d(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1, padding: Extent = 0,
+    output_padding: Extent = 0, groups: int = 1, dilation: Extent = 1, *, activation: str | None = None,
+    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
+) -> Tensor:  # fmt: skip
+    """:func:`conv_transpose2d` for ``x [N, C_in, W]``."""
+    return _conv(
+        1, True, x, v, g, bias, stride, padding, dilation, output_padding, groups, activation, negative_slope,
+        residual, dim,
+    )  # fmt: skip
+
+
+def conv_transpose2d(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1, padding: Extent = 0,
+    output_padding: Extent = 0, groups: int = 1, dilation: Extent = 1, *, activation: str | None = None,
+    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
+) -> Tensor:  # fmt: skip
+    """``y = act(conv_transpose2d(x, w) + bias + residual)``; rows are numbered by *input* channels for ``dim=0``.
+
+    Args:
+        x: ``[N, C_in, H, W]`` or ``[C_in, H, W]``.
+        v: directions ``[C_in, C_out / groups, k_h, k_w]``.
+        g: gain of each row, ``[C_in, 1, 1, 1]`` or ``[C_in]`` (``dim=0``), as torch's weight norm has it.
+        bias: ``[C_out]`` or None.
+        stride, padding, output_padding, groups, dilation: as in ``torch.nn.functional.conv_transpose2d``, in its order.
+        activation, negative_slope, residual, dim: as in :func:`conv2d`.
+
+    Returns:
+        ``[N, C_out, H', W']`` in the dtype of ``x``, or autocast's.
+
+    Raises:
+        TypeError, ValueError: naming the argument that does not fit.
+    """
+    return _conv(
+        2, True, x, v, g, bias, stride, padding, dilation, output_padding, groups, activation, negative_slope,
+        residual, dim,
+    )  # fmt: skip
+
+
+def conv_transpose3d(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1, padding: Extent = 0,
+    output_padding: Extent = 0, groups: int = 1, dilation: Extent = 1, *, activation: str | None = None,
+    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
+) -> Tensor:  # fmt: skip
+    """:func:`conv_transpose2d` for ``x [N, C_in, D, H, W]``."""
+    return _conv(
+        3, True, x, v, g, bias, stride, padding, dilation, output_padding, groups, activation, negative_slope,
+        residual, dim,
+    )  # fmt: skip

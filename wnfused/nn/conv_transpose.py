@@ -1,0 +1,69 @@
+"""``WNConvTranspose1d/2d/3d``: torch's transposed convolutions under weight normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from wnfused import functional
+from wnfused.nn._layer import WeightNormalised
+
+
+class _WNConvTranspose(WeightNormalised):
+    """What the three ranks share."""
+
+    _op: Callable[..., Tensor]
+
+    def __init__(
+        self, *arguments: Any, activation: str | None = None, negative_slope: float = 0.01,
+        gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0, **keywords: Any,
+    ) -> None:  # fmt: skip
+        self._set_options(activation, negative_slope, gamma, init, dim)
+        super().__init__(*arguments, **keywords)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None, residual: Tensor | None = None) -> Tensor:
+        """``act(conv_transpose(input, w) + b + residual)``; ``output_size`` settles the size as in torch's layer."""
+        assert isinstance(self, nn.modules.conv._ConvTransposeNd)
+        if self._runs_frozen() and output_size is None:
+            return self._frozen_output(input, residual)
+        assert not isinstance(self.padding, str)
+        padding, spatial = self.padding, len(self.kernel_size)
+        extra = self._output_padding(
+            input, output_size, list(self.stride), list(padding), list(self.kernel_size), spatial,
+            list(self.dilation),
+        )  # fmt: skip
+        return type(self)._op(
+            input, self.weight_v, self.weight_g, self.bias, self.stride, self.padding, extra, self.groups,
+            self.dilation, activation=self.activation, negative_slope=self.negative_slope, residual=residual,
+            dim=self.dim,
+        )  # fmt: skip
+
+
+class WNConvTranspose1d(_WNConvTranspose, nn.ConvTranspose1d):
+    """:class:`WNConvTranspose2d` in one spatial dim: ``weight_v [C_in, C_out / groups, k]``."""
+
+    _op = staticmethod(functional.conv_transpose1d)
+
+
+class WNConvTranspose2d(_WNConvTranspose, nn.ConvTranspose2d):
+    """``y = act(conv_transpose2d(x, w) + b)``: ``nn.ConvTranspose2d`` under weight normalisation.
+
+    As torch's weight norm has it, ``dim=0`` numbers rows by *input* channels:
+    ``weight_v [C_in, C_out / groups, k, k]``, ``weight_g [C_in, 1, 1, 1]``. The fan rule of Arpit et al. does not apply to such rows; the initial gain is
+    ``g = sqrt(gamma prod(stride))``, which keeps the mean square per output element where ``C_in = C_out``.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
+            device, dtype: as in ``nn.ConvTranspose2d``, in its order.
+        activation, negative_slope, gamma, init, dim: as in :class:`WNConv2d`.
+    """
+
+    _op = staticmethod(functional.conv_transpose2d)
+
+
+class WNConvTranspose3d(_WNConvTranspose, nn.ConvTranspose3d):
+    """:class:`WNConvTranspose2d` in three spatial dims."""
+
+    _op = staticmethod(functional.conv_transpose3d)
