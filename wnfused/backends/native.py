@@ -25,6 +25,16 @@ for _schema in (
     # `dim` is -1 for one norm over the whole tensor.
     "weight_norm(Tensor v, Tensor g, int dim) -> (Tensor w, Tensor norm)",
     "weight_norm_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)",
+    # A layer with rows along dim 0; activation: 0 none, 1 ReLU, 2 leaky ReLU; needs: 1 dx, 2 dv and dg, 4 dbias, 8 dz.
+    "linear(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, int activation, float negative_slope) "
+    "-> (Tensor y, Tensor norm)",
+    "linear_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int activation, "
+    "float negative_slope) -> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
+    "conv(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
+    "int groups, int activation, float negative_slope) -> (Tensor y, Tensor norm)",
+    "conv_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int[] stride, "
+    "int[] padding, int[] dilation, int groups, int activation, float negative_slope) "
+    "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
     "residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale, int recompute, bool save) "
     "-> (Tensor y, Tensor norm, Tensor maps)",
     "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
@@ -118,7 +128,69 @@ def residual_stage_backward(
     )
 
 
-# The layers: the row norm is ours, the product is the vendor's, and the epilogue works in place on its fresh result.
+# The layers. One kernel runs what is common: rows along dim 0, float32 or bfloat16. Everything else (float64, float16,
+# norms along another dim, transposed convolutions) is composed of the row norm, the vendor's product and an epilogue.
+
+_FUSED_DTYPES = (torch.float32, torch.bfloat16)
+_ACTIVATION = {name: number for number, name in enumerate(reference.ACTIVATIONS)}
+
+
+def _is_fused(x: Tensor, v: Tensor, g: Tensor, dim: int | None) -> bool:
+    """Parameters have the dtype of ``x`` or float32, so what is left to exclude is float16 and float64."""
+    return x.dtype in _FUSED_DTYPES and (dim == 0 or dim == -v.dim())
+
+
+def _needs(needs: Sequence[bool]) -> int:
+    return needs[0] + 2 * needs[1] + 4 * needs[2] + 8 * needs[3]
+
+
+def linear(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not _is_fused(x, v, g, dim):
+        return _composed_linear(x, v, g, bias, residual, dim, activation, negative_slope)
+    return torch.ops.wnfused_native.linear.default(x, v, g, bias, residual, _ACTIVATION[activation], negative_slope)
+
+
+def linear_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if not _is_fused(x, v, g, dim):
+        return _composed_linear_backward(dy, y, x, v, g, norm, needs, dim, activation, negative_slope)
+    return torch.ops.wnfused_native.linear_backward.default(
+        dy, y, x, v, g, norm, _needs(needs), _ACTIVATION[activation], negative_slope
+    )
+
+
+def conv(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if transposed or not _is_fused(x, v, g, dim):
+        geometry = (stride, padding, dilation, transposed, output_padding, groups)
+        return _composed_conv(x, v, g, bias, residual, *geometry, dim, activation, negative_slope)
+    return torch.ops.wnfused_native.conv.default(
+        x, v, g, bias, residual, stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
+    )
+
+
+def conv_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool], stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if transposed or not _is_fused(x, v, g, dim):
+        geometry = (stride, padding, dilation, transposed, output_padding, groups)
+        return _composed_conv_backward(dy, y, x, v, g, norm, needs, *geometry, dim, activation, negative_slope)
+    return torch.ops.wnfused_native.conv_backward.default(
+        dy, y, x, v, g, norm, _needs(needs), stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
+    )
+
+
+# The composed layers.
 
 
 def _effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -145,7 +217,7 @@ def _epilogue_backward(dy: Tensor, y: Tensor, activation: str, negative_slope: f
     return dy
 
 
-def linear(
+def _composed_linear(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -154,7 +226,7 @@ def linear(
     return _epilogue(y, residual, activation, negative_slope), norm
 
 
-def linear_backward(
+def _composed_linear_backward(
     dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -170,7 +242,7 @@ def linear_backward(
     return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
 
 
-def conv(
+def _composed_conv(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int],
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
@@ -181,7 +253,7 @@ def conv(
     return _epilogue(y, residual, activation, negative_slope), norm
 
 
-def conv_backward(
+def _composed_conv_backward(
     dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool], stride: list[int],
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,

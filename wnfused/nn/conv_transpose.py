@@ -50,10 +50,9 @@ class WNConvTranspose1d(_WNConvTranspose, nn.ConvTranspose1d):
 class WNConvTranspose2d(_WNConvTranspose, nn.ConvTranspose2d):
     """``y = act(conv_transpose2d(x, w) + b)``: ``nn.ConvTranspose2d`` under weight normalisation.
 
-    As torch's weight norm has it, ``dim=0`` numbers rows by *input* channels:
-    ``weight_v [C_in, C_out / groups, k, k]``, ``weight_g [C_in, 1, 1, 1]``. The fan rule of Arpit et al. does not apply to
-    such rows; the initial gain is ``g = sqrt(gamma prod(stride))``, which keeps the mean square per output element where
-    ``C_in = C_out``.
+    As in torch's weight norm, ``dim=0`` numbers rows by *input* channels: ``weight_v [C_in, C_out / groups, k, k]``,
+    ``weight_g [C_in, 1, 1, 1]``. The fan rule of Arpit et al. does not apply to such rows; the initial gain is
+    ``g = sqrt(gamma prod(stride))``, which keeps the mean square per output element where ``C_in = C_out``.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,

@@ -62,49 +62,62 @@ def differentiable(
         reads_output: whether the backward reads ``y``, which must then be kept.
     """
     arity = len(op._schema.arguments)
+    # The tensors come first in every schema; an optional one that is not given is saved as None.
+    tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         y, *rest = output
         ctx.mark_non_differentiable(*rest)
         ctx.set_materialize_grads(False)
-        ctx.outputs_kept = (reads_output(inputs), len(rest))
-        ctx.constants = tuple(None if isinstance(a, Tensor) else a for a in inputs)
-        ctx.tensor_positions = tuple(i for i, a in enumerate(inputs) if isinstance(a, Tensor))
+        ctx.constants = inputs[tensors:]
         ctx.backend = dispatch.requested()
-        tensors = [inputs[i] for i in ctx.tensor_positions]
-        ctx.save_for_backward(*tensors, *([y] if ctx.outputs_kept[0] else []), *rest)
-        ctx.save_for_forward(*tensors)
-
-    def saved_inputs(ctx: Any) -> list[Any]:
-        inputs = list(ctx.constants)
-        for position, tensor in zip(ctx.tensor_positions, ctx.saved_tensors, strict=False):
-            inputs[position] = tensor
-        return inputs
+        ctx.save_for_backward(*inputs[:tensors], y if reads_output(inputs) else None, *rest)
+        ctx.save_for_forward(*inputs[:tensors])
 
     def gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * arity
-        inputs = saved_inputs(ctx)
+        saved = ctx.saved_tensors
+        inputs = (*saved[:tensors], *ctx.constants)
         # A call through the op's own registration leaves trailing arguments out where they have their defaults.
         needs = (*ctx.needs_input_grad, *(False,) * (arity - len(ctx.needs_input_grad)))
         if torch.is_grad_enabled():
             return _through_reference(reference, dy, inputs, needs)
-        rest = list(ctx.saved_tensors[len(ctx.tensor_positions) :])
-        outputs = rest if ctx.outputs_kept[0] else [None, *rest]
         with _same_backend(ctx.backend):
-            found = backward(dy, inputs, outputs, needs)
+            found = backward(dy, inputs, saved[tensors:], needs)
         return (*found, *(None,) * (arity - len(found)))
 
     torch.library.register_autograd(op, gradients, setup_context=setup_context, lib=_library)
 
     class Function(torch.autograd.Function):
+        """For plain eager calls: torch takes twice the time over a function with a separate ``setup_context``."""
+
         @staticmethod
-        def forward(*arguments: Any) -> Any:
-            return _below_autograd(op, arguments)
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = _below_autograd(op, arguments)
+            setup_context(ctx, arguments, output)
+            return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             return gradients(ctx, *grads)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            inputs = (*ctx.saved_tensors[:tensors], *ctx.constants)
+            moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+            # Forward mode does not nest, so the product J t is taken as the transpose of the pullback.
+            y, pullback = _vjp(_as_function_of(reference, inputs, moving), [inputs[i] for i in moving])
+            _, pushforward = _vjp(pullback, [torch.zeros_like(y)])
+            (derivative,) = pushforward(tuple(tangents[i] for i in moving))
+            return (derivative, *(None,) * (len(op._schema.returns) - 1))
+
+    class Transformed(Function):
+        """For calls under a ``torch.func`` transform, which asks for a separate ``setup_context``."""
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return _below_autograd(op, arguments)
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -112,22 +125,18 @@ def differentiable(
             outputs = mapped(*arguments)
             return outputs, (0,) * len(outputs)
 
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            inputs = saved_inputs(ctx)
-            moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-            # Forward mode does not nest, so the product J t is taken as the transpose of the pullback.
-            y, pullback = _vjp(_as_function_of(reference, inputs, moving), [inputs[i] for i in moving])
-            _, pushforward = _vjp(pullback, [torch.zeros_like(y)])
-            (derivative,) = pushforward(tuple(tangents[i] for i in moving))
-            return (derivative, *(None,) * ctx.outputs_kept[1])
-
-    Function.setup_context = staticmethod(setup_context)  # type: ignore[method-assign]
-    Function.__name__ = Function.__qualname__ = op._schema.name.rpartition("::")[2]
+    Transformed.setup_context = staticmethod(setup_context)  # type: ignore[method-assign]
+    for function in (Function, Transformed):
+        function.__name__ = function.__qualname__ = op._schema.name.rpartition("::")[2]
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling() or _nothing_to_record(arguments):
-            outputs: tuple[Tensor, ...] = op(*arguments)
+        outputs: tuple[Tensor, ...]
+        if torch.compiler.is_compiling():
+            outputs = op(*arguments)
+        elif torch._C._are_functorch_transforms_active():
+            outputs = Transformed.apply(*arguments)
+        elif _nothing_to_record(arguments):
+            outputs = _below_autograd(op, arguments)
         else:
             outputs = Function.apply(*arguments)
         return outputs
@@ -136,8 +145,8 @@ def differentiable(
 
 
 def _nothing_to_record(arguments: Sequence[Any]) -> bool:
-    """No graph, no forward-mode level and no ``torch.func`` transform will see this call."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    """Neither a graph nor a forward-mode level will see this call."""
+    if forward_ad._current_level >= 0:
         return False
     return not torch.is_grad_enabled() or not any(a.requires_grad for a in arguments if isinstance(a, Tensor))
 
