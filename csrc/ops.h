@@ -5,7 +5,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <tuple>
+#include <vector>
 
 namespace wnfused {
 
@@ -18,5 +20,24 @@ std::tuple<Tensor, Tensor> weight_norm(const Tensor& v, const Tensor& g, int64_t
 // dv, dg from dw, which has v's strides and dtype; dg has g's shape.
 std::tuple<Tensor, Tensor> weight_norm_backward(
     const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim);
+
+// y and the row norms of a layer normalised along dim 0; activation: 0 none, 1 ReLU, 2 leaky ReLU. x float32, or
+// bfloat16 with parameters of either; bias and residual as in the reference.
+std::tuple<Tensor, Tensor> linear(
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, int64_t activation, double slope);
+std::tuple<Tensor, Tensor> conv(
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
+
+// dx, dv, dg, dbias, dz; needs: 1 dx, 2 dv and dg, 4 dbias, 8 dz, which is empty too where it would be dy.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, int64_t activation, double slope);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
 
 }  // namespace wnfused

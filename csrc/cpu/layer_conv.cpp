@@ -1,0 +1,195 @@
+// conv: y = act(s conv(x, v) + b + residual) over 1 to 3 spatial dims, and its gradients.
+//
+//      map-heavy layers (most)      w = s v beforehand where there is no pass over z to ride in; else, and in
+//      weight-heavy layers          z = conv(x, v), the scale in the epilogue; dx from s dz, dw from dz
+//
+// The vendor's library takes the convolutions, in the memory format that torch picks for them; z [N, C, spatial] is
+// then a matrix of lines along C (channels_last) or along the map (NCHW), and each pass of ours works line by line.
+// Floor beside the products: v once, z read and written once; backward dy, y, dz (and s dz) and dw, v, dv once each.
+#include <torch/csrc/stable/library.h>
+
+#include "../ops.h"
+#include "layer_tensor.h"
+
+namespace wnfused {
+namespace {
+
+using namespace cpu;
+using Extents = std::vector<int64_t>;
+
+struct Geometry {
+  const Extents &stride, &padding, &dilation;
+  int64_t groups;
+};
+
+Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Geometry& at) {
+  AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
+  const Extents none(at.stride.size(), 0);
+  const int64_t dims = static_cast<int64_t>(at.stride.size());
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution(
+      x.get(), w.get(), bias ? &given : nullptr, at.stride.data(), dims, at.padding.data(), dims, at.dilation.data(),
+      dims, 0, none.data(), dims, at.groups, &made));
+  return Tensor(made);
+}
+
+// (dx, dw), each undefined unless asked for.
+std::pair<Tensor, Tensor> convolution_backward(
+    const Tensor& dz, const Tensor& x, const Tensor& w, const Geometry& at, bool input, bool weight) {
+  AtenTensorHandle dx = nullptr, dw = nullptr, db = nullptr;
+  const Extents none(at.stride.size(), 0);
+  const int64_t dims = static_cast<int64_t>(at.stride.size());
+  const int32_t mask[] = {input, weight, 0};
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution_backward(
+      dz.get(), x.get(), w.get(), nullptr, 0, at.stride.data(), dims, at.padding.data(), dims, at.dilation.data(), dims,
+      0, none.data(), dims, at.groups, mask, 3, &dx, &dw, &db));
+  const Tensor unused(db);
+  return {Tensor(dx), Tensor(dw)};
+}
+
+bool is_channels_last(const Tensor& t) { return t.dim() == 4 && !t.is_contiguous() && has_dense_rows(t); }
+
+bool same_layout(const Tensor& a, const Tensor& b) {
+  return std::equal(a.strides().begin(), a.strides().end(), b.strides().begin(), b.strides().end());
+}
+
+// A tensor in the layout of `like`, copied only where it has another.
+Tensor laid_out_as(const Tensor& t, const Tensor& like) {
+  if (same_layout(t, like)) return t;
+  Tensor copy = empty_as(like, t.scalar_type());
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+Lines lines_of(const Tensor& z) {
+  const int64_t channels = z.size(1), entries = z.numel();
+  if (entries == 0) return {true, 0, 0, channels, channels};
+  if (is_channels_last(z)) return {true, 0, entries / channels, channels, channels};
+  const int64_t planes = z.size(0) * channels;
+  return {false, 0, planes, entries / planes, channels};
+}
+
+// Neither NCHW nor channels_last (a channels_last_3d map, say): the passes work on an NCHW copy.
+Tensor in_lines(const Tensor& z) {
+  return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
+}
+
+// The map is larger than the weight: then the pass that scales the weight is the cheaper one.
+bool map_heavy(const Tensor& z, const Tensor& v) { return z.numel() > v.numel(); }
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> conv(
+    const Tensor& x, const Tensor& v_given, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual_given, const Extents& stride, const Extents& padding,
+    const Extents& dilation, int64_t groups, int64_t activation, double slope) {
+  check_parameters(x, v_given, g);
+  const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
+  const Geometry geometry{stride, padding, dilation, groups};
+  const Activation act = static_cast<Activation>(activation);
+  const int64_t channels = v.size(0);
+  const bool half = is_bfloat16(x);
+  Tensor norm = empty({channels}, ScalarType::Float);
+  float* norms = static_cast<float*>(norm.mutable_data_ptr());
+  std::vector<float> held_gain, held_bias, scale(channels, 1.0f), added(channels, 0.0f);
+  const float* gain = floats_of(g, held_gain);
+
+  const bool passes = act != Activation::kNone || residual_given;
+  Tensor y = [&] {
+    if (half || !passes) {
+      const Tensor w = scaled_weight(v, gain, norms, x.scalar_type());
+      std::optional<Tensor> shift = bias;
+      if (bias && bias->scalar_type() != x.scalar_type()) shift = torch::stable::to(*bias, x.scalar_type());
+      return convolution(x, w, shift, geometry);
+    }
+    row_norms(v, norms, 0, channels);
+    scale = scales_of(gain, norms, channels);
+    if (bias) {
+      const float* source = floats_of(*bias, held_bias);
+      added.assign(source, source + channels);
+    }
+    return convolution(x, v, std::nullopt, geometry);
+  }();
+  if (!passes) return {y, norm};
+  Tensor z = in_lines(y);
+  std::optional<Tensor> residual;
+  if (residual_given) residual = laid_out_as(*residual_given, z);
+  run_epilogue(lines_of(z), {values_of(z), residual ? values_of(*residual) : Values{nullptr, half}, scale.data(),
+                             added.data(), act, static_cast<float>(slope)});
+  if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) torch::stable::copy_(y, z);
+  return {y, norm};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_backward(
+    const Tensor& dy_given, const Tensor& y, const Tensor& x, const Tensor& v_given, const Tensor& g,
+    const Tensor& norm, int64_t needs, const Extents& stride, const Extents& padding, const Extents& dilation,
+    int64_t groups, int64_t activation, double slope) {
+  check_parameters(x, v_given, g);
+  const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
+  const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
+  const Geometry geometry{stride, padding, dilation, groups};
+  const int64_t channels = v.size(0);
+  const bool half = is_bfloat16(x), masked = activation != 0;
+  std::vector<float> held;
+  const float* gain = floats_of(g, held);
+  const float* norms = static_cast<const float*>(norm.const_data_ptr());
+
+  // Without an activation y is not kept, and dy's own format is as good as any.
+  const Tensor signs = in_lines(masked ? y : dy_given);
+  const Tensor dy = laid_out_as(dy_given, signs);
+  // s dz for the products, unless dy can be taken as it is and the scaled weight is the smaller of the two.
+  const bool scale_dz = (need_x || need_v) && !half && (masked || !map_heavy(dy, v));
+  const std::vector<float> scale = scale_dz ? scales_of(gain, norms, channels) : std::vector<float>();
+  const bool shared = scale_dz && are_invertible(scale, norms);
+  Tensor scaled = scale_dz ? empty_as(dy) : nothing(dy);
+  Tensor dz = !masked ? dy : shared && !need_residual ? nothing(dy) : empty_as(dy);
+  std::vector<float> sums(need_bias ? channels : 0, 0.0f);
+  if (masked || scale_dz || need_bias) {
+    run_mask(lines_of(dy),
+             {values_of(dy), values_of(signs), masked && dz.numel() ? values_of(dz) : Values{nullptr, half},
+              scale_dz ? values_of(scaled) : Values{nullptr, half}, scale.data(), nullptr,
+              static_cast<Activation>(activation), static_cast<float>(slope)},
+             need_bias ? sums.data() : nullptr);
+  }
+  Tensor db = empty({need_bias ? channels : 0}, ScalarType::Float);
+  std::copy(sums.begin(), sums.end(), static_cast<float*>(db.mutable_data_ptr()));
+  if (is_bfloat16(v)) db = torch::stable::to(db, ScalarType::BFloat16);
+
+  Tensor dx = nothing(dy), dv = nothing(v), dg = nothing(g), dw = dv;
+  if (scale_dz && !shared) {
+    if (need_x) dx = convolution_backward(scaled, x, v, geometry, true, false).first;
+    if (need_v) dw = convolution_backward(dz, x, v, geometry, false, true).second;
+  } else if (need_x || need_v) {
+    std::vector<float> again(channels);
+    // The weight's gradient reads no more of the weight than its shape.
+    const Tensor w = scale_dz || (!need_x && !half) ? v : scaled_weight(v, gain, again.data(), x.scalar_type());
+    std::pair<Tensor, Tensor> found = convolution_backward(shared ? scaled : dz, x, w, geometry, need_x, need_v);
+    if (need_x) dx = found.first;
+    if (need_v) dw = found.second;
+  }
+  if (need_v) {
+    // dw in channels_last beside a contiguous v: its rows are put in v's order on the way, any other pair beforehand.
+    const bool reorder = v.is_contiguous() && is_channels_last(dw);
+    if (!reorder) dw = laid_out_as(dw, v);
+    // A row is the same run of memory in either order, so dw's memory can become dv's.
+    dv = dw.scalar_type() != v.scalar_type() ? empty_as(v) : reorder ? viewed_as(dw, v) : dw;
+    dg = empty({g.sizes().begin(), g.sizes().end()}, ScalarType::Float);
+    const int64_t inner = row_length(v);
+    const RowGradient task{values_of(dw), values_of(v), values_of(dv), gain, norms,
+                           static_cast<float*>(dg.mutable_data_ptr()), shared, reorder ? v.size(2) * v.size(3) : 1, nullptr};
+    for_rows(0, channels, inner, [&](int64_t begin, int64_t end) {
+      std::vector<float> scratch(reorder ? inner : 0);
+      RowGradient part = task;
+      part.scratch = scratch.data();
+      layer_kernels().gradient({begin, end, inner}, part);
+    });
+    if (is_bfloat16(g)) dg = torch::stable::to(dg, ScalarType::BFloat16);
+  }
+  return {dx, dv, dg, db, need_residual && masked ? dz : nothing(dy)};
+}
+
+}  // namespace wnfused
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CPU, library) {
+  library.impl("conv", TORCH_BOX(&wnfused::conv));
+  library.impl("conv_backward", TORCH_BOX(&wnfused::conv_backward));
+}

@@ -1,0 +1,15 @@
+// The table of one instruction set's kernels; included by layer_<isa>.cpp.
+#pragma once
+
+#include <type_traits>
+
+#include "layer.h"
+#include "layer_epilogue.h"
+#include "layer_rows.h"
+#include "layer_small.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+const LayerKernels layer_kernels = {norms, scaled, gradient, epilogue, mask, small_linear, small_linear_backward};
+
+}  // namespace wnfused::cpu::WNFUSED_ISA
