@@ -123,7 +123,12 @@ Workspace::Workspace(int64_t floats) : buffer_(workspace_buffer(floats + kLine))
   data_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
-Workspace::~Workspace() { workspaces.put(std::unique_ptr<Tensor>(buffer_)); }
+Workspace::~Workspace() {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(buffer_->mutable_data_ptr(), bytes_of(*buffer_));
+#endif
+  workspaces.put(std::unique_ptr<Tensor>(buffer_));
+}
 
 Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
   int64_t elements = 1;

@@ -8,6 +8,10 @@
 
 #include <cstdint>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace wnfused::cpu {
 
 class Workspace {
@@ -29,7 +33,8 @@ class Workspace {
 torch::stable::Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes,
                                      torch::headeronly::ScalarType dtype);
 
-// Hands out aligned pieces of a buffer; over a null buffer it only measures.
+// Hands out aligned pieces of a buffer; over a null buffer it only measures. Under AddressSanitizer a line that must not
+// be touched follows every piece: to the allocator the whole buffer is one object.
 class Arena {
  public:
   explicit Arena(float* base) : base_(base) {}
@@ -37,6 +42,10 @@ class Arena {
   float* take(int64_t floats) {
     float* piece = base_ ? base_ + used_ : nullptr;
     used_ += (floats + kAlignment - 1) / kAlignment * kAlignment;
+#if defined(__SANITIZE_ADDRESS__)
+    if (base_) ASAN_POISON_MEMORY_REGION(base_ + used_, kAlignment * sizeof(float));
+    used_ += kAlignment;
+#endif
     return piece;
   }
 

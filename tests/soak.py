@@ -1,0 +1,187 @@
+"""A soak of the C++ kernels on CPU, for a library built with sanitizers: ``make sanitize``.
+
+Two Python threads call the ops at once, round after round, each round on another instruction set and thread count, on
+shapes and values drawn to reach the corners: empty batches, maps smaller than a tile, odd widths, recomputation,
+strided inputs, values that are not finite. The sanitizers end the process on their first report. So that the soak also
+sees a wrong result, every outcome is compared with the reference in float64, in one number a tensor and loosely: bounds
+that hold for every draw, an order of magnitude above those of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from wnfused import reference
+from wnfused.backends import native
+
+ROUND_SECONDS = 1.0
+FP32 = 1e-4
+# An operand in bfloat16 is off by 2^-9 of itself, and a few of those add up in every block.
+BF16 = 2**-3
+
+kernels = torch.ops.wnfused_native
+
+
+class WrongResultError(AssertionError):
+    """A kernel and the reference disagree."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--library", required=True, help="the C++ library to load")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    options = parser.parse_args()
+    torch.ops.load_library(options.library)
+    # Every uninitialised tensor is filled with NaN, so what a kernel leaves unwritten shows.
+    torch.use_deterministic_algorithms(True)
+
+    isas = kernels.cpu_isas().split(",")
+    calls: collections.Counter[str] = collections.Counter()
+    start = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:
+        for number in itertools.count():
+            # The instruction set is the process's: it changes between rounds, never under a running pair of calls.
+            isa = isas[number % len(isas)]
+            kernels.set_cpu_isa(isa)
+            end = min(time.monotonic() + ROUND_SECONDS, start + options.seconds)
+            calls[isa] += sum(threads.map(soak, (2 * number, 2 * number + 1), (end, end)))
+            if end >= start + options.seconds:
+                break
+    counts = ", ".join(f"{isa} {count}" for isa, count in calls.items())
+    print(f"soak: {time.monotonic() - start:.0f} s, cases: {counts}; every result right")
+    return 0
+
+
+def soak(seed: int, end: float) -> int:
+    """Cases of one thread until ``end``; their number."""
+    draw = random.Random(seed)
+    for count in itertools.count():
+        if time.monotonic() >= end:
+            return count
+        torch.set_num_threads(draw.randint(1, 4))
+        case = draw.choices((stage, stage_not_finite, weight_norm), weights=(6, 1, 2))[0]
+        try:
+            case(draw)
+        except Exception:
+            print(f"soak: {case.__name__} failed, case {count} of seed {seed}", file=sys.stderr)
+            raise
+    raise AssertionError
+
+
+def stage(draw: random.Random) -> None:
+    blocks, dtype, skip_scale = draw.randint(0, 4), draw.choice((torch.float32, torch.bfloat16)), draw.uniform(0.5, 1)
+    x, v, g, bias = stage_arguments(draw, stage_shape(draw), blocks)
+    dy = strided(draw, torch.randn(x.shape)).to(dtype)
+    x = strided(draw, x).to(dtype)
+    if draw.random() < 0.3:
+        v, g, bias = v.to(dtype), g.to(dtype), bias.to(dtype)
+    if blocks and draw.random() < 0.2:
+        v[draw.randrange(blocks), draw.randrange(2), draw.randrange(v.shape[2])] = 0
+    tolerance = FP32 if dtype == torch.float32 else BF16
+    wide = [t.double() for t in (x, v, g, bias)]
+
+    y, norm, maps = kernels.residual_stage(x, v, g, bias, skip_scale, 0, True)
+    close("y", y, reference.residual_stage(*wide, skip_scale, 0, False)[0], tolerance)
+    gradients = kernels.residual_stage_backward(dy, v, g, bias, norm, maps, skip_scale, 0, True)
+    # From the kernel's own maps, so that an activation within rounding of zero has the same mask on both sides.
+    wanted = reference.residual_stage_backward(
+        dy.double(), *wide[1:], norm.double(), maps.double(), skip_scale, 0, True
+    )  # fmt: skip
+    for name, actual, expected in zip(("dx", "dv", "dg", "dbias"), gradients, wanted, strict=True):
+        close(name, actual, expected, tolerance)
+
+    every = draw.randint(1, 5)
+    again, norm, maps = kernels.residual_stage(x, v, g, bias, skip_scale, every, True)
+    same("y, recompute", again, y)
+    recomputed = kernels.residual_stage_backward(dy, v, g, bias, norm, maps, skip_scale, every, True)
+    for name, actual, expected in zip(("dx", "dv", "dg", "dbias"), recomputed, gradients, strict=True):
+        same(f"{name}, recompute", actual, expected)
+    same("y, nothing saved", kernels.residual_stage(x, v, g, bias, skip_scale, 0, False)[0], y)
+
+
+def stage_not_finite(draw: random.Random) -> None:
+    x, v, g, bias = stage_arguments(draw, stage_shape(draw), 1)
+    if x.numel():
+        x.view(-1)[draw.randrange(x.numel())] = draw.choice((float("inf"), -float("inf"), float("nan")))
+    y, norm, maps = kernels.residual_stage(x, v, g, bias, 1.0, 0, True)
+    wide = [t.double() for t in (x, v, g, bias)]
+    expected = reference.residual_stage(*wide, 1.0, 0, False)[0]
+    same("which of y are finite", torch.isfinite(y), torch.isfinite(expected))
+    kernels.residual_stage_backward(torch.randn(x.shape), v, g, bias, norm, maps, 1.0, 0, True)
+
+
+def weight_norm(draw: random.Random) -> None:
+    dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+    shape = [draw.randint(1, 40) for _ in range(draw.randint(1, 4))]
+    v = strided(draw, torch.randn(shape)).to(dtype)
+    dim = draw.choice((None, *range(v.dim())))
+    rows = 1 if dim is None else shape[dim]
+    g = (torch.rand(rows) + 0.5).to(dtype)
+    if dim is not None and draw.random() < 0.2:
+        v.select(dim, draw.randrange(rows)).zero_()
+    gain = g.reshape([] if dim is None else [-1 if d == dim else 1 for d in range(v.dim())])
+    dw = strided(draw, torch.randn(shape)).to(dtype)
+    tolerance = FP32 if dtype in (torch.float32, torch.float64) else BF16
+
+    w, norm = native.weight_norm(v, gain, dim)
+    expected, expected_norm = reference.weight_norm(v.double(), gain.double(), dim)
+    close("w", w, expected, tolerance)
+    close("norm", norm, expected_norm, tolerance)
+    gradients = native.weight_norm_backward(dw, v, gain, norm, dim)
+    wanted = reference.weight_norm_backward(dw.double(), v.double(), gain.double(), expected_norm, dim)
+    # What lies along v cancels, down to nothing in a row of one number: errors are those of dw's size.
+    for name, actual, gradient in zip(("dv", "dg"), gradients, wanted, strict=True):
+        close(name, actual, gradient, tolerance, scale=dw.double().norm() * (g.double().max() / expected_norm.max()))
+
+
+def stage_shape(draw: random.Random) -> tuple[int, int, int, int]:
+    """Batches 0 to 40, widths that fill a vector and that do not, maps from 1x1 up; at most about 2^20 products."""
+    channels = draw.choice((1, 3, 15, 16, 17, 24, 32, 40, 64))
+    height, width = draw.randint(1, 11), draw.randint(1, 11)
+    most = max(1, 2**20 // (channels * channels * height * width))
+    return draw.choice((0, 1, 1, 2, 3, min(draw.randint(4, 40), most))), channels, height, width
+
+
+def stage_arguments(draw: random.Random, shape: tuple[int, int, int, int], blocks: int) -> tuple[Tensor, ...]:
+    channels = shape[1]
+    generator = torch.Generator().manual_seed(draw.getrandbits(60))
+    x = torch.randn(shape, generator=generator)
+    v = torch.randn(blocks, 2, channels, channels, 3, 3, generator=generator)
+    g = torch.rand(blocks, 2, channels, generator=generator) + 0.5
+    return x, v, g, 0.1 * torch.randn(blocks, 2, channels, generator=generator)
+
+
+def strided(draw: random.Random, t: Tensor) -> Tensor:
+    """The same values: contiguous, channels_last, or every other element of a larger tensor."""
+    layout = draw.choice(("contiguous", "channels_last", "sparse"))
+    if layout == "channels_last" and t.dim() == 4:
+        return t.contiguous(memory_format=torch.channels_last)
+    if layout == "sparse":
+        return torch.empty(*t.shape[:-1], 2 * t.shape[-1])[..., ::2].copy_(t)
+    return t
+
+
+def close(name: str, actual: Tensor, expected: Tensor, tolerance: float, scale: Tensor | float = 0.0) -> None:
+    if actual.shape != expected.shape:
+        raise WrongResultError(f"{name}: shape {list(actual.shape)}, the reference has {list(expected.shape)}")
+    distance = (actual.double() - expected).norm()
+    if not distance <= tolerance * torch.maximum(expected.norm(), torch.as_tensor(scale).double()):
+        raise WrongResultError(f"{name}: off by {distance:.3g}, the reference's norm is {expected.norm():.3g}")
+
+
+def same(name: str, actual: Tensor, expected: Tensor) -> None:
+    if not torch.equal(actual, expected):
+        raise WrongResultError(f"{name}: bits differ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
