@@ -11,12 +11,14 @@
 #include <vector>
 
 #include "layer.h"
+#include "workspace.h"
 
 namespace wnfused::cpu {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int64_t kRecycled = int64_t{1} << 18;  // entries from which memory is worth keeping
 constexpr int64_t kGrain = 32768;  // entries below which a second thread costs more than it brings
 
 inline bool is_bfloat16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
@@ -37,8 +39,10 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {
   return empty_strided(sizes, strides, dtype);
 }
 
-// The sizes and strides of a dense tensor, in another dtype if need be.
+// The sizes and strides of a dense tensor, in another dtype if need be: gradients and scratch, whose memory is kept for
+// the next call. The pages of a fresh one cost a wide layer with a small batch several times its arithmetic.
 inline Tensor empty_as(const Tensor& t, ScalarType dtype) {
+  if (t.numel() >= kRecycled && t.is_contiguous()) return recycled_empty(t.sizes(), dtype);
   return empty_strided({t.sizes().begin(), t.sizes().end()}, {t.strides().begin(), t.strides().end()}, dtype);
 }
 
