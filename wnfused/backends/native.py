@@ -43,6 +43,8 @@ for _schema in (
     "cpu_isa() -> str",
     "cpu_isas() -> str",
     "set_cpu_isa(str name) -> ()",
+    # FLOP/s of multiply-adds on registers alone, on all threads.
+    "cpu_peak_flops(bool bfloat16) -> float",
 ):
     _schemas.define(_schema)
 
@@ -79,7 +81,7 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
         return f"it has no kernel for {op}"
     for argument in arguments:
         if isinstance(argument, Tensor):
-            if argument.device.type != "cpu":
+            if not argument.is_cpu:
                 return f"it has no kernel for device {argument.device.type!r}"
             if argument.dtype not in (_STAGE_DTYPES if op.startswith("residual_stage") else _DTYPES):
                 return f"it has no kernel for {argument.dtype}"

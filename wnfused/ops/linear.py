@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._registration import define, differentiable
+from wnfused.ops._registration import below_autograd, define, differentiable
 
 
 def _fake(
@@ -66,7 +66,7 @@ def layer_backward(
     y, norm = outputs
     activation = rest[-2]
     wanted = [needs[0], needs[1] or needs[2], needs[3], needs[4]]
-    dx, dv, dg, db, dz = op(dy, dy if y is None else y, x, v, g, norm, wanted, *rest)
+    dx, dv, dg, db, dz = below_autograd(op, (dy, dy if y is None else y, x, v, g, norm, wanted, *rest))
     dresidual = dy if activation == "none" else dz
     db = db if bias is None or not needs[3] else db.to(bias.dtype)
     found = (dx, dv, dg, db, dresidual)

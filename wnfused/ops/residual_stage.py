@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._registration import define, differentiable
+from wnfused.ops._registration import below_autograd, define, differentiable
 
 
 def _fake(
@@ -52,7 +52,7 @@ def _backward(
     if not save:
         raise RuntimeError("residual_stage: save=False kept nothing for a backward; call it with save=True")
     _, norm, maps = outputs
-    dx, dv, dg, db = _op_backward(dy, v, g, bias, norm, maps, skip_scale, recompute, any(needs[1:4]))
+    dx, dv, dg, db = below_autograd(_op_backward, (dy, v, g, bias, norm, maps, skip_scale, recompute, any(needs[1:4])))
     return [gradient if needed else None for gradient, needed in zip((dx, dv, dg, db), needs[:4], strict=True)]
 
 

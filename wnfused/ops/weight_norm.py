@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._registration import define, differentiable
+from wnfused.ops._registration import below_autograd, define, differentiable
 
 
 def _fake(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def _backward(
     dw: Tensor, inputs: Sequence[Any], outputs: Sequence[Any], needs: Sequence[bool]
 ) -> Sequence[Tensor | None]:
     v, g, dim = inputs
-    dv, dg = _op_backward(dw, v, g, outputs[1], dim)
+    dv, dg = below_autograd(_op_backward, (dw, v, g, outputs[1], dim))
     return dv if needs[0] else None, dg if needs[1] else None
 
 
