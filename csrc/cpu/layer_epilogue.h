@@ -73,8 +73,33 @@ inline void epilogue(const Lines& lines, const Epilogue& task) {
   });
 }
 
+// Columns of few channels, a multiple of 16: the bias gradient stays in registers, where one in memory would have each
+// line wait for the line before.
+template <int kBlocks, Activation kActivation, class T>
+WNFUSED_INLINE void mask_narrow(const Lines& lines, const Mask& task, const T* dy, const T* y, T* dz, T* scaled) {
+  const Block slope = splat(task.slope);
+  Block sum[kBlocks];
+  WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) sum[b] = load(task.bias_gradient + b * kLanes);
+  for (int64_t line = lines.begin; line < lines.end; ++line) {
+    WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) {
+      const int64_t at = line * lines.length + b * kLanes;
+      Block gradient = load(dy + at);
+      if constexpr (kActivation != Activation::kNone) gradient = masked<kActivation>(gradient, load(y + at), slope);
+      if (dz) store(dz + at, gradient);
+      if (scaled) store(scaled + at, gradient * load(task.scale + b * kLanes));
+      sum[b] = sum[b] + gradient;
+    }
+  }
+  WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) store(task.bias_gradient + b * kLanes, sum[b]);
+}
+
 template <Activation kActivation, class T>
 WNFUSED_INLINE void mask_lines(const Lines& lines, const Mask& task, const T* dy, const T* y, T* dz, T* scaled) {
+  if (lines.columns && task.bias_gradient) {
+    if (lines.length == kLanes) return mask_narrow<1, kActivation>(lines, task, dy, y, dz, scaled);
+    if (lines.length == 2 * kLanes) return mask_narrow<2, kActivation>(lines, task, dy, y, dz, scaled);
+    if (lines.length == 4 * kLanes) return mask_narrow<4, kActivation>(lines, task, dy, y, dz, scaled);
+  }
   const Block slope = splat(task.slope);
   for (int64_t line = lines.begin; line < lines.end; ++line) {
     const int64_t at = line * lines.length;

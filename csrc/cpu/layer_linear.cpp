@@ -38,10 +38,11 @@ Shape shape_of(const Tensor& x, const Tensor& v, const Tensor& g) {
   return {rows, v.size(1), v.size(0)};
 }
 
-// Slices only where v does not fit the cache anyway.
+// Slices only where v does not fit the cache anyway. With many rows of x the product packs all of x anew for each
+// slice, which costs more than a slice that only the last level holds.
 int64_t slice_rows(const Shape& shape) {
   if (shape.features * shape.inner <= 2 * kSliceEntries) return std::max<int64_t>(shape.features, 1);
-  return std::max<int64_t>(kSliceEntries / shape.inner, 64);
+  return std::max<int64_t>((shape.rows > 128 ? 8 : 1) * kSliceEntries / shape.inner, 64);
 }
 
 // Where our own kernels beat the vendor's product (measured with MKL on AVX-512): short rows pay too much for the sums
