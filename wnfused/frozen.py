@@ -20,6 +20,9 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     the parameters is recorded, layers run as always. Nothing else can be trusted to tell that weights stayed the same:
     writes through ``.data`` leave no trace.
 
+    Residual stages run as always: they normalise and pack a weight while the convolution before it runs. Packed ahead,
+    measured on the three stages of WRN-304, they would be 0 to 5% faster for a second copy of their weights.
+
     Args:
         model: any module; its :class:`wnfused.WNLinear` and ``WNConv`` layers are frozen.
 
