@@ -15,6 +15,7 @@ import itertools
 import random
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -27,6 +28,8 @@ ROUND_SECONDS = 1.0
 FP32 = 1e-4
 # An operand in bfloat16 is off by 2^-9 of itself, and a few of those add up in every block.
 BF16 = 2**-3
+
+Op = Callable[..., tuple[Tensor, ...]]
 
 kernels = torch.ops.wnfused_native
 
@@ -68,7 +71,7 @@ def soak(seed: int, end: float) -> int:
         if time.monotonic() >= end:
             return count
         torch.set_num_threads(draw.randint(1, 4))
-        case = draw.choices((stage, stage_not_finite, weight_norm), weights=(6, 1, 2))[0]
+        case = draw.choices((stage, stage_not_finite, weight_norm, linear, conv), weights=(6, 1, 2, 2, 2))[0]
         try:
             case(draw)
         except Exception:
@@ -80,7 +83,7 @@ def soak(seed: int, end: float) -> int:
 def stage(draw: random.Random) -> None:
     blocks, dtype, skip_scale = draw.randint(0, 4), draw.choice((torch.float32, torch.bfloat16)), draw.uniform(0.5, 1)
     x, v, g, bias = stage_arguments(draw, stage_shape(draw), blocks)
-    dy = strided(draw, torch.randn(x.shape)).to(dtype)
+    dy = strided(draw, normal(draw, *x.shape)).to(dtype)
     x = strided(draw, x).to(dtype)
     if draw.random() < 0.3:
         v, g, bias = v.to(dtype), g.to(dtype), bias.to(dtype)
@@ -116,31 +119,81 @@ def stage_not_finite(draw: random.Random) -> None:
     wide = [t.double() for t in (x, v, g, bias)]
     expected = reference.residual_stage(*wide, 1.0, 0, False)[0]
     same("which of y are finite", torch.isfinite(y), torch.isfinite(expected))
-    kernels.residual_stage_backward(torch.randn(x.shape), v, g, bias, norm, maps, 1.0, 0, True)
+    kernels.residual_stage_backward(normal(draw, *x.shape), v, g, bias, norm, maps, 1.0, 0, True)
 
 
 def weight_norm(draw: random.Random) -> None:
     dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
     shape = [draw.randint(1, 40) for _ in range(draw.randint(1, 4))]
-    v = strided(draw, torch.randn(shape)).to(dtype)
+    v = strided(draw, normal(draw, *shape)).to(dtype)
     dim = draw.choice((None, *range(v.dim())))
     rows = 1 if dim is None else shape[dim]
-    g = (torch.rand(rows) + 0.5).to(dtype)
+    g = gain(draw, rows).to(dtype)
     if dim is not None and draw.random() < 0.2:
         v.select(dim, draw.randrange(rows)).zero_()
-    gain = g.reshape([] if dim is None else [-1 if d == dim else 1 for d in range(v.dim())])
-    dw = strided(draw, torch.randn(shape)).to(dtype)
+    shaped = g.reshape([] if dim is None else [-1 if d == dim else 1 for d in range(v.dim())])
+    dw = strided(draw, normal(draw, *shape)).to(dtype)
     tolerance = FP32 if dtype in (torch.float32, torch.float64) else BF16
 
-    w, norm = native.weight_norm(v, gain, dim)
-    expected, expected_norm = reference.weight_norm(v.double(), gain.double(), dim)
+    w, norm = native.weight_norm(v, shaped, dim)
+    expected, expected_norm = reference.weight_norm(v.double(), shaped.double(), dim)
     close("w", w, expected, tolerance)
     close("norm", norm, expected_norm, tolerance)
-    gradients = native.weight_norm_backward(dw, v, gain, norm, dim)
-    wanted = reference.weight_norm_backward(dw.double(), v.double(), gain.double(), expected_norm, dim)
+    gradients = native.weight_norm_backward(dw, v, shaped, norm, dim)
+    wanted = reference.weight_norm_backward(dw.double(), v.double(), shaped.double(), expected_norm, dim)
     # What lies along v cancels, down to nothing in a row of one number: errors are those of dw's size.
     for name, actual, gradient in zip(("dv", "dg"), gradients, wanted, strict=True):
         close(name, actual, gradient, tolerance, scale=dw.double().norm() * (g.double().max() / expected_norm.max()))
+
+
+def linear(draw: random.Random) -> None:
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    rows, inputs, outputs = draw.choice((0, 1, 2, draw.randint(3, 70))), draw.randint(1, 80), draw.randint(1, 80)
+    x = strided(draw, normal(draw, rows, inputs)).to(dtype)
+    v = normal(draw, outputs, inputs)
+    layer(draw, native.linear, native.linear_backward, reference.linear, reference.linear_backward, x, v, ())
+
+
+def conv(draw: random.Random) -> None:
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    groups, kernel = draw.choice((1, 1, 1, 2, 3)), draw.choice(((1, 1), (3, 3), (3, 1), (2, 5)))
+    inputs, outputs = groups * draw.randint(1, 24), groups * draw.randint(1, 24)
+    size = draw.randint(5, 12), draw.randint(5, 12)
+    x = strided(draw, normal(draw, draw.choice((0, 1, 2, 5)), inputs, *size)).to(dtype)
+    v = strided(draw, normal(draw, outputs, inputs // groups, *kernel))
+    stride, padding = ([draw.randint(1, 2), draw.randint(1, 2)] for _ in range(2))
+    geometry = (stride, padding, [1, 1], False, [0, 0], groups)
+    layer(draw, native.conv, native.conv_backward, reference.conv, reference.conv_backward, x, v, geometry)
+
+
+def layer(
+    draw: random.Random, forward: Op, backward: Op, wanted_forward: Op, wanted_backward: Op, x: Tensor, v: Tensor,
+    geometry: tuple[object, ...],
+) -> None:  # fmt: skip
+    outputs = v.shape[0]
+    g = gain(draw, outputs).reshape(-1, *[1] * (v.dim() - 1))
+    bias = draw.choice((None, normal(draw, outputs)))
+    options = (0, draw.choice(("none", "relu", "leaky_relu")), 0.1)
+    tolerance = FP32 if x.dtype == torch.float32 else BF16
+    wide = [None if t is None else t.double() for t in (x, v, g, bias)]
+    expected, expected_norm = wanted_forward(*wide, None, *geometry, *options)
+    residual = draw.choice((None, normal(draw, *expected.shape).to(x.dtype)))
+    if residual is not None:
+        expected = wanted_forward(*wide, residual.double(), *geometry, *options)[0]
+
+    y, norm = forward(x, v, g, bias, residual, *geometry, *options)
+    # What is rounded is the product and what is added to it, which may cancel or be cut off by the activation.
+    close("y", y, expected, tolerance, scale=x.double().norm() + y.numel() ** 0.5)
+    close("norm", norm, expected_norm, FP32)
+    dy = strided(draw, normal(draw, *y.shape)).to(x.dtype)
+    needs = [True, True, bias is not None, residual is not None]
+    gradients = backward(dy, y, x, v, g, norm, needs, *geometry, *options)
+    wanted = wanted_backward(
+        dy.double(), y.double(), *wide[:3], expected_norm, needs, *geometry, *options
+    )  # fmt: skip
+    for name, actual, gradient in zip(("dx", "dv", "dg", "dbias", "dz"), gradients, wanted, strict=True):
+        if actual.numel() or gradient.numel():
+            close(name, actual, gradient, tolerance, scale=dy.double().norm() * (1 + x.double().norm()))
 
 
 def stage_shape(draw: random.Random) -> tuple[int, int, int, int]:
@@ -152,12 +205,17 @@ def stage_shape(draw: random.Random) -> tuple[int, int, int, int]:
 
 
 def stage_arguments(draw: random.Random, shape: tuple[int, int, int, int], blocks: int) -> tuple[Tensor, ...]:
-    channels = shape[1]
-    generator = torch.Generator().manual_seed(draw.getrandbits(60))
-    x = torch.randn(shape, generator=generator)
-    v = torch.randn(blocks, 2, channels, channels, 3, 3, generator=generator)
-    g = torch.rand(blocks, 2, channels, generator=generator) + 0.5
-    return x, v, g, 0.1 * torch.randn(blocks, 2, channels, generator=generator)
+    c = shape[1]
+    v, g, bias = normal(draw, blocks, 2, c, c, 3, 3), gain(draw, blocks, 2, c), 0.1 * normal(draw, blocks, 2, c)
+    return normal(draw, *shape), v, g, bias
+
+
+def normal(draw: random.Random, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(draw.getrandbits(60)))
+
+
+def gain(draw: random.Random, *shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(draw.getrandbits(60))) + 0.5
 
 
 def strided(draw: random.Random, t: Tensor) -> Tensor:
