@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(nat
 kernels = torch.ops.wnfused_native
 ISAS = kernels.cpu_isas().split(",") if native.unavailable() is None else ["portable"]
 
-reproducible = settings(derandomize=True, deadline=None, max_examples=100)
+reproducible = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 @dataclasses.dataclass(frozen=True)
