@@ -78,19 +78,20 @@ def test_training_goes_on_as_before():
 
 
 class Branches(nn.Module):
-    """Activations that must not be fused: two readers, a hook, one module used twice, a functional ReLU."""
+    """Activations that must not be fused: two readers, a hook, one module used twice, called by ``forward`` itself."""
 
     def __init__(self):
         super().__init__()
         self.read_twice, self.hooked, self.shared_a, self.shared_b, self.last = (nn.Linear(4, 4) for _ in range(5))
         self.relu_1, self.relu_2, self.relu_3, self.relu_4 = (nn.ReLU() for _ in range(4))
+        self.tail = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
     def forward(self, x):
         a = self.read_twice(x)
         b = self.relu_1(a) + a
         c = self.relu_2(self.hooked(b))
         d = self.relu_3(self.shared_b(self.relu_3(self.shared_a(c))))
-        return self.relu_4(self.last(d))
+        return self.tail(self.relu_4(self.last(d)))
 
 
 def test_only_what_is_safe_is_fused():
@@ -101,7 +102,7 @@ def test_only_what_is_safe_is_fused():
     expected = model(x)
     wnfused.convert(model, plain=True)
     fused = {name for name, module in model.named_modules() if isinstance(module, FusedActivation)}
-    assert fused == {"relu_4"}
+    assert fused == {"tail.1"}
     torch.testing.assert_close(model(x), expected)
     assert len(seen) == 2
 
@@ -119,6 +120,54 @@ def test_hooks_modes_and_flags_are_carried_over():
     assert isinstance(model[1], nn.ReLU), "a hook on the layer must go on seeing the value before the activation"
     model(torch.randn(1, 3))
     assert seen == ["before", "forward"]
+
+
+def test_hooks_of_every_kind_go_on_and_come_off():
+    model, seen = nn.Sequential(nn.Linear(3, 3)), []
+    layer = model[0]
+    layer.register_forward_hook(lambda m, a, k, y: seen.append("kwargs"), with_kwargs=True)
+    layer.register_forward_pre_hook(lambda m, a, k: seen.append("before"), with_kwargs=True)
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    handle = layer.register_forward_hook(lambda *_: seen.append("removed"))
+    wnfused.convert(model, plain=True)
+    handle.remove()
+    model(torch.randn(1, 3, requires_grad=True)).sum().backward()
+    assert seen == ["before", "kwargs", "backward"]
+
+
+def test_weights_that_something_else_computes_are_left_alone(caplog):
+    model = nn.Sequential(
+        nn.utils.spectral_norm(nn.Linear(3, 3)), parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 3)
+    )
+    nn.utils.prune.l1_unstructured(model[2], "weight", 0.3)
+    x = torch.randn(2, 3)
+    model.eval()
+    expected = model(x)
+    with caplog.at_level(logging.WARNING, "wnfused.convert"):
+        wnfused.convert(model, plain=True)
+    assert caplog.text.count("left alone") == 3
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_fold_leaves_subclasses_alone():
+    class Tripled(WNLinear):
+        def forward(self, input, residual=None):
+            return 3 * super().forward(input, residual)
+
+    layer = Tripled(3, 3)
+    assert wnfused.fold(layer) is layer
+
+
+def test_optimiser_states_carry_over():
+    theirs = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
+    ours = wnfused.convert(nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2))))
+    optimiser = torch.optim.Adam(theirs.parameters())
+    theirs(torch.randn(4, 3)).sum().backward()
+    optimiser.step()
+    resumed = torch.optim.Adam(ours.parameters())
+    resumed.load_state_dict(optimiser.state_dict())
+    ours(torch.randn(4, 3)).sum().backward()
+    resumed.step()
 
 
 def test_shared_modules_stay_shared():

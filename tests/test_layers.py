@@ -14,6 +14,16 @@ from torch.nn.utils import parametrizations, prune
 import wnfused
 from wnfused import WNConv2d, WNLinear
 
+RANKS = {
+    "conv1d": (wnfused.WNConv1d, nn.Conv1d, (2, 4, 9)),
+    "conv2d": (wnfused.WNConv2d, nn.Conv2d, (2, 4, 9, 8)),
+    "conv3d": (wnfused.WNConv3d, nn.Conv3d, (2, 4, 5, 6, 5)),
+    "transpose1d": (wnfused.WNConvTranspose1d, nn.ConvTranspose1d, (2, 4, 9)),
+    "transpose2d": (wnfused.WNConvTranspose2d, nn.ConvTranspose2d, (2, 4, 5, 6)),
+    "transpose3d": (wnfused.WNConvTranspose3d, nn.ConvTranspose3d, (2, 4, 3, 4, 3)),
+}
+
+
 # ------------------------------------------------------------------------------------------ default initialisation
 
 
@@ -98,6 +108,34 @@ def test_channels_last_is_kept():
     assert layer.weight_v.grad is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_inputs_that_start_inside_their_memory(dtype):
+    """Slices of a batch, and parameters and gradients that are slices of one buffer."""
+    layer, batch = WNLinear(64, 48, activation="relu").to(dtype), torch.randn(192, 64).to(dtype)
+    flat = torch.randn(7 + 48 * 64).to(dtype)
+    for x in batch.split(64):
+        torch.testing.assert_close(layer(x), layer(x.clone()))
+        v, g = flat[7:].view(48, 64), layer.weight_g
+        inputs = [x.clone().requires_grad_(), v.clone().requires_grad_(), g.detach().clone().requires_grad_()]
+        dy = torch.randn(128, 48).to(dtype)[64:]
+        wanted = torch.autograd.grad(wnfused.functional.linear(*inputs), inputs, dy.clone())
+        sliced = [x.detach().requires_grad_(), v.detach().requires_grad_(), inputs[2]]
+        found = torch.autograd.grad(wnfused.functional.linear(*sliced), sliced, dy)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_outputs_can_be_written_in_place(rank):
+    kind, _, shape = RANKS[rank]
+    for dtype in (torch.float32, torch.float64):
+        layer, x = kind(4, 4, 3, padding=1).to(dtype), torch.randn(shape).to(dtype)
+        F.relu_(layer(x)).sum().backward()
+        linear = WNLinear(shape[-1], 3, dim=1).to(dtype)
+        linear(x).add_(1).sum().backward()
+        assert torch.isfinite(linear.weight_v.grad).all()
+
+
 def test_residual_rides_in_the_op():
     layer = WNConv2d(4, 4, 3, padding=1, activation="relu")
     x = torch.randn(2, 4, 5, 5)
@@ -115,16 +153,6 @@ def test_autocast_gives_the_dtype_of_torchs_own_layer(dtype):
     ours.float()
     loss.backward()
     assert WNLinear(2, 2)(torch.randn(1, 2)).dtype == torch.float32
-
-
-RANKS = {
-    "conv1d": (wnfused.WNConv1d, nn.Conv1d, (2, 4, 9)),
-    "conv2d": (wnfused.WNConv2d, nn.Conv2d, (2, 4, 9, 8)),
-    "conv3d": (wnfused.WNConv3d, nn.Conv3d, (2, 4, 5, 6, 5)),
-    "transpose1d": (wnfused.WNConvTranspose1d, nn.ConvTranspose1d, (2, 4, 9)),
-    "transpose2d": (wnfused.WNConvTranspose2d, nn.ConvTranspose2d, (2, 4, 5, 6)),
-    "transpose3d": (wnfused.WNConvTranspose3d, nn.ConvTranspose3d, (2, 4, 3, 4, 3)),
-}
 
 
 @pytest.mark.parametrize("wrap", [None, nn.utils.weight_norm, parametrizations.weight_norm])
@@ -204,6 +232,26 @@ def test_writes_to_weight_reach_the_layer(write):
     torch.testing.assert_close(layer.weight.detach(), new)
     torch.testing.assert_close(layer.weight_v.detach(), new)
     torch.testing.assert_close(layer.weight_g.detach().flatten(), new.flatten(1).norm(dim=1))
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda w: nn.init.constant_(w, 2.0), nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_,
+        nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.orthogonal_, nn.init.trunc_normal_,
+        lambda w: torch._foreach_mul_([w], 3.0), lambda w: torch.ops.aten.fill_.Scalar(w, 3.0),
+        lambda w: F.relu(w, inplace=True),
+    ],
+)  # fmt: skip
+def test_every_way_to_write_reaches_the_layer(fill, through_data):
+    layer = WNLinear(6, 5)
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        weight = layer.weight.data if through_data else layer.weight
+        fill(weight)
+    torch.testing.assert_close(layer.weight.detach(), weight.detach().as_subclass(torch.Tensor))
+    assert not torch.allclose(layer.weight.detach(), before)
 
 
 def test_assignment_init_functions_and_augmented_assignment():

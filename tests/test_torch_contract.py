@@ -104,6 +104,25 @@ def test_fullgraph_compile_forward_and_backward(name, channels_last):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_of_strided_inputs_and_dynamic_shapes(dynamic):
+    torch._dynamo.reset()
+    linear = WNLinear(16, 8, activation="leaky_relu")
+    conv = wnfused.WNConv1d(16, 8, 3, padding=1)
+    stage = WNResidualStage(16, 16, 2)
+
+    def model(x):
+        y = linear(x.transpose(1, 2)).sum() + conv(x).sum() + conv(x.transpose(1, 2).contiguous().transpose(1, 2)).sum()
+        return y + stage(x.unsqueeze(-1)).sum()
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for length in (9, 12):
+        x = torch.randn(2, 16, length, requires_grad=True)
+        (found,) = torch.autograd.grad(compiled(x), x)
+        (expected,) = torch.autograd.grad(model(x), x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_export_keeps_the_function():
     model = torch.nn.Sequential(WNConv2d(3, 4, 3, activation="relu"), WNResidualStage(4, 4, 2)).eval()
     x = torch.randn(2, 3, 8, 8)

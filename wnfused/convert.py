@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable
@@ -43,6 +44,15 @@ LAYERS: dict[type[nn.Module], type[WeightNormalised]] = {
 
 CONV_ARGUMENTS = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
+)  # fmt: skip
+
+FOLDED = {*LAYERS.values(), WNResidualBlock, WNResidualStage}
+"""What :func:`fold` takes; a subclass may compute something else."""
+
+HOOK_TABLES = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+    "_state_dict_hooks", "_state_dict_pre_hooks",
 )  # fmt: skip
 
 Filter = Callable[[str, nn.Module], bool]
@@ -105,6 +115,9 @@ def convert(
             elif form is not None:
                 logger.warning("%s: left alone, no layer here replaces %s", name, type(module).__name__)
             continue
+        if not _holds_parameters(module, form):
+            logger.warning("%s: left alone, its weight or bias is computed by something else", name)
+            continue
         layer = _weight_normalised(module, kind, form)
         activation = fusable.get(module)
         if activation is not None:
@@ -134,6 +147,13 @@ def _weight_norm_form(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter, in
             g, v = (cast(nn.Parameter, getattr(weight, f"original{i}")) for i in (0, 1))
             return v, g, weight[0].dim
     return None
+
+
+def _holds_parameters(module: nn.Module, form: tuple[nn.Parameter, nn.Parameter, int] | None) -> bool:
+    """Nothing but torch's weight norm stands between the module and its parameters: no spectral norm, no pruning."""
+    weights = [module._parameters.get("weight")] if form is None else form[:2]
+    parametrised = set(getattr(module, "parametrizations", ())) - {"weight" if form is not None else ""}
+    return not parametrised and all(isinstance(w, nn.Parameter) for w in weights) and "bias" in module._parameters
 
 
 def _weight_normalised(
@@ -166,9 +186,12 @@ def _weight_normalised(
 def _carry_over(old: nn.Module, new: nn.Module) -> None:
     """Training mode and hooks; torch's own weight-norm hook has done its work and stays behind."""
     new.training = old.training
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        hooks = getattr(old, name)
-        getattr(new, name).update({k: h for k, h in hooks.items() if not isinstance(h, WeightNorm)})
+    for name in HOOK_TABLES:
+        if name in old.__dict__:  # the tables themselves, so that the handles of hooks go on removing them
+            object.__setattr__(new, name, old.__dict__[name])
+    pre_hooks = new._forward_pre_hooks
+    for key in [key for key, hook in pre_hooks.items() if isinstance(hook, WeightNorm)]:
+        del pre_hooks[key]
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -188,7 +211,17 @@ class _LayerTracer(fx.Tracer):
 
 
 def _fusable_activations(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Each layer whose only use is one activation module, with that activation; empty if the model does not trace."""
+    """Each layer whose only use is the activation module next to it in an ``nn.Sequential``; empty without a trace.
+
+    One trace shows one way through a model. Neighbours in a sequence are a pair in all of them; a layer and an
+    activation that a ``forward`` calls one by one may part ways under a flag, in evaluation, or in another method.
+    """
+    neighbours = {
+        (before, after)
+        for sequence in model.modules()
+        if isinstance(sequence, nn.Sequential) and type(sequence).forward is nn.Sequential.forward
+        for before, after in itertools.pairwise(sequence)
+    }
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -211,7 +244,12 @@ def _fusable_activations(model: nn.Module) -> dict[nn.Module, nn.Module]:
         if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) != 1:
             continue
         layer = modules[str(before.target)]
-        if _torch_type(layer) is not None and len(calls[layer]) == 1 and not _has_hooks(layer):
+        if (
+            (layer, module) in neighbours
+            and _torch_type(layer) is not None
+            and len(calls[layer]) == 1
+            and not _has_hooks(layer)
+        ):
             found[layer] = module
     return found
 
@@ -253,7 +291,9 @@ def fold(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if module in inside:
             continue
-        if isinstance(module, WNResidualStage):
+        if isinstance(module, (WNResidualStage, WNResidualBlock, WeightNormalised)) and type(module) not in FOLDED:
+            logger.warning("left alone, %s is a subclass", type(module).__name__)
+        elif isinstance(module, WNResidualStage):
             blocks = [_plain_block(block) for block in module.unstack()]  # type: ignore[arg-type]
             replaced[module] = nn.Sequential(*blocks).train(module.training)
         elif isinstance(module, WNResidualBlock):

@@ -30,6 +30,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def kept_format(t: Tensor) -> torch.memory_format:
+    """The memory format that an op keeps from ``t``: channels_last in two or three dims; all else is contiguous."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    format = formats.get(t.dim(), torch.contiguous_format)
+    kept = not t.is_contiguous() and t.is_contiguous(memory_format=format)
+    return format if kept else torch.contiguous_format
+
+
 # ------------------------------------------------------------------------------------------------ weight norm
 
 
@@ -271,13 +279,6 @@ def residual_stage(
         maps.copy_(torch.stack(kept).permute(0, 1, 2, 4, 5, 3))
     y = h.to(x.dtype)
     return (y.clone() if y is x else y), norm, maps
-
-
-def stage_memory_format(x: Tensor) -> torch.memory_format:
-    """The memory format of a stage's output and input gradient: channels_last is kept, all else is contiguous."""
-    if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
-        return torch.contiguous_format
-    return torch.channels_last
 
 
 def empty_stage_maps(x: Tensor, blocks: int, recompute: int, save: bool) -> Tensor:

@@ -50,12 +50,12 @@ inline Tensor empty_as(const Tensor& t) { return empty_as(t, t.scalar_type()); }
 
 inline Tensor nothing(const Tensor& like) { return empty({0}, like.scalar_type()); }
 
-// A matrix in the memory of `t`, `offset` entries in.
+// A matrix in the memory of `t`, `offset` entries after its first (the shim counts from there, not from the storage).
 inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
   const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
   AtenTensorHandle made = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(t.get(), 2, sizes, strides, t.storage_offset() + offset, &made));
+      aoti_torch__reinterpret_tensor(t.get(), 2, sizes, strides, offset, &made));
   return Tensor(made);
 }
 
@@ -63,7 +63,7 @@ inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t colu
 inline Tensor viewed_as(const Tensor& t, const Tensor& like) {
   AtenTensorHandle made = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-      t.get(), like.dim(), like.sizes().data(), like.strides().data(), t.storage_offset(), &made));
+      t.get(), like.dim(), like.sizes().data(), like.strides().data(), 0, &made));
   return Tensor(made);
 }
 

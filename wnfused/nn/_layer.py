@@ -114,12 +114,15 @@ class WeightNormalised(nn.Module):
         """The initialisation of Arpit, Campos & Bengio (2019): see :func:`wnfused.init.reset_layer_`."""
         from wnfused.init.layer import reset_layer_
 
-        if "bias" in self._parameters:  # torch's constructor assigns weight, then bias, then comes here
-            reset_layer_(self)
+        if "bias" not in self._parameters:  # torch's constructor assigns weight, then bias, then comes here
+            return
+        for name in ("bias", "weight_g", "weight_v"):  # torch's weight norm leaves this order, which optimisers save by
+            self._parameters[name] = self._parameters.pop(name)
+        reset_layer_(self)
 
-    def _runs_frozen(self) -> bool:
-        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded."""
-        if self._frozen is None:
+    def _runs_frozen(self, input: Tensor) -> bool:
+        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded or the input's dtype differs."""
+        if self._frozen is None or input.dtype != self.weight_v.dtype:
             return False
         recorded = any(p.requires_grad for p in self._parameters.values() if p is not None)
         return not (recorded and torch.is_grad_enabled())

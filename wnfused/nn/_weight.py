@@ -6,6 +6,7 @@ index, through a view or through ``.data``, changes the layer: ``v <- w``, ``g <
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
 
 _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD_SET = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-
-_WRITING_OPERATORS = {
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
-    "__ipow__",
-}  # fmt: skip
 
 
 class EffectiveWeight(Tensor):
@@ -39,6 +35,7 @@ class EffectiveWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        weights = list(_weights_in((args, kwargs)))
         target = args[0] if args else None
         if isinstance(target, EffectiveWeight):
             if func == _DATA_SET:
@@ -49,14 +46,15 @@ class EffectiveWeight(Tensor):
                 target._layer.weight_v.requires_grad_(wanted)
                 target._layer.weight_g.requires_grad_(wanted)
                 return target
-        written = _written_to(func, args, kwargs)
+            if func is Tensor.set_:
+                raise RuntimeError("weight: set_ cannot reach weight_v and weight_g; assign layer.weight instead")
         with torch._C.DisableTorchFunctionSubclass():
+            before = [_version(weight) for weight in weights]
             result = func(*args, **kwargs)
-            for weight in written:
-                weight._layer.set_weight(weight._root.detach())
-        if isinstance(target, EffectiveWeight):
-            return _followed(result, target)
-        return result
+            for weight, version in zip(weights, before, strict=True):
+                if _version(weight) != version:
+                    weight._layer.set_weight(weight._root.detach())
+        return _followed(result, weights[0]) if weights else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
@@ -65,14 +63,20 @@ class EffectiveWeight(Tensor):
         return self.detach().as_subclass(Tensor).clone()
 
 
-def _written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> list[EffectiveWeight]:
-    """The effective weights that ``func`` writes: its first argument if it works in place, and any ``out``."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITING_OPERATORS
-    targets = [args[0]] if in_place and args else []
-    out = kwargs.get("out")
-    targets += list(out) if isinstance(out, (tuple, list)) else [out]
-    return [t for t in targets if isinstance(t, EffectiveWeight)]
+def _weights_in(arguments: Any) -> Iterator[EffectiveWeight]:
+    """Every effective weight among the arguments of a call, however nested."""
+    if isinstance(arguments, EffectiveWeight):
+        yield arguments
+    elif isinstance(arguments, (tuple, list)):
+        for item in arguments:
+            yield from _weights_in(item)
+    elif isinstance(arguments, dict):
+        yield from _weights_in(list(arguments.values()))
+
+
+def _version(weight: EffectiveWeight) -> int:
+    """torch counts the writes to a tensor's memory, whichever function makes them; not in inference mode."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def _followed(result: Any, source: EffectiveWeight) -> Any:

@@ -26,7 +26,7 @@ class _WNConvTranspose(WeightNormalised):
     def forward(self, input: Tensor, output_size: list[int] | None = None, residual: Tensor | None = None) -> Tensor:
         """``act(conv_transpose(input, w) + b + residual)``; ``output_size`` settles the size as in torch's layer."""
         assert isinstance(self, nn.modules.conv._ConvTransposeNd)
-        if self._runs_frozen() and output_size is None:
+        if self._runs_frozen(input) and output_size is None:
             return self._frozen_output(input, residual)
         assert not isinstance(self.padding, str)
         padding, spatial = self.padding, len(self.kernel_size)

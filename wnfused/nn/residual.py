@@ -212,10 +212,9 @@ class WNResidualStage(nn.Module):
                 init=self.init, device="meta",
             )  # fmt: skip
             for i, conv in enumerate((block.conv1, block.conv2)):
-                frozen = {"requires_grad": self.weight_v.requires_grad}
-                conv.weight_v = nn.Parameter(view.weight_v[i].clone(), **frozen)
-                conv.weight_g = nn.Parameter(view.weight_g[i].reshape(-1, 1, 1, 1).clone(), **frozen)
-                conv.bias = nn.Parameter(view.bias[i].clone(), **frozen)
+                conv.weight_v = nn.Parameter(view.weight_v[i].clone(), self.weight_v.requires_grad)
+                conv.weight_g = nn.Parameter(view.weight_g[i].reshape(-1, 1, 1, 1).clone(), self.weight_g.requires_grad)
+                conv.bias = nn.Parameter(view.bias[i].clone(), self.bias.requires_grad)
             blocks.append(block)
         return nn.Sequential(*blocks).train(self.training)
 

@@ -60,7 +60,7 @@ def activation(name: str | None, negative_slope: float) -> str:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation: unknown {name!r}; use None, 'relu' or 'leaky_relu'")
     # A negative slope would make the output's sign say nothing about the input's.
-    if name == "leaky_relu" and not (math.isfinite(negative_slope) and negative_slope >= 0):
+    if name == "leaky_relu" and not 0 <= negative_slope < math.inf:
         raise ValueError(f"negative_slope: {negative_slope} must be finite and at least 0")
     return name
 

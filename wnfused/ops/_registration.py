@@ -22,13 +22,19 @@ from torch.autograd import forward_ad
 
 from wnfused import dispatch
 from wnfused.ops._arguments import autocast_is_on
+from wnfused.reference import kept_format
 
 _library = torch.library.Library("wnfused", "DEF")
 _implementations: dict[str, Callable[..., Any]] = {}
 
 
-def define(schema: str, fake: Callable[..., Any]) -> torch._ops.OpOverload:
-    """Defines one op from its schema; its implementation on every device asks :func:`dispatch.select`."""
+def define(schema: str, fake: Callable[..., Any], like: Sequence[int | None] = ()) -> torch._ops.OpOverload:
+    """Defines one op from its schema; its implementation on every device asks :func:`dispatch.select`.
+
+    Args:
+        like: for each output the position of the argument whose memory format it keeps, None for no promise. The fake
+            kernel must promise the same, whatever strides a backend works in.
+    """
     name = schema.partition("(")[0]
     _library.define(schema)
 
@@ -37,14 +43,24 @@ def define(schema: str, fake: Callable[..., Any]) -> torch._ops.OpOverload:
         # Operand dtypes are settled before an op is called; autocast must not touch what a kernel does inside.
         if autocast_is_on(device):
             with torch.autocast(device, enabled=False):
-                return dispatch.select(name, arguments)(*arguments)
-        return dispatch.select(name, arguments)(*arguments)
+                outputs = dispatch.select(name, arguments)(*arguments)
+        else:
+            outputs = dispatch.select(name, arguments)(*arguments)
+        return _laid_out(outputs, [None if i is None else arguments[i] for i in like]) if like else outputs
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     _implementations[name] = run
     torch.library.register_fake(f"wnfused::{name}", fake, lib=_library)
     op: torch._ops.OpOverload = getattr(torch.ops.wnfused, name).default
     return op
+
+
+def _laid_out(outputs: Sequence[Tensor], models: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Outputs in the memory formats of their models; those that a call left empty stay so."""
+    return tuple(
+        output if model is None or output.shape != model.shape else output.contiguous(memory_format=kept_format(model))
+        for output, model in zip(outputs, models, strict=True)
+    )
 
 
 def differentiable(
@@ -96,7 +112,7 @@ def differentiable(
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            output = below_autograd(op, arguments)
+            output = _no_view(below_autograd(op, arguments))
             setup_context(ctx, arguments, output)
             return output
 
@@ -119,7 +135,7 @@ def differentiable(
 
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            return below_autograd(op, arguments)
+            return _no_view(below_autograd(op, arguments))
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -144,6 +160,12 @@ def differentiable(
         return outputs
 
     return call
+
+
+def _no_view(output: Sequence[Tensor]) -> Sequence[Tensor]:
+    """``(y, *rest)`` with ``y`` no view: torch forbids writing in place to a view that a function returned."""
+    y, *rest = output
+    return (torch.ops.aten._unsafe_view(y, y.shape), *rest) if y._is_view() else output
 
 
 def _nothing_to_record(arguments: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._registration import define, differentiable
-from wnfused.ops.linear import fake_layer_gradients, layer_backward
+from wnfused.ops.linear import GRADIENTS_LIKE, fake_layer_gradients, layer_backward
 
 Extent = int | Sequence[int]
 
@@ -48,6 +48,7 @@ _op_backward = define(
     f"{_GEOMETRY}, int? dim=0, str activation='none', float negative_slope=0.01) "
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
     _fake_backward,
+    like=GRADIENTS_LIKE,
 )
 
 
@@ -117,8 +118,13 @@ def _conv(
         if isinstance(padding, str):
             raise ValueError(f"padding: {padding!r} must be an int or {spatial} ints for a transposed convolution")
         paddings = _extents("padding", padding, spatial, 0)
+    sizes = _output_sizes(x, v, strides, paddings, dilations, transposed, extra)
+    if any(size < 1 for size in sizes):
+        raise ValueError(
+            f"x: spatial size {list(x.shape[2:])} is too small for a kernel of {list(v.shape[2:])} "
+            f"with padding {paddings} and dilation {dilations}"
+        )
     if residual is not None:
-        sizes = _output_sizes(x, v, strides, paddings, dilations, transposed, extra)
         residual = arguments.residual(residual, [x.shape[0], features, *sizes], x)
     y = _call(
         x, v, g, bias, residual, strides, paddings, dilations, transposed,

@@ -21,6 +21,10 @@ def _fake(
     return x.new_empty([*x.shape[:-1], v.shape[0]]), norm
 
 
+GRADIENTS_LIKE = (2, 3, None, None, 0)
+"""``dx, dv, dg, dbias, dz`` keep the memory formats of ``x``, ``v`` and ``dy`` among the backward's arguments."""
+
+
 def _fake_backward(
     dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
@@ -33,11 +37,13 @@ def fake_layer_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes of ``(dx, dv, dg, db, dz)``, empty where not needed; shared with the convolution."""
     return (
-        torch.empty_like(x) if needs[0] else dy.new_empty(0),
-        torch.empty_like(v) if needs[1] else dy.new_empty(0),
+        torch.empty_like(x, memory_format=reference.kept_format(x)) if needs[0] else dy.new_empty(0),
+        torch.empty_like(v, memory_format=reference.kept_format(v)) if needs[1] else dy.new_empty(0),
         g.new_empty(g.shape) if needs[1] else dy.new_empty(0),
         v.new_empty([features]) if needs[2] else dy.new_empty(0),
-        torch.empty_like(dy) if needs[3] and activation != "none" else dy.new_empty(0),
+        torch.empty_like(dy, memory_format=reference.kept_format(dy))
+        if needs[3] and activation != "none"
+        else dy.new_empty(0),
     )
 
 
@@ -51,6 +57,7 @@ _op_backward = define(
     "str activation='none', float negative_slope=0.01) "
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
     _fake_backward,
+    like=GRADIENTS_LIKE,
 )
 
 

@@ -17,7 +17,7 @@ from wnfused.ops._registration import below_autograd, define, differentiable
 def _fake(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    y = torch.empty_like(x, memory_format=reference.stage_memory_format(x))
+    y = torch.empty_like(x, memory_format=reference.kept_format(x))
     norm = g.new_empty(g.shape, dtype=reference.wide(v.dtype))
     return y, norm, reference.empty_stage_maps(x, v.shape[0], recompute, save)
 
@@ -26,7 +26,7 @@ def _fake_backward(
     dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
     recompute: int = 0, parameters: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dx = torch.empty_like(dy, memory_format=reference.stage_memory_format(dy))
+    dx = torch.empty_like(dy, memory_format=reference.kept_format(dy))
     if not parameters:
         return dx, dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
     return dx, v.new_empty(v.shape), g.new_empty(g.shape), bias.new_empty(bias.shape)
@@ -102,7 +102,7 @@ def residual_stage(
         arguments.matches(name, parameter, x)
         if list(parameter.shape) != [v.shape[0], 2, channels]:
             raise ValueError(f"{name}: shape {list(parameter.shape)} does not fit; use {[v.shape[0], 2, channels]}")
-    if not math.isfinite(skip_scale):
+    if not -math.inf < skip_scale < math.inf:
         raise ValueError(f"skip_scale: {skip_scale} must be finite")
     if recompute is not None and recompute < 1:
         raise ValueError(f"recompute: {recompute} must be None or at least 1")

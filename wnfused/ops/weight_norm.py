@@ -15,17 +15,18 @@ from wnfused.ops._registration import below_autograd, define, differentiable
 
 def _fake(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     norm = v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
-    return torch.empty_like(v), norm
+    return torch.empty_like(v, memory_format=reference.kept_format(v)), norm
 
 
 def _fake_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(v), torch.empty_like(g, memory_format=torch.contiguous_format)
+    return torch.empty_like(v, memory_format=reference.kept_format(v)), g.new_empty(g.shape)
 
 
-_op = define("weight_norm(Tensor v, Tensor g, int? dim=0) -> (Tensor w, Tensor norm)", _fake)
+_op = define("weight_norm(Tensor v, Tensor g, int? dim=0) -> (Tensor w, Tensor norm)", _fake, like=(0, None))
 _op_backward = define(
     "weight_norm_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int? dim=0) -> (Tensor dv, Tensor dg)",
     _fake_backward,
+    like=(1, None),
 )
 
 
