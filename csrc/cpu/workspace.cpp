@@ -107,7 +107,7 @@ class Shelf {
 };
 
 Shelf<6> workspaces(int64_t{1} << 25);  // 128 MB
-Shelf<16> tensors(int64_t{1} << 27);       // 512 MB
+Shelf<16> tensors(int64_t{1} << 28);     // 1 GB
 
 constexpr int64_t kLargeTensor = int64_t{1} << 18;  // floats; smaller ones the allocator itself recycles
 
