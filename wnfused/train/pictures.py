@@ -125,9 +125,7 @@ def norms_over_layers(series: Mapping[str, Sequence[Norms]], title: str, path: P
         axis.set_xlabel("block, from the input to the output")
         axis.set_ylabel(f"{label}\n({unit})")
         axis.margins(x=0.02)
-    axes[0].legend(
-        title="initialisation", loc="center right", bbox_to_anchor=(1.0, 0.35), alignment="left", frameon=False
-    )
+    axes[1].legend(title="initialisation", loc="upper right", alignment="left", frameon=False)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
 
