@@ -166,8 +166,11 @@ def test_optimiser_states_carry_over():
     optimiser.step()
     resumed = torch.optim.Adam(ours.parameters())
     resumed.load_state_dict(optimiser.state_dict())
+    moments = [resumed.state[p]["exp_avg"].shape for p in ours.parameters()]
+    assert moments == [p.shape for p in ours.parameters()]
     ours(torch.randn(4, 3)).sum().backward()
     resumed.step()
+    assert all(torch.isfinite(p).all() for p in ours.parameters())
 
 
 def test_shared_modules_stay_shared():
