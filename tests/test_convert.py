@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import wnfused
 from wnfused import WNConv2d, WNLinear
@@ -139,7 +139,7 @@ def test_weights_that_something_else_computes_are_left_alone(caplog):
     model = nn.Sequential(
         nn.utils.spectral_norm(nn.Linear(3, 3)), parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 3)
     )
-    nn.utils.prune.l1_unstructured(model[2], "weight", 0.3)
+    prune.l1_unstructured(model[2], "weight", 0.3)
     x = torch.randn(2, 3)
     model.eval()
     expected = model(x)
