@@ -106,6 +106,8 @@ def train(
     result["config"] = config.to_dict()
     if run.trainer.is_global_zero:
         write_json(folder.result, result)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # its threads, left to the interpreter's end, can abort the process
     return result
 
 
