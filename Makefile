@@ -1,4 +1,4 @@
-# make demo | test | install | bench | lint          each does the set-up it needs, once
+# make demo | test | install | bench | lint | docs   each does the set-up it needs, once
 #
 #   VENV=path   virtual environment to create and use (default .venv)
 #   VENV=       use the active environment, which must have torch >= 2.11
@@ -17,7 +17,7 @@ endif
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test install bench lint sanitize clean
+.PHONY: demo test install bench lint docs sanitize clean
 
 install: $(STAMP)
 
@@ -48,6 +48,11 @@ lint: install
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+# build/site/index.html; a warning is an error. mkdocstrings reads the sources and imports nothing.
+docs: install
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2"
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs --quiet build
 
 # The C++ library built a second time, with sanitizers, beside the installed one. An exception finds its way through
 # AddressSanitizer only where libstdc++ is loaded as early as the sanitizer; CPython itself leaks by design.

@@ -55,8 +55,8 @@ class WNConvTranspose2d(_WNConvTranspose, nn.ConvTranspose2d):
     ``g = sqrt(gamma prod(stride))``, which keeps the mean square per output element where ``C_in = C_out``.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
-            device, dtype: as in ``nn.ConvTranspose2d``, in its order.
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: and
+            padding_mode, device, dtype, as in ``nn.ConvTranspose2d``, in its order.
         activation, negative_slope, gamma, init, dim: as in :class:`WNConv2d`.
     """
 

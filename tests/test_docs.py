@@ -1,0 +1,68 @@
+"""What the documentation shows runs: every Python block, page by page; every command's arguments; every link."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from wnfused import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The page's code blocks, each behind as many empty lines as put its errors on the page's own lines."""
+    text = page.read_text()
+    found = [m for m in FENCE.finditer(text) if m[1] == language]
+    return ["\n" * text.count("\n", 0, m.start(2)) + m[2] for m in found]
+
+
+def named(pages: list[Path]) -> list[object]:
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+@pytest.mark.parametrize("page", named([page for page in PAGES if blocks(page, "python")]))
+def test_python_blocks_run(page: Path) -> None:
+    """The blocks of one page share their names, as a reader's session would."""
+    names: dict[str, object] = {"__name__": "__page__"}
+    torch.manual_seed(0)
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def commands() -> list[object]:
+    lines = [(page, line) for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    tables = [(page, m[1]) for page in PAGES for m in re.finditer(r"`(wnfused [^`]*|make [\w -]*)`", page.read_text())]
+    return [pytest.param(line, id=f"{page.name}-{line[:60]}") for page, line in {*lines, *tables} if line.strip()]
+
+
+@pytest.mark.parametrize("line", sorted(commands(), key=lambda p: p.id))
+def test_commands_are_understood(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    while words and "=" in words[0]:
+        words.pop(0)  # an environment variable
+    if words[0] == "make":
+        targets = [word for word in words[1:] if "=" not in word]
+        rules = re.findall(r"^([\w]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert set(targets) <= set(rules), f"no such target: {line}"
+    elif words[-1] == "--help" or words[1:] in ([command] for command in ("info", "demo", "train", "probe", "bench")):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([words[1], "--help"])
+    elif "wnfused" in words:
+        parsed, others = cli._parser().parse_known_args(words[words.index("wnfused") + 1 :])
+        assert parsed.command == "bench" or not others, f"unknown options: {others}"
+    else:
+        assert words[0] in ("pip", "python", "torchrun", "git", "cd"), f"not a command of this project: {line}"
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_links_and_pictures_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith(("http", "#")):
+            assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
