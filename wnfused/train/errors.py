@@ -1,9 +1,10 @@
-"""The one exception that a user's mistake raises here, and the one way to ask for an optional library."""
+"""The one exception that a user's mistake raises here."""
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
+from wnfused.optional import MissingDependencyError, require
+
+__all__ = ["MissingDependencyError", "UsageError", "require"]
 
 
 class UsageError(ValueError):
@@ -17,25 +18,3 @@ class UsageError(ValueError):
     def __init__(self, argument: str, value: object, right: str) -> None:
         self.argument, self.value, self.right = argument, value, right
         super().__init__(f"--{argument.replace('_', '-')} {value}: {right}")
-
-
-class MissingDependencyError(ImportError):
-    """An optional library is not installed; the message holds the command that installs it."""
-
-
-def require(name: str, what_for: str) -> ModuleType:
-    """Import an optional library, e.g. ``require("lightning.pytorch", "training")``.
-
-    Raises:
-        MissingDependencyError: if the library is absent. A library that is there and fails to import keeps
-            its own error.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        top = name.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != top:
-            raise
-        raise MissingDependencyError(
-            f"{what_for} needs {top}, which is not installed: pip install 'wnfused[train]'"
-        ) from None

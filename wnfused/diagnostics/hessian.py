@@ -1,0 +1,214 @@
+"""The spectral norm of the loss's Hessian at the parameters, by power iteration with exact second derivatives.
+
+    H = d^2 l / d theta^2,   l = (1/M) sum_m l_m,   ||H||_2 = max |lambda_i(H)|
+
+It limits the learning rate of gradient descent (to ``2 / ||H||_2`` on a quadratic); tables 2 of Arpit, Campos & Bengio
+(2019) and 1 of Zhang, Dauphin & Ma (2019) compare initialisations by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .arguments import (
+    Loss,
+    check_inputs,
+    check_model,
+    check_targets,
+    cross_entropy,
+    mini_batches,
+    positive_int,
+    seeded,
+)
+from .drawing import Drawable
+from .progress import Progress, advancing
+from .state import forked, undisturbed
+
+
+@dataclass(frozen=True)
+class HessianNorm(Drawable):
+    """What :func:`hessian_norm` found.
+
+    Attributes:
+        norm: ``||H v||`` of the last iteration: a lower bound on ``||H||_2`` that grows towards it.
+        eigenvalue: the Rayleigh quotient ``v^T H v``, which has the sign of the eigenvalue of largest magnitude.
+        residual: ``||H v - eigenvalue v||``: some eigenvalue of H is no further than this from ``eigenvalue``. Large
+            beside ``norm`` only where two eigenvalues of opposite sign have nearly the same magnitude.
+        converged: the last two estimates differ by less than ``tolerance``, relatively.
+        estimates: ``||H v||`` after each iteration ``[iterations]``.
+        samples, parameters: how many of each.
+    """
+
+    norm: float
+    eigenvalue: float
+    residual: float
+    converged: bool
+    estimates: np.ndarray
+    samples: int
+    parameters: int
+
+    @property
+    def iterations(self) -> int:
+        return len(self.estimates)
+
+    def _draw(self, axes: Sequence[Any], label: str | None) -> None:
+        (axis,) = axes
+        value = f"{self.norm:.3g}" + ("" if self.converged else ", not converged")
+        name = f"{label}: {value}" if label else value
+        (line,) = axis.plot(np.arange(1, self.iterations + 1), self.estimates, linewidth=2, label=name)
+        axis.plot([self.iterations], self.estimates[-1:], "o" if self.converged else "x", color=line.get_color())
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("power iteration")
+        axis.set_ylabel(r"$\|H v\|_2$, growing towards $\|H\|_2$")
+
+
+def hessian_norm(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    loss: Loss | None = None,
+    samples: int = 1024,
+    batch_size: int | None = 128,
+    tolerance: float = 1e-5,
+    max_iterations: int = 1000,
+    parameters: Iterable[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    progress: Progress = False,
+) -> HessianNorm:
+    """``||H||_2`` of the mean loss by ``v <- H v / ||H v||`` from a Gaussian start.
+
+    ``H v`` is the gradient of ``<dl/dtheta, v>`` (Pearlmutter 1994), through the layers' own second derivatives; for a
+    symmetric H the estimates ``||H v||`` never fall. The model is measured in the mode (train or eval) it is in, and
+    left as it is. In train mode batch norm takes its statistics from each mini-batch: ``batch_size=None`` for
+    statistics over all samples, as in the paper.
+
+    Args:
+        inputs, targets: ``[n, ...]``, of which the first ``samples`` are used.
+        loss: from (outputs, targets) to the *sum* of the samples' losses; default: cross-entropy.
+        batch_size: samples differentiated at once, which bounds the memory; None: all, which keeps the gradient's
+            graph from one iteration to the next and takes half the time.
+        tolerance: relative change of the estimate at which to stop.
+        max_iterations: at which to stop all the same, with ``converged`` False.
+        parameters: theta; default: all parameters of the model that ask for a gradient. Those that do not affect the
+            loss have second derivatives of 0.
+        generator: of the start; default: seeded with 0.
+        progress: True for a bar on the terminal, or a function of (iterations done, None).
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work.
+
+    A loss whose derivatives overflow ends the iteration with a norm of inf or NaN and ``converged`` False.
+    """
+    check_model(model)
+    check_inputs(inputs)
+    check_targets(targets, inputs)
+    positive_int("samples", samples), positive_int("max_iterations", max_iterations)
+    if batch_size is not None:
+        positive_int("batch_size", batch_size)
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance: {tolerance} must be above 0 and below 1")
+    theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad] if parameters is None else [*parameters]
+    if not theta or not all(p.requires_grad for p in theta):
+        raise ValueError("parameters: none asks for a gradient" if not theta else "parameters: all must require_grad")
+    inputs, targets = inputs[:samples], targets[:samples]
+    with undisturbed(model, freeze=False), torch.enable_grad():
+        product = _HessianProduct(model, theta, inputs, targets, loss or cross_entropy, batch_size)
+        with advancing(progress, "power iteration", None) as advance:
+            return _iterate(product, theta, tolerance, max_iterations, seeded(generator), advance)
+
+
+class _HessianProduct:
+    """``v -> H v`` for lists of tensors shaped as the parameters; sums over mini-batches in float32 at least."""
+
+    def __init__(
+        self, model: nn.Module, theta: list[Tensor], inputs: Tensor, targets: Tensor, loss: Loss, batch_size: int | None
+    ) -> None:
+        self.model, self.theta, self.inputs, self.targets, self.loss = model, theta, inputs, targets, loss
+        self.batch_size = batch_size
+        self.samples = len(inputs)
+        # Of a single mini-batch the gradient, with its graph, serves every iteration.
+        self._kept = self._gradient(inputs, targets) if batch_size is None or batch_size >= len(inputs) else None
+
+    def __call__(self, v: list[Tensor]) -> list[Tensor]:
+        if self._kept is not None:
+            return self._of(self._kept, v, keep=True)
+        total = [torch.zeros_like(t) for t in v]
+        for batch in mini_batches(self.inputs, self.targets, self.batch_size):
+            for t, part in zip(total, self._of(self._gradient(*batch), v, keep=False), strict=True):
+                t += part
+        return total
+
+    def _gradient(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        # The same random numbers every time: a dropped unit stays dropped, or there would be no one Hessian.
+        with forked(self.model, seed=0):
+            total = self.loss(self.model(inputs), targets) / self.samples
+        if total.dim() != 0:
+            raise ValueError(f"loss: must return the sum over the samples, not a tensor of shape {list(total.shape)}")
+        return torch.autograd.grad(total, self.theta, create_graph=True, materialize_grads=True)
+
+    def _of(self, gradient: tuple[Tensor, ...], v: list[Tensor], keep: bool) -> list[Tensor]:
+        depends = [(g, t.to(g.dtype)) for g, t in zip(gradient, v, strict=True) if g.requires_grad]
+        if not depends:  # a loss linear in the parameters
+            return [torch.zeros_like(t) for t in v]
+        slopes, directions = zip(*depends, strict=True)
+        products = torch.autograd.grad(slopes, self.theta, directions, retain_graph=keep, materialize_grads=True)
+        return [p.to(t.dtype) for p, t in zip(products, v, strict=True)]
+
+
+def _iterate(
+    product: _HessianProduct,
+    theta: list[Tensor],
+    tolerance: float,
+    max_iterations: int,
+    generator: torch.Generator,
+    advance: Callable[[], None],
+) -> HessianNorm:
+    v = [_gaussian(p, generator) for p in theta]
+    v = _scaled(v, 1 / _norm(v))
+    estimates: list[float] = []
+    converged = False
+    eigenvalue = residual = float("nan")
+    while not converged and len(estimates) < max_iterations:
+        w = product(v)
+        estimate = _norm(w)
+        estimates.append(estimate)
+        advance()
+        eigenvalue = _dot(v, w)
+        residual = _norm([x - eigenvalue * y for x, y in zip(w, v, strict=True)])
+        if estimate == 0:
+            converged = True
+        elif not math.isfinite(estimate):
+            break
+        else:
+            v = _scaled(w, 1 / estimate)
+            converged = len(estimates) > 1 and abs(estimate - estimates[-2]) < tolerance * estimate
+    return HessianNorm(
+        estimates[-1], eigenvalue, residual, converged, np.array(estimates), product.samples,
+        sum(p.numel() for p in theta),
+    )  # fmt: skip
+
+
+def _gaussian(p: Tensor, generator: torch.Generator) -> Tensor:
+    wide = torch.promote_types(p.dtype, torch.float32)
+    return torch.randn(p.shape, generator=generator, device=generator.device, dtype=wide).to(p.device)
+
+
+def _dot(a: list[Tensor], b: list[Tensor]) -> float:
+    return sum(torch.sum(x.double() * y.double()).item() for x, y in zip(a, b, strict=True))
+
+
+def _norm(a: list[Tensor]) -> float:
+    return math.hypot(*(torch.linalg.vector_norm(x, dtype=torch.float64).item() for x in a))
+
+
+def _scaled(a: list[Tensor], factor: float) -> list[Tensor]:
+    return [x * factor for x in a]
