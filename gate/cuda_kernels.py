@@ -1,0 +1,121 @@
+"""The kernels in CUDA C++: what is expected of the entry functions of each ``csrc/cuda/*.cu``.
+
+Every ``.cu`` is compiled and every entry function checked for spills and shared memory, named here or not. A row in
+:data:`KERNELS` adds what the compiler cannot know: the matrix instruction that must be there, the shared memory that
+the launcher asks for. A row that matches no entry function is red, so that a kernel cannot leave unnoticed.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gate import cache
+from gate.rows import ARCHITECTURES, Entry, Expectation, Verdict, broken, judge
+from gate.tools import run, tool, version
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "csrc" / "cuda"
+
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "--expt-relaxed-constexpr",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    "-DTORCH_STABLE_ONLY",
+    "-DUSE_CUDA",
+]
+
+
+@dataclass(frozen=True)
+class CudaKernel(Expectation):
+    """Expectations of the entry functions of one ``.cu``.
+
+    Args:
+        source: the file's name in ``csrc/cuda``.
+        entry: regular expression that the demangled name must contain; several entry functions may match.
+        architectures: capabilities for which the source has this entry function; None for all.
+    """
+
+    source: str = ""
+    entry: str = ""
+    architectures: tuple[int, ...] | None = None
+
+    def matches(self, source: Path, entry: Entry) -> bool:
+        return source.name == self.source and re.search(self.entry, entry.name) is not None
+
+
+KERNELS: tuple[CudaKernel, ...] = ()
+"""One row for each family of kernels, such as
+``CudaKernel(source="residual_stage.cu", entry="stage_forward<.*bfloat16", instruction="HMMA", dynamic_shared=bytes)``.
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One ``.cu`` for one architecture."""
+
+    source: Path
+    capability: int
+    kernels: tuple[CudaKernel, ...] = KERNELS
+
+    def run(self) -> list[Verdict]:
+        rows = [
+            k
+            for k in self.kernels
+            if k.source == self.source.name and (k.architectures is None or self.capability in k.architectures)
+        ]
+        try:
+            compiled = cache.remembered(self._key(), self._compile)
+        except RuntimeError as error:
+            return [broken(self.source.name, "", self.capability, f"does not compile: {error}")]
+        found = []
+        for entry in compiled:
+            row = next((k for k in rows if k.matches(self.source, entry)), Expectation())
+            found.append(judge(self.source.name, _short(entry.name), self.capability, entry, row))
+        for row in rows:
+            if not any(row.matches(self.source, entry) for entry in compiled):
+                fault = f"no entry function matches {row.entry!r}"
+                found.append(broken(self.source.name, row.entry, self.capability, fault))
+        return found
+
+    def _key(self) -> str:
+        headers = sorted(p for suffix in ("*.h", "*.cuh") for p in (ROOT / "csrc").rglob(suffix))
+        headers += sorted(self.source.parent.glob("*.cuh"))
+        texts = [p.read_bytes() for p in (self.source, *headers)]
+        return cache.key(version("nvcc"), " ".join(FLAGS), _torch()[0], str(self.capability), *texts)
+
+    def _compile(self) -> list[Entry]:
+        from gate.sass import entries
+
+        target = ARCHITECTURES[self.capability].target
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / f"{self.source.stem}.cubin"
+            includes = [f"-I{path}" for path in (ROOT / "csrc", *_torch()[1])]
+            generated = f"-gencode=arch=compute_{target},code=sm_{target}"
+            run([tool("nvcc"), *FLAGS, *includes, generated, "-cubin", str(self.source), "-o", str(cubin)])
+            return entries(cubin)
+
+
+def _torch() -> tuple[str, list[str]]:
+    """torch's version and the folders of its headers."""
+    import torch
+    from torch.utils.cpp_extension import include_paths
+
+    return torch.__version__, include_paths()
+
+
+def _short(name: str) -> str:
+    """A demangled name without its argument list, return type and namespaces."""
+    name = re.sub(r"\((?:anonymous namespace|int|bool|unsigned int)\)(::)?", "", name)
+    name = name.split("(")[0].removeprefix("void ")
+    return re.sub(r"\b\w+::", "", name)
+
+
+def jobs(capabilities: list[int]) -> Iterator[Job]:
+    for source in sorted(SOURCES.glob("*.cu")):
+        for capability in capabilities:
+            yield Job(source, capability)

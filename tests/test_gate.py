@@ -1,0 +1,110 @@
+"""The offline gate: planted faults are red, right kernels are green, a missing tool is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the gate is part of the checkout, not of the package
+
+from gate import __main__ as command
+from gate import cuda_kernels, rows, tools
+
+SOURCE = """
+#include <mma.h>
+using namespace nvcuda;
+
+template <int Pad> __global__ void product(const half* a, float* c) {
+  __shared__ float staged[Pad];
+  wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major> x;
+  wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::col_major> y;
+  wmma::fragment<wmma::accumulator, 16, 16, 16, float> z;
+  wmma::fill_fragment(z, 0.f);
+  wmma::load_matrix_sync(x, a, 16);
+  wmma::load_matrix_sync(y, a, 16);
+  wmma::mma_sync(z, x, y, z);
+  wmma::store_matrix_sync(c, z, 16, wmma::mem_row_major);
+  staged[threadIdx.x] = c[threadIdx.x];
+  __syncthreads();
+  c[threadIdx.x] = staged[Pad - 1 - threadIdx.x];
+}
+template __global__ void product<64>(const half*, float*);
+
+__global__ void indexed(float* x, const int* at) {
+  float held[64];
+  for (int i = 0; i < 64; ++i) held[i] = x[i];
+  for (int i = 0; i < 64; ++i) x[i] = held[at[i] & 63];
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    reason = command.missing("cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    path = tmp_path_factory.mktemp("gate") / "planted.cu"
+    path.write_text(SOURCE)
+    return path
+
+
+def faults(source: Path, capability: int, *kernels: cuda_kernels.CudaKernel) -> dict[str, tuple[str, ...]]:
+    found = cuda_kernels.Job(source, capability, kernels).run()
+    return {verdict.configuration: verdict.faults for verdict in found}
+
+
+def row(**expected) -> cuda_kernels.CudaKernel:
+    return cuda_kernels.CudaKernel(source="planted.cu", entry="product<64>", **expected)
+
+
+def test_a_right_kernel_is_green_and_a_register_array_in_memory_red(source):
+    found = faults(source, 90, row(instruction="HMMA", dynamic_shared=200 * 1024))
+    assert found["product<64>"] == ()
+    assert "spilled registers" in found["indexed"][0]
+
+
+def test_shared_memory_over_the_limit_of_one_architecture_is_red(source):
+    kernel = row(instruction="HMMA", dynamic_shared=lambda capability: 200 * 1024 if capability < 90 else 0)
+    assert "over the limit of 166912" in faults(source, 80, kernel)["product<64>"][0]
+    assert faults(source, 90, kernel)["product<64>"] == ()
+
+
+def test_a_missing_matrix_instruction_is_red(source):
+    assert faults(source, 90, row(instruction={90: "HGMMA"}))["product<64>"] == ("no HGMMA; found HMMA",)
+    assert faults(source, 80, row(instruction={90: "HGMMA"}))["product<64>"] == ()
+
+
+def test_a_row_without_a_kernel_is_red(source):
+    gone = cuda_kernels.CudaKernel(source="planted.cu", entry="renamed")
+    assert "no entry function matches" in faults(source, 80, gone)["renamed"][0]
+
+
+def test_a_source_that_does_not_compile_is_red(source, tmp_path):
+    broken = tmp_path / "broken.cu"
+    broken.write_text("__global__ void f() { undeclared(); }")
+    (verdict,) = cuda_kernels.Job(broken, 80).run()
+    assert "does not compile" in verdict.faults[0]
+    assert "undeclared" in verdict.faults[0]
+
+
+def test_every_verdict_has_a_line_in_the_table():
+    entry = rows.Entry("f", registers=40, stack=0, shared=2048, local_accesses=0, instructions={"HMMA": 8})
+    good = rows.judge("f.cu", "f", 80, entry, rows.Expectation("HMMA"))
+    bad = rows.broken("g.cu", "g", 100, "does not compile")
+    lines = command.table([good, bad]).splitlines()
+    assert lines[1].split() == ["f.cu", "f", "sm_80", "40", "0", "2048", "HMMA", "x8"]
+    assert lines[2].endswith("RED: does not compile")
+
+
+@pytest.mark.parametrize("absent", ["nvcc", "cuobjdump"])
+def test_a_missing_tool_is_named_and_has_its_own_exit_code(monkeypatch, capsys, absent):
+    def tool(name):
+        if name == absent:
+            raise tools.ToolMissingError(f"{name} is not on this machine")
+        return name
+
+    monkeypatch.setattr(tools, "tool", tool)
+    assert command.main(["--only", "cuda"]) == command.TOOL_MISSING
+    assert f"NOT CHECKED: the cuda kernels: {absent} is not on this machine" in capsys.readouterr().out
