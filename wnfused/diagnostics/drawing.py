@@ -118,6 +118,21 @@ def new_axes(panels: int) -> list[Any]:
     return axes
 
 
+def over_stations(axis: Any, values: np.ndarray, label: str | None, *, log: bool = True) -> Any:
+    """A line over the stations, numbered from 1; markers where there are few. Returns the line."""
+    count = len(values)
+    marker = MARKERS[len([line for line in axis.get_lines() if line.get_gid() == "stations"]) % len(MARKERS)]
+    (line,) = axis.plot(
+        np.arange(1, count + 1), values, linewidth=2, label=label, marker=marker if count <= 30 else None, markersize=5
+    )
+    line.set_gid("stations")
+    if log:
+        axis.set_yscale("log")
+    axis.set_xlabel("layer or block, from input to output")
+    axis.margins(x=0.02)
+    return line
+
+
 def _legend(axes: Sequence[Any], title: str | None) -> None:
     """One legend for all panels, on the last; the first drawn of equal labels stands for all."""
     found = itertools.chain.from_iterable(zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes)

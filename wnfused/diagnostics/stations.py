@@ -1,0 +1,148 @@
+"""Where in a network a measurement is taken: its stations, in the order of execution.
+
+By default they are the residual blocks, those of a stacked stage one by one, and outside of blocks every module with
+parameters of its own; or whatever a filter selects. Hooks find them in any ``nn.Module``, and each is observed while
+it runs, so that nothing but the observation outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from wnfused.models.resnet import BatchNormBlock
+from wnfused.nn import PlainResidualBlock, WNResidualBlock, WNResidualStage
+
+Filter = Callable[[str, nn.Module], bool]
+"""From (name, module) to whether the module is a station. A stage for which it is true is observed block by block."""
+
+BLOCKS = (WNResidualBlock, PlainResidualBlock, BatchNormBlock)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a station.
+
+    Attributes:
+        name: of the module, or ``stage.blocks.i`` for an identity block of a stage.
+        run: the station as a function of its input, its other arguments held.
+        input, output: tensors; the first of each, where there are several.
+    """
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    input: Tensor
+    output: Tensor
+
+
+Observer = Callable[[Call], Tensor | None]
+"""Called after each call of a station; a tensor that it returns takes the output's place."""
+
+
+@contextlib.contextmanager
+def observed(model: nn.Module, observe: Observer, filter: Filter | None = None) -> Iterator[None]:
+    """While this holds, ``observe`` sees every call of a station of ``model``; no hook is left behind."""
+    selected = default_filter(model) if filter is None else filter
+    busy = False
+
+    def report(call: Call) -> Tensor | None:
+        """An observer may run the station again; what it calls inside is no call of the network's."""
+        nonlocal busy
+        if busy:
+            return None
+        busy = True
+        try:
+            return observe(call)
+        finally:
+            busy = False
+
+    with contextlib.ExitStack() as undo:
+        for name, module in model.named_modules():
+            if not selected(name, module):
+                continue
+            if isinstance(module, WNResidualStage):
+                undo.enter_context(_block_by_block(name, module, report))
+            else:
+                undo.callback(module.register_forward_hook(_hook(name, report), with_kwargs=True).remove)
+        yield
+
+
+def default_filter(model: nn.Module) -> Filter:
+    """Blocks and stages as a whole; outside of them every module that has parameters of its own."""
+    inside: set[int] = set()
+    for module in model.modules():
+        # A parametrisation is a module that makes a weight, not one that data passes through.
+        wholes = [module] if isinstance(module, BLOCKS) else []
+        if parametrize.is_parametrized(module):
+            wholes.append(module.parametrizations)  # type: ignore[arg-type]
+            inside.update(id(part) for part in module.parametrizations.modules())  # type: ignore[union-attr]
+        inside.update(id(part) for whole in wholes for part in whole.modules() if part is not whole)
+
+    def selected(name: str, module: nn.Module) -> bool:
+        if isinstance(module, (*BLOCKS, WNResidualStage)):
+            return True
+        own = next(module.parameters(recurse=False), None) is not None or parametrize.is_parametrized(module)
+        return own and id(module) not in inside
+
+    return selected
+
+
+def _hook(name: str, report: Observer) -> Callable[..., Any]:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        position = next((i for i, a in enumerate(arguments) if isinstance(a, Tensor)), None)
+        first = _first(output)
+        if first is None or position is None:
+            return None
+
+        def run(x: Tensor) -> Tensor:
+            result = _first(module.forward(*arguments[:position], x, *arguments[position + 1 :], **keywords))
+            assert result is not None
+            return result
+
+        replacement = report(Call(name, run, arguments[position], first))
+        return None if replacement is None else _with_first(output, replacement)
+
+    return hook
+
+
+def _first(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, (tuple, list)):
+        return next((part for part in output if isinstance(part, Tensor)), None)
+    return None
+
+
+def _with_first(output: Any, replacement: Tensor) -> Any:
+    if isinstance(output, Tensor):
+        return replacement
+    parts = list(output)
+    parts[next(i for i, part in enumerate(parts) if isinstance(part, Tensor))] = replacement
+    return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+
+
+@contextlib.contextmanager
+def _block_by_block(name: str, stage: WNResidualStage, report: Observer) -> Iterator[None]:
+    """While this holds, the stage runs its blocks one after the other instead of as one op."""
+
+    def forward(x: Tensor) -> Tensor:
+        if stage.transition is not None:
+            # A module, with a hook of its own.
+            x = stage.transition(x)
+        for i, block in enumerate(stage.blocks()):
+            y = block(x)
+            replacement = report(Call(f"{name}.blocks.{i}", block, x, y))
+            x = y if replacement is None else replacement
+        return x
+
+    # An attribute of the instance hides the method of its class.
+    stage.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del stage.__dict__["forward"]
