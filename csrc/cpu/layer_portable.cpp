@@ -3,7 +3,7 @@
 
 #include "layer.h"
 #include "stage.h"
+#include "target_portable.h"
 
-#define WNFUSED_ISA portable
-#define WNFUSED_VECTOR_BITS 128
 #include "layer_kernels.h"
+#include "target_end.h"

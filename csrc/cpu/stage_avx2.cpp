@@ -1,29 +1,8 @@
 // The stage's kernels for AVX2 + FMA.
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #include "stage.h"
+#include "target_avx2.h"
 
-// Only code below this line may use the instruction set, and all of it lives in a namespace of its own: no function the
-// linker could share with another translation unit is compiled for it.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,bmi2"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,bmi2")
-#endif
-
-#define WNFUSED_ISA avx2
-#define WNFUSED_VECTOR_BITS 256
-#include "stage_driver.h"
-
-namespace wnfused::cpu::avx2 {
-const StageKernels stage_kernels = {forward, backward};
-}
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "stage_kernels.h"
+#include "target_end.h"
 #endif  // __x86_64__

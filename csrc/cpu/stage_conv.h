@@ -117,11 +117,12 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
       float* target = panel.at(0, b, row);
       const int64_t lanes = b * kLanes;
       Four left[2];
-      for (int64_t x = run.unit.x - 1; x < run.unit.x + 1; ++x)
-        left[x - run.unit.x + 1] =
-            x < 0 ? Four{{zero(), zero(), zero(), zero()}}
-                  : input_column<Round>(lines[0] + x * step[0] + lanes, lines[1] + x * step[1] + lanes,
-                                        lines[2] + x * step[2] + lanes, lines[3] + x * step[3] + lanes);
+      WNFUSED_UNROLL for (int j = 0; j < 2; ++j) {
+        const int64_t x = run.unit.x - 1 + j;
+        left[j] = x < 0 ? Four{{zero(), zero(), zero(), zero()}}
+                        : input_column<Round>(lines[0] + x * step[0] + lanes, lines[1] + x * step[1] + lanes,
+                                              lines[2] + x * step[2] + lanes, lines[3] + x * step[3] + lanes);
+      }
       for (int64_t t = 0, x = run.unit.x + 1; t < run.tiles; ++t, x += 2, target += kLanes) {
         Four right[2];
         WNFUSED_UNROLL for (int j = 0; j < 2; ++j)
