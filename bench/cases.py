@@ -13,27 +13,27 @@ from bench.result import Result
 from bench.workloads import FORWARD, ConvLayer, DeepStep, LinearLayer, Orthogonal, Workload
 
 
-def run(workload: Workload, budget: float) -> Iterator[Result]:
+def run(workload: Workload, budget: float, device: str = "cpu") -> Iterator[Result]:
     """One result a pass; ``budget`` seconds of measuring each."""
     if isinstance(workload, Orthogonal):
         yield from initialisation.run(workload, budget)
     elif isinstance(workload, DeepStep):
         yield from deep.run(workload, budget)
     else:
-        yield from _run_module(workload, budget)
+        yield from _run_module(workload, budget, device)
 
 
-def _run_module(workload: Workload, budget: float) -> Iterator[Result]:
+def _run_module(workload: Workload, budget: float, device: str) -> Iterator[Result]:
     # What the compiler learnt from other shapes would make it generalise, and so slower, here.
     torch._dynamo.reset()
-    problem = gate.Problem(workload)
+    problem = gate.Problem(workload, device)
     subjects: dict[str, peers.Subject] = {}
     for pass_name in workload.passes:
         result = Result.of(workload, pass_name)
         runners = _gated(workload, pass_name, problem, subjects, result)
         base = next((runner.name for runner in runners if runner.name in workload.ours), None)
         if base is not None:
-            _measure(workload, runners, base, budget, result)
+            _measure(workload, runners, base, budget, result, device)
         yield result
 
 
@@ -74,8 +74,8 @@ def _gated(
     return runners
 
 
-def _measure(workload: Workload, runners: list[Runner], base: str, budget: float, result: Result) -> None:
-    peak = peak_beside(workload, base)
+def _measure(workload: Workload, runners: list[Runner], base: str, budget: float, result: Result, device: str) -> None:
+    peak = peak_beside(workload, base) if device == "cpu" else None  # bench/gpu.py puts a roofline beside its rows
     samples = interleave(runners, base, budget, beside=peak.rate if peak else None)
     result.measured(samples, base)
     if peak is not None:

@@ -26,15 +26,16 @@ class Ceiling:
     rate: Callable[[], float]
 
 
-def ceiling(dtype: torch.dtype) -> Ceiling:
-    """The ceiling for products of ``dtype``, float32 or bfloat16."""
-    bfloat16 = dtype == torch.bfloat16
-    kind = "bf16" if bfloat16 else "fp32"
+def ceiling(kind: str) -> Ceiling:
+    """The ceiling of the CPU for products in ``"fp32"`` or ``"bf16"``."""
+    bfloat16 = kind == "bf16"
     if hasattr(torch.ops.wnfused_native, "cpu_peak_flops"):
         op = torch.ops.wnfused_native.cpu_peak_flops
         return Ceiling(f"the {kind} peak of a register-only loop", f"{kind} peak", lambda: float(op(bfloat16)))
     library = "oneDNN bf16 gemm" if bfloat16 else "MKL sgemm"
-    return Ceiling(f"{library} (torch.mm of {SIZE}x{SIZE})", library, _product_rate(dtype))
+    return Ceiling(
+        f"{library} (torch.mm of {SIZE}x{SIZE})", library, _product_rate(torch.bfloat16 if bfloat16 else torch.float32)
+    )
 
 
 def _product_rate(dtype: torch.dtype) -> Callable[[], float]:

@@ -195,7 +195,7 @@ def run(workload: DeepStep, budget: float) -> Iterator[Result]:
 
 
 def _gate(found: dict[str, Any], truth: dict[str, Any], workload: DeepStep) -> dict[str, float]:
-    allowed = gate.tolerance(workload, torch.float32)
+    allowed = gate.tolerance(workload, "fp32")
     errors = {"y": gate.relative_error(torch.tensor(found["y"]), torch.tensor(truth["y"], dtype=torch.float64))}
     errors |= sketch_errors(found["sketch"], truth["sketch"])
     for name, error in errors.items():
@@ -209,7 +209,7 @@ def _measure(
     processes: dict[str, Process], base: str, budget: float, workload: DeepStep, results: dict[str, Result]
 ) -> None:
     samples = {name: Samples({peer: [] for peer in processes}) for name in results}
-    peak = ceiling(torch.float32)
+    peak = ceiling("fp32")
     for process in processes.values():
         process.ask("step")  # allocates the momentum
     start = time.perf_counter()

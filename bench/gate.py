@@ -9,8 +9,8 @@ Tolerances, with ``u`` the unit roundoff:
 
 - *Output in float32.* Roundings of a sum of ``K`` products walk at random to about ``u sqrt(K)``; the residual stream
   of ``L`` layers adds ``u sqrt(L)``. Winograd's transforms and an unlucky order of sums cost a factor up to 4.
-- *Output in bfloat16.* Operands are rounded, sums are kept in float32: ``u`` whatever ``K``, and ``u sqrt(L)`` where
-  the stream itself is rounded at every block. ``x`` and ``w`` both, hence a factor 2.
+- *Output in bfloat16 and TensorFloat-32.* Operands are rounded, sums are kept in float32: ``u`` whatever ``K``, and
+  ``u sqrt(L)`` where the stream itself is rounded at every block. ``x`` and ``w`` both, hence a factor 2.
 - *Gradients of one layer.* ``dw`` sums over all positions of the batch, so ``K`` is the longer of both sums. The output
   gradient is 0 where the float64 pre-activation is within a thousandth of the ReLU's kink, so that no rounding can
   switch a unit that counts.
@@ -33,7 +33,7 @@ from bench import models, parameters
 from bench.workloads import FORWARD, STEP, ConvLayer, LinearLayer, Network, Workload
 
 KINK = 1e-3
-UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-9}
 
 
 class GateError(AssertionError):
@@ -49,8 +49,8 @@ class Tolerance:
     layer_gradient: float
 
 
-def tolerance(workload: Workload, precision: torch.dtype) -> Tolerance:
-    """As derived above, for a peer whose operands have the dtype ``precision``."""
+def tolerance(workload: Workload, precision: str) -> Tolerance:
+    """As derived above, for a peer whose operands are rounded to ``precision``, a key of ``UNIT_ROUNDOFF``."""
     u = UNIT_ROUNDOFF[precision]
     shape = models.input_shape(workload)
     match workload:
@@ -62,13 +62,11 @@ def tolerance(workload: Workload, precision: torch.dtype) -> Tolerance:
             inner = 64 * 9
         case _:
             inner, depth = 9 * shape[1], 2 * models.blocks(workload)
-    if precision == torch.bfloat16:
-        output = 2 * u * (1 + math.sqrt(depth))
-    else:
-        output = 4 * u * (math.sqrt(inner) + math.sqrt(depth))
+    rounded = precision != "fp32"
+    output = 2 * u * (1 + math.sqrt(depth)) if rounded else 4 * u * (math.sqrt(inner) + math.sqrt(depth))
     if depth == 1:
         positions = math.prod(shape) // shape[1]
-        gradient = 4 * u if precision == torch.bfloat16 else 4 * u * math.sqrt(max(inner, positions))
+        gradient = 4 * u if rounded else 4 * u * math.sqrt(max(inner, positions))
         return Tolerance(output, gradient, gradient)
     return Tolerance(output, math.sqrt(output), 0.5)
 
@@ -78,6 +76,7 @@ class Problem:
     """One workload's data, and what float64 makes of them. ``x`` and the output's gradient are float32 numbers."""
 
     workload: Workload
+    device: str = "cpu"
     x: Tensor = field(init=False)
     labels: Tensor = field(init=False)
     dy: Tensor = field(init=False)
@@ -93,6 +92,8 @@ class Problem:
             with torch.no_grad():
                 before_relu = parameters.fill(models.plain(self.workload).double(), 1)[0](self.x.double())
             self.dy *= before_relu.abs() > KINK * before_relu.std()
+        # Drawn on the CPU: the same numbers on every device.
+        self.x, self.labels, self.dy = (t.to(self.device) for t in (self.x, self.labels, self.dy))
 
     def truth(self, pass_name: str) -> Truth:
         """Computed once for the passes that differentiate ``<dy, y>`` and once for those that take a loss."""
@@ -119,6 +120,7 @@ class Truth:
     @classmethod
     def of(cls, problem: Problem, takes_loss: bool) -> Truth:
         module = parameters.fill(models.plain(problem.workload).double(), models.blocks(problem.workload))
+        module.to(problem.device)
         x = problem.x.double().requires_grad_(models.input_needs_gradient(problem.workload))
         y = module(x)
         problem.differentiated(y, takes_loss).backward()
@@ -131,7 +133,7 @@ def true_gradients(module: nn.Module, blocks: int) -> Iterator[dict[str, Tensor]
     for number, layer in enumerate(parameters.layers(module)):
         dw, db = (layer.entries[key].parameter.grad for key in ("w", "b"))
         v, g, _ = parameters.draw(number, layer.name, dw.shape, blocks)
-        v, g = v.double().requires_grad_(), g.double().requires_grad_()
+        v, g = (t.to(dw.device, torch.float64).requires_grad_() for t in (v, g))
         with torch.enable_grad():
             dv, dg = torch.autograd.grad(parameters.effective_weight(v, g), (v, g), dw)
         yield {"w": dw, "v": dv, "g": dg, "b": db}
@@ -151,7 +153,7 @@ def check(
     forward: Callable[[Tensor], Tensor],
     problem: Problem,
     pass_name: str,
-    precision: torch.dtype,
+    precision: str,
     x: Tensor,
 ) -> dict[str, float]:
     """Runs ``forward`` on ``x`` and compares; the errors, by name.

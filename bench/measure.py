@@ -26,11 +26,15 @@ PRECISION = 0.01
 
 @dataclass(frozen=True)
 class Runner:
-    """One peer of a case: ``call`` is what is timed, inside a fresh ``context()`` that is entered untimed."""
+    """One peer of a case: ``call`` is what is timed, inside a fresh ``context()`` that is entered untimed.
+
+    ``settle`` waits until the device has done what it was told, before a clock is read.
+    """
 
     name: str
     call: Callable[[], Any]
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    settle: Callable[[], None] | None = None
 
 
 @dataclass
@@ -116,11 +120,15 @@ def _order(runners: Sequence[Runner], number: int) -> list[Runner]:
 
 
 def _time(runner: Runner, repeats: int, clock: Callable[[], float]) -> float:
-    call = runner.call
+    call, settle = runner.call, runner.settle
     with runner.context():
+        if settle is not None:
+            settle()
         start = clock()
         for _ in range(repeats):
             call()
+        if settle is not None:
+            settle()
         return (clock() - start) / repeats
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,32 +25,55 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Peer:
-    """``form``: a key of ``models.FORMS``. ``backend``: of ours. ``autocast``: to bfloat16, parameters in float32."""
+    """``form``: a key of ``models.FORMS``. ``backend``: of ours.
+
+    ``precision``: ``"fp32"``, ``"tf32"`` (CUDA only) or ``"bf16"`` by autocast, parameters in float32. ``captured``:
+    the pass is recorded as a CUDA graph once and replayed.
+    """
 
     form: str
     title: str
     backend: str | None = None
     channels_last: bool = False
     compiled: bool = False
-    autocast: bool = False
+    precision: str = "fp32"
+    captured: bool = False
 
-    @property
-    def precision(self) -> torch.dtype:
-        return torch.bfloat16 if self.autocast else torch.float32
+
+def _on_cuda() -> dict[str, Peer]:
+    """Ours and theirs in the three precisions of CUDA, launched one by one and captured as a CUDA graph.
+
+    The un-normalised convolutions and products of ``plain`` are cuDNN's and cuBLAS's.
+    """
+    forms = [("native", "ours", "this package, CUDA kernels"), ("triton", "ours", "this package, Triton kernels")]
+    forms += [("eager", "eager", "parametrizations.weight_norm"), ("plain", "plain", "no weight norm, cuDNN")]
+    found = {}
+    for name, form, title in forms:
+        backend = name if form == "ours" else None
+        for precision in ("fp32", "tf32", "bf16"):
+            for graph in (False, True):
+                key = f"cuda {name} {precision}" + " graph" * graph
+                text = f"{title}, {precision}" + ", captured as a CUDA graph" * graph
+                found[key] = Peer(form, text, backend, precision=precision, captured=graph, channels_last=True)
+    for precision in ("fp32", "tf32", "bf16"):
+        text = f"torch.compile of parametrizations.weight_norm, {precision}"
+        found[f"cuda compile {precision}"] = Peer("eager", text, compiled=True, precision=precision, channels_last=True)
+    return found
 
 
 PEERS: dict[str, Peer] = {
     "native": Peer("ours", "this package, C++ kernels", backend="native"),
     "reference": Peer("ours", "this package, plain torch", backend="reference"),
-    "native bf16": Peer("ours", "this package, C++ kernels, bf16 autocast", backend="native", autocast=True),
-    "reference bf16": Peer("ours", "this package, plain torch, bf16 autocast", backend="reference", autocast=True),
+    "native bf16": Peer("ours", "this package, C++ kernels, bf16 autocast", backend="native", precision="bf16"),
+    "reference bf16": Peer("ours", "this package, plain torch, bf16 autocast", backend="reference", precision="bf16"),
     "eager": Peer("eager", "parametrizations.weight_norm + op + ReLU"),
     "eager cl": Peer("eager", "the same in channels_last", channels_last=True),
-    "eager bf16": Peer("eager", "the same under bf16 autocast", autocast=True),
+    "eager bf16": Peer("eager", "the same under bf16 autocast", precision="bf16"),
     "plain": Peer("plain", "no weight norm: op + ReLU"),
     "plain cl": Peer("plain", "no weight norm, channels_last", channels_last=True),
-    "plain bf16": Peer("plain", "no weight norm, bf16 autocast", autocast=True),
+    "plain bf16": Peer("plain", "no weight norm, bf16 autocast", precision="bf16"),
     "compile": Peer("eager", "torch.compile of eager", compiled=True),
+    **_on_cuda(),
     "batched": Peer("init", "wnfused.init.orthogonal_batched"),
     "loop": Peer("init", "a loop of nn.init.orthogonal_"),
 }
@@ -74,9 +97,19 @@ class Subject:
     forward: Callable[[Tensor], Tensor]
     x: Tensor
 
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Our backend and CUDA's precision, as the peer has them."""
+        with contextlib.ExitStack() as stack:
+            if self.peer.backend:
+                stack.enter_context(wnfused.use_backend(self.peer.backend))
+            if self.x.is_cuda:
+                stack.enter_context(tensor_float_32(self.peer.precision == "tf32"))
+            yield
+
     @property
-    def context(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-        return partial(wnfused.use_backend, self.peer.backend) if self.peer.backend else contextlib.nullcontext
+    def settle(self) -> Callable[[], None] | None:
+        return torch.cuda.synchronize if self.x.is_cuda else None
 
 
 def subject(problem: gate.Problem, name: str) -> Subject:
@@ -90,7 +123,7 @@ def subject(problem: gate.Problem, name: str) -> Subject:
         raise Unavailable("torch.compile needs a C++ compiler")
     if peer.backend and (reason := wnfused.backend_status()[peer.backend]):
         raise Unavailable(reason)
-    module = parameters.fill(models.FORMS[peer.form](workload), models.blocks(workload))
+    module = parameters.fill(models.FORMS[peer.form](workload), models.blocks(workload)).to(problem.device)
     x = problem.x
     if peer.channels_last or workload.channels_last:
         module.to(memory_format=torch.channels_last)
@@ -98,15 +131,29 @@ def subject(problem: gate.Problem, name: str) -> Subject:
     x = x.detach().clone(memory_format=torch.preserve_format)
     x.requires_grad_(models.input_needs_gradient(workload))
     forward: Callable[[Tensor], Tensor] = torch.compile(module, dynamic=False) if peer.compiled else module
-    return Subject(problem, peer, module, _autocast(forward) if peer.autocast else forward, x)
+    return Subject(problem, peer, module, _autocast(forward) if peer.precision == "bf16" else forward, x)
 
 
 def _autocast(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             return forward(x)
 
     return run
+
+
+@contextlib.contextmanager
+def tensor_float_32(allowed: bool) -> Iterator[None]:
+    """Whether CUDA's products and convolutions may round float32 operands to ten bits of mantissa."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = allowed
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
 
 
 def gated(subject: Subject, name: str, pass_name: str) -> Gated:
@@ -122,7 +169,41 @@ def gated(subject: Subject, name: str, pass_name: str) -> Gated:
             errors = gate.check(subject.module, subject.forward, problem, pass_name, precision, subject.x)
     except wnfused.BackendUnavailableError as reason:
         raise Unavailable(str(reason)) from reason
-    return Gated(Runner(name, call(subject, pass_name), subject.context), errors)
+    with subject.context():
+        timed = call(subject, pass_name)
+        if subject.peer.captured:
+            timed = captured(timed)
+    return Gated(Runner(name, timed, subject.context, subject.settle), errors)
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call`` as a CUDA graph: run on a side stream until its allocations have settled, recorded once, replayed.
+
+    Raises:
+        Unavailable: what ``call`` does cannot be captured.
+        gate.GateError: a replay gives other numbers than a call.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            replayed = call()
+    except RuntimeError as error:
+        raise Unavailable(f"not captured as a CUDA graph: {str(error).splitlines()[0]}") from error
+    graph.replay()
+    for found, true in zip(_tensors(replayed), _tensors(call()), strict=True):
+        if not gate.relative_error(found, true) <= 1e-2:  # the same kernels; libraries may choose others under capture
+            raise gate.GateError("a replayed CUDA graph gives other numbers than the calls it recorded")
+    return graph.replay
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    return () if value is None else (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def call(subject: Subject, pass_name: str) -> Callable[[], Any]:
@@ -138,10 +219,9 @@ def call(subject: Subject, pass_name: str) -> Callable[[], Any]:
         return run_forward
     if pass_name == BACKWARD:
         inputs = [x, *held] if x.requires_grad else held
-        dy = subject.problem.dy.to(subject.peer.precision)
-        with subject.context(), torch.no_grad():
+        with torch.no_grad():
             y = forward(x)
-            dy = torch.empty_like(y).copy_(dy)
+            dy = torch.empty_like(y).copy_(subject.problem.dy)
         return lambda: torch.autograd.grad(forward(x), inputs, dy)
     if pass_name == STEP:
         return partial(training_step, forward, x, subject.problem.labels, sgd(held))

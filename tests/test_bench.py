@@ -228,3 +228,49 @@ def test_every_workload_names_known_peers_and_is_named_once():
 @pytest.mark.parametrize(("seconds", "text"), [(1.234, "1.23 s"), (0.01234, "12.3 ms"), (123.4e-6, "123 us")])
 def test_durations_have_three_digits(seconds, text):
     assert report.duration(seconds) == text
+
+
+def test_the_gpu_script_goes_through_its_steps_without_a_gpu(tmp_path) -> None:
+    from bench import gpu
+
+    assert gpu.main(["--rehearse", "--only", "memcheck", "--only", "measure", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["rehearsal"]
+    assert report["steps"]["memcheck"]["status"] == "skipped"
+    rows = report["steps"]["measure"]["results"]
+    assert {row["pass_name"] for row in rows} == {"forward", "forward+backward"}
+    assert all(row["ratios"]["eager"]["median"] > 0 for row in rows)
+    assert (tmp_path / "gpu.png").exists()
+
+
+def test_the_gpu_script_names_what_is_missing(tmp_path, capsys) -> None:
+    from bench import gpu
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu.main(["--out", str(tmp_path)]) == 2
+    assert "CUDA" in capsys.readouterr().err
+
+
+def test_every_gpu_workload_has_a_floor() -> None:
+    from bench import gpu_workloads, roofline
+
+    rates = roofline.Rates(4e12, {"fp32": 5e13, "tf32": 4e14, "bf16": 8e14})
+    for workload in gpu_workloads.WORKLOADS:
+        if getattr(workload, "depth", 0) > 1000:
+            continue
+        for name in workload.passes:
+            found = roofline.floor(workload, name, workload.name.rsplit(", ", 1)[1], rates)
+            assert found.seconds > 0
+            assert found.flops == models.flops(workload)[0 if name == "forward" else 1]
+        assert set(workload.ours) | set(workload.peers) <= set(peers.PEERS)
+
+
+def test_bytes_of_one_linear_layer() -> None:
+    """Forward: x, w, b, y. Backward: w again, dy, x, dx, dw, db."""
+    from bench import roofline
+
+    layer = workloads.LinearLayer(group="g", name="n", features=8, batch=4)
+    parameters = 4 * (8 * 8 + 8)
+    assert roofline.bytes_moved(layer, "forward", 4) == 4 * 2 * 32 + parameters
+    assert roofline.bytes_moved(layer, "forward+backward", 4) == 4 * 2 * 32 + parameters + 4 * 3 * 32 + 2 * parameters

@@ -1,0 +1,103 @@
+"""What ``bench/gpu.py`` measures: whole networks, stages and single layers on a GPU. One table, nothing else.
+
+Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios.
+"""
+
+from __future__ import annotations
+
+from bench.workloads import BACKWARD, FORWARD, STEP, ConvLayer, LinearLayer, Network, Stage, Workload
+
+PRECISIONS = ("bf16", "tf32", "fp32")
+
+
+def _peers(precision: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"cuda {name.replace('*', precision)}" for name in names)
+
+
+def _networks() -> list[Workload]:
+    found: list[Workload] = []
+    for depth, batch in ((304, 128), (1000, 128), (10000, 128)):
+        for precision in PRECISIONS[: 2 if depth == 10000 else 3]:
+            theirs = ["eager *", "plain *"]
+            if depth <= 1000:
+                theirs += ["eager * graph", "plain * graph"]
+            found.append(
+                Network(
+                    group="network",
+                    name=f"WRN-{depth}, 32x32, batch {batch}, {precision}",
+                    depth=depth,
+                    batch=batch,
+                    passes=(FORWARD, STEP) if depth < 10000 else (STEP,),
+                    ours=_peers(precision, "native *", "triton *"),
+                    peers=_peers(precision, "native * graph", *theirs),
+                )
+            )
+    return found
+
+
+def _stages() -> list[Workload]:
+    return [
+        Stage(
+            group="stage",
+            name=f"{channels} channels, {size}x{size}, batch {batch}, 50 blocks, {precision}",
+            channels=channels,
+            size=size,
+            batch=batch,
+            blocks=50,
+            ours=_peers(precision, "native *", "triton *"),
+            peers=_peers(precision, "native * graph", "eager *", "eager * graph", "plain * graph"),
+        )
+        for channels, size in ((16, 32), (32, 16), (64, 8))
+        for batch in (16, 128)
+        for precision in PRECISIONS
+    ]
+
+
+def _linear() -> list[Workload]:
+    return [
+        LinearLayer(
+            group="linear",
+            name=f"linear {features}, batch {batch}, {precision}",
+            features=features,
+            batch=batch,
+            ours=_peers(precision, "native *", "triton *"),
+            peers=_peers(precision, "triton * graph", "eager *", "eager * graph", "plain *", "compile *"),
+        )
+        for features in (256, 1024, 4096)
+        for batch in (32, 256, 4096)
+        for precision in PRECISIONS[:2]
+    ]
+
+
+def _conv() -> list[Workload]:
+    return [
+        ConvLayer(
+            group="conv",
+            name=f"{kernel}x{kernel}, {channels} channels, {size}x{size}, batch {batch}, {precision}",
+            channels=channels,
+            kernel=kernel,
+            size=size,
+            batch=batch,
+            channels_last=True,
+            ours=_peers(precision, "native *", "triton *"),
+            peers=_peers(precision, "triton * graph", "eager *", "plain *", "compile *"),
+        )
+        # The last three are those of a WRN-40-10.
+        for channels, kernel, size, batch in (
+            (16, 3, 32, 128), (64, 3, 32, 128), (256, 1, 14, 64),
+            (160, 3, 32, 128), (320, 3, 16, 128), (640, 3, 8, 128),
+        )
+        for precision in PRECISIONS[:2]
+    ]  # fmt: skip
+
+
+WORKLOADS: tuple[Workload, ...] = (*_networks(), *_stages(), *_linear(), *_conv())
+"""In the order of importance: a run that is cut short has measured the first."""
+
+# A rehearsal of the whole script on a machine without a GPU measures this on the CPU.
+REHEARSAL: tuple[Workload, ...] = (
+    Stage(
+        group="stage", name="2 blocks", channels=4, size=4, batch=2, blocks=2, passes=(FORWARD, BACKWARD),
+        ours=("native", "reference"), peers=("eager",),
+    ),
+)  # fmt: skip

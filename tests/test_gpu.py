@@ -1,0 +1,183 @@
+"""What only a GPU can show: every op and backend on CUDA tensors against float64, streams, devices, capture."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import wnfused
+from tests.samples import SAMPLES, Sample
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+# Operands are rounded to the precision, sums kept in float32; the samples' inner dims are below 100.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    """float32 means float32, and torch's own kernels need not be deterministic."""
+    torch.use_deterministic_algorithms(False)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def error(found: torch.Tensor, true: torch.Tensor) -> float:
+    difference = (found.detach().cpu().double() - true.detach()).norm()
+    return (difference / true.detach().norm().clamp_min(1)).item()
+
+
+def compare(run, expected, tensors: list[torch.Tensor], dtype: torch.dtype, backend: str) -> None:
+    """Output and all gradients on CUDA against float64 on the CPU."""
+    here = [t.detach().to("cuda", dtype).requires_grad_() for t in tensors]
+    there = [t.detach().cpu().double().requires_grad_() for t in here]
+    true = expected(*there)
+    dy = torch.randn(true.shape, dtype=torch.float64)
+    true.backward(dy)
+    try:
+        with wnfused.use_backend(backend):
+            found = run(*here)
+            found.backward(dy.to("cuda", dtype))
+    except wnfused.BackendUnavailableError as reason:
+        pytest.skip(str(reason))
+    assert error(found, true) < TOLERANCE[dtype]
+    for a, b in zip(here, there, strict=True):
+        assert error(a.grad, b.grad) < 4 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_samples(sample: Sample, dtype: torch.dtype, backend: str) -> None:
+    compare(sample.run, sample.expected, sample.tensors(), dtype, backend)
+
+
+def stage_tensors(blocks: int, n: int, c: int, size: int) -> list[torch.Tensor]:
+    v = torch.randn(blocks, 2, c, c, 3, 3)
+    g = torch.rand(blocks, 2, c) + 0.5
+    g[:, 1] *= blocks**-0.5
+    return [torch.randn(n, c, size, size), v, g, 0.1 * torch.randn(blocks, 2, c)]
+
+
+@pytest.mark.parametrize("recompute", [None, 2])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize(("channels", "size"), [(16, 32), (32, 16), (64, 8), (16, 8), (32, 7), (64, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stage(channels: int, size: int, batch: int, dtype: torch.dtype, recompute: int | None) -> None:
+    from tests.samples import composite_stage
+
+    tensors = stage_tensors(4, batch, channels, size)
+    run = lambda *t: wnfused.functional.residual_stage(*t, recompute=recompute)  # noqa: E731
+    compare(run, composite_stage, tensors, dtype, "native")
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_bitwise_equal_from_run_to_run(backend: str) -> None:
+    def once() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        stage = wnfused.WNResidualStage(16, 16, 4).cuda()
+        layer = wnfused.WNLinear(64, 48, activation="relu").cuda()
+        x = torch.randn(8, 16, 16, 16, device="cuda", requires_grad=True)
+        z = torch.randn(8, 64, device="cuda", requires_grad=True)
+        (stage(x).sum() + layer(z).sum()).backward()
+        return [x.grad, z.grad, *(p.grad for m in (stage, layer) for p in m.parameters())]
+
+    try:
+        with wnfused.use_backend(backend):
+            first, second = once(), once()
+    except wnfused.BackendUnavailableError as reason:
+        pytest.skip(str(reason))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_runs_on_the_current_stream() -> None:
+    """A kernel on another stream would read the input before the sleep and the copy behind it have ended."""
+    stage = wnfused.WNResidualStage(16, 16, 2).cuda()
+    data = torch.randn(4, 16, 8, 8, device="cuda")
+    expected = stage(data).detach()
+    x = torch.full_like(data, float("nan"))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(data)
+        y = stage(x)
+    side.synchronize()
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_follows_the_tensors_device() -> None:
+    layer = wnfused.WNConv2d(16, 16, 3, padding=1).to("cuda:1")
+    with torch.cuda.device(0):
+        y = layer(torch.randn(2, 16, 8, 8, device="cuda:1"))
+    assert y.device == torch.device("cuda:1")
+
+
+def test_mixed_devices_are_named() -> None:
+    layer = wnfused.WNLinear(4, 4)
+    with pytest.raises((ValueError, RuntimeError, wnfused.BackendUnavailableError), match=r"(?i)device|cuda|cpu"):
+        layer(torch.randn(2, 4, device="cuda"))
+
+
+def test_a_training_step_is_captured() -> None:
+    """A replayed step leaves the weights that the same step leaves when it is launched."""
+    torch.manual_seed(0)
+    net = wnfused.models.wrn(depth=40, in_channels=1).cuda()
+    twin = copy.deepcopy(net)
+    x, labels = torch.randn(16, 1, 8, 8, device="cuda"), torch.randint(10, (16,), device="cuda")
+
+    def stepper(model: torch.nn.Module):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=False)
+            torch.nn.functional.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+
+        return step
+
+    captured, launched = stepper(net), stepper(twin)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            captured()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured()
+    for _ in range(3):
+        graph.replay()
+    for _ in range(5):
+        launched()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(300, 16, 144), (100, 64, 576), (1, 1024, 1024), (4, 700, 300)])
+def test_orthogonal_batched(shape: tuple[int, ...]) -> None:
+    q = wnfused.init.orthogonal_batched(
+        torch.empty(shape, device="cuda"), generator=torch.Generator("cuda").manual_seed(0)
+    )
+    rows, columns = shape[-2:]
+    product = q @ q.mT if rows <= columns else q.mT @ q
+    identity = torch.eye(min(rows, columns), device="cuda")
+    assert (product - identity).abs().max() < 1e-5 * max(rows, columns) ** 0.5
+
+
+def test_peak_memory_of_recomputation() -> None:
+    """``recompute=k`` keeps about ``1 / (2 k)`` of the maps, in float32 instead of the operands' dtype."""
+
+    def peak(recompute: int | None) -> int:
+        stage = wnfused.WNResidualStage(16, 16, 64, recompute=recompute).cuda()
+        x = torch.randn(32, 16, 32, 32, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        stage(x).sum().backward()
+        return torch.cuda.max_memory_allocated()
+
+    assert peak(8) < peak(None) / 2
