@@ -191,7 +191,7 @@ def test_subclasses_are_left_alone_by_name(caplog):
         wnfused.convert(model, plain=True)
     assert type(model[0]) is Scaled
     assert isinstance(model[1], WNLinear)
-    assert "0: left alone, Scaled is a subclass" in caplog.text
+    assert "0: left alone, Scaled is a subclass of Linear with its own forward" in caplog.text
 
 
 def test_filter_and_plain_choose():
@@ -229,9 +229,15 @@ def test_fold_gives_back_the_activation_of_a_layer_that_never_had_a_module():
     layer = WNConv2d(3, 4, 3, activation="leaky_relu", negative_slope=0.3)
     x = torch.randn(1, 3, 5, 5)
     expected = layer(x)
+    names = set(layer.state_dict())
     folded = wnfused.fold(layer)
-    assert [type(m) for m in folded] == [nn.Conv2d, nn.LeakyReLU]
+    assert [type(m) for m in folded.modules()] == [nn.Conv2d, nn.LeakyReLU]
+    assert set(folded.state_dict()) == {"weight", "bias"} != names
     torch.testing.assert_close(folded(x), expected)
+    torch.testing.assert_close(copy.deepcopy(folded)(x), expected)
+    again = wnfused.convert(folded, plain=True)
+    assert (again.activation, again.negative_slope, len(list(again.children()))) == ("leaky_relu", 0.3, 0)
+    torch.testing.assert_close(again(x), expected)
 
 
 def test_fold_of_a_deep_network_has_only_torchs_layers():

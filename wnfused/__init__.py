@@ -12,8 +12,9 @@ wnfused.use_backend, wnfused.backend_status      which kernels run, and why
 from importlib.metadata import PackageNotFoundError, version
 
 from wnfused import functional, init, models, nn
-from wnfused.convert import convert, fold
+from wnfused.convert import convert
 from wnfused.dispatch import BackendUnavailableError, BackendWarning, backend_status, use_backend
+from wnfused.fold import fold
 from wnfused.frozen import frozen
 from wnfused.nn import (
     WNConv1d,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from wnfused.convert import plain_layer
+from wnfused.fold import plain_layer
 from wnfused.nn import WeightNormalised
 
 
@@ -50,7 +50,10 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 def _constant(layer: WeightNormalised) -> nn.Module:
     """The layer's plain form with parameters of its own that record no gradient."""
     plain = plain_layer(layer)
-    bias = plain._parameters["bias"]
-    if bias is not None:
-        plain.register_parameter("bias", nn.Parameter(bias.detach().clone()))
+    bias = layer._parameters["bias"]
+    plain._parameters = {
+        "weight": plain._parameters["weight"],
+        "bias": None if bias is None else nn.Parameter(bias.detach().clone()),
+    }
+    plain._modules = {}
     return plain.requires_grad_(False)

@@ -1,0 +1,431 @@
+"""What a model has besides its weights goes through ``convert`` and ``fold`` unharmed, or is named and left alone."""
+
+import copy
+import logging
+import pickle
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import wnfused
+from wnfused import WNConv2d, WNLinear
+from wnfused.convert import FusedActivation
+
+old, new = nn.utils.weight_norm, parametrizations.weight_norm
+
+
+def left_alone(model, caplog, **keywords):
+    """Converts; the log's names and reasons of what stayed."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "wnfused.convert"):
+        wnfused.convert(model, **keywords)
+    return [record.getMessage() for record in caplog.records]
+
+
+# ------------------------------------------------------------------------------------------------- what goes with it
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, old, new])
+def test_attributes_buffers_children_and_further_parameters_stay(wrap):
+    layer = wrap(nn.Conv1d(3, 4, 3, padding=1, padding_mode="circular"))
+    layer.tag = {"stage": 2}
+    layer.register_buffer("mean", torch.ones(3))
+    layer.register_buffer("scratch", torch.ones(2), persistent=False)
+    layer.register_parameter("temperature", nn.Parameter(torch.tensor(2.0)))
+    layer.probe = nn.Identity()
+    x = torch.randn(2, 3, 9)
+    expected = layer(x)
+    model = nn.Sequential(layer)
+    for change in (lambda: wnfused.convert(model, plain=True), lambda: wnfused.fold(model)):
+        change()
+        assert model[0] is not layer
+        assert model[0].tag is layer.tag
+        assert model[0].temperature is layer.temperature
+        assert model[0].probe is layer.probe
+        assert {"mean", "temperature"} <= set(model[0].state_dict())
+        assert "scratch" not in model[0].state_dict()
+        torch.testing.assert_close(model[0].scratch, torch.ones(2))
+        torch.testing.assert_close(model(x), expected)
+    assert type(model[0]) is nn.Conv1d
+
+
+def test_hooks_on_checkpoints_go_on_with_the_new_layer():
+    model, seen = nn.Sequential(nn.Linear(3, 3)), []
+    model[0].register_state_dict_post_hook(lambda module, *_: seen.append(("saved", module)))
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(("loading", module)))
+    model[0].register_load_state_dict_post_hook(lambda module, *_: seen.append(("loaded", module)))
+    for change in (lambda: wnfused.convert(model, plain=True), lambda: wnfused.fold(model)):
+        seen.clear()
+        change()
+        model.load_state_dict(model.state_dict())
+        assert seen == [(what, model[0]) for what in ("saved", "loading", "loaded")]
+
+
+def test_hooks_of_a_stage_survive_its_folding():
+    model, seen = nn.Sequential(wnfused.WNResidualStage(4, 4, 2)), []
+    handle = model[0].register_forward_hook(lambda module, *_: seen.append(type(module)))
+    wnfused.fold(model)
+    model(torch.randn(1, 4, 3, 3))
+    handle.remove()
+    model(torch.randn(1, 4, 3, 3))
+    assert seen == [nn.Sequential]
+
+
+def test_tied_weights_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x)))
+
+    model, x = Tied(), torch.randn(3, 4)
+    expected = model(x)
+    wnfused.convert(model, plain=True)
+    assert model.first.weight_v is model.second.weight_v
+    assert model.first.weight_g is model.second.weight_g
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.testing.assert_close(model(x), expected)
+    model(x).square().sum().backward()
+    optimiser.step()
+    torch.testing.assert_close(model.first.weight.detach(), model.second.weight.detach())
+    expected = model(x)
+    wnfused.fold(model)
+    assert model.first.weight is model.second.weight
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_weight_tied_to_an_embedding_stays_as_it_is(caplog):
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7), "other": nn.Linear(4, 4)})
+    model["head"].weight = model["embed"].weight
+    assert left_alone(model, caplog, plain=True) == [
+        "head: left alone, its weight is tied to that of embed, which stays"
+    ]
+    assert type(model["head"]) is nn.Linear
+    assert type(model["other"]) is WNLinear
+
+
+def test_modules_in_plain_containers_are_replaced_there_too():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = old(nn.Linear(4, 4)), new(nn.Linear(4, 4))
+            self.order = [self.a, self.b]
+            self.by_name = {"a": self.a, "pair": (self.b, "b")}
+
+        def forward(self, x):
+            for layer in self.order:
+                x = layer(x)
+            return self.by_name["pair"][0](x)
+
+    model, x = Listed(), torch.randn(2, 4)
+    expected = model(x)
+    wnfused.convert(model)
+    assert model.order == [model.a, model.b]
+    assert model.by_name == {"a": model.a, "pair": (model.b, "b")}
+    torch.testing.assert_close(model(x), expected)
+    assert type(wnfused.fold(model).order[0]) is nn.Linear
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("wrap", [old, new])
+def test_who_holds_the_old_layer_finds_it_working(wrap):
+    layer = wrap(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    ours = wnfused.convert(nn.Sequential(layer))
+    with torch.no_grad():
+        ours[0].weight_g.mul_(2)
+    torch.testing.assert_close(layer(x), ours(x))
+
+
+def test_flags_dtypes_and_devices_stay():
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        model = nn.Sequential(old(nn.Linear(4, 3).to(dtype)), nn.Linear(3, 2).to(dtype)).eval()
+        model[0].weight_g.requires_grad_(False)
+        model[1].weight.requires_grad_(False)
+        x = torch.randn(5, 4).to(dtype)
+        expected = model(x)
+        wnfused.convert(model, plain=True)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert not model[0].weight_g.requires_grad
+        assert not model[1].weight_g.requires_grad
+        assert not model[0].training
+        torch.testing.assert_close(model(x), expected)
+        wnfused.fold(model)
+        assert model[0].weight.requires_grad
+        assert not model[1].weight.requires_grad
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_a_model_on_the_meta_device_is_filled_afterwards():
+    source = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3), new(nn.Linear(3, 2)))
+    wnfused.convert(model, plain=True)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    x = torch.randn(2, 4)
+    model.load_state_dict(source.state_dict(), assign=True)
+    torch.testing.assert_close(model(x), source(x))
+    other = wnfused.convert(nn.Sequential(nn.Linear(4, 3, device="meta")), plain=True).to_empty(device="cpu")
+    other.load_state_dict({"0.weight": source[0].weight, "0.bias": source[0].bias})
+    torch.testing.assert_close(other(x), source[0](x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(37, 11), lambda: nn.Conv2d(5, 7, 3), lambda: nn.Conv1d(1, 1, 1)])
+def test_the_way_out_and_back_in_is_exact(layer, dtype):
+    """``g = ||v||`` is the norm that the op takes: the scale is 1, and the weight comes back to the last bit."""
+    plain = layer().to(dtype)
+    weight = plain.weight.detach().clone()
+    ours = wnfused.convert(plain, plain=True)
+    assert torch.equal(ours.weight.detach().as_subclass(torch.Tensor), weight)
+    folded = wnfused.fold(ours)
+    assert torch.equal(folded.weight, weight)
+    assert torch.equal(wnfused.fold(wnfused.convert(copy.deepcopy(folded), plain=True)).weight, weight)
+
+
+def test_a_deepcopy_after_a_forward_converts():
+    """torch's old hook cannot be deep-copied with a graph on its weight; without one it can."""
+    model = nn.Sequential(old(nn.Linear(4, 3)), nn.ReLU())
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        expected = model(x)
+        twin = copy.deepcopy(model)
+    torch.testing.assert_close(wnfused.convert(twin)(x), expected)
+    again = pickle.loads(pickle.dumps(twin))
+    torch.testing.assert_close(again(x), expected)
+    assert isinstance(again[1], FusedActivation)
+    torch.testing.assert_close(wnfused.fold(again)(x), expected)
+    assert [type(m) for m in again] == [nn.Linear, nn.ReLU]
+
+
+def test_layers_read_by_functional_calls_go_on():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.attention = new(nn.Linear(8, 8)), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x):
+            y = F.linear(x, self.layer.weight, self.layer.bias)
+            y = y + F.linear(x, self.layer.weight.t())
+            return self.encoder(self.attention(y, y, y)[0])
+
+    model, x = Functional(), torch.randn(2, 5, 8)
+    for training in (True, False):
+        twin = copy.deepcopy(model).train(training)
+        expected = twin(x)
+        wnfused.convert(twin, plain=True)
+        assert type(twin.encoder.linear1) is WNLinear
+        torch.testing.assert_close(twin(x), expected)
+        with torch.inference_mode():
+            torch.testing.assert_close(twin(x), expected)
+        twin(x).sum().backward()
+        assert twin.layer.weight_g.grad is not None
+
+
+def test_one_layer_twice_in_a_sequence():
+    shared = nn.Linear(4, 4)
+    model, x = nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU()), torch.randn(2, 4)
+    expected = model(x)
+    wnfused.convert(model, plain=True)
+    assert model[0] is model[2]
+    assert model[0].activation is None, "its first use and its second are two uses"
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(wnfused.fold(model)(x), expected)
+    assert model[0] is model[2]
+
+
+# ---------------------------------------------------------------------------------------------------- the look inside
+
+
+class SideEffects(nn.Module):
+    """A ``forward`` that remembers, counts, draws and branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
+        self.calls, self.last, self.seen = 0, None, []
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.steps = self.steps + 1
+        self.last = x
+        self.seen.append(x)
+        return self.body(x) + 0 * random.random() + 0 * torch.rand(())
+
+
+def test_looking_for_activations_leaves_no_trace():
+    model = SideEffects()
+    before = torch.get_rng_state(), random.getstate()
+    wnfused.convert(model)
+    assert (model.calls, model.last, model.seen, model.steps.item()) == (0, None, [], 0)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert model.body[0].activation == "relu"
+    pickle.dumps(model)
+
+
+def test_a_model_that_cannot_be_traced_is_converted_without_fusing(caplog):
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
+
+        def forward(self, x):
+            return self.body(x) if x.sum() > 0 else -self.body(x)
+
+    model, x = Branching(), torch.randn(2, 4)
+    expected = model(x)
+    with caplog.at_level(logging.INFO, "wnfused.convert"):
+        wnfused.convert(model)
+    assert "activations are not fused: the model does not trace" in caplog.text
+    assert "body.0: now WNLinear" in caplog.text
+    assert model.body[0].activation is None
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_fold_keeps_layers_that_are_called_with_a_residual():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = WNConv2d(4, 4, 3, padding=1, activation="relu"), WNConv2d(4, 4, 3, padding=1)
+            self.c = wnfused.WNConvTranspose2d(4, 4, 1, activation="relu")
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x), residual=x), None, x)
+
+    model, x = Block(), torch.randn(2, 4, 5, 5)
+    expected = model(x)
+    weight = model.b.weight.detach().clone()
+    folded = wnfused.fold(copy.deepcopy(model))
+    torch.testing.assert_close(folded(x), expected)
+    assert type(folded.a) is nn.Conv2d
+    assert isinstance(folded.b, nn.Conv2d)
+    torch.testing.assert_close(folded.b.weight.detach(), weight.as_subclass(torch.Tensor))
+    back = wnfused.convert(folded, plain=True)
+    assert [type(m) for m in back.children()] == [WNConv2d, WNConv2d, wnfused.WNConvTranspose2d]
+    torch.testing.assert_close(back(x), expected)
+
+
+# ------------------------------------------------------------------------------------------------------- left alone
+
+
+class Doubled(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def with_option_name():
+    layer = nn.Linear(4, 4)
+    layer.gamma = 3
+    return layer
+
+
+def with_own_forward():
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: x
+    return layer
+
+
+def two_parametrisations():
+    layer = new(nn.Linear(4, 4))
+    return parametrize.register_parametrization(layer, "weight", Doubled())
+
+
+def parametrised_bias():
+    return parametrize.register_parametrization(new(nn.Linear(4, 4)), "bias", Doubled())
+
+
+def compiled_alone():
+    layer = new(nn.Linear(4, 4))
+    layer.compile(backend="eager")
+    return layer
+
+
+class Reset(nn.Linear):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (lambda: old(nn.GRU(3, 4), "weight_hh_l0"), "no layer here replaces GRU"),
+        (lambda: new(nn.LSTM(3, 4), "weight_ih_l0"), "no layer here replaces LSTM"),
+        (lambda: old(nn.Embedding(3, 4)), "no layer here replaces Embedding"),
+        (lambda: new(nn.Bilinear(3, 4, 5)), "no layer here replaces Bilinear"),
+        (lambda: old(nn.Linear(4, 4), "bias", dim=None), "its weight norm is on 'bias'"),
+        (two_parametrisations, "its weight is parametrised by _WeightNorm, Doubled"),
+        (parametrised_bias, "its bias is parametrised"),
+        (with_option_name, "its own attribute 'gamma' means something else here"),
+        (with_own_forward, "its own attribute 'forward' means something else here"),
+        (compiled_alone, "it was compiled by itself; convert first, compile then"),
+        (lambda: nn.LazyLinear(4), "LazyLinear is torch's own subclass of Linear"),
+        (lambda: old(Reset(4, 4)), "Reset is a subclass of Linear with its own reset_parameters"),
+        (lambda: nn.Linear(4, 4, dtype=torch.complex64), "its parameters are torch.complex64"),
+    ],
+)
+def test_what_cannot_be_replaced_is_named_with_the_reason(module, reason, caplog):
+    model = nn.Sequential(nn.Linear(4, 4), module())
+    stays = model[1]
+    assert left_alone(model, caplog, plain=True) == [f"1: left alone, {reason}"]
+    assert model[1] is stays
+    assert type(model[0]) is WNLinear
+    assert left_alone(stays, caplog, plain=True) == [f"the model: left alone, {reason}"]
+
+
+def test_a_subclass_that_only_has_a_constructor_is_replaced():
+    class Same(nn.Conv2d):
+        """3x3 with padding."""
+
+        def __init__(self, channels):
+            super().__init__(channels, channels, 3, padding=1)
+
+    class Ours(WNConv2d):
+        def __init__(self, channels):
+            super().__init__(channels, channels, 1)
+
+    model, x = nn.Sequential(old(Same(4)), Same(4), Ours(4)), torch.randn(1, 4, 5, 5)
+    expected = model(x)
+    wnfused.convert(model, plain=True)
+    assert [type(m) for m in model] == [WNConv2d, WNConv2d, Ours]
+    torch.testing.assert_close(model(x), expected)
+    wnfused.fold(model)
+    assert [type(m) for m in model] == [nn.Conv2d] * 3
+    torch.testing.assert_close(model(x), expected)
+
+
+# --------------------------------------------------------------------------------------------------------- wrappers
+
+
+def test_wrapped_models():
+    model, x = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU()), torch.randn(2, 4)
+    expected = model(x)
+    parallel = nn.DataParallel(model)
+    assert wnfused.convert(parallel) is parallel
+    assert type(parallel.module[0]) is WNLinear
+    torch.testing.assert_close(parallel(x), expected)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_compiled_models_compute_with_the_new_layers(bare):
+    layer = old(nn.Linear(4, 4))
+    model, x = torch.compile(layer if bare else nn.Sequential(layer), backend="eager"), torch.randn(2, 4)
+    expected = model(x)
+    wnfused.convert(model)
+    torch.testing.assert_close(model(x), expected)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("weight_g"):
+                parameter.zero_()
+    torch.testing.assert_close(model(x), layer.bias.expand(2, 4))
+    wnfused.fold(model)
+    torch.testing.assert_close(model(x), layer.bias.expand(2, 4))

@@ -1,0 +1,181 @@
+"""What :mod:`wnfused.convert` and :mod:`wnfused.fold` share: one module takes another's place and loses nothing.
+
+The newcomer is the same object in another class: attributes, buffers, children, hooks and modes go with it; only the
+parameters that hold the weight differ, and the options that the other class does not know.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.weight_norm import WeightNorm
+
+from wnfused.nn import (
+    WeightNormalised,
+    WNConv1d,
+    WNConv2d,
+    WNConv3d,
+    WNConvTranspose1d,
+    WNConvTranspose2d,
+    WNConvTranspose3d,
+    WNLinear,
+)
+
+LAYERS: dict[type[nn.Module], type[WeightNormalised]] = {
+    nn.Linear: WNLinear,
+    nn.Conv1d: WNConv1d,
+    nn.Conv2d: WNConv2d,
+    nn.Conv3d: WNConv3d,
+    nn.ConvTranspose1d: WNConvTranspose1d,
+    nn.ConvTranspose2d: WNConvTranspose2d,
+    nn.ConvTranspose3d: WNConvTranspose3d,
+}
+"""Which layer replaces which of torch's."""
+
+OPTIONS = ("activation", "negative_slope", "gamma", "init", "dim")
+"""Attributes that a weight-normalised layer has beside those of torch's layer."""
+
+# What a module keeps of its own accord: parameters, buffers, children, modes and the tables of hooks.
+_BOOKKEEPING = set(nn.Module().__dict__)
+_HOOKS = {name for name in _BOOKKEEPING if "_hook" in name}
+_WITH_THEIR_MODULE = ("_load_state_dict_pre_hooks", "_state_dict_hooks")
+# What Python itself writes into a class that only has a constructor.
+_CONSTRUCTOR_ONLY = {
+    "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__annotate_func__",
+    "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__",
+    "__abstractmethods__", "_abc_impl", "__constants__",
+}  # fmt: skip
+
+
+def checked(model: nn.Module, what: str) -> nn.Module:
+    """``model``, or an error where the parameters of its layers are bound to something outside."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"model: its {type(module).__name__} reduces the gradients of the parameters it was built with; "
+                f"{what} the module first and wrap it then"
+            )
+    return model
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """A module's class; torch's parametrisation makes a subclass of its own, which does not count."""
+    kind = type(module)
+    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+
+
+def additions(kind: type[nn.Module], known: Collection[type[nn.Module]]) -> tuple[type[nn.Module], list[str]] | None:
+    """The known class that ``kind`` is or extends, and the names that it adds or overrides besides a constructor."""
+    names: set[str] = set()
+    for parent in kind.__mro__:
+        if parent in known:
+            return parent, sorted(names)
+        names |= set(vars(parent)) - _CONSTRUCTOR_ONLY
+    return None
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Everything in a module's ``__dict__`` that ``nn.Module`` does not keep for itself."""
+    return {name: value for name, value in module.__dict__.items() if name not in _BOOKKEEPING}
+
+
+def twin(old: nn.Module, kind: type[nn.Module], *, without: Collection[str] = ()) -> nn.Module:
+    """A ``kind`` with everything that ``old`` has but its hooks: attributes, buffers, parameters, children, mode.
+
+    Args:
+        without: names of attributes, parameters and children that stay behind.
+    """
+    new = kind.__new__(kind)
+    nn.Module.__init__(new)
+    new.__dict__.update({name: value for name, value in own_attributes(old).items() if name not in without})
+    for table in ("_parameters", "_buffers", "_modules"):
+        kept = {name: value for name, value in old.__dict__[table].items() if name not in without}
+        new.__dict__[table].update(kept)
+    new.__dict__["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)
+    new.__dict__["training"] = old.training
+    return new
+
+
+def move_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Hooks of every kind, and the mode; the tables themselves move, so that the handles of hooks go on removing them.
+
+    ``old`` keeps copies: who holds it from outside the model finds it working. torch's own weight-norm hooks are part
+    of how the old weight is stored and stay behind.
+    """
+    new.training = old.training
+    for name in _HOOKS & set(old.__dict__):
+        table = old.__dict__[name]
+        new.__dict__[name] = table
+        old.__dict__[name] = table.copy() if isinstance(table, dict) else table
+    for table in (new._forward_pre_hooks, new._load_state_dict_pre_hooks):
+        for key in [key for key, hook in table.items() if _stores_weight(hook)]:
+            del table[key]
+    for name in _WITH_THEIR_MODULE:
+        for hook in new.__dict__[name].values():
+            if getattr(hook, "with_module", False):
+                hook.module = weakref.ref(new)
+
+
+def _stores_weight(hook: Any) -> bool:
+    """torch's hook that computes a weight-normalised weight, or the one that renames it in checkpoints."""
+    return isinstance(hook, WeightNorm) or getattr(hook, "__qualname__", "").endswith("._weight_norm_compat_hook")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything watches a module run; torch's own weight norm does not count."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(not isinstance(hook, WeightNorm) for name in names for hook in getattr(module, name).values())
+
+
+def replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Puts every replacement wherever its module stands: shared modules in all places, plain lists and dicts too."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replaced:
+                parent._modules[name] = replaced[child]
+        for name, value in own_attributes(parent).items():
+            parent.__dict__[name] = _replaced_in(value, replaced)
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None and isinstance(parent, dynamo.OptimizedModule):
+            parent._initialize()  # it calls the module it was built around, whatever its children are
+    return replaced.get(model, model)
+
+
+def _replaced_in(value: Any, replaced: dict[nn.Module, nn.Module]) -> Any:
+    """A plain container of modules with the replacements in it; lists and dicts change in place."""
+    if isinstance(value, nn.Module):
+        return replaced.get(value, value)
+    if type(value) is list:
+        value[:] = [_replaced_in(item, replaced) for item in value]
+    elif type(value) is dict:
+        value.update({key: _replaced_in(item, replaced) for key, item in value.items()})
+    elif type(value) is tuple and any(isinstance(item, (nn.Module, list, dict, tuple)) for item in value):
+        return tuple(_replaced_in(item, replaced) for item in value)
+    return value
+
+
+def holders(model: nn.Module) -> dict[int, set[nn.Module]]:
+    """For each parameter, by id, the modules that hold it themselves."""
+    found: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), set()).add(module)
+    return found
+
+
+def shown(name: str) -> str:
+    """How the log calls a module; the model itself has no name."""
+    return name or "the model"
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        yield shown(name), module

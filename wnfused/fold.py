@@ -1,0 +1,121 @@
+"""Out of this package: ``fold`` puts plain torch layers with the effective weights where its layers stand."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from wnfused._surgery import LAYERS, OPTIONS, additions, checked, move_hooks, named, replace, twin
+from wnfused._tracing import given_a_residual
+from wnfused.convert import FusedActivation
+from wnfused.nn import PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
+from wnfused.nn.plain import WITH_RESIDUAL, attach_activation
+
+logger = logging.getLogger("wnfused.fold")
+
+_FOLDED = (*LAYERS.values(), WNResidualBlock, WNResidualStage)
+
+
+@torch.no_grad()
+def fold(model: nn.Module) -> nn.Module:
+    """Replaces this package's layers by plain torch layers with the effective weights, for inference and export.
+
+    Each layer becomes the torch layer it extends, with ``weight = g v / ||v||`` under the name ``weight``; attributes,
+    buffers, hooks, modes, shared modules and tied weights stay. A fused activation comes back where :func:`convert`
+    found it; that of a layer built with ``activation=...`` becomes the layer's child module ``activation``, applied by
+    a forward hook, so that names and ``weight`` stay where they were. A layer that a trace of the model sees called
+    with a residual becomes a subclass of torch's that takes one. Residual blocks and stages become
+    :class:`~wnfused.nn.PlainResidualBlock`, whose layers are torch's. Subclasses of this package's layers that add
+    more than a constructor are left alone, and named in a warning of the logger ``wnfused.fold``.
+
+    Folding twice changes nothing more. ``convert(model, plain=True)`` is the way back: the same function with
+    ``v = w, g = ||w||``, bit for bit in float32 and float64. The lengths of the old ``v`` are gone, and with them the
+    step size of its directions: to train on exactly as before, keep a copy, or use :func:`wnfused.frozen`, which
+    folds for a while only.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        ``model``; or the new layer, where ``model`` itself is one.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: ``model`` is or holds a ``DistributedDataParallel``; fold what it wraps.
+    """
+    model = checked(model, "fold")
+    markers = [module for module in model.modules() if isinstance(module, FusedActivation)]
+    restored = {marker.layer for marker in markers}
+    replaced: dict[nn.Module, nn.Module] = {marker: marker.activation for marker in markers}
+    takes_residual = given_a_residual(model, logger)
+    weights: dict[tuple[int, int, int | None], nn.Parameter] = {}
+    inside: set[nn.Module] = set()
+    for name, module in named(model):
+        if module in inside or not isinstance(module, (WNResidualStage, WNResidualBlock, WeightNormalised)):
+            continue
+        inside.update(module.modules())
+        known = additions(type(module), _FOLDED)
+        assert known is not None
+        if type(module) is not known[0] and known[1]:
+            logger.warning("%s: left alone, %s has its own %s", name, type(module).__name__, ", ".join(known[1]))
+            continue
+        if isinstance(module, WNResidualStage):
+            blocks = nn.Sequential(*(_plain_block(cast(WNResidualBlock, b)) for b in module.unstack()))
+            move_hooks(module, blocks)
+            replaced[module] = blocks
+        elif isinstance(module, WNResidualBlock):
+            replaced[module] = _plain_block(module)
+        else:
+            plain = _folded(module, module not in restored, module in takes_residual)
+            _tie(module, plain, weights)
+            replaced[module] = plain
+        logger.info("%s: now %s", name, type(replaced[module]).__name__)
+    for marker in markers:
+        marker.activation.train(marker.training)
+    return replace(model, replaced)
+
+
+def plain_layer(layer: WeightNormalised, *, with_residual: bool = False) -> nn.Module:
+    """The torch layer with the effective weight and the same bias, without activation and hooks."""
+    kind = next(k for k, ours in LAYERS.items() if isinstance(layer, ours))
+    weight = layer.weight.detach().as_subclass(Tensor).clone()
+    learns = layer.weight_v.requires_grad or layer.weight_g.requires_grad
+    own = {*OPTIONS, "_frozen", "weight_v", "weight_g", "bias"}
+    plain = twin(layer, WITH_RESIDUAL[kind] if with_residual else kind, without=own)
+    others = dict(plain._parameters)
+    plain._parameters.clear()
+    plain._parameters.update(weight=nn.Parameter(weight, learns), bias=layer._parameters["bias"], **others)
+    return plain
+
+
+def _tie(layer: WeightNormalised, plain: nn.Module, weights: dict[tuple[int, int, int | None], nn.Parameter]) -> None:
+    """Layers that share ``v`` and ``g`` share the weight."""
+    weight = cast(nn.Parameter, plain._parameters["weight"])
+    plain._parameters["weight"] = weights.setdefault((id(layer.weight_v), id(layer.weight_g), layer.dim), weight)
+
+
+def _folded(layer: WeightNormalised, with_activation: bool = True, with_residual: bool = False) -> nn.Module:
+    """The plain layer that takes a layer's place, with its hooks, and its fused activation if asked for."""
+    plain = plain_layer(layer, with_residual=with_residual)
+    move_hooks(layer, plain)
+    if with_activation and layer.activation is not None:
+        activation = nn.ReLU() if layer.activation == "relu" else nn.LeakyReLU(layer.negative_slope)
+        attach_activation(plain, activation.train(layer.training))
+    return plain
+
+
+def _plain_block(block: WNResidualBlock) -> PlainResidualBlock:
+    conv = block.conv1
+    plain = PlainResidualBlock(
+        conv.in_channels, conv.out_channels, conv.stride[0], skip_scale=block.skip_scale, device="meta"
+    )
+    plain.conv1 = _folded(block.conv1, with_activation=False)  # type: ignore[assignment]
+    plain.conv2 = _folded(block.conv2)  # type: ignore[assignment]
+    if isinstance(block.shortcut, WeightNormalised):
+        plain.shortcut = _folded(block.shortcut)
+    plain.train(block.training)
+    move_hooks(block, plain)
+    return plain
