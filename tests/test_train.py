@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import wnfused
 from wnfused.train import TrainConfig, UsageError, checkpoint, train
 from wnfused.train.batches import Batch
+from wnfused.train.graph import GraphedModel
 from wnfused.train.run import Silent
 from wnfused.train.schedule import Schedule
 from wnfused.train.step import step, summary
@@ -271,3 +272,33 @@ def test_the_step_against_the_formula() -> None:
     torch.testing.assert_close(outcome.loss, 0.25 * lost, rtol=1e-6, atol=0)
     right = ((log_p.argmax(1) == labels) & real).sum().item()
     assert summary(outcome.counts) == pytest.approx((lost.item() / 4, right / 4), rel=1e-6)
+
+
+def test_a_recorded_model_replays_its_own_shape_and_launches_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the recording itself only what it leaves behind is imitated: an instance's ``forward``, changed buffers."""
+    replays = []
+
+    def record(model: nn.Module, sample: tuple[Tensor, ...]) -> nn.Module:
+        launched = model.forward
+        launched(*sample)  # the warm-up moves batch norm's averages
+        model.forward = lambda images: (replays.append(images.shape), launched(images))[1]  # type: ignore[method-assign]
+        return model
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    before = model[1].running_mean.clone()
+    graphed = GraphedModel(model, torch.ones(8, 3))
+    assert torch.equal(model[1].running_mean, before)
+    images = torch.randn(8, 3)
+    torch.testing.assert_close(graphed(images), model(images))
+    torch.testing.assert_close(graphed(images[:5]), model(images[:5]))
+    assert replays == [(8, 3)]
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_cuda_graphs_need_cuda(tmp_path: Path, device: str) -> None:
+    with pytest.raises(UsageError, match="cuda-graph"):
+        train(replace(SMALL, cuda_graph=True, device=device), tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -58,6 +58,7 @@ class TrainConfig:
     cutout: int = _option(0, "augment by cutting out a square of this many pixels")
     mixup: float = _option(0.0, "augment by mixing pairs of images, with shares from Beta(mixup, mixup)")
     seed: int = _option(0, "of the weights, the validation split, the order and the augmentation")
+    cuda_graph: bool = _option(False, "record the network as CUDA graphs and replay them; one CUDA device")
     precision: str = _option("32-true", "as Lightning names them", PRECISIONS)
     device: str = _option("auto", "cpu, cuda or auto")
     devices: str = _option("auto", "how many, or auto; under torchrun its processes")
@@ -81,6 +82,8 @@ class TrainConfig:
             raise UsageError("device", self.device, "must be cpu, cuda or auto")
         if self.devices != "auto" and not (self.devices.isdigit() and int(self.devices) > 0):
             raise UsageError("devices", self.devices, "must be a number of devices or auto")
+        if self.cuda_graph and (self.device == "cpu" or self.devices not in ("auto", "1")):
+            raise UsageError("cuda_graph", True, "needs one CUDA device: device cuda, devices 1")
         if self.recompute is not None and (self.model not in _DEPTHS or self.norm != "weight"):
             raise UsageError("recompute", self.recompute, "is for the weight-normalised stages of wrn and resnet")
         self._check_depth()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import random
 from .batches import Batch
 from .config import TrainConfig
+from .graph import GraphedModel
 from .schedule import Schedule
 from .step import Outcome, step, summary
 
@@ -37,9 +38,15 @@ class TrainingModule(lightning.LightningModule):
         self._counts = torch.zeros(3, dtype=torch.float64)
         self._validated = (float("nan"), 0.0)
         self._finite = torch.tensor(True)
+        self._graphed: GraphedModel | None = None
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)
+        if not (self.config.cuda_graph and self.training):
+            return self.model(images)
+        if self._graphed is None:
+            autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+            self._graphed = GraphedModel(self.model, images, autocast)
+        return self._graphed(images)
 
     def configure_optimizers(self) -> Any:
         config = self.config

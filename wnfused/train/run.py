@@ -245,6 +245,8 @@ def _device(config: TrainConfig) -> torch.device:
 def _check_device(config: TrainConfig) -> None:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device", "cuda", "is not available to this installation of torch; cpu is")
+    if config.cuda_graph and (_device(config).type != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        raise UsageError("cuda_graph", True, f"needs one CUDA device; this run is on {_device(config)}")
 
 
 def _is_first_process() -> bool:
