@@ -32,7 +32,7 @@ from .progress import Progress, advancing
 from .state import forked, undisturbed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HessianNorm(Drawable):
     """What :func:`hessian_norm` found.
 

@@ -1,164 +1,282 @@
 """How large activations and gradients are, layer by layer: what an initialisation is judged by.
 
-At station ``l`` of a network, with outputs ``h^l_i`` and loss ``l_i`` of sample i,
+At station ``l`` of a network, with outputs ``h^l_i`` and loss ``l_i`` of sample i, the norms are ``||h^l_i||_2`` and
+``||d l_i / d h^l_i||_2``, the quantities of figure 1 of Arpit, Campos & Bengio (2019). Their initialisation keeps
+both, in expectation. With ``P_l`` positions and ``C_l`` channels at station l (1 and the width, for a vector),
+``B_k`` residual blocks in stage k, and stations 0 (the first) to L (the last before the head),
 
-    activation = mean_i ||h^l_i||_2,        gradient = mean_i ||d l_i / d h^l_i||_2,
+    E ||h^l||^2 = ||h^0||^2  (P_l / P_0)  prod_{blocks up to l} (1 + 1/B_k)
+    E ||dl/dh^l||^2 = ||dl/dh^L||^2  (C_l / C_L)  prod_{blocks after l} (1 + 1/B_k)
 
-the quantities of figure 1 of Arpit, Campos & Bengio (2019); for an initialisation that keeps them, neither grows nor
-fades with the depth. Stations are, in the order of execution, the residual blocks, those of a stacked stage included,
-and the layers with parameters outside of blocks; or whatever a filter selects.
+so that a stage multiplies a norm by ``(1 + 1/B)^(B/2)``, which lies in ``[sqrt 2, sqrt e]`` whatever its depth
+(theorems 3 and 4); without blocks the norm of a vector stays (theorem 1, ``K_n = 1``) and a gradient goes with
+``n_l / n_L``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wnfused.models.resnet import BatchNormBlock
-from wnfused.nn import PlainResidualBlock, WNResidualBlock, WNResidualStage
+from .arguments import Loss, check_inputs, check_model, cross_entropy
+from .drawing import THEORY, Drawable, over_stations
+from .progress import Progress, advancing
+from .state import undisturbed
+from .stations import Call, Filter, observed
 
-Filter = Callable[[str, nn.Module], bool]
-
-_BLOCKS = (WNResidualBlock, PlainResidualBlock, BatchNormBlock)
+_FLOAT32_LARGEST = 3.4e38
 
 
 @dataclass(frozen=True)
 class Norms:
-    """One station. ``gradient`` is NaN where the loss does not depend on it."""
+    """One station: means over the samples. ``gradient`` is NaN where the loss does not depend on it."""
 
     name: str
     activation: float
     gradient: float
 
 
+@dataclass(frozen=True, eq=False)
+class NormProfile(Drawable):
+    """What :func:`layer_norms` found for n samples at L stations. A sequence of :class:`Norms`; slices are profiles.
+
+    Attributes:
+        names: of the stations.
+        activations: ``||h^l_i||`` ``[L, n]``.
+        gradients: ``||d l_i / d h^l_i||`` ``[L, n]``; NaN where the loss does not depend on the station.
+        inputs: ``||x_i||`` ``[n]``.
+        channels, positions: of each output ``[L]``; channels x positions elements.
+        blocks: ``B_k`` where the station is a residual block of a stage of so many, else 0 ``[L]``.
+        heads: stations at the end that the theory leaves out: plain layers after normalised ones or blocks.
+    """
+
+    names: tuple[str, ...]
+    activations: np.ndarray
+    gradients: np.ndarray
+    inputs: np.ndarray
+    channels: np.ndarray
+    positions: np.ndarray
+    blocks: np.ndarray
+    heads: int
+
+    panels = 2
+
+    @property
+    def activation(self) -> np.ndarray:
+        """Means over the samples ``[L]``."""
+        return self.activations.mean(1)
+
+    @property
+    def gradient(self) -> np.ndarray:
+        """Means over the samples ``[L]``."""
+        return self.gradients.mean(1)
+
+    def expected_activation(self) -> np.ndarray:
+        """The theory's norms ``[L]``, from the mean norm that was measured at the first station; NaN at heads."""
+        growth = np.cumsum(np.log1p(self._inverse_blocks()))
+        squares = self.positions / self.positions[0] * np.exp(growth - growth[0])
+        return self._without_heads(self.activation[0] * np.sqrt(squares))
+
+    def expected_gradient(self) -> np.ndarray:
+        """The theory's norms ``[L]``, from the mean norm that was measured at the last station before the heads."""
+        last = len(self.names) - self.heads - 1
+        growth = np.cumsum(np.log1p(self._inverse_blocks()))
+        squares = self.channels / self.channels[last] * np.exp(growth[last] - growth)
+        return self._without_heads(self.gradient[last] * np.sqrt(squares))
+
+    def activation_band(self) -> tuple[np.ndarray, np.ndarray]:
+        """``expected_activation`` for stages that multiply by ``sqrt 2``, their least, and ``sqrt e``, their most."""
+        return self._band(self.expected_activation(), backward=False)
+
+    def gradient_band(self) -> tuple[np.ndarray, np.ndarray]:
+        """``expected_gradient`` for stages that multiply by ``sqrt 2`` and ``sqrt e``."""
+        return self._band(self.expected_gradient(), backward=True)
+
+    def _inverse_blocks(self) -> np.ndarray:
+        return np.divide(1.0, self.blocks, out=np.zeros(len(self.blocks)), where=self.blocks > 0)
+
+    def _without_heads(self, values: np.ndarray) -> np.ndarray:
+        return np.where(np.arange(len(values)) < len(values) - self.heads, values, np.nan)
+
+    def _band(self, expected: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Block b of B is share 1/B of its stage's growth, which is 2^(1/2) to e^(1/2) instead of (1 + 1/B)^(B/2)."""
+        share, growth = np.cumsum(self._inverse_blocks()), np.cumsum(np.log1p(self._inverse_blocks()))
+        end = len(share) - self.heads - 1
+        share, growth = (c[end] - c if backward else c - c[0] for c in (share, growth))
+        low, high = (expected * np.exp((rate * share - growth) / 2) for rate in (np.log(2), 1.0))
+        return low, high
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, which: int) -> Norms: ...
+    @overload
+    def __getitem__(self, which: slice) -> NormProfile: ...
+    def __getitem__(self, which: int | slice) -> Norms | NormProfile:
+        if isinstance(which, slice):
+            kept = range(len(self))[which]
+            parts = {
+                field: getattr(self, field)[which]
+                for field in ("names", "activations", "gradients", "channels", "positions", "blocks")
+            }
+            return replace(self, heads=sum(i >= len(self) - self.heads for i in kept), **parts)
+        return Norms(self.names[which], float(self.activation[which]), float(self.gradient[which]))
+
+    def __iter__(self) -> Iterator[Norms]:
+        return (self[i] for i in range(len(self)))
+
+    def _draw(self, axes: Sequence[Any], label: str | None) -> None:
+        panels = (
+            (self.activation, self.activation_band, r"activation norm  $\|h^l\|$"),
+            (self.gradient, self.gradient_band, r"gradient norm  $\|\partial\ell/\partial h^l\|$"),
+        )
+        for axis, (values, band, name) in zip(axes, panels, strict=True):
+            over_stations(axis, np.where(np.isfinite(values) & (values > 0), values, np.nan), label)
+            low, high = band()
+            # Lines of other initialisations start where they start: one band, the first one's, says enough.
+            if not any(patch.get_gid() == "theory" for patch in axis.collections):
+                x = np.arange(1, len(values) + 1)
+                patch = axis.fill_between(
+                    x, low, high, color=THEORY, alpha=0.3, linewidth=1.5, zorder=0, label="theory"
+                )
+                patch.set_gid("theory")
+            _mark_overflow(axis, values)
+            axis.set_ylabel(f"{name}\n(mean over samples)")
+
+
 def layer_norms(
     model: nn.Module,
-    images: Tensor,
+    inputs: Tensor,
     targets: Tensor | None = None,
     *,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    loss: Loss | None = None,
     filter: Filter | None = None,
-) -> list[Norms]:
-    """One forward and backward pass, measured at every station; parameters and their ``.grad`` stay as they are.
+    progress: Progress = False,
+) -> NormProfile:
+    """One forward and backward pass, measured at every station; the model and its ``.grad`` stay as they are.
 
-    Norms are taken in float64 as each output appears, so no activation outlives its use.
+    Norms are taken in float64 as each output, and each gradient, appears. Beyond what autograd keeps for a backward
+    pass towards the activations, memory grows by two numbers for each station and sample.
 
     Args:
-        images: ``[n, ...]``, floating point.
+        inputs: ``[n, ...]``, of any dtype; where it is an integer one, gradients are taken from the first station on.
         targets: whatever ``loss`` takes as its second argument; None: the class that the model itself holds for
             likeliest, for each sample.
         loss: from (outputs, targets) to the *sum* of the samples' losses, so that a sample's gradient does not depend
             on how many there are; default: cross-entropy.
-        filter: from (name, module) to whether its output is a station. A stage for which it is true of the stage
-            itself, as by default, is measured block by block.
+        filter: which modules are stations, see :mod:`wnfused.diagnostics.stations`.
+        progress: True for a bar on the terminal, or a function of (steps done, None): forward and backward.
 
     Raises:
-        ValueError: without samples.
+        TypeError, ValueError: naming the argument that cannot work.
     """
-    if images.shape[0] == 0:
-        raise ValueError(f"images: shape {tuple(images.shape)} has no sample to measure")
-    record = _Record()
-    images = images.detach().clone().requires_grad_()
-    with torch.enable_grad(), _hooked(model, filter or _default_filter(model), record):
-        outputs = model(images)
+    check_model(model)
+    check_inputs(inputs)
+    record = _Record(model)
+    with undisturbed(model), torch.enable_grad(), advancing(progress, "norms", None) as record.advance:
+        x = inputs.detach()
+        if x.is_floating_point():
+            x = x.clone().requires_grad_()
+            record.leaves.append(x)
+        with observed(model, record.take, filter):
+            outputs = model(x)
         if targets is None:
             targets = outputs.detach().argmax(1)
-        total = (loss or _cross_entropy)(outputs, targets)
-        # Towards the images alone: no parameter's .grad is touched.
-        torch.autograd.grad(total, images)
-    return record.norms()
+        total = (loss or cross_entropy)(outputs, targets)
+        # Towards activations alone: no parameter's .grad is touched.
+        torch.autograd.grad(total, record.leaves, allow_unused=True)
+    return record.profile(inputs)
 
 
 class _Record:
-    def __init__(self) -> None:
+    """What the stations showed, in order of execution."""
+
+    def __init__(self, model: nn.Module) -> None:
         self.names: list[str] = []
+        self.shapes: list[tuple[int, int]] = []
         self.activations: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
+        self.leaves: list[Tensor] = []
+        self.advance = lambda: None
+        self._modules = dict(model.named_modules())
 
-    def take(self, name: str, output: Tensor) -> None:
-        """Measure ``output`` now, and its gradient when the backward pass comes by."""
-        station = len(self.names)
-        self.names.append(name)
-        self.activations.append(_mean_norm(output))
+    def take(self, call: Call) -> Tensor | None:
+        """Measure the output now, and its gradient when the backward pass comes by."""
+        output, station, replaced = call.output, len(self.names), False
+        self.names.append(call.name)
+        channels = output.shape[1] if output.dim() > 1 else 1
+        self.shapes.append((channels, output[0].numel() // max(channels, 1)))
+        self.activations.append(_norms(output))
+        self.advance()
+        if not output.requires_grad and output.is_floating_point() and not self.leaves:
+            # Nothing before it can have a gradient: it starts here. A copy, which may be written in place.
+            self.leaves.append(output.detach().requires_grad_())
+            output, replaced = self.leaves[0].clone(), True
         if output.requires_grad:
-            output.register_hook(lambda gradient: self.gradients.update({station: _mean_norm(gradient)}))
 
-    def norms(self) -> list[Norms]:
-        nan = torch.tensor(float("nan"))
-        return [
-            Norms(name, self.activations[i].item(), self.gradients.get(i, nan).item())
-            for i, name in enumerate(self.names)
-        ]
+            def measure(gradient: Tensor) -> None:
+                self.gradients[station] = _norms(gradient)
+                self.advance()
 
+            output.register_hook(measure)
+        return output if replaced else None
 
-def _mean_norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach().flatten(1), dim=1, dtype=torch.float64).mean()
+    def profile(self, inputs: Tensor) -> NormProfile:
+        n = len(inputs)
+        nothing = torch.full((n,), float("nan"), dtype=torch.float64)
+        gradients = [self.gradients.get(i, nothing) for i in range(len(self.names))]
+        blocks, heads = self._structure()
+        return NormProfile(
+            tuple(self.names), _table(self.activations, n), _table(gradients, n), _norms(inputs).numpy(),
+            np.array([c for c, _ in self.shapes], dtype=int), np.array([p for _, p in self.shapes], dtype=int),
+            np.array(blocks, dtype=int), heads,
+        )  # fmt: skip
 
+    def _structure(self) -> tuple[list[int], int]:
+        """How many blocks the stage of each station has, and how many plain layers end the network."""
+        from wnfused.nn import WNResidualBlock, WNResidualStage
+        from wnfused.nn._layer import WeightNormalised
 
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="sum")
+        from .stations import BLOCKS
 
-
-def _default_filter(model: nn.Module) -> Filter:
-    """Blocks and stages as a whole; outside of them every module that has parameters of its own."""
-    inside = {
-        id(part)
-        for module in model.modules()
-        if isinstance(module, _BLOCKS)
-        for part in module.modules()
-        if part is not module
-    }
-
-    def selected(name: str, module: nn.Module) -> bool:
-        if isinstance(module, (*_BLOCKS, WNResidualStage)):
-            return True
-        return id(module) not in inside and next(module.parameters(recurse=False), None) is not None
-
-    return selected
-
-
-@contextlib.contextmanager
-def _hooked(model: nn.Module, filter: Filter, record: _Record) -> Iterator[None]:
-    with contextlib.ExitStack() as undo:
-        for name, module in model.named_modules():
-            if not filter(name, module):
-                continue
-            if isinstance(module, WNResidualStage):
-                undo.enter_context(_block_by_block(name, module, record))
+        blocks, heads = [], 0
+        for name in self.names:
+            module = self._modules.get(name) or self._modules[name.rpartition(".blocks.")[0]]
+            parent = name.rpartition(".")[0]
+            if isinstance(module, (WNResidualBlock, WNResidualStage)):
+                blocks.append(module.num_blocks)
+            elif isinstance(module, BLOCKS):
+                siblings = self._modules[parent].children()
+                blocks.append(sum(isinstance(sibling, BLOCKS) for sibling in siblings))
             else:
-                handle = module.register_forward_hook(_observer(name, record))
-                undo.callback(handle.remove)
-        yield
+                blocks.append(0)
+            inner = blocks[-1] > 0 or isinstance(module, WeightNormalised)
+            heads = 0 if inner else heads + 1
+        return blocks, heads if heads < len(self.names) else 0
 
 
-def _observer(name: str, record: _Record) -> Callable[[nn.Module, object, Tensor], None]:
-    def observe(module: nn.Module, inputs: object, output: Tensor) -> None:
-        record.take(name, output)
-
-    return observe
+def _norms(x: Tensor) -> Tensor:
+    """Of each sample, in float64 on the CPU."""
+    return torch.linalg.vector_norm(x.detach().reshape(len(x), -1).double(), dim=1).cpu()
 
 
-@contextlib.contextmanager
-def _block_by_block(name: str, stage: WNResidualStage, record: _Record) -> Iterator[None]:
-    """While this holds, the stage runs its blocks one after the other instead of as one op."""
+def _table(rows: list[Tensor], n: int) -> np.ndarray:
+    return torch.stack(rows).numpy() if rows else np.empty((0, n))
 
-    def forward(x: Tensor) -> Tensor:
-        if stage.transition is not None:
-            # A module, with a hook of its own.
-            x = stage.transition(x)
-        for i, block in enumerate(stage.blocks()):
-            x = block(x)
-            record.take(f"{name}.blocks.{i}", x)
-        return x
 
-    # An attribute of the instance hides the method of its class.
-    stage.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del stage.__dict__["forward"]
+def _mark_overflow(axis: Any, values: np.ndarray) -> None:
+    """A line at the largest float32, where a network in float32 overflows, if it is in reach."""
+    finite = values[np.isfinite(values)]
+    if len(finite) and finite.max() > _FLOAT32_LARGEST / 1e6 and not any(t.get_gid() == "overflow" for t in axis.texts):
+        axis.axhline(_FLOAT32_LARGEST, color="0.5", linewidth=1, linestyle=":")
+        note = axis.annotate(
+            "largest float32", (0.99, _FLOAT32_LARGEST), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+            color="0.4", size=9,
+        )  # fmt: skip
+        note.set_gid("overflow")

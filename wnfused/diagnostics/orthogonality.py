@@ -66,7 +66,7 @@ def stationary_gap(h: Tensor, expected: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(h.mT @ h / d - expected.double())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OrthogonalityProfile(Drawable):
     """What :func:`orthogonality` found at L stations.
 

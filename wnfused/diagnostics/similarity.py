@@ -25,7 +25,7 @@ from .stations import Call, Filter, observed
 QUANTILES = (0.05, 0.5, 0.95)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SimilarityProfile(Drawable):
     """What :func:`similarity` found at L stations, over all pairs of samples.
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
+from wnfused.diagnostics.drawing import save_together
+
 from .budget import Recipe, first_batch, fit, time_step, update
 from .build import build
 from .data import Dataset, load
 from .errors import UsageError, require
 from .files import write_json
 from .memory import PeakMemory
-from .pictures import Point, accuracy_over_depth, norms_over_layers
+from .pictures import Point, accuracy_over_depth
 from .probe import measure
 from .run import train
 
@@ -223,4 +225,4 @@ def _draw(out: Path, data: Dataset, rows: list[Row], probed: int) -> None:
     # Without the head, whose ten logits are another quantity.
     norms = {label: measure(build(recipe.config(init), data), data, _PROBED)[:-1] for init, label in INITS.items()}
     title = f"Weight-normalised WRN of {probed:,} layers before training"
-    norms_over_layers(norms, title, out / "norms.png")
+    save_together(norms, out / "norms.png", title=title, legend_title="initialisation")

@@ -9,19 +9,19 @@ from pathlib import Path
 from torch import nn
 
 import wnfused
-from wnfused.diagnostics import Norms, layer_norms
+from wnfused.diagnostics import NormProfile, layer_norms
+from wnfused.diagnostics.drawing import save_together
 
 from .build import build
 from .config import TrainConfig
 from .data import Dataset, load
 from .errors import UsageError
-from .pictures import norms_over_layers
 
 # So many rows are read at a glance; the picture has them all.
 _ROWS = 12
 
 
-def measure(model: nn.Module, data: Dataset, samples: int) -> list[Norms]:
+def measure(model: nn.Module, data: Dataset, samples: int) -> NormProfile:
     """Norms on the first ``samples`` training images, in float64, where even an exploding network stays finite."""
     images = data.standardise(data.train.images[:samples]).double()
     # The reference has every dtype; the kernels need not.
@@ -41,11 +41,11 @@ def probe(configs: Sequence[TrainConfig], samples: int, out: Path, folder: Path 
     data = load(first.data, first.seed, folder)
     series = {config.init: measure(build(config, data), data, samples) for config in configs}
     title = f"{first.model}, {first.depth:,} layers, {first.data}, before training"
-    norms_over_layers(series, title, out)
+    save_together(series, out, title=title, legend_title="initialisation")
     return f"{_table(series)}\n-> {out}"
 
 
-def _table(series: dict[str, list[Norms]]) -> str:
+def _table(series: dict[str, NormProfile]) -> str:
     names = [norms.name for norms in next(iter(series.values()))]
     stations = sorted({round(i * (len(names) - 1) / (_ROWS - 1)) for i in range(_ROWS)})
     name_width = max(len(names[i]) for i in stations)

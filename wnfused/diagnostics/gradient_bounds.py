@@ -1,0 +1,242 @@
+"""Lower bounds on the gradients of networks without normalisation: large logits make large gradients.
+
+With logits z, softmax probabilities p, their entropy H(p) and the cross-entropy ``l(z, y)``, wherever the logits are
+positively homogeneous of degree 1 (scaling the argument by ``a > 0`` scales them by a) in
+
+    an activation x:        ||dl/dx||         >= (l(z, y) - H(p)) / ||x||                        (theorem 1)
+    a set theta of weights: ||dl_avg/dtheta|| >= (1/M) sum_m (l_m - H(p_m)) / ||theta|| = G       (theorem 2)
+                            E G               >= (E max_i z_i - log c) / ||theta||               (eq. 5)
+
+Such sets are the stem; the head; a shortcut with the last convolution of its branch. Of a weight-normalised layer the
+gains and the bias take the weights' place. Source: Zhang, Dauphin & Ma (2019), section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .arguments import check_inputs, check_model, check_targets, cross_entropy, mini_batches, positive_int
+from .drawing import THEORY, Drawable, over_stations
+from .norms import layer_norms
+from .progress import Progress, advancing
+from .state import undisturbed
+from .stations import Filter
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationBounds(Drawable):
+    """What :func:`activation_gradient_bounds` found for n samples at L stations.
+
+    Attributes:
+        names: of the stations, whose outputs are x.
+        gradients: ``||dl_i/dx_i||`` ``[L, n]``.
+        bounds: ``(l_i - H(p_i)) / ||x_i||`` ``[L, n]``; negative, and so empty, where the model is more uncertain
+            than wrong.
+    """
+
+    names: tuple[str, ...]
+    gradients: np.ndarray
+    bounds: np.ndarray
+
+    def _draw(self, axes: Sequence[Any], label: str | None) -> None:
+        (axis,) = axes
+        line = over_stations(axis, self.gradients.mean(1), label)
+        bounds = self.bounds.mean(1)
+        x = np.arange(1, len(bounds) + 1)
+        name = "lower bound" if label is None else f"{label}, lower bound"
+        axis.plot(x, np.where(bounds > 0, bounds, np.nan), color=line.get_color(), linestyle=":", label=name)
+        axis.set_ylabel(r"$\|\partial\ell/\partial x\|$ and $(\ell - H(p))/\|x\|$" + "\n(mean over samples)")
+
+
+def activation_gradient_bounds(
+    model: nn.Module, inputs: Tensor, targets: Tensor, *, filter: Filter | None = None, progress: Progress = False
+) -> ActivationBounds:
+    """Theorem 1 at every station: gradients of the cross-entropy beside their bound.
+
+    The bound holds where all that follows the station is positively homogeneous: layers and ReLUs with zero biases,
+    and no normalisation over the batch; a gradient below it shows that something is not.
+
+    Args:
+        inputs: ``[n, ...]``; targets: classes ``[n]``.
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work.
+    """
+    check_model(model)
+    check_inputs(inputs)
+    check_targets(targets, inputs)
+    excess: list[Tensor] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        excess.append(_excess(outputs.detach(), targets))
+        return cross_entropy(outputs, targets)
+
+    norms = layer_norms(model, inputs, targets, loss=loss, filter=filter, progress=progress)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bounds = excess[0].cpu().numpy() / norms.activations
+    return ActivationBounds(norms.names, norms.gradients, bounds)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterBounds(Drawable):
+    """What :func:`parameter_gradient_bounds` found for S sets of parameters.
+
+    Attributes:
+        names: of the sets.
+        gradient: ``||dl_avg/dtheta||`` ``[S]``.
+        bound: G ``[S]``.
+        expected: ``(mean max_i z_i - log c) / ||theta||`` ``[S]``, what G is expected to exceed where the head is
+            random with mean 0.
+        homogeneous: whether doubling theta doubles the logits ``[S]``; where not, the bounds mean nothing.
+    """
+
+    names: tuple[str, ...]
+    gradient: np.ndarray
+    bound: np.ndarray
+    expected: np.ndarray
+    homogeneous: np.ndarray
+
+    def _draw(self, axes: Sequence[Any], label: str | None) -> None:
+        (axis,) = axes
+        x = np.arange(len(self.names))
+        (points,) = axis.plot(x, self.gradient, "o", markersize=7, label=label or "gradient")
+        tops = np.where(self.homogeneous & (self.bound > 0), self.bound, np.nan)
+        axis.plot(x, tops, "_", markersize=16, markeredgewidth=2, color=points.get_color(), label="lower bound $G$")
+        below = np.where(self.homogeneous & (self.expected > 0), self.expected, np.nan)
+        axis.plot(x, below, "_", markersize=16, markeredgewidth=2, color=THEORY, label="expected bound")
+        axis.set_yscale("log")
+        axis.set_xticks(x, [name if h else f"{name}\n(not homogeneous)" for name, h in self._labels()], fontsize=8)
+        axis.set_ylabel(r"$\|\partial\ell_{avg}/\partial\theta\|$")
+        axis.margins(x=0.15)
+
+    def _labels(self) -> list[tuple[str, bool]]:
+        return [(name.replace(" + ", "\n+ "), bool(h)) for name, h in zip(self.names, self.homogeneous, strict=True)]
+
+
+def parameter_gradient_bounds(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    sets: Mapping[str, Sequence[str]] | None = None,
+    batch_size: int | None = 128,
+    progress: Progress = False,
+) -> ParameterBounds:
+    """Theorem 2 for sets of parameters: gradients of the mean cross-entropy beside G.
+
+    Args:
+        inputs: ``[n, ...]``; targets: classes ``[n]``.
+        sets: names of parameters under a name of your own; default: :func:`homogeneous_sets`.
+        batch_size: samples differentiated at once; None: all.
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work.
+    """
+    check_model(model)
+    check_inputs(inputs)
+    check_targets(targets, inputs)
+    if batch_size is not None:
+        positive_int("batch_size", batch_size)
+    sets = homogeneous_sets(model, inputs[:1]) if sets is None else sets
+    named = dict(model.named_parameters())
+    for name in {parameter for parameters in sets.values() for parameter in parameters} - named.keys():
+        raise ValueError(f"sets: the model has no parameter {name!r}")
+    chosen = sorted({parameter for parameters in sets.values() for parameter in parameters})
+    with undisturbed(model), torch.enable_grad(), advancing(progress, "bounds", None) as advance:
+        for name in chosen:
+            named[name].requires_grad_(True)
+        gradients = {name: torch.zeros_like(named[name], dtype=torch.float64) for name in chosen}
+        excess = largest = 0.0
+        for batch, classes in mini_batches(inputs, targets, batch_size):
+            outputs = model(batch)
+            loss = cross_entropy(outputs, classes) / len(inputs)
+            parts = torch.autograd.grad(loss, [named[name] for name in chosen], materialize_grads=True)
+            for name, part in zip(chosen, parts, strict=True):
+                gradients[name] += part
+            excess += _excess(outputs.detach(), classes).sum().item() / len(inputs)
+            largest += outputs.detach().double().amax(1).sum().item() / len(inputs)
+            advance()
+        lengths = np.array([_length(named[name] for name in names) for names in sets.values()])
+        gradient = [_length(gradients[name] for name in names) for names in sets.values()]
+        few = inputs[: min(len(inputs), batch_size or len(inputs))]
+        homogeneous = [_is_homogeneous(model, few, names) for names in sets.values()]
+        for name in chosen:
+            named[name].requires_grad_(False)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bound, expected = excess / lengths, (largest - np.log(outputs.shape[1])) / lengths
+    return ParameterBounds(tuple(sets), np.array(gradient), bound, expected, np.array(homogeneous, dtype=bool))
+
+
+def homogeneous_sets(model: nn.Module, inputs: Tensor) -> dict[str, tuple[str, ...]]:
+    """The sets that the paper names, in this model: stem, head, and each shortcut with the last layer of its branch.
+
+    Stem and head are the first and last layers that run on ``inputs``; the shortcuts are those of blocks that keep
+    theirs under ``shortcut`` and their last layer under ``conv2``, as this package's do. A layer's parameters are its
+    weight, or its gains if it is weight-normalised, and its bias.
+    """
+    layers: list[str] = []
+    names = {id(module): name for name, module in model.named_modules() if _scales(module)}
+    hooks = [
+        module.register_forward_hook(lambda module, *_: layers.append(names[id(module)]))
+        for module in model.modules()
+        if id(module) in names
+    ]
+    try:
+        with undisturbed(model), torch.no_grad():
+            model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sets: dict[str, tuple[str, ...]] = {}
+    if layers:
+        sets[layers[0]] = _scales(model.get_submodule(layers[0]), layers[0])
+    for name, block in model.named_modules():
+        parts = {f"{name}.{part}".lstrip("."): getattr(block, part, None) for part in ("shortcut", "conv2")}
+        own = [_scales(layer, whole) for whole, layer in parts.items()]
+        if all(own):
+            sets[" + ".join(parts)] = tuple(parameter for parameters in own for parameter in parameters)
+    if len(layers) > 1:
+        sets[layers[-1]] = _scales(model.get_submodule(layers[-1]), layers[-1])
+    return sets
+
+
+def _scales(module: nn.Module | None, prefix: str = "") -> tuple[str, ...]:
+    """The parameters of a linear layer or convolution in which its output is homogeneous; empty for other modules."""
+    from wnfused.nn._layer import WeightNormalised
+
+    if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, WeightNormalised)):
+        return ()
+    parameters = dict(module.named_parameters())
+    gains = [n for n in ("weight_g", "parametrizations.weight.original0", "weight") if n in parameters][:1]
+    names = gains + ["bias"] * ("bias" in parameters)
+    return tuple(f"{prefix}.{name}" if prefix else name for name in names)
+
+
+def _excess(outputs: Tensor, targets: Tensor) -> Tensor:
+    """``l - H(p) = <p, z> - z_y`` of each sample, in float64."""
+    logits = outputs.double()
+    # With the largest logit at 0 neither term overflows or cancels against it.
+    logits = logits - logits.amax(1, keepdim=True)
+    return (F.softmax(logits, 1) * logits).sum(1) - logits.gather(1, targets[:, None]).squeeze(1)
+
+
+def _length(tensors: Any) -> float:
+    return float(np.hypot.reduce([torch.linalg.vector_norm(t.detach().double()).item() for t in tensors], initial=0.0))
+
+
+@torch.no_grad()
+def _is_homogeneous(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> bool:
+    before = model(inputs)
+    parameters = dict(model.named_parameters())
+    doubled = torch.func.functional_call(model, {name: 2 * parameters[name] for name in names}, (inputs,))
+    scale = before.abs().max().item()
+    return bool(
+        (doubled - 2 * before).abs().max().item() <= 64 * torch.finfo(before.dtype).eps * len(parameters) * scale
+    )
