@@ -6,12 +6,14 @@ wnfused.models                                   mlp, cnn, resnet, wrn
 wnfused.functional                               the ops as functions of tensors
 wnfused.init                                     schemes by name, for a layer or a whole model
 wnfused.convert, wnfused.fold                    in from torch's weight norm, out to plain layers
+wnfused.state_dict_to_torch, state_dict_from_torch checkpoints in torch's forms
 wnfused.use_backend, wnfused.backend_status      which kernels run, and why
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
 from wnfused import functional, init, models, nn
+from wnfused.checkpoints import state_dict_from_torch, state_dict_to_torch
 from wnfused.convert import convert
 from wnfused.dispatch import BackendUnavailableError, BackendWarning, backend_status, use_backend
 from wnfused.fold import fold
@@ -54,5 +56,7 @@ __all__ = [
     "init",
     "models",
     "nn",
+    "state_dict_from_torch",
+    "state_dict_to_torch",
     "use_backend",
 ]

@@ -7,12 +7,14 @@ tensor that torch assigns to ``weight`` becomes ``weight_v``, and ``weight_g`` i
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused.nn._keys import to_old
 from wnfused.nn._weight import EffectiveWeight
 
 DIRECTIONS = ("orthogonal", "he")
@@ -142,18 +144,19 @@ class WeightNormalised(nn.Module):
         """A copy or a pickle made inside ``wnfused.frozen`` is an ordinary layer."""
         return {name: value for name, value in self.__dict__.items() if name != "_frozen"}
 
+    def adopt_keys(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+        """Renames the entries of a plain layer or of torch's parametrised weight norm to ``weight_v, weight_g``."""
+
+        def norm(weight: Tensor) -> Tensor:
+            if weight.shape != self.weight_v.shape:  # torch's own error will name weight_v
+                return self.weight_g
+            return row_norm(weight, self.dim).to(weight.dtype).reshape(self.weight_g.shape)
+
+        to_old(state_dict, prefix, norm)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also loads the keys of a plain layer and of torch's parametrised weight norm; its old hook has our names."""
-        original = f"{prefix}parametrizations.weight.original"
-        if f"{original}0" in state_dict and f"{original}1" in state_dict:
-            state_dict[f"{prefix}weight_g"] = state_dict.pop(f"{original}0")
-            state_dict[f"{prefix}weight_v"] = state_dict.pop(f"{original}1")
-        elif f"{prefix}weight" in state_dict:
-            weight = state_dict.pop(f"{prefix}weight")
-            state_dict[f"{prefix}weight_v"] = weight
-            fits = weight.shape == self.weight_v.shape  # otherwise torch's own error names weight_v
-            norms = row_norm(weight, self.dim).to(weight.dtype).reshape(self.weight_g.shape) if fits else self.weight_g
-            state_dict[f"{prefix}weight_g"] = norms
+        self.adopt_keys(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

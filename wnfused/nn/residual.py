@@ -7,7 +7,7 @@ parameters are stacked and one op runs them all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused.nn._keys import stack_blocks
+from wnfused.nn._layer import row_norm
 from wnfused.nn.conv import WNConv2d
 
 
@@ -194,6 +196,18 @@ class WNResidualStage(nn.Module):
         return functional.residual_stage(
             x, self.weight_v, self.weight_g, self.bias, skip_scale=self.skip_scale, recompute=self.recompute
         )
+
+    def adopt_keys(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+        """Stacks the entries of separate blocks, ``0.conv1.weight_v`` and so on, in any form that a layer loads."""
+        stack_blocks(
+            state_dict, prefix, (self.weight_v, self.weight_g, self.bias), self.transition is not None,
+            lambda w: row_norm(w).to(w.dtype).reshape(-1, 1, 1, 1),
+        )  # fmt: skip
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Also loads the checkpoint of separate blocks, numbered as :meth:`unstack` numbers them."""
+        self.adopt_keys(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def blocks(self) -> Iterator[StageBlock]:
         """The ``B'`` identity blocks in order, as views of the stacked parameters."""

@@ -1,0 +1,109 @@
+"""State dicts in the forms that torch knows, and back: renamed, split and stacked, never rounded.
+
+Layers and stages load all of these forms themselves, with ``strict=True``. What is here is for the way out, and for
+state dicts without a model at hand. :mod:`wnfused.nn._keys` has the table of names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wnfused import functional
+from wnfused.nn import WeightNormalised, WNResidualStage
+from wnfused.nn._keys import ORIGINALS, unstack_blocks
+
+APIS = ("old", "new", "plain")
+
+
+@torch.no_grad()
+def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new") -> OrderedDict[str, Any]:
+    """The state dict of a model under the names of torch's layers.
+
+    The blocks of a :class:`wnfused.WNResidualStage` come out one by one, named as ``stage.unstack()`` names them:
+    ``0.conv1``, ``0.conv2``, ``0.shortcut`` for the transition block, then ``1.conv1``, ...
+
+    Args:
+        source: a model, or its state dict; one of torch's own weight-normalised models too.
+        api: ``"old"`` for ``torch.nn.utils.weight_norm``, ``"new"`` for
+            ``torch.nn.utils.parametrizations.weight_norm``, ``"plain"`` for layers without weight norm, whose
+            ``weight`` is what ``layer.weight`` reads and :func:`wnfused.fold` leaves.
+
+    Returns:
+        A new ordered dict, with views of the source's tensors, bit for bit; plain weights are computed. Entries that
+        belong to no weight-normalised layer stay as they are.
+
+    Raises:
+        TypeError: ``source`` is neither a module nor a mapping.
+        ValueError: ``api`` is none of the three.
+    """
+    if api not in APIS:
+        raise ValueError(f"api: unknown {api!r}; use 'old', 'new' or 'plain'")
+    if not isinstance(source, (nn.Module, Mapping)):
+        raise TypeError(f"source: expected an nn.Module or a state dict, got {type(source).__name__}")
+    state = OrderedDict(source.state_dict() if isinstance(source, nn.Module) else source)
+    _rename(state, _prefixes(state, *ORIGINALS.values()), {new: old for old, new in ORIGINALS.items()})
+    stages = [p for p in _prefixes(state, *ORIGINALS) if state[f"{p}weight_v"].dim() == 6 and f"{p}bias" in state]
+    for prefix in stages:
+        unstack_blocks(state, prefix)
+    layers = _prefixes(state, *ORIGINALS)
+    if api == "new":
+        _rename(state, layers, ORIGINALS)
+    elif api == "plain":
+        for prefix in layers:
+            v, g = state[f"{prefix}weight_v"], state.pop(f"{prefix}weight_g")
+            state[f"{prefix}weight_v"] = functional.weight_norm(v, g, _dim(v, g))
+        _rename(state, layers, {"weight_v": "weight"})
+    return state
+
+
+@torch.no_grad()
+def state_dict_from_torch(state_dict: Mapping[str, Any], model: nn.Module) -> OrderedDict[str, Any]:
+    """A state dict in any of torch's forms, under the names of ``model``: what ``model.load_state_dict`` makes of it.
+
+    Args:
+        state_dict: plain, old or new, layer by layer; the blocks of a stage one by one, or stacked already.
+        model: says which weights are normalised, along which dim, and which blocks are stacked. It is not changed.
+
+    Returns:
+        A new ordered dict; tensors are shared where they need not be stacked.
+
+    Raises:
+        TypeError: ``state_dict`` is not a mapping, or ``model`` not a module.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    found = OrderedDict(state_dict)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (WeightNormalised, WNResidualStage)):
+            module.adopt_keys(found, f"{name}." if name else "")
+    return found
+
+
+def _prefixes(state: Mapping[str, Any], gain: str, direction: str) -> list[str]:
+    """The layers that have entries of these two names."""
+    prefixes = [name.removesuffix(gain) for name in state if name == gain or name.endswith(f".{gain}")]
+    return [prefix for prefix in prefixes if f"{prefix}{direction}" in state]
+
+
+def _rename(state: OrderedDict[str, Any], layers: list[str], names: Mapping[str, str]) -> None:
+    """New names for the entries of these layers, in the order they had: optimisers number parameters by it."""
+    new = {f"{layer}{old}": f"{layer}{name}" for layer in layers for old, name in names.items()}
+    items = [(new.get(name, name), value) for name, value in state.items()]
+    state.clear()
+    state.update(items)
+
+
+def _dim(v: Tensor, g: Tensor) -> int | None:
+    """The dim that numbers the rows, read off the shape of the gain; a single row is the whole tensor by any name."""
+    if g.dim() != v.dim():
+        return None
+    rows = [d for d, n in enumerate(g.shape) if n != 1]
+    single = [d for d, n in enumerate(v.shape) if n == 1]
+    return next(iter(rows or single), None)

@@ -1,0 +1,79 @@
+"""The names under which a weight-normalised weight is stored, in a state dict of any of torch's forms.
+
+================  ==========================================================================================
+form              entries of one layer
+================  ==========================================================================================
+old, and ours     ``weight_g``, ``weight_v``                        (``torch.nn.utils.weight_norm``)
+new               ``parametrizations.weight.original0``, ``...1``   (``torch.nn.utils.parametrizations``)
+plain             ``weight``                                        (no weight norm: ``v = w, g = ||w||``)
+================  ==========================================================================================
+
+A stage stacks its identity blocks under ``weight_v, weight_g, bias``; torch's forms number the blocks, ``0`` being the
+transition block if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = MutableMapping[str, Any]
+
+ORIGINALS = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
+STACKED = ("weight_v", "weight_g", "bias")
+CONVOLUTIONS = ("conv1", "conv2")
+
+
+def to_old(state: State, prefix: str, norm: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Brings the entries of one layer into the old form, in place; those of another form go.
+
+    Args:
+        norm: ``norm(w)`` is the gain of a plain weight, in the shape of ``weight_g``; None leaves plain weights alone.
+    """
+    g, v = (f"{prefix}{name}" for name in ORIGINALS)
+    g_new, v_new = (f"{prefix}{name}" for name in ORIGINALS.values())
+    if g_new in state and v_new in state:
+        state[g], state[v] = state.pop(g_new), state.pop(v_new)
+    elif norm is not None and f"{prefix}weight" in state:
+        weight = state.pop(f"{prefix}weight")
+        state[g], state[v] = norm(weight), weight
+
+
+def stack_blocks(
+    state: State, prefix: str, stacked: Sequence[Tensor], transition: bool, norm: Callable[[Tensor], Tensor]
+) -> None:
+    """Brings a stage's blocks, one by one in any form, into the stacked form, in place; incomplete ones stay.
+
+    Args:
+        stacked: the stage's own ``weight_v, weight_g, bias``, for their shapes.
+        transition: whether block 0 is the transition block.
+    """
+    if f"{prefix}weight_v" in state:
+        return
+    layers = [f"{prefix}{i + transition}.{conv}." for i in range(len(stacked[0])) for conv in CONVOLUTIONS]
+    for layer in layers:
+        to_old(state, layer, norm)
+    if all(f"{layer}{name}" in state for layer in layers for name in STACKED):
+        for name, like in zip(STACKED, stacked, strict=True):
+            entries = [state.pop(f"{layer}{name}").reshape(like.shape[2:]) for layer in layers]
+            state[f"{prefix}{name}"] = torch.stack(entries).reshape(like.shape) if entries else like
+    if transition:
+        for name in [name for name in state if name.startswith(f"{prefix}0.")]:
+            state[f"{prefix}transition.{name.removeprefix(f'{prefix}0.')}"] = state.pop(name)
+
+
+def unstack_blocks(state: State, prefix: str) -> None:
+    """The inverse of :func:`stack_blocks`, in the old form: views of the stacked tensors under each block's name."""
+    transition = [name for name in state if name.startswith(f"{prefix}transition.")]
+    for name in transition:
+        state[f"{prefix}0.{name.removeprefix(f'{prefix}transition.')}"] = state.pop(name)
+    v, g, bias = (state.pop(f"{prefix}{name}") for name in STACKED)
+    for i in range(len(v)):
+        for j, conv in enumerate(CONVOLUTIONS):
+            layer = f"{prefix}{i + bool(transition)}.{conv}."
+            state[f"{layer}bias"] = bias[i, j]
+            state[f"{layer}weight_g"] = g[i, j].reshape(-1, 1, 1, 1)
+            state[f"{layer}weight_v"] = v[i, j]
