@@ -31,11 +31,12 @@ std::tuple<Tensor, Tensor> conv(
     const std::optional<Tensor>& residual, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
 
-// dx, dv, dg, dbias, dz; needs: 1 dx, 2 dv and dg, 4 dbias, 8 dz, which is empty too where it would be dy.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_backward(
+// dx, dv, dg, dbias, dz; needs: 1 dx, 2 dv and dg, 4 dbias, 8 dz, which is absent too where it would be dy.
+using Gradient = std::optional<Tensor>;
+std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, int64_t activation, double slope);
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_backward(
+std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);

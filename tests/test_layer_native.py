@@ -250,3 +250,34 @@ def test_shapes_that_do_not_fit_raise():
     for arguments in ((x, v, g[:3]), (x[:, :3], v, g), (x.double(), v, g)):
         with pytest.raises(RuntimeError):
             kernels.linear(*arguments, None, None, 0, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------------- range
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize(
+    ("x_size", "v_size", "gain"),
+    [
+        (1e25, 1e15, 1.0), (1e25, 1e15, 1e3), (1e-25, 1e-15, 1.0), (1e-30, 1e-17, 1e4), (1e30, 1e6, 1.0),
+        (1e34, 1e3, 1e2), (1.0, 1e17, 1e-20), (1.0, 1e-17, 1e20), (1e20, 1e-10, 1e15),
+    ],
+)  # fmt: skip
+def test_outputs_have_the_range_of_an_un_normalised_layer(isa, rows, x_size, v_size, gain):
+    """The product with v itself would overflow, or sink into denormals, where that with w does not."""
+    x, v, _, bias, _ = linear_sample(rows, 37, 21)
+    x, v, g = x * x_size, v * v_size, torch.full((21,), gain)
+    expected, _ = reference.linear(x.double(), v.double(), g.double(), bias.double(), None, 0, "leaky_relu", 0.1)
+    assert expected.abs().max() < torch.finfo(torch.float32).max
+    found, norm = native.linear(x, v, g, bias, None, 0, "leaky_relu", 0.1)
+    assert found.isfinite().all()
+    assert (found.double() - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()
+    torch.testing.assert_close(norm.double(), v.double().norm(dim=1), rtol=1e-6, atol=0)
+
+    tensors, geometry = conv_sample(*CONV[2])
+    x, v, g = tensors[0] * x_size, tensors[1] * v_size, torch.full((36,), gain)
+    arguments = (x, v, g, tensors[3], None)
+    wide = [None if t is None else t.double() for t in arguments]
+    expected, _ = reference.conv(*wide, *geometry, 0, "relu", 0.0)
+    found, _ = native.conv(*arguments, *geometry, 0, "relu", 0.0)
+    assert (found.double() - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()

@@ -104,6 +104,13 @@ def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
     raise AssertionError("the reference refuses nothing")
 
 
+def prefers_native() -> bool:
+    """Whether a call on CPU tensors goes to the native backend, unless that has no kernel for it."""
+    name = requested()
+    chosen = ORDER["cpu"][0] == "native" if name is None else name == "native"
+    return chosen and backend_module("native").unavailable() is None
+
+
 def _warn_once(op: str, backend: str, reason: str) -> None:
     if (op, backend, reason) not in _warned:
         _warned.add((op, backend, reason))

@@ -2,6 +2,7 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "isa.h"
@@ -22,10 +23,12 @@ const LayerKernels& layer_kernels() {
   }
 }
 
-void run_epilogue(const Lines& lines, const Epilogue& task) {
+bool run_epilogue(const Lines& lines, const Epilogue& task) {
+  std::atomic<bool> finite{true};
   for_rows(lines.begin, lines.end, lines.length, [&](int64_t begin, int64_t end) {
-    layer_kernels().epilogue({lines.columns, begin, end, lines.length, lines.channels}, task);
+    if (!layer_kernels().epilogue({lines.columns, begin, end, lines.length, lines.channels}, task)) finite = false;
   });
+  return finite;
 }
 
 void run_mask(const Lines& lines, const Mask& task, float* bias_gradient) {

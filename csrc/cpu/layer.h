@@ -17,6 +17,9 @@
 // and the product with x gives s dw, from which dv = s dw - v <s dw, v> / ||v||^2 needs no scale and dg = <s dw, v> /
 // (s ||v||) only one division. Rows whose s is 0 or extreme would lose dg that way: then dz is kept beside s dz.
 //
+// Scaling after the product keeps v as it is, but not its range: with x of 1e25 and a norm of 1e15 the product overflows
+// where y would not. Such a call is noticed and taken again with the scaled weight (can_wait below).
+//
 // So v, which is all that a wide layer with a small batch consists of, is read once more than by an un-normalised
 // layer, and from cache where the product takes it in slices (layer_linear.cpp). With a handful of rows of x even the
 // product is ours, and v is read once (layer_small.h).
@@ -73,28 +76,48 @@ struct Mask {
 };
 
 constexpr int kSmallRows = 32;  // of x: what the small kernels can take
+constexpr int kSmallTile = 8;   // rows of v that their backward takes at once
 
 struct SmallLinear {
   int64_t rows, inner, features;  // of x; of x and v; of v
-  const float *x, *v, *gain, *bias, *residual;
-  float *y, *norm;
+  const float* x;
+  Values v;
+  const float *gain, *bias, *residual;
+  Values y;
+  float* norm;
   Activation activation;
   float slope;
 };
 
+// dx: private to a worker, added to; dx or dv may be null. `scratch`: room for kSmallTile rows of dw beside a bfloat16
+// dv; a float dv is its own room.
 struct SmallLinearBackward {
   int64_t rows, inner, features;
-  const float *x, *v, *gain, *norm, *dz;
-  float *dx, *dv, *dgain;  // dx: private to a worker, added to; dx or dv may be null
+  const float* x;
+  Values v;
+  const float *gain, *norm, *dz;
+  float* dx;
+  Values dv;
+  float *dgain, *scratch;
 };
 
+// Whether g / ||v|| can wait until after the product: a sum then comes within 2^12 of its scaled size, so that it can
+// overflow only where the product with the scaled weight is not far from it, and loses no more than that to underflow.
+inline bool can_wait(float scale) {
+  constexpr float kLargest = 1 << 12;
+  const float size = scale < 0 ? -scale : scale;
+  return size == 0 || (size <= kLargest && size * kLargest >= 1);
+}
+
+// The passes that scale a finished product return whether all of it is finite and, where they take the norm, can_wait:
+// if not, the product has to be taken again with the scaled weight, which has the range of an un-normalised layer.
 struct LayerKernels {
   void (*norms)(const RowRange&, Values v, float* norm);
   void (*scaled)(const RowRange&, Values v, const float* gain, float* norm, Values w);
   void (*gradient)(const RowRange&, const RowGradient&);
-  void (*epilogue)(const Lines&, const Epilogue&);
+  bool (*epilogue)(const Lines&, const Epilogue&);
   void (*mask)(const Lines&, const Mask&);
-  void (*small_linear)(const SmallLinear&, int64_t begin, int64_t end);
+  bool (*small_linear)(const SmallLinear&, int64_t begin, int64_t end);
   void (*small_linear_backward)(const SmallLinearBackward&, int64_t begin, int64_t end);
 };
 

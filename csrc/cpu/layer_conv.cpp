@@ -22,6 +22,13 @@ struct Geometry {
   int64_t groups;
 };
 
+void check_geometry(const Tensor& x, const Tensor& v, const Geometry& at) {
+  const size_t spatial = static_cast<size_t>(v.dim()) - 2;
+  STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv: x and v must have 3, 4 or 5 dims");
+  STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial,
+                  "conv: stride, padding and dilation must have ", spatial, " entries");
+}
+
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Geometry& at) {
   AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
   const Extents none(at.stride.size(), 0);
@@ -82,56 +89,65 @@ std::tuple<Tensor, Tensor> conv(
     const Tensor& x, const Tensor& v_given, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual_given, const Extents& stride, const Extents& padding,
     const Extents& dilation, int64_t groups, int64_t activation, double slope) {
-  check_parameters(x, v_given, g);
+  check_parameters(x, v_given, g, bias);
+  check_activation(activation, slope);
   const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
   const Geometry geometry{stride, padding, dilation, groups};
+  check_geometry(x, v, geometry);
   const Activation act = static_cast<Activation>(activation);
   const int64_t channels = v.size(0);
   const bool half = is_bfloat16(x);
   Tensor norm = empty({channels}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
-  std::vector<float> held_gain, held_bias, scale(channels, 1.0f), added(channels, 0.0f);
+  std::vector<float> held_gain, held_bias;
   const float* gain = floats_of(g, held_gain);
 
+  // The scale, and beside it the bias, in a pass over z that is needed anyway; else, or where it cannot wait, in w.
+  const auto finished = [&](Tensor y, const std::vector<float>& scale, const std::vector<float>& added) {
+    const Tensor z = in_lines(y);
+    std::optional<Tensor> residual;
+    if (residual_given) residual = laid_out_as(*residual_given, z);
+    const bool finite = run_epilogue(
+        lines_of(z), {values_of(z), residual ? values_of(*residual) : Values{nullptr, half}, scale.data(), added.data(),
+                      act, static_cast<float>(slope)});
+    if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) torch::stable::copy_(y, z);
+    return finite;
+  };
   const bool passes = act != Activation::kNone || residual_given;
-  Tensor y = [&] {
-    if (half || !passes) {
-      const Tensor w = scaled_weight(v, gain, norms, x.scalar_type());
-      std::optional<Tensor> shift = bias;
-      if (bias && bias->scalar_type() != x.scalar_type()) shift = torch::stable::to(*bias, x.scalar_type());
-      return convolution(x, w, shift, geometry);
-    }
+  if (!half && passes) {
     row_norms(v, norms, 0, channels);
-    scale = scales_of(gain, norms, channels);
-    if (bias) {
-      const float* source = floats_of(*bias, held_bias);
-      added.assign(source, source + channels);
+    const std::vector<float> scale = scales_of(gain, norms, channels);
+    if (all_can_wait(scale)) {
+      std::vector<float> added(channels, 0.0f);
+      if (bias) std::copy_n(floats_of(*bias, held_bias), channels, added.begin());
+      const Tensor y = convolution(x, v, std::nullopt, geometry);
+      check_residual(residual_given, y);
+      if (finished(y, scale, added)) return {y, norm};
     }
-    return convolution(x, v, std::nullopt, geometry);
-  }();
-  if (!passes) return {y, norm};
-  Tensor z = in_lines(y);
-  std::optional<Tensor> residual;
-  if (residual_given) residual = laid_out_as(*residual_given, z);
-  run_epilogue(lines_of(z), {values_of(z), residual ? values_of(*residual) : Values{nullptr, half}, scale.data(),
-                             added.data(), act, static_cast<float>(slope)});
-  if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) torch::stable::copy_(y, z);
+  }
+  const Tensor w = scaled_weight(v, gain, norms, x.scalar_type());
+  std::optional<Tensor> shift = bias;
+  if (bias && bias->scalar_type() != x.scalar_type()) shift = torch::stable::to(*bias, x.scalar_type());
+  const Tensor y = convolution(x, w, shift, geometry);
+  check_residual(residual_given, y);
+  if (passes) finished(y, std::vector<float>(channels, 1.0f), std::vector<float>(channels, 0.0f));
   return {y, norm};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_backward(
+std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
     const Tensor& dy_given, const Tensor& y, const Tensor& x, const Tensor& v_given, const Tensor& g,
     const Tensor& norm, int64_t needs, const Extents& stride, const Extents& padding, const Extents& dilation,
     int64_t groups, int64_t activation, double slope) {
-  check_parameters(x, v_given, g);
+  check_parameters(x, v_given, g, std::nullopt);
   const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
   const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
   const Geometry geometry{stride, padding, dilation, groups};
+  check_geometry(x, v, geometry);
   const int64_t channels = v.size(0);
   const bool half = is_bfloat16(x), masked = activation != 0;
   std::vector<float> held;
   const float* gain = floats_of(g, held);
-  const float* norms = static_cast<const float*>(norm.const_data_ptr());
+  const float* norms = entries<float>(norm);
 
   // Without an activation y is not kept, and dy's own format is as good as any.
   const Tensor signs = in_lines(masked ? y : dy_given);
@@ -140,51 +156,52 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_backward(
   const bool scale_dz = (need_x || need_v) && !half && (masked || !map_heavy(dy, v));
   const std::vector<float> scale = scale_dz ? scales_of(gain, norms, channels) : std::vector<float>();
   const bool shared = scale_dz && are_invertible(scale, norms);
-  Tensor scaled = scale_dz ? empty_as(dy) : nothing(dy);
-  Tensor dz = !masked ? dy : shared && !need_residual ? nothing(dy) : empty_as(dy);
-  std::vector<float> sums(need_bias ? channels : 0, 0.0f);
+  Gradient dx, dv, dg, db, dw, scaled, dz = dy;
+  if (scale_dz) scaled = empty_as(dy);
+  if (masked && shared && !need_residual) dz.reset();
+  else if (masked) dz = empty_as(dy);
+  std::optional<Rounded> bias_gradient;
+  if (need_bias) bias_gradient.emplace(std::vector<int64_t>{channels}, v.scalar_type());
   if (masked || scale_dz || need_bias) {
     run_mask(lines_of(dy),
-             {values_of(dy), values_of(signs), masked && dz.numel() ? values_of(dz) : Values{nullptr, half},
-              scale_dz ? values_of(scaled) : Values{nullptr, half}, scale.data(), nullptr,
+             {values_of(dy), values_of(signs), masked && dz ? values_of(*dz) : Values{nullptr, half},
+              scale_dz ? values_of(*scaled) : Values{nullptr, half}, scale.data(), nullptr,
               static_cast<Activation>(activation), static_cast<float>(slope)},
-             need_bias ? sums.data() : nullptr);
+             need_bias ? bias_gradient->data() : nullptr);
   }
-  Tensor db = empty({need_bias ? channels : 0}, ScalarType::Float);
-  std::copy(sums.begin(), sums.end(), static_cast<float*>(db.mutable_data_ptr()));
-  if (is_bfloat16(v)) db = torch::stable::to(db, ScalarType::BFloat16);
+  if (need_bias) db = bias_gradient->tensor();
 
-  Tensor dx = nothing(dy), dv = nothing(v), dg = nothing(g), dw = dv;
   if (scale_dz && !shared) {
-    if (need_x) dx = convolution_backward(scaled, x, v, geometry, true, false).first;
-    if (need_v) dw = convolution_backward(dz, x, v, geometry, false, true).second;
+    if (need_x) dx = convolution_backward(*scaled, x, v, geometry, true, false).first;
+    if (need_v) dw = convolution_backward(*dz, x, v, geometry, false, true).second;
   } else if (need_x || need_v) {
     std::vector<float> again(channels);
     // The weight's gradient reads no more of the weight than its shape.
     const Tensor w = scale_dz || (!need_x && !half) ? v : scaled_weight(v, gain, again.data(), x.scalar_type());
-    std::pair<Tensor, Tensor> found = convolution_backward(shared ? scaled : dz, x, w, geometry, need_x, need_v);
+    std::pair<Tensor, Tensor> found = convolution_backward(shared ? *scaled : *dz, x, w, geometry, need_x, need_v);
     if (need_x) dx = found.first;
     if (need_v) dw = found.second;
   }
   if (need_v) {
     // dw in channels_last beside a contiguous v: its rows are put in v's order on the way, any other pair beforehand.
-    const bool reorder = v.is_contiguous() && is_channels_last(dw);
-    if (!reorder) dw = laid_out_as(dw, v);
+    const bool reorder = v.is_contiguous() && is_channels_last(*dw);
+    if (!reorder) dw = laid_out_as(*dw, v);
     // A row is the same run of memory in either order, so dw's memory can become dv's.
-    dv = dw.scalar_type() != v.scalar_type() ? empty_as(v) : reorder ? viewed_as(dw, v) : dw;
-    dg = empty({g.sizes().begin(), g.sizes().end()}, ScalarType::Float);
+    dv = dw->scalar_type() != v.scalar_type() ? empty_as(v) : reorder ? viewed_as(*dw, v) : *dw;
+    Rounded gain_gradient(sizes_of(g), g.scalar_type());
     const int64_t inner = row_length(v);
-    const RowGradient task{values_of(dw), values_of(v), values_of(dv), gain, norms,
-                           static_cast<float*>(dg.mutable_data_ptr()), shared, reorder ? v.size(2) * v.size(3) : 1, nullptr};
+    const RowGradient task{values_of(*dw), values_of(v), values_of(*dv), gain, norms, gain_gradient.data(), shared,
+                           reorder ? v.size(2) * v.size(3) : 1, nullptr};
     for_rows(0, channels, inner, [&](int64_t begin, int64_t end) {
       std::vector<float> scratch(reorder ? inner : 0);
       RowGradient part = task;
       part.scratch = scratch.data();
       layer_kernels().gradient({begin, end, inner}, part);
     });
-    if (is_bfloat16(g)) dg = torch::stable::to(dg, ScalarType::BFloat16);
+    dg = gain_gradient.tensor();
   }
-  return {dx, dv, dg, db, need_residual && masked ? dz : nothing(dy)};
+  if (!need_residual || !masked) dz.reset();
+  return {dx, dv, dg, db, dz};
 }
 
 }  // namespace wnfused

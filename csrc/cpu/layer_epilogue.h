@@ -42,35 +42,35 @@ WNFUSED_INLINE void with_activation(Activation activation, const Visit& visit) {
 }
 
 template <Activation kActivation, class T>
-WNFUSED_INLINE void epilogue_lines(const Lines& lines, const Epilogue& task, T* z, const T* residual) {
+WNFUSED_INLINE bool epilogue_lines(const Lines& lines, const Epilogue& task, T* z, const T* residual) {
   const Block slope = splat(task.slope);
+  Block nothing = zero();  // NaN once a sum is not finite
   for (int64_t line = lines.begin; line < lines.end; ++line) {
     T* run = z + line * lines.length;
     const T* added = residual ? residual + line * lines.length : nullptr;
-    if (lines.columns) {
-      for_blocks(lines.length, [&](int64_t i, auto move) __attribute__((always_inline)) {
-        Block sum = multiply_add(move.load(run + i), move.load(task.scale + i), move.load(task.bias + i));
-        if (added) sum = sum + move.load(added + i);
-        move.store(run + i, activate<kActivation>(sum, slope));
-      });
-    } else {
-      const int64_t channel = line % lines.channels;
-      const Block scale = splat(task.scale[channel]), bias = splat(task.bias[channel]);
-      for_blocks(lines.length, [&](int64_t i, auto move) __attribute__((always_inline)) {
-        Block sum = multiply_add(move.load(run + i), scale, bias);
-        if (added) sum = sum + move.load(added + i);
-        move.store(run + i, activate<kActivation>(sum, slope));
-      });
-    }
+    const int64_t channel = lines.columns ? 0 : line % lines.channels;
+    const Block line_scale = splat(lines.columns ? 0.0f : task.scale[channel]);
+    const Block line_bias = splat(lines.columns ? 0.0f : task.bias[channel]);
+    for_blocks(lines.length, [&](int64_t i, auto move) __attribute__((always_inline)) {
+      const Block scale = lines.columns ? move.load(task.scale + i) : line_scale;
+      const Block bias = lines.columns ? move.load(task.bias + i) : line_bias;
+      Block sum = multiply_add(move.load(run + i), scale, bias);
+      nothing = multiply_add(sum, zero(), nothing);
+      if (added) sum = sum + move.load(added + i);
+      move.store(run + i, activate<kActivation>(sum, slope));
+    });
   }
+  return sum_of(nothing) == 0;
 }
 
-inline void epilogue(const Lines& lines, const Epilogue& task) {
+inline bool epilogue(const Lines& lines, const Epilogue& task) {
+  bool finite = true;
   with_activation(task.activation, [&](auto activation) __attribute__((always_inline)) {
     with_entries(task.z, [&](auto* z) __attribute__((always_inline)) {
-      epilogue_lines<activation.value>(lines, task, z, static_cast<decltype(z)>(task.residual.data));
+      finite = epilogue_lines<activation.value>(lines, task, z, static_cast<decltype(z)>(task.residual.data));
     });
   });
+  return finite;
 }
 
 // Columns of few channels, a multiple of 16: the bias gradient stays in registers, where one in memory would have each

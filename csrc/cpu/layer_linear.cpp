@@ -11,8 +11,11 @@
 // the epilogue on z [M, N], backward in the mask pass; only where that pass is not needed otherwise and M > K, the input
 // gradient takes the scaled weight.
 //
-// With x in bfloat16 the weight is scaled and rounded in one pass, which is eager's cast of float32 parameters.
+// A float32 weight of a bfloat16 x is scaled and rounded in one pass, which is eager's cast; so is a weight whose scale
+// cannot wait (layer.h).
 #include <torch/csrc/stable/library.h>
+
+#include <atomic>
 
 #include "../ops.h"
 #include "layer_tensor.h"
@@ -23,6 +26,7 @@ namespace {
 using namespace cpu;
 
 constexpr int64_t kSliceEntries = int64_t{1} << 20;  // 4 MB of v beside as much of dv
+constexpr int64_t kSmallHalfRows = 4;
 
 struct Shape {
   int64_t rows, inner, features;
@@ -30,9 +34,8 @@ struct Shape {
 
 Tensor contiguous_or_self(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-Shape shape_of(const Tensor& x, const Tensor& v, const Tensor& g) {
+Shape shape_of(const Tensor& x, const Tensor& v) {
   STD_TORCH_CHECK(v.dim() == 2 && x.dim() > 0 && x.size(-1) == v.size(1), "linear: x must end in v's in_features");
-  check_parameters(x, v, g);
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
   return {rows, v.size(1), v.size(0)};
@@ -47,73 +50,106 @@ int64_t slice_rows(const Shape& shape) {
 
 // Where our own kernels beat the vendor's product (measured with MKL on AVX-512): short rows pay too much for the sums
 // across a vector, and many rows of x make the backward a matter of loads and stores of dx.
-bool is_small(const Shape& shape, const Tensor& x) {
-  return !is_bfloat16(x) && (shape.rows <= kSmallRows / 2 || (shape.rows <= kSmallRows && shape.inner >= 128));
+// The vendor's product in bfloat16 has an instruction of its own, which four rows of x are enough to feed.
+bool is_small(const Shape& shape, bool half) {
+  if (half) return shape.rows <= kSmallHalfRows;
+  return shape.rows <= kSmallRows / 2 || (shape.rows <= kSmallRows && shape.inner >= 128);
 }
 
-bool is_small_backward(const Shape& shape, const Tensor& x) {
-  return !is_bfloat16(x) && (shape.rows <= kSmallRows / 2 ||
-                             (shape.rows <= kSmallRows && shape.features * shape.inner <= (int64_t{1} << 18)));
+bool is_small_backward(const Shape& shape, bool half) {
+  if (half) return shape.rows <= kSmallHalfRows;
+  return shape.rows <= kSmallRows / 2 ||
+         (shape.rows <= kSmallRows && shape.features * shape.inner <= (int64_t{1} << 18));
+}
+
+// One call's tensors, dense, and the numbers that go with the rows of v.
+struct Call {
+  Shape shape;
+  Tensor x, v;
+  const float *gain, *bias;
+  std::optional<Tensor> residual;
+  Activation activation;
+  float slope;
+};
+
+// The whole layer by our own kernels; whether its range sufficed.
+bool small_forward(const Call& call, const Tensor& y, float* norms) {
+  std::vector<float> held_x, held_residual;
+  const Shape& shape = call.shape;
+  const SmallLinear task{
+      shape.rows, shape.inner, shape.features, floats_of(call.x, held_x), values_of(call.v), call.gain, call.bias,
+      call.residual ? floats_of(*call.residual, held_residual) : nullptr, values_of(y), norms, call.activation,
+      call.slope};
+  std::atomic<bool> in_range{true};
+  for_rows(0, shape.features, shape.inner * std::max<int64_t>(shape.rows / 2, 1), [&](int64_t begin, int64_t end) {
+    if (!layer_kernels().small_linear(task, begin, end)) in_range = false;
+  });
+  if (shape.rows == 0) row_norms(call.v, norms, 0, shape.features);
+  return in_range;
+}
+
+bool scale_and_add(const Call& call, const Tensor& y, const std::vector<float>& scale, const float* bias) {
+  const std::vector<float> none(bias ? 0 : call.shape.features, 0.0f);
+  return run_epilogue({true, 0, call.shape.rows, call.shape.features, call.shape.features},
+                      {values_of(y), call.residual ? values_of(*call.residual) : Values{nullptr, is_bfloat16(y)},
+                       scale.data(), bias ? bias : none.data(), call.activation, call.slope});
+}
+
+// z = x v^T slice by slice, then the scale in the epilogue; whether its range sufficed.
+bool product_then_scale(const Call& call, const Tensor& y, float* norms) {
+  const Shape& shape = call.shape;
+  const Tensor xs = matrix(call.x, 0, shape.rows, shape.inner, shape.inner, 1);
+  const int64_t slice = slice_rows(shape);
+  for (int64_t first = 0; first < shape.features; first += slice) {
+    const int64_t count = std::min(slice, shape.features - first);
+    row_norms(call.v, norms, first, first + count);
+    mm(matrix(y, first, shape.rows, count, shape.features, 1), xs,
+       matrix(call.v, first * shape.inner, shape.inner, count, 1, shape.inner));
+  }
+  const std::vector<float> scale = scales_of(call.gain, norms, shape.features);
+  return all_can_wait(scale) && scale_and_add(call, y, scale, call.bias);
+}
+
+// y = x w^T + b with w = s v in the dtype of x, then residual and activation.
+void scale_then_product(const Call& call, const Tensor& y, float* norms) {
+  const Shape& shape = call.shape;
+  const Tensor w = scaled_weight(call.v, call.gain, norms, call.x.scalar_type());
+  const Tensor out = matrix(y, 0, shape.rows, shape.features, shape.features, 1);
+  const Tensor xs = matrix(call.x, 0, shape.rows, shape.inner, shape.inner, 1);
+  const Tensor columns = matrix(w, 0, shape.inner, shape.features, 1, shape.inner);
+  if (call.bias) {
+    Rounded bias({shape.features}, call.x.scalar_type());
+    std::copy_n(call.bias, shape.features, bias.data());
+    addmm(out, bias.tensor(), xs, columns);
+  } else {
+    mm(out, xs, columns);
+  }
+  if (call.residual || call.activation != Activation::kNone)
+    scale_and_add(call, y, std::vector<float>(shape.features, 1.0f), nullptr);
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> linear(
-    const Tensor& x_given, const Tensor& v_given, const Tensor& g, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& residual_given, int64_t activation, double slope) {
-  const Shape shape = shape_of(x_given, v_given, g);
-  const Tensor x = contiguous_or_self(x_given), v = contiguous_or_self(v_given);
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, int64_t activation, double slope) {
+  check_parameters(x, v, g, bias);
+  check_activation(activation, slope);
+  const Shape shape = shape_of(x, v);
+  std::vector<int64_t> sizes = sizes_of(x);
   sizes.back() = shape.features;
   Tensor y = empty(sizes, x.scalar_type());
+  check_residual(residual, y);
   Tensor norm = empty({shape.features}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
   std::vector<float> held_gain, held_bias;
-  const float* gain = floats_of(g, held_gain);
-  const bool half = is_bfloat16(x);
-  std::optional<Tensor> residual;
-  if (residual_given) residual = contiguous_or_self(*residual_given);
-  const Activation act = static_cast<Activation>(activation);
-
-  if (is_small(shape, x)) {
-    const SmallLinear task{
-        shape.rows, shape.inner, shape.features, static_cast<const float*>(x.const_data_ptr()),
-        static_cast<const float*>(v.const_data_ptr()), gain, bias ? floats_of(*bias, held_bias) : nullptr,
-        residual ? static_cast<const float*>(residual->const_data_ptr()) : nullptr,
-        static_cast<float*>(y.mutable_data_ptr()), norms, act, static_cast<float>(slope)};
-    for_rows(0, shape.features, shape.inner * std::max<int64_t>(shape.rows / 2, 1), [&](int64_t begin, int64_t end) {
-      layer_kernels().small_linear(task, begin, end);
-    });
-    if (shape.rows == 0) row_norms(v, norms, 0, shape.features);
-    return {y, norm};
-  }
-
-  std::vector<float> scale(shape.features, 1.0f), added(shape.features, 0.0f);
-  const Tensor xs = matrix(x, 0, shape.rows, shape.inner, shape.inner, 1);
-  if (half) {
-    const Tensor out = matrix(y, 0, shape.rows, shape.features, shape.features, 1);
-    const Tensor w = scaled_weight(v, gain, norms, ScalarType::BFloat16);
-    const Tensor columns = matrix(w, 0, shape.inner, shape.features, 1, shape.inner);
-    if (bias) addmm(out, is_bfloat16(*bias) ? *bias : torch::stable::to(*bias, ScalarType::BFloat16), xs, columns);
-    else mm(out, xs, columns);
-    if (act == Activation::kNone && !residual) return {y, norm};
-  } else {
-    const int64_t slice = slice_rows(shape);
-    for (int64_t first = 0; first < shape.features; first += slice) {
-      const int64_t count = std::min(slice, shape.features - first);
-      row_norms(v, norms, first, first + count);
-      mm(matrix(y, first, shape.rows, count, shape.features, 1), xs,
-         matrix(v, first * shape.inner, shape.inner, count, 1, shape.inner));
-    }
-    scale = scales_of(gain, norms, shape.features);
-    if (bias) {
-      const float* source = floats_of(*bias, held_bias);
-      added.assign(source, source + shape.features);
-    }
-  }
-  run_epilogue({true, 0, shape.rows, shape.features, shape.features},
-               {values_of(y), residual ? values_of(*residual) : Values{nullptr, half}, scale.data(), added.data(), act,
-                static_cast<float>(slope)});
+  Call call{shape, contiguous_or_self(x), contiguous_or_self(v), floats_of(g, held_gain),
+            bias ? floats_of(*bias, held_bias) : nullptr, std::nullopt, static_cast<Activation>(activation),
+            static_cast<float>(slope)};
+  if (residual) call.residual = contiguous_or_self(*residual);
+  const bool done = is_small(shape, is_bfloat16(x)) ? small_forward(call, y, norms)
+                    : x.scalar_type() == v.scalar_type() && product_then_scale(call, y, norms);
+  if (!done) scale_then_product(call, y, norms);
   return {y, norm};
 }
 
@@ -126,12 +162,14 @@ void small_backward(const SmallLinearBackward& task, float* dx) {
   const int64_t workers =
       std::clamp<int64_t>(work / kGrain, 1, std::max<int64_t>(torch::stable::get_num_threads(), 1));
   const int64_t share = (task.features + workers - 1) / workers;
-  std::vector<float> partial(dx ? (workers - 1) * size : 0, 0.0f);
+  const int64_t room = task.dv.bfloat16 ? kSmallTile * task.inner : 0;
+  std::vector<float> partial(dx ? (workers - 1) * size : 0, 0.0f), scratch(workers * room);
   if (dx) std::fill(dx, dx + size, 0.0f);
   const auto run = [&](int64_t begin, int64_t end) {
     for (int64_t w = begin; w < end; ++w) {
       SmallLinearBackward part = task;
       part.dx = !dx ? nullptr : w == 0 ? dx : partial.data() + (w - 1) * size;
+      part.scratch = scratch.data() + w * room;
       layer_kernels().small_linear_backward(
           part, std::min(task.features, w * share), std::min(task.features, (w + 1) * share));
     }
@@ -145,80 +183,92 @@ void small_backward(const SmallLinearBackward& task, float* dx) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_backward(
+std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
     const Tensor& dy_given, const Tensor& y, const Tensor& x_given, const Tensor& v_given, const Tensor& g,
     const Tensor& norm, int64_t needs, int64_t activation, double slope) {
   const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
-  const Shape shape = shape_of(x_given, v_given, g);
+  check_parameters(x_given, v_given, g, std::nullopt);
+  const Shape shape = shape_of(x_given, v_given);
   const Tensor x = contiguous_or_self(x_given), v = contiguous_or_self(v_given), dy = contiguous_or_self(dy_given);
   const bool half = is_bfloat16(x), masked = activation != 0;
-  const Activation act = static_cast<Activation>(activation);
   std::vector<float> held;
   const float* gain = floats_of(g, held);
-  const float* norms = static_cast<const float*>(norm.const_data_ptr());
-  const bool small = is_small_backward(shape, x);
+  const float* norms = entries<float>(norm);
+  const bool small = is_small_backward(shape, half);
   // s dz for the products, unless dy can be taken as it is and the scaled weight is the smaller of the two.
-  const bool scale_dz = (need_x || need_v) && !half && !small && (masked || shape.rows <= shape.inner);
+  const bool scale_dz = (need_x || need_v) && half == is_bfloat16(v) && !small && (masked || shape.rows <= shape.inner);
   const std::vector<float> scale = scale_dz ? scales_of(gain, norms, shape.features) : std::vector<float>();
   const bool shared = scale_dz && are_invertible(scale, norms);
 
-  Tensor scaled = scale_dz ? empty_as(dy) : nothing(dy);
-  Tensor dz = !masked ? dy : shared && !need_residual ? nothing(dy) : empty_as(dy);
-  std::vector<float> sums(need_bias ? shape.features : 0);
+  Gradient dx, dv, dg, db, scaled, dz = dy;
+  if (scale_dz) scaled = empty_as(dy);
+  if (masked && shared && !need_residual) dz.reset();
+  else if (masked) dz = empty_as(dy);
+  std::optional<Rounded> bias_gradient;
+  if (need_bias) bias_gradient.emplace(std::vector<int64_t>{shape.features}, v.scalar_type());
   if (masked || scale_dz || need_bias) {
     const Tensor signs = masked ? contiguous_or_self(y) : dy;
     run_mask({true, 0, shape.rows, shape.features, shape.features},
-             {values_of(dy), values_of(signs), masked && dz.numel() ? values_of(dz) : Values{nullptr, half},
-              scale_dz ? values_of(scaled) : Values{nullptr, half}, scale.data(), nullptr, act,
-              static_cast<float>(slope)},
-             need_bias ? sums.data() : nullptr);
+             {values_of(dy), values_of(signs), masked && dz ? values_of(*dz) : Values{nullptr, half},
+              scale_dz ? values_of(*scaled) : Values{nullptr, half}, scale.data(), nullptr,
+              static_cast<Activation>(activation), static_cast<float>(slope)},
+             need_bias ? bias_gradient->data() : nullptr);
   }
-  Tensor db = empty({need_bias ? shape.features : 0}, ScalarType::Float);
-  std::copy(sums.begin(), sums.end(), static_cast<float*>(db.mutable_data_ptr()));
-  if (is_bfloat16(v)) db = torch::stable::to(db, ScalarType::BFloat16);
+  if (need_bias) db = bias_gradient->tensor();
 
-  Tensor dx = need_x ? empty_as(x) : nothing(dy);
-  Tensor dv = need_v ? empty_as(v) : nothing(v);
-  Tensor dg = need_v ? empty({g.sizes().begin(), g.sizes().end()}, ScalarType::Float) : nothing(g);
-  float* dgain = need_v ? static_cast<float*>(dg.mutable_data_ptr()) : nullptr;
+  std::optional<Rounded> gain_gradient;
+  if (need_v) {
+    dv = empty_as(v);
+    gain_gradient.emplace(sizes_of(g), g.scalar_type());
+  }
+  float* dgain = need_v ? gain_gradient->data() : nullptr;
 
-  if (small) {
+  if (small && (need_x || need_v)) {
+    std::vector<float> held_x, held_dz;
+    std::optional<Rounded> input_gradient;
+    if (need_x && half) input_gradient.emplace(sizes_of(x), x.scalar_type());
+    else if (need_x) dx = empty_as(x);
     const SmallLinearBackward task{
-        shape.rows, shape.inner, shape.features, static_cast<const float*>(x.const_data_ptr()),
-        static_cast<const float*>(v.const_data_ptr()), gain, norms, static_cast<const float*>(dz.const_data_ptr()),
-        nullptr, need_v ? static_cast<float*>(dv.mutable_data_ptr()) : nullptr, dgain};
-    if (need_x || need_v) small_backward(task, need_x ? static_cast<float*>(dx.mutable_data_ptr()) : nullptr);
-  } else {
+        shape.rows, shape.inner, shape.features, floats_of(x, held_x), values_of(v), gain, norms,
+        floats_of(*dz, held_dz), nullptr, need_v ? values_of(*dv) : Values{nullptr, is_bfloat16(v)}, dgain, nullptr};
+    small_backward(task, !need_x ? nullptr : half ? input_gradient->data() : static_cast<float*>(dx->mutable_data_ptr()));
+    if (input_gradient) dx = input_gradient->tensor();
+  } else if (need_x || need_v) {
     const Tensor xs = matrix(x, 0, shape.rows, shape.inner, shape.inner, 1);
-    const Tensor dxs = need_x ? matrix(dx, 0, shape.rows, shape.inner, shape.inner, 1) : dx;
-    const Tensor dw = half && need_v ? empty({shape.features, shape.inner}, ScalarType::BFloat16) : dv;
+    std::optional<Tensor> dxs, dw = dv;
+    if (need_x) {
+      dx = empty_as(x);
+      dxs = matrix(*dx, 0, shape.rows, shape.inner, shape.inner, 1);
+    }
+    if (half && need_v && !is_bfloat16(v)) dw = empty({shape.features, shape.inner}, ScalarType::BFloat16);
     if (need_x && !scale_dz) {
       std::vector<float> again(shape.features);
       const Tensor w = scaled_weight(v, gain, again.data(), x.scalar_type());
-      mm(dxs, matrix(dz, 0, shape.rows, shape.features, shape.features, 1), w);
+      mm(*dxs, matrix(*dz, 0, shape.rows, shape.features, shape.features, 1), w);
     }
     const int64_t slice = slice_rows(shape);
     for (int64_t first = 0; first < shape.features; first += slice) {
       const int64_t count = std::min(slice, shape.features - first);
       if (scale_dz && need_x) {
-        const Tensor left = matrix(scaled, first, shape.rows, count, shape.features, 1);
+        const Tensor left = matrix(*scaled, first, shape.rows, count, shape.features, 1);
         const Tensor right = matrix(v, first * shape.inner, count, shape.inner, shape.inner, 1);
-        if (first == 0) mm(dxs, left, right);
-        else addmm(dxs, dxs, left, right);
+        if (first == 0) mm(*dxs, left, right);
+        else addmm(*dxs, *dxs, left, right);
       }
       if (need_v) {
-        mm(matrix(dw, first * shape.inner, count, shape.inner, shape.inner, 1),
-           matrix(shared ? scaled : dz, first, count, shape.rows, 1, shape.features), xs);
-        const RowGradient task{values_of(dw), values_of(v), values_of(dv), gain, norms, dgain, shared, 1, nullptr};
+        mm(matrix(*dw, first * shape.inner, count, shape.inner, shape.inner, 1),
+           matrix(shared ? *scaled : *dz, first, count, shape.rows, 1, shape.features), xs);
+        const RowGradient task{values_of(*dw), values_of(v), values_of(*dv), gain, norms, dgain, shared, 1, nullptr};
         for_rows(first, first + count, shape.inner, [&](int64_t begin, int64_t end) {
           layer_kernels().gradient({begin, end, shape.inner}, task);
         });
       }
     }
-    if (scale_dz && need_x && shape.features == 0) torch::stable::zero_(dx);
+    if (scale_dz && need_x && shape.features == 0) torch::stable::zero_(*dx);
   }
-  if (need_v && is_bfloat16(g)) dg = torch::stable::to(dg, ScalarType::BFloat16);
-  return {dx, dv, dg, db, need_residual && masked ? dz : nothing(dy)};
+  if (need_v) dg = gain_gradient->tensor();
+  if (!need_residual || !masked) dz.reset();
+  return {dx, dv, dg, db, dz};
 }
 
 }  // namespace wnfused

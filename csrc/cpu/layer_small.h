@@ -22,8 +22,8 @@ namespace wnfused::cpu::WNFUSED_ISA {
 constexpr int kSumBlocks = kParts == 1 ? 18 : kParts == 2 ? 5 : 4;
 constexpr int kMaxSmallTile = kParts == 1 ? 8 : 4;
 
-template <int kRows, int kTile>
-WNFUSED_INLINE void dot_tile(const float* v, const float* x, int64_t inner, float (&product)[kRows][kTile], float* square) {
+template <int kRows, int kTile, class V>
+WNFUSED_INLINE void dot_tile(const V* v, const float* x, int64_t inner, float (&product)[kRows][kTile], float* square) {
   Block sum[kRows][kTile], norm[kRows];
   WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
     norm[r] = zero();
@@ -52,54 +52,68 @@ WNFUSED_INLINE float activated(float z, Activation activation, float slope) {
   return z;
 }
 
+WNFUSED_INLINE void put(const Values& target, int64_t at, float value) {
+  if (target.bfloat16) static_cast<uint16_t*>(target.data)[at] = to_bfloat16(value);
+  else static_cast<float*>(target.data)[at] = value;
+}
+
 // Features [first, first + kRows) for rows [m, m + kTile) of x; the norms come with the first tile.
-template <int kRows, int kTile>
-WNFUSED_INLINE void small_tile(const SmallLinear& task, int64_t first, int64_t m) {
-  float product[kRows][kTile], square[kRows];
-  dot_tile<kRows, kTile>(task.v + first * task.inner, task.x + m * task.inner, task.inner, product, m == 0 ? square : nullptr);
+template <int kRows, int kTile, class V>
+WNFUSED_INLINE bool small_tile(const SmallLinear& task, const V* v, int64_t first, int64_t m) {
+  float product[kRows][kTile], square[kRows], nothing = 0;
+  dot_tile<kRows, kTile>(v + first * task.inner, task.x + m * task.inner, task.inner, product, m == 0 ? square : nullptr);
+  bool in_range = true;
   for (int r = 0; r < kRows; ++r) {
     const int64_t feature = first + r;
     if (m == 0) task.norm[feature] = __builtin_sqrtf(square[r]);
     const float scale = task.gain[feature] * inverse_or_zero(task.norm[feature]);
+    in_range = in_range && can_wait(scale);
     for (int t = 0; t < kTile; ++t) {
       const int64_t at = (m + t) * task.features + feature;
       float z = scale * product[r][t] + (task.bias ? task.bias[feature] : 0.0f);
+      nothing += 0 * z;
       if (task.residual) z += task.residual[at];
-      task.y[at] = activated(z, task.activation, task.slope);
+      put(task.y, at, activated(z, task.activation, task.slope));
     }
   }
+  return in_range && nothing == 0;
 }
 
-template <int kTile>
-WNFUSED_INLINE void small_features(const SmallLinear& task, int64_t begin, int64_t end, int64_t m) {
+template <int kTile, class V>
+WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t begin, int64_t end, int64_t m) {
   constexpr int kRows = kSumBlocks / (kTile + 1) > 3 ? 3 : kSumBlocks / (kTile + 1) < 1 ? 1 : kSumBlocks / (kTile + 1);
+  bool in_range = true;
   int64_t first = begin;
-  for (; first + kRows <= end; first += kRows) small_tile<kRows, kTile>(task, first, m);
-  for (; first < end; ++first) small_tile<1, kTile>(task, first, m);
+  for (; first + kRows <= end; first += kRows) in_range &= small_tile<kRows, kTile>(task, v, first, m);
+  for (; first < end; ++first) in_range &= small_tile<1, kTile>(task, v, first, m);
+  return in_range;
 }
 
 // Slices of features whose rows of v stay in L1 or L2 while the tiles of x pass by.
-inline void small_linear(const SmallLinear& task, int64_t begin, int64_t end) {
+template <class V>
+WNFUSED_INLINE bool small_slices(const SmallLinear& task, const V* v, int64_t begin, int64_t end) {
   const int64_t slice = task.rows > kMaxSmallTile ? 8 : end - begin;
+  bool in_range = true;
   for (int64_t first = begin; first < end; first += slice) {
     const int64_t last = first + slice < end ? first + slice : end;
     int64_t m = 0;
-    for (; m + kMaxSmallTile <= task.rows; m += kMaxSmallTile) small_features<kMaxSmallTile>(task, first, last, m);
-    switch (task.rows - m) {
-      case 7: small_features<4>(task, first, last, m); m += 4; [[fallthrough]];
-      case 3: small_features<2>(task, first, last, m); m += 2; [[fallthrough]];
-      case 1: small_features<1>(task, first, last, m); break;
-      case 6: small_features<4>(task, first, last, m); m += 4; [[fallthrough]];
-      case 2: small_features<2>(task, first, last, m); break;
-      case 5: small_features<4>(task, first, last, m); m += 4; small_features<1>(task, first, last, m); break;
-      case 4: small_features<4>(task, first, last, m); break;
-      default: break;
-    }
+    for (; m + kMaxSmallTile <= task.rows; m += kMaxSmallTile)
+      in_range &= small_features<kMaxSmallTile>(task, v, first, last, m);
+    if (kMaxSmallTile > 4 && task.rows - m >= 4) in_range &= small_features<4>(task, v, first, last, m), m += 4;
+    if (task.rows - m >= 2) in_range &= small_features<2>(task, v, first, last, m), m += 2;
+    if (task.rows - m >= 1) in_range &= small_features<1>(task, v, first, last, m);
   }
+  return in_range;
 }
 
-template <int kRows, bool kInput, bool kParameters>
-WNFUSED_INLINE void small_gradient(const SmallLinearBackward& task, int64_t first) {
+inline bool small_linear(const SmallLinear& task, int64_t begin, int64_t end) {
+  bool in_range = true;
+  with_entries(task.v, [&](auto* v) __attribute__((always_inline)) { in_range = small_slices(task, v, begin, end); });
+  return in_range;
+}
+
+template <int kRows, bool kInput, bool kParameters, class V>
+WNFUSED_INLINE void small_gradient(const SmallLinearBackward& task, const V* all, int64_t first) {
   float weight[kSmallRows][kRows], scaled[kSmallRows][kRows];
   for (int r = 0; r < kRows; ++r) {
     const float scale = task.gain[first + r] * inverse_or_zero(task.norm[first + r]);
@@ -108,8 +122,10 @@ WNFUSED_INLINE void small_gradient(const SmallLinearBackward& task, int64_t firs
       scaled[m][r] = scale * weight[m][r];
     }
   }
-  const float* v = task.v + first * task.inner;
-  float* dv = kParameters ? task.dv + first * task.inner : nullptr;
+  const V* v = all + first * task.inner;
+  V* dv = kParameters ? static_cast<V*>(task.dv.data) + first * task.inner : nullptr;
+  float* gradient = task.scratch;
+  if constexpr (std::is_same_v<V, float>) gradient = dv;
   for_blocks(task.inner, [&](int64_t k, auto move) __attribute__((always_inline)) {
     Block row[kRows], dw[kRows];
     WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -128,34 +144,36 @@ WNFUSED_INLINE void small_gradient(const SmallLinearBackward& task, int64_t firs
       }
     }
     if constexpr (kParameters)
-      WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) move.store(dv + r * task.inner + k, dw[r]);
+      WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) move.store(gradient + r * task.inner + k, dw[r]);
   });
   if constexpr (kParameters)
     for (int r = 0; r < kRows; ++r) {
-      float* row = dv + r * task.inner;
+      const int64_t at = r * task.inner;
       task.dgain[first + r] =
-          gradient_row(row, v + r * task.inner, row, task.inner, task.gain[first + r], task.norm[first + r]);
+          gradient_row(gradient + at, v + at, dv + at, task.inner, task.gain[first + r], task.norm[first + r]);
     }
 }
 
-template <int kRows, bool kInput, bool kParameters>
-WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, int64_t begin, int64_t end) {
+template <int kRows, bool kInput, bool kParameters, class V>
+WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, const V* v, int64_t begin, int64_t end) {
   int64_t first = begin;
-  for (; first + kRows <= end; first += kRows) small_gradient<kRows, kInput, kParameters>(task, first);
-  for (; first < end; ++first) small_gradient<1, kInput, kParameters>(task, first);
+  for (; first + kRows <= end; first += kRows) small_gradient<kRows, kInput, kParameters>(task, v, first);
+  for (; first < end; ++first) small_gradient<1, kInput, kParameters>(task, v, first);
 }
 
 // More rows of v at once spare loads and stores of dx, but each is a stream of memory more: a trade that the number of
 // rows of x decides.
 template <bool kInput, bool kParameters>
 WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, int64_t begin, int64_t end) {
-  if (task.rows == 1) small_gradients<2, kInput, kParameters>(task, begin, end);
-  else if (task.rows <= 4 || kParts > 1) small_gradients<4, kInput, kParameters>(task, begin, end);
-  else small_gradients<8, kInput, kParameters>(task, begin, end);
+  with_entries(task.v, [&](auto* v) __attribute__((always_inline)) {
+    if (task.rows == 1) small_gradients<2, kInput, kParameters>(task, v, begin, end);
+    else if (task.rows <= 4 || kParts > 1) small_gradients<4, kInput, kParameters>(task, v, begin, end);
+    else small_gradients<kSmallTile, kInput, kParameters>(task, v, begin, end);
+  });
 }
 
 inline void small_linear_backward(const SmallLinearBackward& task, int64_t begin, int64_t end) {
-  if (task.dx && task.dv) small_gradients<true, true>(task, begin, end);
+  if (task.dx && task.dv.data) small_gradients<true, true>(task, begin, end);
   else if (task.dx) small_gradients<true, false>(task, begin, end);
   else small_gradients<false, true>(task, begin, end);
 }

@@ -6,8 +6,10 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <vector>
 
 #include "layer.h"
@@ -22,6 +24,11 @@ constexpr int64_t kRecycled = int64_t{1} << 18;  // entries from which memory is
 constexpr int64_t kGrain = 32768;  // entries below which a second thread costs more than it brings
 
 inline bool is_bfloat16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
+
+template <class T>
+const T* entries(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
 
 inline Values values_of(const Tensor& t) { return {const_cast<void*>(t.const_data_ptr()), is_bfloat16(t)}; }
 
@@ -47,8 +54,6 @@ inline Tensor empty_as(const Tensor& t, ScalarType dtype) {
 }
 
 inline Tensor empty_as(const Tensor& t) { return empty_as(t, t.scalar_type()); }
-
-inline Tensor nothing(const Tensor& like) { return empty({0}, like.scalar_type()); }
 
 // A matrix in the memory of `t`, `offset` entries after its first (the shim counts from there, not from the storage).
 inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
@@ -76,24 +81,85 @@ inline void addmm(const Tensor& out, const Tensor& added, const Tensor& a, const
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), added.get(), a.get(), b.get(), 1.0, 1.0));
 }
 
-// The types that the kernels know: float throughout, or x in bfloat16 with each parameter in either.
-inline void check_parameters(const Tensor& x, const Tensor& v, const Tensor& g) {
+// What every layer asks of its tensors. The types: float throughout, or x in bfloat16 with each parameter in either.
+// The shapes: g one number a row, flat or in v's dims; bias one number a row.
+inline void check_parameters(const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias) {
+  const bool half = is_bfloat16(x);
   const auto known = [&](const Tensor& t) {
-    return t.scalar_type() == ScalarType::Float || (is_bfloat16(x) && is_bfloat16(t));
+    const ScalarType type = t.scalar_type();
+    return type == ScalarType::Float || (half && type == ScalarType::BFloat16);
   };
-  STD_TORCH_CHECK(known(x) || is_bfloat16(x), "layer: x must be float32 or bfloat16");
+  STD_TORCH_CHECK(known(x), "layer: x must be float32 or bfloat16");
   STD_TORCH_CHECK(known(v) && known(g), "layer: parameters must have the dtype of x, or float32");
-  STD_TORCH_CHECK(g.numel() == v.size(0), "layer: g has ", g.numel(), " entries for ", v.size(0), " rows");
+  const int64_t rows = v.size(0);
+  STD_TORCH_CHECK((g.dim() == 1 || g.dim() == v.dim()) && g.numel() == rows && g.size(0) == rows,
+                  "layer: g does not have one entry for each of ", rows, " rows");
+  STD_TORCH_CHECK(!bias || (known(*bias) && bias->dim() == 1 && bias->size(0) == rows),
+                  "layer: bias must have the dtype of x, or float32, and ", rows, " entries");
 }
 
-// One number a row or channel as floats: in place where it is float already, else converted into `held`.
+inline void check_activation(int64_t activation, double slope) {
+  STD_TORCH_CHECK(activation >= 0 && activation <= 2 && (activation != 2 || (slope >= 0 && std::isfinite(slope))),
+                  "layer: activation ", activation, " with negative_slope ", slope);
+}
+
+// A residual has the type and shape of the output.
+inline void check_residual(const std::optional<Tensor>& residual, const Tensor& y) {
+  STD_TORCH_CHECK(!residual || (residual->scalar_type() == y.scalar_type() && residual->dim() == y.dim() &&
+                                std::equal(y.sizes().begin(), y.sizes().end(), residual->sizes().begin())),
+                  "layer: residual must have the dtype and shape of the output");
+}
+
+inline float widened(uint16_t bfloat16) {
+  const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint16_t narrowed(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  if (value != value) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// All entries as floats: in place where they are that already, else in `held`.
 inline const float* floats_of(const Tensor& t, std::vector<float>& held) {
-  if (!is_bfloat16(t) && t.is_contiguous()) return static_cast<const float*>(t.const_data_ptr());
-  const Tensor wide = torch::stable::contiguous(torch::stable::to(t, ScalarType::Float));
-  const float* source = static_cast<const float*>(wide.const_data_ptr());
-  held.assign(source, source + t.numel());
+  if (!t.is_contiguous()) {
+    const Tensor dense = torch::stable::contiguous(t);
+    const int64_t count = dense.numel();
+    held.resize(count);
+    if (is_bfloat16(t)) std::transform(entries<uint16_t>(dense), entries<uint16_t>(dense) + count, held.begin(), widened);
+    else std::copy_n(entries<float>(dense), count, held.begin());
+    return held.data();
+  }
+  if (!is_bfloat16(t)) return entries<float>(t);
+  held.resize(t.numel());
+  std::transform(entries<uint16_t>(t), entries<uint16_t>(t) + held.size(), held.begin(), widened);
   return held.data();
 }
+
+// A tensor that is computed in floats and handed out in the dtype of `like`, and its shape: gradients of gains, say.
+class Rounded {
+ public:
+  Rounded(const std::vector<int64_t>& sizes, ScalarType dtype) : tensor_(empty(sizes, dtype)) {
+    if (dtype == ScalarType::BFloat16) held_.resize(tensor_.numel());
+  }
+
+  float* data() { return is_bfloat16(tensor_) ? held_.data() : static_cast<float*>(tensor_.mutable_data_ptr()); }
+
+  const Tensor& tensor() {
+    std::transform(held_.begin(), held_.end(), static_cast<uint16_t*>(tensor_.mutable_data_ptr()), narrowed);
+    return tensor_;
+  }
+
+ private:
+  Tensor tensor_;
+  std::vector<float> held_;
+};
+
+inline std::vector<int64_t> sizes_of(const Tensor& t) { return {t.sizes().begin(), t.sizes().end()}; }
 
 // g / ||v|| a row; 0 for a zero row.
 inline std::vector<float> scales_of(const float* gain, const float* norm, int64_t rows) {
@@ -102,13 +168,12 @@ inline std::vector<float> scales_of(const float* gain, const float* norm, int64_
   return scale;
 }
 
-// Whether s dz can stand for dz: no gain of a row that is not zero is lost in its scale, or in under- or overflow.
+// Whether every scale can_wait, so that s dz can stand for dz; backward, where dg is divided by it, none may be lost to 0.
+inline bool all_can_wait(const std::vector<float>& scale) { return std::all_of(scale.begin(), scale.end(), can_wait); }
+
 inline bool are_invertible(const std::vector<float>& scale, const float* norm) {
-  constexpr float kLargest = 1 << 24;
-  for (size_t r = 0; r < scale.size(); ++r) {
-    const float size = scale[r] < 0 ? -scale[r] : scale[r];
-    if (norm[r] != 0 && !(size <= kLargest && size * kLargest >= 1)) return false;
-  }
+  for (size_t r = 0; r < scale.size(); ++r)
+    if (norm[r] != 0 && (scale[r] == 0 || !can_wait(scale[r]))) return false;
   return true;
 }
 
@@ -153,8 +218,8 @@ inline void row_norms(const Tensor& v, float* norm, int64_t begin, int64_t end) 
   });
 }
 
-// Runs the epilogue over all lines of z.
-void run_epilogue(const Lines& lines, const Epilogue& task);
+// Runs the epilogue over all lines of z; whether all of it is finite.
+bool run_epilogue(const Lines& lines, const Epilogue& task);
 
 // Runs the mask pass over all lines and folds the bias gradient, in an order that the shape alone decides.
 void run_mask(const Lines& lines, const Mask& task, float* bias_gradient);

@@ -29,12 +29,12 @@ for _schema in (
     "linear(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, int activation, float negative_slope) "
     "-> (Tensor y, Tensor norm)",
     "linear_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int activation, "
-    "float negative_slope) -> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
+    "float negative_slope) -> (Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dz)",
     "conv(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
     "int groups, int activation, float negative_slope) -> (Tensor y, Tensor norm)",
     "conv_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int[] stride, "
     "int[] padding, int[] dilation, int groups, int activation, float negative_slope) "
-    "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
+    "-> (Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dz)",
     "residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale, int recompute, bool save) "
     "-> (Tensor y, Tensor norm, Tensor maps)",
     "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
@@ -133,17 +133,24 @@ def residual_stage_backward(
 # The layers. One kernel runs what is common: rows along dim 0, float32 or bfloat16. Everything else (float64, float16,
 # norms along another dim, transposed convolutions) is composed of the row norm, the vendor's product and an epilogue.
 
-_FUSED_DTYPES = (torch.float32, torch.bfloat16)
+FUSED_DTYPES = (torch.float32, torch.bfloat16)
+"""Of ``x``; the parameters have the same, or float32."""
+
 _ACTIVATION = {name: number for number, name in enumerate(reference.ACTIVATIONS)}
 
 
 def _is_fused(x: Tensor, v: Tensor, g: Tensor, dim: int | None) -> bool:
     """Parameters have the dtype of ``x`` or float32, so what is left to exclude is float16 and float64."""
-    return x.dtype in _FUSED_DTYPES and (dim == 0 or dim == -v.dim())
+    return x.dtype in FUSED_DTYPES and (dim == 0 or dim == -v.dim())
 
 
 def _needs(needs: Sequence[bool]) -> int:
     return needs[0] + 2 * needs[1] + 4 * needs[2] + 8 * needs[3]
+
+
+def _given(found: Sequence[Tensor | None], dy: Tensor) -> Any:
+    """The op's outputs: what was not asked for is empty."""
+    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
 def linear(
@@ -161,9 +168,10 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if not _is_fused(x, v, g, dim):
         return _composed_linear_backward(dy, y, x, v, g, norm, needs, dim, activation, negative_slope)
-    return torch.ops.wnfused_native.linear_backward.default(
+    found = torch.ops.wnfused_native.linear_backward.default(
         dy, y, x, v, g, norm, _needs(needs), _ACTIVATION[activation], negative_slope
     )
+    return _given(found, dy)
 
 
 def conv(
@@ -187,9 +195,10 @@ def conv_backward(
     if transposed or not _is_fused(x, v, g, dim):
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
         return _composed_conv_backward(dy, y, x, v, g, norm, needs, *geometry, dim, activation, negative_slope)
-    return torch.ops.wnfused_native.conv_backward.default(
+    found = torch.ops.wnfused_native.conv_backward.default(
         dy, y, x, v, g, norm, _needs(needs), stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
     )
+    return _given(found, dy)
 
 
 # The composed layers.

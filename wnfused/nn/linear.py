@@ -36,7 +36,7 @@ class WNLinear(WeightNormalised, nn.Linear):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(input w^T + b + residual)``; the residual, if any, has the output's shape."""
-        if self._runs_frozen(input):
+        if self._frozen is not None and self._runs_frozen(input):
             return self._frozen_output(input, residual)
         return functional.linear(
             input, self.weight_v, self.weight_g, self.bias,

@@ -100,7 +100,7 @@ def differentiable(
         # A call through the op's own registration leaves trailing arguments out where they have their defaults.
         needs = (*ctx.needs_input_grad, *(False,) * (arity - len(ctx.needs_input_grad)))
         if torch.is_grad_enabled():
-            return _through_reference(reference, dy, inputs, needs)
+            return through_reference(reference, dy, inputs, needs)
         with _same_backend(ctx.backend):
             found = backward(dy, inputs, saved[tensors:], needs)
         return (*found, *(None,) * (arity - len(found)))
@@ -112,7 +112,8 @@ def differentiable(
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            output = _no_view(below_autograd(op, arguments))
+            y, *rest = below_autograd(op, arguments)
+            output = (no_view(y), *rest)
             setup_context(ctx, arguments, output)
             return output
 
@@ -135,7 +136,8 @@ def differentiable(
 
         @staticmethod
         def forward(*arguments: Any) -> Any:
-            return _no_view(below_autograd(op, arguments))
+            y, *rest = below_autograd(op, arguments)
+            return no_view(y), *rest
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -162,10 +164,9 @@ def differentiable(
     return call
 
 
-def _no_view(output: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``(y, *rest)`` with ``y`` no view: torch forbids writing in place to a view that a function returned."""
-    y, *rest = output
-    return (torch.ops.aten._unsafe_view(y, y.shape), *rest) if y._is_view() else output
+def no_view(y: Tensor) -> Tensor:
+    """``y``, but no view: torch forbids writing in place to a view that a function returned."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 def _nothing_to_record(arguments: Sequence[Any]) -> bool:
@@ -215,7 +216,7 @@ def _vjp(function: Callable[..., Any], primals: Sequence[Tensor]) -> tuple[Tenso
     return value, pullback
 
 
-def _through_reference(
+def through_reference(
     reference: Callable[..., tuple[Tensor, ...]], dy: Tensor, inputs: Sequence[Any], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The vector-Jacobian product as autograd takes it of the reference, with a graph of its own."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
+from wnfused.ops._direct import CODES, is_open, layer
 from wnfused.ops._registration import define, differentiable
 from wnfused.ops.linear import GRADIENTS_LIKE, fake_layer_gradients, layer_backward
 
@@ -63,6 +65,15 @@ _call = differentiable(
 )
 
 
+def _direct_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x, v, g, bias, residual, stride, padding, dilation, groups, code, slope = inputs
+    geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
+    return reference.conv(x, v, g, bias, residual, *geometry, 0, reference.ACTIVATIONS[code], slope)
+
+
+_direct = layer("conv", _direct_reference)
+
+
 def _extents(name: str, value: Extent, spatial: int, least: int) -> list[int]:
     """One number a spatial dim."""
     values = [value] * spatial if isinstance(value, int) else list(value)
@@ -73,23 +84,12 @@ def _extents(name: str, value: Extent, spatial: int, least: int) -> list[int]:
     return values
 
 
-def _conv(
-    spatial: int,
-    transposed: bool,
-    x: Tensor,
-    v: Tensor,
-    g: Tensor,
-    bias: Tensor | None,
-    stride: Extent,
-    padding: Extent | str,
-    dilation: Extent,
-    output_padding: Extent,
-    groups: int,
-    activation: str | None,
-    negative_slope: float,
-    residual: Tensor | None,
-    dim: int | None,
-) -> Tensor:
+def _checked(
+    spatial: int, transposed: bool, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, stride: Extent,
+    padding: Extent | str, dilation: Extent, output_padding: Extent, groups: int, activation: str | None,
+    negative_slope: float, residual: Tensor | None, dim: int | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The op's arguments, ``x`` and the residual with a batch."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
     arguments.matches("v", v, x)
@@ -126,12 +126,14 @@ def _conv(
         )
     if residual is not None:
         residual = arguments.residual(residual, [x.shape[0], features, *sizes], x)
-    y = _call(
-        x, v, g, bias, residual, strides, paddings, dilations, transposed,
-        extra, groups, dim,
-        arguments.activation(activation, negative_slope), float(negative_slope),
-    )[0]  # fmt: skip
-    return y if batched else y.squeeze(0)
+    name = arguments.activation(activation, negative_slope)
+    geometry = (strides, paddings, dilations, transposed, extra, groups)
+    return x, v, g, bias, residual, *geometry, dim, name, float(negative_slope)
+
+
+def _run(x: Tensor, given: tuple[Any, ...]) -> Tensor:
+    y = _call(*given)[0]
+    return y if x.dim() == y.dim() else y.squeeze(0)
 
 
 def _output_sizes(
@@ -163,33 +165,8 @@ def _named_padding(
     return x, [total // 2 for total in totals]
 
 
-def conv1d(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
-    padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, *, activation: str | None = None,
-    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
-) -> Tensor:  # fmt: skip
-    """:func:`conv2d` in one spatial dim: ``x [N, C_in, W]``, ``v [C_out, C_in / groups, k]``."""
-    return _conv(
-        1,
-        False,
-        x,
-        v,
-        g,
-        bias,
-        stride,
-        padding,
-        dilation,
-        0,
-        groups,
-        activation,
-        negative_slope,
-        residual,
-        dim,
-    )
-
-
-def conv2d(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
+def _conv(
+    spatial: int, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
     padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, *, activation: str | None = None,
     negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
 ) -> Tensor:  # fmt: skip
@@ -213,64 +190,26 @@ def conv2d(
 
     Source: Arpit, Campos & Bengio 2019, eq. 1 and 2, footnote 3.
     """
-    return _conv(
-        2,
-        False,
-        x,
-        v,
-        g,
-        bias,
-        stride,
-        padding,
-        dilation,
-        0,
-        groups,
-        activation,
-        negative_slope,
-        residual,
-        dim,
-    )
+    rest = (padding, dilation, 0, groups, activation, negative_slope, residual, dim)
+    code = CODES.get(activation)
+    # A layer's own attributes are tuples; anything else is put in order first.
+    if (
+        code is None
+        or dim != 0
+        or not (type(stride) is type(padding) is type(dilation) is tuple)
+        or not is_open(x, v, g, bias, residual)
+        or not (x.dim() == v.dim() == spatial + 2)
+    ):
+        return _run(x, _checked(spatial, False, x, v, g, bias, stride, *rest))
+    try:
+        return _direct(x, v, g, bias, residual, stride, padding, dilation, groups, code, negative_slope)
+    except (RuntimeError, TypeError):
+        _checked(spatial, False, x, v, g, bias, stride, *rest)
+        raise
 
 
-def conv3d(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
-    padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, *, activation: str | None = None,
-    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
-) -> Tensor:  # fmt: skip
-    """:func:`conv2d` in three spatial dims: ``x [N, C_in, D, H, W]``."""
-    return _conv(
-        3,
-        False,
-        x,
-        v,
-        g,
-        bias,
-        stride,
-        padding,
-        dilation,
-        0,
-        groups,
-        activation,
-        negative_slope,
-        residual,
-        dim,
-    )
-
-
-def conv_transpose1d(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1, padding: Extent = 0,
-    output_padding: Extent = 0, groups: int = 1, dilation: Extent = 1, *, activation: str | None = None,
-    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
-) -> Tensor:  # fmt: skip
-    """:func:`conv_transpose2d` for ``x [N, C_in, W]``."""
-    return _conv(
-        1, True, x, v, g, bias, stride, padding, dilation, output_padding, groups, activation, negative_slope,
-        residual, dim,
-    )  # fmt: skip
-
-
-def conv_transpose2d(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1, padding: Extent = 0,
+def _conv_transpose(
+    spatial: int, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1, padding: Extent = 0,
     output_padding: Extent = 0, groups: int = 1, dilation: Extent = 1, *, activation: str | None = None,
     negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
 ) -> Tensor:  # fmt: skip
@@ -290,19 +229,32 @@ def conv_transpose2d(
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
     """
-    return _conv(
-        2, True, x, v, g, bias, stride, padding, dilation, output_padding, groups, activation, negative_slope,
-        residual, dim,
-    )  # fmt: skip
+    rest = (padding, dilation, output_padding, groups, activation, negative_slope, residual, dim)
+    return _run(x, _checked(spatial, True, x, v, g, bias, stride, *rest))
 
 
-def conv_transpose3d(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1, padding: Extent = 0,
-    output_padding: Extent = 0, groups: int = 1, dilation: Extent = 1, *, activation: str | None = None,
-    negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
-) -> Tensor:  # fmt: skip
-    """:func:`conv_transpose2d` for ``x [N, C_in, D, H, W]``."""
-    return _conv(
-        3, True, x, v, g, bias, stride, padding, dilation, output_padding, groups, activation, negative_slope,
-        residual, dim,
-    )  # fmt: skip
+P = ParamSpec("P")
+
+
+def _in_dims(spatial: int, name: str, function: Callable[Concatenate[int, P], Tensor]) -> Callable[P, Tensor]:
+    """The public function for a number of spatial dims, with the signature and, in two dims, the text of all."""
+
+    def convolution(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return function(spatial, *args, **kwargs)
+
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[1:]
+    convolution.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    convolution.__name__ = convolution.__qualname__ = f"{name}{spatial}d"
+    sizes = ", ".join("DHW"[-spatial:])
+    other = f":func:`{name}2d` in {spatial} spatial dim{'s'[: spatial - 1]}: ``x [N, C_in, {sizes}]``."
+    convolution.__doc__ = function.__doc__ if spatial == 2 else other
+    return convolution
+
+
+conv1d = _in_dims(1, "conv", _conv)
+conv2d = _in_dims(2, "conv", _conv)
+conv3d = _in_dims(3, "conv", _conv)
+conv_transpose1d = _in_dims(1, "conv_transpose", _conv_transpose)
+conv_transpose2d = _in_dims(2, "conv_transpose", _conv_transpose)
+conv_transpose3d = _in_dims(3, "conv_transpose", _conv_transpose)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
+from wnfused.ops._direct import CODES, is_open, layer
 from wnfused.ops._registration import below_autograd, define, differentiable
 
 
@@ -86,6 +87,12 @@ def _backward(
     return layer_backward(_op_backward, dy, inputs, outputs, needs)
 
 
+def _direct_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x, v, g, bias, residual, code, slope = inputs
+    return reference.linear(x, v, g, bias, residual, 0, reference.ACTIVATIONS[code], slope)
+
+
+_direct = layer("linear", _direct_reference)
 _call = differentiable(
     _op, reference=reference.linear, backward=_backward, reads_output=lambda inputs: inputs[-2] != "none"
 )
@@ -121,6 +128,21 @@ def linear(
 
     Source: Arpit, Campos & Bengio 2019, eq. 1 and 2.
     """
+    code = CODES.get(activation)
+    if code is None or dim != 0 or not is_open(x, v, g, bias, residual):
+        return _call(*_checked(x, v, g, bias, residual, dim, activation, negative_slope))[0]
+    try:
+        return _direct(x, v, g, bias, residual, code, negative_slope)
+    except (RuntimeError, TypeError):
+        _checked(x, v, g, bias, residual, dim, activation, negative_slope)
+        raise
+
+
+def _checked(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, dim: int | None,
+    activation: str | None, negative_slope: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The op's arguments."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
     arguments.matches("v", v, x)
@@ -134,4 +156,4 @@ def linear(
     if residual is not None:
         residual = arguments.residual(residual, [*x.shape[:-1], v.shape[0]], x)
     activation = arguments.activation(activation, negative_slope)
-    return _call(x, v, g, bias, residual, dim, activation, float(negative_slope))[0]
+    return x, v, g, bias, residual, dim, activation, float(negative_slope)

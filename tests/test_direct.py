@@ -1,0 +1,152 @@
+"""The short way from a layer to its C++ kernel: the same answers, errors and graph as the long one."""
+
+import inspect
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import wnfused
+from wnfused import dispatch
+from wnfused.functional import conv1d, conv2d, conv_transpose3d, linear
+from wnfused.ops import _direct
+
+pytestmark = pytest.mark.skipif(not dispatch.prefers_native(), reason="the C++ kernels are not what runs here")
+
+
+def tensors(*shapes):
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+LAYERS = {
+    "linear": (lambda *t: linear(*t[:4], activation="relu", residual=t[4]), ((3, 5), (4, 5), (4, 1), (4,), (3, 4))),
+    "conv1d": (
+        lambda *t: conv1d(*t[:4], (1,), (1,), (1,), activation="leaky_relu", residual=t[4]),
+        ((2, 3, 7), (4, 3, 3), (4, 1, 1), (4,), (2, 4, 7)),
+    ),
+    "conv2d": (
+        lambda *t: conv2d(*t[:4], (1, 1), (1, 1), (1, 1), residual=t[4]),
+        ((2, 3, 5, 5), (4, 3, 3, 3), (4,), (4,), (2, 4, 5, 5)),
+    ),
+}
+layers = pytest.mark.parametrize("name", LAYERS)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether the calls of a test took the short way."""
+    answers = []
+    is_open = _direct.is_open
+    for module in ("linear", "conv"):
+        monkeypatch.setattr(f"wnfused.ops.{module}.is_open", lambda *a: answers.append(is_open(*a)) or answers[-1])
+    return answers
+
+
+@layers
+def test_first_and_second_derivatives_are_those_of_the_reference(name, taken):
+    function, shapes = LAYERS[name]
+    inputs = tensors(*shapes)
+    with wnfused.use_backend("reference"):
+        wanted = function(*inputs)
+        first_wanted = torch.autograd.grad(wanted.square().sum(), inputs, create_graph=True)
+        second_wanted = torch.autograd.grad(sum(t.square().sum() for t in first_wanted), inputs)
+    found = function(*inputs)
+    assert taken == [False, True]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    first = torch.autograd.grad(found.square().sum(), inputs, create_graph=True)
+    torch.testing.assert_close(first, first_wanted, rtol=1e-4, atol=1e-4)
+    second = torch.autograd.grad(sum(t.square().sum() for t in first), inputs)
+    torch.testing.assert_close(second, second_wanted, rtol=1e-3, atol=1e-3)
+
+
+@layers
+@pytest.mark.parametrize("which", range(5))
+def test_each_gradient_alone(name, which):
+    function, shapes = LAYERS[name]
+    inputs = [t.detach() for t in tensors(*shapes)]
+    inputs[which].requires_grad_()
+    (found,) = torch.autograd.grad(function(*inputs).square().sum(), inputs[which])
+    with wnfused.use_backend("reference"):
+        (wanted,) = torch.autograd.grad(function(*inputs).square().sum(), inputs[which])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@layers
+def test_an_output_that_the_backward_reads_is_guarded(name):
+    function, shapes = LAYERS[name]
+    y = function(*tensors(*shapes))
+    y.mul_(2)  # allowed, as on any output
+    if name == "conv2d":  # no activation: y is not kept
+        y.sum().backward()
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_watches_a_call_takes_the_long_way(taken):
+    function, shapes = LAYERS["linear"]
+    inputs = tensors(*shapes)
+    with wnfused.use_backend("reference"):
+        function(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert function(*inputs).dtype == torch.bfloat16
+    torch.func.grad(lambda x: function(x, *inputs[1:]).sum())(inputs[0])
+    torch.func.jvp(lambda x: function(x, *inputs[1:]), (inputs[0],), (inputs[0],))
+    with FlopCounterMode(display=False):
+        function(*inputs)
+    function(*(t.double() for t in inputs))
+    assert taken == [False] * 6
+
+
+def test_checkpointing_and_inference_mode(taken):
+    function, shapes = LAYERS["linear"]
+    inputs = tensors(*shapes)
+    wanted = torch.autograd.grad(function(*inputs).sum(), inputs)
+    found = torch.autograd.grad(checkpoint(function, *inputs, use_reentrant=False).sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    with torch.inference_mode():
+        assert function(*inputs).is_inference()
+    assert all(taken)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((3, 4), (4, 5), (4, 1)), r"x: shape \[3, 4\] does not end in in_features = 5"),
+        (((3, 5), (4, 5), (1, 4)), r"g: shape \[1, 4\] does not fit v of \[4, 5\]"),
+        (((3, 5), (4, 5), (4, 1), (5,)), r"bias: shape \[5\] does not fit; use \[4\]"),
+        (((3, 5), (4, 5, 1), (4, 1)), r"v: shape \[4, 5, 1\] is not"),
+    ],
+)
+def test_a_refusal_names_the_argument(arguments, message, taken):
+    with pytest.raises(ValueError, match=message):
+        linear(*tensors(*arguments))
+    assert taken == [True]
+
+
+def test_a_refusal_names_dtypes_residuals_and_geometry(taken):
+    x, v, g = tensors((3, 5), (4, 5), (4, 1))
+    with pytest.raises(TypeError, match=r"v: dtype torch.bfloat16 does not go with x of torch.float32"):
+        linear(x, v.bfloat16(), g)
+    with pytest.raises(ValueError, match=r"residual: \[3, 5\]"):
+        linear(x, v, g, residual=x)
+    with pytest.raises(ValueError, match=r"negative_slope: -1.0 must be finite"):
+        linear(x, v, g, activation="leaky_relu", negative_slope=-1.0)
+    x, v, g = tensors((1, 3, 2, 2), (4, 3, 3, 3), (4,))
+    with pytest.raises(ValueError, match=r"stride: \(1,\) must|x: spatial size \[2, 2\] is too small"):
+        conv2d(x, v, g, None, (1,), (0,), (1,))
+    with pytest.raises(ValueError, match=r"x: spatial size \[2, 2\] is too small"):
+        conv2d(x, v, g, None, (1, 1), (0, 0), (1, 1))
+    with pytest.raises(ValueError, match=r"padding: \(-1, 0\)"):
+        conv2d(x, v, g, None, (1, 1), (-1, 0), (1, 1))
+    assert all(taken)
+
+
+def test_signatures_can_be_inspected():
+    names = list(inspect.signature(conv2d).parameters)
+    assert names[:8] == ["x", "v", "g", "bias", "stride", "padding", "dilation", "groups"]
+    assert list(inspect.signature(conv_transpose3d).parameters)[6] == "output_padding"
+    assert conv1d.__name__ == "conv1d"
+    assert "one spatial dim" in conv1d.__doc__ or "1 spatial dim:" in conv1d.__doc__
+    assert "C_out" in conv2d.__doc__

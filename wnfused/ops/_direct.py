@@ -1,0 +1,95 @@
+"""The short way of a layer to its C++ kernel, for plain eager calls on CPU tensors.
+
+A small layer's time is Python's: the checks, the choice of a backend and the two trips through torch's dispatcher cost
+several times the arithmetic of 64 features. Where nothing watches a call and the C++ kernel is what
+:mod:`wnfused.dispatch` would choose, the public functions hand their arguments straight to it. The kernel checks them
+itself; only where it refuses are they checked again in Python, for an error that names the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from wnfused import dispatch
+from wnfused.backends import native
+from wnfused.ops._registration import no_view, through_reference
+
+CODES: dict[str | None, int] = {None: 0, "relu": 1, "leaky_relu": 2}
+"""The kernels' numbers of the activations: places in ``reference.ACTIVATIONS``."""
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
+    """Whether a call may take the short way: plain CPU tensors, the native backend, nothing that watches or casts."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and type(v) in _PLAIN
+        and type(g) in _PLAIN
+        and type(bias) in _OPTIONAL
+        and type(residual) in _OPTIONAL
+        and x.dtype in native.FUSED_DTYPES
+        and x.is_cpu
+        and dispatch.prefers_native()
+        and not torch.is_autocast_enabled("cpu")
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def layer(name: str, reference: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    """The callable for an op's short way.
+
+    Args:
+        name: of the kernel; it takes ``x, v, g, bias, residual``, the constants of the layer, the activation's number
+            and slope. ``name_backward`` takes ``dy, y, x, v, g, norm, needs`` and the same constants.
+        reference: the same function of the same arguments in plain torch, for second derivatives.
+
+    Returns:
+        A function of the kernel's arguments that gives ``y``, recorded for autograd where that is on. It raises
+        RuntimeError where the kernel refuses its arguments.
+    """
+    # The functions below torch.ops' own Python wrappers, which only hand over to them.
+    kernel = getattr(torch.ops.wnfused_native, name).default._op
+    kernel_backward = getattr(torch.ops.wnfused_native, f"{name}_backward").default._op
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            x, v, g, bias, residual, *constants = arguments
+            y, norm = kernel(*arguments)
+            y = no_view(y)
+            ctx.constants = constants
+            # Without an activation the backward does not read y.
+            ctx.save_for_backward(x, v, g, bias, residual, norm, y if constants[-2] else None)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            x, v, g, bias, residual, norm, y = ctx.saved_tensors
+            constants, needs = ctx.constants, ctx.needs_input_grad
+            if torch.is_grad_enabled():
+                return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
+            wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
+            *gradients, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
+            if needs[4] and y is None:
+                dresidual = dy
+            return *gradients, dresidual, *(None,) * len(constants)
+
+    Direct.__name__ = Direct.__qualname__ = name
+    # torch.autograd.Function.apply itself: a look for functorch transforms, which is_open has seen to, and this.
+    record = super(torch.autograd.Function, Direct).apply
+
+    def call(*arguments: Any) -> Any:
+        return record(*arguments) if torch.is_grad_enabled() else kernel(*arguments)[0]
+
+    return call
