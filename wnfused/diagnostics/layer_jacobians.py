@@ -1,0 +1,172 @@
+"""Jacobians layer by layer: each station's own, and how far the product of all has grown.
+
+``layer_jacobians`` takes the singular values of every station's Jacobian at the input it really gets.
+``jacobian_growth`` pushes random tangents through the network and reads their length at every station,
+
+    growth_l = ||J_{0->l}||_F^2 / d_l = E ||J_{0->l} v||^2 / d_l  for E v v^T = I,
+
+the mean eigenvalue of ``J J^T`` from the input to station l: ``chi^l`` in a wide random network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from .arguments import check_inputs, check_model, positive_int, seeded
+from .drawing import THEORY, Drawable, over_stations
+from .jacobian import METHODS, Products, _gaussian, check_independent, spectrum
+from .progress import Progress, advancing
+from .state import undisturbed
+from .stations import Call, Filter, observed
+
+
+@dataclass(frozen=True, eq=False)
+class LayerJacobians(Drawable):
+    """What :func:`layer_jacobians` found at L stations; all values are means over the samples.
+
+    Attributes:
+        names: of the stations.
+        largest, smallest: singular values ``[L]``; ``smallest`` is NaN where J was too large to write out.
+        mean, variance: of the eigenvalues of ``J J^T`` ``[L]``; the mean is the layer's chi.
+    """
+
+    names: tuple[str, ...]
+    largest: np.ndarray
+    smallest: np.ndarray
+    mean: np.ndarray
+    variance: np.ndarray
+
+    def _draw(self, axes: Sequence[Any], label: str | None) -> None:
+        (axis,) = axes
+        line = over_stations(axis, np.sqrt(self.mean), label)
+        x = np.arange(1, len(self.names) + 1)
+        low = np.where(self.smallest > 0, self.smallest, np.nan)
+        axis.fill_between(x, low, self.largest, color=line.get_color(), alpha=0.15, linewidth=0)
+        for bound in (low, self.largest):
+            axis.plot(x, bound, color=line.get_color(), linewidth=0.8, linestyle=":")
+        axis.axhline(1, color=THEORY, linewidth=1, linestyle=":")
+        axis.set_ylabel("singular values of each layer's $J$\n(root mean square; band: smallest to largest)")
+
+
+def layer_jacobians(
+    model: nn.Module, inputs: Tensor, *, method: str = "auto", probes: int = 8, filter: Filter | None = None,
+    generator: torch.Generator | None = None, progress: Progress = False,
+) -> LayerJacobians:  # fmt: skip
+    """Singular values of every station's own Jacobian, from its input to its output, at the samples ``inputs``.
+
+    One forward pass; each station is differentiated while it runs and its graph dropped, so that memory does not grow
+    with depth.
+
+    Args:
+        method, probes, generator: as in :func:`wnfused.diagnostics.jacobian_spectrum`.
+        progress: True for a bar on the terminal, or a function of (stations done, None).
+
+    Raises:
+        TypeError, ValueError: as :func:`wnfused.diagnostics.jacobian_spectrum`.
+    """
+    check_model(model)
+    check_inputs(inputs)
+    check_independent(model)
+    positive_int("probes", probes)
+    if method not in METHODS:
+        raise ValueError(f"method: unknown {method!r}; use one of {', '.join(METHODS)}")
+    generator = seeded(generator)
+    names: list[str] = []
+    rows: list[tuple[float, ...]] = []
+
+    with undisturbed(model), torch.no_grad(), advancing(progress, "layers' Jacobians", None) as advance:
+
+        def observe(call: Call) -> None:
+            if not call.input.is_floating_point():
+                return
+            with torch.enable_grad():
+                x = call.input.detach().clone().requires_grad_()
+                # A copy for the call: a layer may write its input in place.
+                found = spectrum(Products(x, call.run(x.clone())), method, 1, probes, generator, False)
+            values = found.singular_values
+            smallest = values[:, -1].mean() if found.exact else np.nan
+            names.append(call.name)
+            rows.append((values[:, 0].mean(), smallest, found.mean.mean(), found.variance.mean()))
+            advance()
+
+        with observed(model, observe, filter):
+            model(inputs)
+    table = np.array(rows, dtype=float).reshape(-1, 4)
+    return LayerJacobians(tuple(names), *table.T)
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianGrowth(Drawable):
+    """What :func:`jacobian_growth` found at L stations.
+
+    Attributes:
+        names: of the stations.
+        growth: ``||J_{0->l}||_F^2 / d_l``, estimated, mean over the samples ``[L]``.
+        spread: standard deviation over samples and probes ``[L]``.
+    """
+
+    names: tuple[str, ...]
+    growth: np.ndarray
+    spread: np.ndarray
+
+    def _draw(self, axes: Sequence[Any], label: str | None) -> None:
+        (axis,) = axes
+        over_stations(axis, np.where(self.growth > 0, self.growth, np.nan), label)
+        axis.axhline(1, color=THEORY, linewidth=1, linestyle=":")
+        axis.set_ylabel(r"mean eigenvalue of $J_{0\to l} J_{0\to l}^T$")
+
+
+def jacobian_growth(
+    model: nn.Module, inputs: Tensor, *, probes: int = 4, filter: Filter | None = None,
+    generator: torch.Generator | None = None, progress: Progress = False,
+) -> JacobianGrowth:  # fmt: skip
+    """The mean eigenvalue of ``J J^T`` from the input to every station, by forward-mode derivatives.
+
+    ``probes`` passes, each with one random tangent a sample; nothing is kept of a station but two numbers, so that
+    memory does not grow with depth.
+
+    Args:
+        inputs: ``[n, ...]``, floating point.
+        generator: of the tangents; default: seeded with 0.
+        progress: True for a bar on the terminal, or a function of (stations done, None).
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work; a model whose batch norm is in train mode.
+    """
+    check_model(model)
+    check_inputs(inputs)
+    check_independent(model)
+    positive_int("probes", probes)
+    if not inputs.is_floating_point():
+        raise TypeError(f"inputs: {inputs.dtype} has no derivatives; use a floating-point tensor")
+    generator = seeded(generator)
+    names: list[str] = []
+    lengths: list[Tensor] = []
+
+    with undisturbed(model), torch.no_grad(), advancing(progress, "Jacobian", None) as advance:
+
+        def observe(call: Call) -> None:
+            tangent = forward_ad.unpack_dual(call.output).tangent
+            length = torch.zeros(len(inputs), dtype=torch.float64)
+            if tangent is not None:
+                length = tangent.flatten(1).double().square().mean(1).cpu()
+            names.append(call.name)
+            lengths.append(length)
+            advance()
+
+        for _ in range(probes):
+            # Signs: of all probes with E v v^T = I those whose squares scatter least.
+            tangent = _gaussian(tuple(inputs.shape), generator, inputs).sign().to(inputs.dtype)
+            with forward_ad.dual_level(), observed(model, observe, filter):
+                model(forward_ad.make_dual(inputs.detach(), tangent))
+    stations = len(names) // probes
+    table = torch.stack(lengths).reshape(probes, stations, -1) if lengths else torch.zeros(1, 0, 1).double()
+    flat = table.transpose(0, 1).flatten(1)
+    return JacobianGrowth(tuple(names[:stations]), flat.mean(1).numpy(), flat.std(1, correction=0).numpy())
