@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .arguments import check_inputs, check_model, positive_int, seeded
 from .drawing import THEORY, Drawable
-from .lanczos import largest_singular_values
+from .lanczos import Product, largest_singular_values
 from .progress import Progress, advancing
 from .state import undisturbed
 
@@ -122,7 +122,8 @@ def spectrum(
             values.cpu().numpy(), True, d_out, d_in, mean.cpu().numpy(), variance.clamp(min=0).cpu().numpy()
         )
     with advancing(progress, "Jacobian", None) as advance:
-        forward, transposed = products.forward, products.transposed
+        forward: Product = products.forward
+        transposed: Product = products.transposed
         if d_in > d_out:
             forward, transposed = transposed, forward
         start = _gaussian((n, side), generator, products.like)
