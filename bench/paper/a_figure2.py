@@ -1,0 +1,122 @@
+"""MLPs of growing depth: accuracy of the best job of a sweep over learning rates, and of every job.
+
+Settings of the paper (Table 3): MNIST, 2 to 200 hidden layers of 512 or 1,024 units, 150 epochs, batch 128, momentum
+0.9, weight decay 1e-4, rates 1e-1 to 1e-5 divided by 10 after a third and two thirds of the epochs; a tenth held out,
+its best epoch tested, diverged runs count as 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.paper import drawing
+from bench.paper.figure import Job, Json, Result, Spread, Verdict, all_known
+from bench.paper.training import best_rate, by_rate, largest_trained, steps_at, trained
+
+TITLE = "MLPs: accuracy over depth, and of every job of the sweep"
+SOURCE = "(a), Figure 2 and Table 3"
+NOTE = "Digits instead of MNIST, narrower layers, fewer epochs. Trained: a mean test accuracy of 80% or more."
+MINUTES = 4.0
+SETTINGS: dict[str, Json] = {
+    "quick": {"data": "digits", "depths": [2, 5], "width": 16, "rates": [1e-1, 1e-2], "epochs": 2, "seeds": 1},
+    "small": {
+        "data": "digits", "depths": [2, 5, 10, 20, 50, 100, 200], "width": 128, "rates": [1e-1, 1e-2, 1e-3, 1e-4],
+        "epochs": 24, "seeds": 5,
+    },
+    "full": {
+        "data": "mnist", "depths": [2, 5, 10, 20, 100, 200], "width": 512, "rates": [1e-1, 1e-2, 1e-3, 1e-4, 1e-5],
+        "epochs": 150, "seeds": 1,
+    },
+}  # fmt: skip
+INITS = {"arpit2019": "proposed", "salimans2016": "data-dependent"}
+TRAINED = 0.8
+
+
+def jobs(settings: Json) -> list[Job]:
+    shared = {
+        "model": "mlp", "data": settings["data"], "width": settings["width"], "epochs": settings["epochs"],
+        "batch_size": 128, "momentum": 0.9, "weight_decay": 1e-4, "milestones": steps_at(settings["epochs"], (1 / 3, 2 / 3)),
+    }  # fmt: skip
+    return [
+        Job(f"{depth}-{init}-{lr:g}-{seed}", shared | {"depth": depth, "init": init, "lr": lr, "seed": seed}, seed)
+        for seed in range(settings["seeds"])
+        for depth in settings["depths"]
+        for init in INITS
+        for lr in settings["rates"]
+    ]
+
+
+def run(parameters: Json) -> Json:
+    return trained(parameters)
+
+
+def reduce(settings: Json, results: list[Result]) -> Json:
+    best, every = [], []
+    for (init, depth), rates in by_rate(results, lambda r: (r["init"], r["depth"])).items():
+        lr = best_rate(rates)
+        tests = Spread.of(r["best_test_accuracy"] for r in rates[lr])
+        trains = Spread.of((r["train_accuracies"] or [0.0])[-1] if not r["diverged"] else 0.0 for r in rates[lr])
+        best.append(
+            {"init": init, "depth": depth, "lr": lr, "test": tests.mean, "test_std": tests.std, "train": trains.mean,
+             "seeds": tests.count, "largest_rate": largest_trained(rates, TRAINED)}
+        )  # fmt: skip
+        for rate, seeds in rates.items():
+            every += [{"init": init, "depth": depth, "lr": rate, "test": r["best_test_accuracy"]} for r in seeds]
+    return {"best": best, "every": every}
+
+
+def verdicts(data: Json) -> list[Verdict]:
+    best = {(b["init"], b["depth"]): b for b in data["best"]}
+    depths = sorted({depth for _, depth in best})
+
+    def trains(init: str) -> list[int]:
+        return [d for d in depths if (init, d) in best and best[init, d]["test"] >= TRAINED]
+
+    def deepest(init: str) -> str:
+        found = trains(init)
+        return f"trains to depth {max(found)}" if found else "does not train"
+
+    both = [d for d in depths if all((init, d) in best for init in INITS)]
+    ours, theirs = (max(trains(init), default=0) for init in INITS)
+    reached = None if not both else ours == depths[-1] and trains("arpit2019") == depths
+    shallower = None if not both else theirs < ours
+    rates = {d: [best[init, d]["largest_rate"] for init in INITS] for d in both}
+    wider = [d for d, (mine, other) in rates.items() if (mine or 0) >= 9 * (other or 0) and mine]
+    shown = ", ".join(f"{d}: {mine or 0:g} and {other or 0:g}" for d, (mine, other) in rates.items())
+    return [
+        Verdict(
+            f"the proposed init trains at every depth to {depths[-1]}, the data-dependent one at smaller depths only",
+            f"proposed {deepest('arpit2019')}, data-dependent {deepest('salimans2016')}",
+            all_known([reached, shallower]),
+        ),
+        Verdict(
+            "the proposed init tolerates up to 10 times larger rates at most depths",
+            f"largest rate that trains, proposed and data-dependent, by depth: {shown}",
+            len(wider) > len(both) / 2 if both else None,
+        ),
+    ]
+
+
+def draw(data: Json) -> Any:
+    figure, (left, right) = drawing.panels(2)
+    for i, (init, name) in enumerate(INITS.items()):
+        points = sorted((b for b in data["best"] if b["init"] == init), key=lambda b: b["depth"])
+        look = drawing.style(i)
+        x = [b["depth"] for b in points]
+        left.errorbar(x, [100 * b["test"] for b in points], [100 * b["test_std"] for b in points],
+                      label=f"{name}, test", capsize=3, **look | {"linestyle": "-"})  # fmt: skip
+        look = drawing.style(i, markers=False) | {"linestyle": "--", "linewidth": 1.2}
+        left.plot(x, [100 * b["train"] for b in points], label=f"{name}, train", **look)
+        jobs = sorted((100 * e["test"] for e in data["every"] if e["init"] == init), reverse=True)
+        right.plot(range(1, len(jobs) + 1), jobs, label=name, **drawing.style(i, markers=False))
+    drawing.depth_ticks(left, {b["depth"] for b in data["best"]})
+    for axis in (left, right):
+        axis.set_ylim(-2, 102)
+        axis.set_ylabel("accuracy (%)")
+    left.set_xlabel("hidden layers")
+    left.set_title("best job of each depth", fontsize=10)
+    right.set_xlabel("job, sorted by its test accuracy")
+    right.set_title("every job of the sweep", fontsize=10)
+    drawing.legend(left, loc="center left")
+    drawing.legend(right, loc="center left")
+    return figure

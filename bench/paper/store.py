@@ -1,0 +1,46 @@
+"""Where the jobs' results lie: one JSON file each, written atomically, so that a stopped run loses what was under way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.paper.figure import Job, Json, Result
+from wnfused.train.files import remove_leftovers, write_json
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished job: its result and the processor seconds it took."""
+
+    result: Result
+    seconds: float
+
+
+class Store:
+    """The folder ``root / figure`` of one figure."""
+
+    def __init__(self, root: Path, figure: str) -> None:
+        self.folder = root / figure
+
+    def prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.folder)
+
+    def read(self, job: Job) -> Done | None:
+        """The job's result; None if it has none, or one of other parameters, or a file that is no result."""
+        try:
+            content = json.loads(self._path(job).read_text())
+            if content["parameters"] != job.parameters:
+                return None
+            return Done(Result(job.parameters, content["values"]), content["seconds"])
+        except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+            return None
+
+    def write(self, job: Job, values: Json, seconds: float) -> Done:
+        write_json(self._path(job), {"parameters": job.parameters, "values": values, "seconds": seconds})
+        return Done(Result(job.parameters, values), seconds)
+
+    def _path(self, job: Job) -> Path:
+        return self.folder / f"{job.name}.json"
