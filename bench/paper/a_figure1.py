@@ -181,5 +181,6 @@ def draw(data: Json) -> Any:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("layer" if network == "mlp" else "block")
         axis.set_ylabel(label)
-    drawing.legend(axes[3], loc="upper right")
+        drawing.whole_ticks(axis)
+    drawing.legend_below(figure, axes[0], columns=3)
     return figure

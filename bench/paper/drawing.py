@@ -55,3 +55,16 @@ def depth_ticks(axis: Any, depths: Any) -> None:
 
 def legend(axis: Any, title: str | None = None, **options: Any) -> None:
     axis.legend(title=title, alignment="left", frameon=False, fontsize=9, **options)
+
+
+def legend_below(figure: Any, axis: Any, columns: int) -> None:
+    """One legend for all panels, of this one's lines."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def whole_ticks(axis: Any) -> None:
+    """Ticks of the horizontal axis at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,121 @@
+"""Test accuracy after a first epoch over depth, without normalisation and with it, at the same large rate.
+
+WRN of width 1 on CIFAR-10, rate 0.1, momentum 0.9, weight decay 5e-4, batch 128 (64 at depth 10,000), depths 10 to
+10,000; batch norm, ZeroInit, LSUV, 1/2-scaling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.paper import drawing
+from bench.paper.figure import Job, Json, Result, Spread, Verdict, all_known, grouped
+from bench.paper.training import trained
+
+TITLE = "Accuracy over depth after a first epoch at rate 0.1"
+SOURCE = "(b), Figure 2"
+NOTE = (
+    "Digits instead of CIFAR-10; eight epochs in batches of 32, 328 updates, stand for the 391 updates of one epoch of "
+    "CIFAR-10. ZeroInit without its scalars, which plain blocks lack."
+)
+MINUTES = 6.0
+SETTINGS: dict[str, Json] = {
+    "quick": {"data": "digits", "depths": [10, 16], "epochs": 1, "batch_size": 128, "small_batch": [], "seeds": 1},
+    "small": {
+        "data": "digits", "depths": [10, 40, 100, 202, 304], "epochs": 8, "batch_size": 32, "small_batch": [], "seeds": 3,
+    },
+    "full": {
+        "data": "cifar10", "depths": [10, 100, 1000, 10000], "epochs": 1, "batch_size": 128, "small_batch": [10000],
+        "seeds": 1,
+    },
+}  # fmt: skip
+METHODS = {
+    "ZeroInit": ("none", "zhang2019"),
+    "batch norm": ("batch", "he"),
+    "LSUV": ("none", "mishkin2016"),
+    "1/2-scaling": ("none", "half_scaling"),
+}
+# Five times chance, of ten classes.
+TRAINED = 0.5
+
+
+def jobs(settings: Json) -> list[Job]:
+    shared = {
+        "model": "wrn", "data": settings["data"], "epochs": settings["epochs"], "lr": 0.1, "momentum": 0.9,
+        "weight_decay": 5e-4, "crop_flip": settings["data"] == "cifar10",
+    }  # fmt: skip
+    return [
+        Job(
+            f"{method.replace('/', '').replace(' ', '')}-{depth}-{seed}",
+            shared | {
+                "depth": depth, "seed": seed, "norm": norm, "init": init,
+                "batch_size": 64 if depth in settings["small_batch"] else settings["batch_size"],
+            },
+            round=seed,
+        )
+        for seed in range(settings["seeds"])
+        for depth in settings["depths"]
+        for method, (norm, init) in METHODS.items()
+    ]  # fmt: skip
+
+
+def run(parameters: Json) -> Json:
+    return trained(parameters)
+
+
+def reduce(settings: Json, results: list[Result]) -> Json:
+    names = {pair: method for method, pair in METHODS.items()}
+    points = []
+    for (norm, init, depth), members in grouped(results, lambda r: (r["norm"], r["init"], r["depth"])).items():
+        accuracy = Spread.of(r["test_accuracy"] for r in members)
+        points.append(
+            {"method": names[norm, init], "depth": depth, "accuracy": accuracy.mean, "std": accuracy.std,
+             "seeds": accuracy.count, "diverged": sum(r["diverged"] for r in members)}
+        )  # fmt: skip
+    return {"points": points}
+
+
+def verdicts(data: Json) -> list[Verdict]:
+    found = {(p["method"], p["depth"]): p["accuracy"] for p in data["points"]}
+    depths = sorted({depth for _, depth in found})
+
+    def shown(method: str, at: list[int]) -> str:
+        return f"{method} " + ", ".join(f"{100 * found[method, d]:.0f}%" for d in at)
+
+    def at(*methods: str) -> list[int]:
+        return [d for d in depths if all((m, d) in found for m in methods)]
+
+    both = at("ZeroInit", "batch norm")
+    others = ("LSUV", "1/2-scaling")
+    past = [d for d in at(*others) if d > 100]
+    trained_past = [found[m, d] >= TRAINED for m in others for d in past]
+    return [
+        Verdict(
+            "ZeroInit is as good as batch norm at every depth",
+            f"depths {both}: {shown('ZeroInit', both)}; {shown('batch norm', both)}",
+            all(found["ZeroInit", d] >= found["batch norm", d] for d in both) if both else None,
+        ),
+        Verdict(
+            "LSUV and 1/2-scaling do not train past 100 layers (here: stay below 50%)",
+            f"depths {past}: " + "; ".join(shown(m, past) for m in others),
+            all_known([not t for t in trained_past]),
+        ),
+    ]
+
+
+def draw(data: Json) -> Any:
+    figure, (axis,) = drawing.panels(1, width=6.0)
+    for i, method in enumerate(METHODS):
+        points = sorted((p for p in data["points"] if p["method"] == method), key=lambda p: p["depth"])
+        axis.errorbar(
+            [p["depth"] for p in points], [100 * p["accuracy"] for p in points], [100 * p["std"] for p in points],
+            capsize=3, label=method, **drawing.style(i),
+        )  # fmt: skip
+    axis.axhline(10, color="0.6", linewidth=1, linestyle=":")
+    axis.annotate("chance", (0.99, 11), xycoords=("axes fraction", "data"), ha="right", color="0.4", size=9)
+    drawing.depth_ticks(axis, {p["depth"] for p in data["points"]})
+    axis.set_ylim(-2, 102)
+    axis.set_xlabel("depth (layers)")
+    axis.set_ylabel("test accuracy (%), 0: diverged")
+    drawing.legend(axis, loc="center left")
+    return figure

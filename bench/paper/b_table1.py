@@ -1,0 +1,115 @@
+"""The Hessian's spectral norm at initialisation, at depth 10 and 64, of networks without normalisation and with it.
+
+WRN of width 1, the first 1,024 training images, power iterations to 1e-5, three trials (batch norm takes its statistics
+from all 1,024). On CIFAR-10 the paper has, at depth 10, at depth 64, and as their ratio: He 84.3, 8e7, 9e5;
+1/2-scaling 2.24, 0.47, 0.20; LSUV 7.21, 31.2, 4.3; batch norm 0.74, 0.99, 1.3; ZeroInit 1.86, 2.30, 1.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.paper import drawing
+from bench.paper.curvature import measured
+from bench.paper.figure import Job, Json, Result, Spread, Verdict, all_known, grouped
+
+TITLE = "The Hessian's spectral norm at depth 10 and 64"
+SOURCE = "(b), Table 1"
+NOTE = "256 digits instead of 1,024 images of CIFAR-10 and SVHN. ZeroInit without its scalars, which plain blocks lack."
+MINUTES = 4.0
+SETTINGS: dict[str, Json] = {
+    "quick": {"data": "digits", "depths": [10, 16], "samples": 16, "batch_size": None, "iterations": 5, "seeds": 1},
+    "small": {"data": "digits", "depths": [10, 64], "samples": 256, "batch_size": None, "iterations": 300, "seeds": 3},
+    "full": {"data": "cifar10", "depths": [10, 64], "samples": 1024, "batch_size": None, "iterations": 1000, "seeds": 3},
+}  # fmt: skip
+# name: normalisation, scheme
+METHODS = {
+    "He": ("none", "he"),
+    "1/2-scaling": ("none", "half_scaling"),
+    "LSUV": ("none", "mishkin2016"),
+    "batch norm": ("batch", "he"),
+    "ZeroInit": ("none", "zhang2019"),
+}
+PAPER_RATIOS = {"He": 9e5, "1/2-scaling": 0.20, "LSUV": 4.3, "batch norm": 1.3, "ZeroInit": 1.23}
+FLAT = ("batch norm", "ZeroInit")
+
+
+def jobs(settings: Json) -> list[Job]:
+    shared = {key: settings[key] for key in ("data", "samples", "batch_size", "iterations")}
+    return [
+        Job(
+            f"{method.replace('/', '')}-{depth}-{seed}".replace(" ", ""),
+            shared | {"method": method, "depth": depth, "seed": seed},
+            round=seed,
+        )
+        for seed in range(settings["seeds"])
+        for depth in settings["depths"]
+        for method in METHODS
+    ]
+
+
+def run(parameters: Json) -> Json:
+    norm, init = METHODS[parameters["method"]]
+    network = {
+        "model": "wrn", "depth": parameters["depth"], "norm": norm, "init": init, "data": parameters["data"],
+        "seed": parameters["seed"],
+    }  # fmt: skip
+    return measured(network, parameters["samples"], parameters["batch_size"], parameters["iterations"])
+
+
+def reduce(settings: Json, results: list[Result]) -> Json:
+    rows = []
+    for (method, depth), members in grouped(results, lambda r: (r["method"], r["depth"])).items():
+        norm = Spread.of(r["norm"] for r in members)
+        rows.append({"method": method, "depth": depth, "norm": norm.mean, "std": norm.std, "seeds": norm.count})
+    return {"depths": settings["depths"], "rows": rows}
+
+
+def verdicts(data: Json) -> list[Verdict]:
+    norms = {(row["method"], row["depth"]): row["norm"] for row in data["rows"]}
+    shallow, deep = data["depths"]
+    ratios = {
+        method: norms[method, deep] / norms[method, shallow]
+        for method in METHODS
+        if norms.get((method, deep)) and norms.get((method, shallow))
+    }
+    shown = ", ".join(f"{method} {ratio:.3g}" for method, ratio in ratios.items())
+    steep = [m for m in METHODS if m not in FLAT]
+
+    def flat(method: str) -> bool | None:
+        return None if method not in ratios else 0.5 <= ratios[method] <= 2.0
+
+    outside = [None if (found := flat(method)) is None else not found for method in steep]
+    return [
+        Verdict(
+            f"from depth {shallow} to {deep} the norm explodes with He's init (9e5 times)",
+            f"{ratios.get('He', float('nan')):.3g} times",
+            ratios["He"] >= 1e3 if "He" in ratios else None,
+        ),
+        Verdict(
+            "the ratio is within a factor of 2 of 1 for batch norm and ZeroInit only (paper: "
+            + ", ".join(f"{method} {ratio:g}" for method, ratio in PAPER_RATIOS.items()) + ")",
+            shown,
+            all_known([*map(flat, FLAT), *outside]),
+        ),
+    ]  # fmt: skip
+
+
+def draw(data: Json) -> Any:
+    figure, (axis,) = drawing.panels(1, width=6.4)
+    for i, method in enumerate(METHODS):
+        rows = sorted((r for r in data["rows"] if r["method"] == method and r["norm"]), key=lambda r: r["depth"])
+        axis.errorbar(
+            [r["depth"] for r in rows], [r["norm"] for r in rows], [r["std"] for r in rows], capsize=3, label=method,
+            **drawing.style(i),
+        )  # fmt: skip
+        if rows:
+            end = rows[-1]
+            axis.annotate(f" {end['norm']:.2g}", (end["depth"], end["norm"]), fontsize=8, va="center", xytext=(6, 0),
+                          textcoords="offset points")  # fmt: skip
+    drawing.depth_ticks(axis, data["depths"])
+    axis.set_yscale("log")
+    axis.set_xlabel("depth (layers)")
+    axis.set_ylabel(r"$\|H\|_2$ at initialisation")
+    drawing.legend(axis, loc="upper left")
+    return figure
