@@ -35,7 +35,8 @@ TRAINED = 0.8
 def jobs(settings: Json) -> list[Job]:
     shared = {
         "model": "mlp", "data": settings["data"], "width": settings["width"], "epochs": settings["epochs"],
-        "batch_size": 128, "momentum": 0.9, "weight_decay": 1e-4, "milestones": steps_at(settings["epochs"], (1 / 3, 2 / 3)),
+        "batch_size": 128, "momentum": 0.9, "weight_decay": 1e-4,
+        "milestones": steps_at(settings["epochs"], (1 / 3, 2 / 3)),
     }  # fmt: skip
     return [
         Job(f"{depth}-{init}-{lr:g}-{seed}", shared | {"depth": depth, "init": init, "lr": lr, "seed": seed}, seed)

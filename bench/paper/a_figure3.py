@@ -16,8 +16,8 @@ from bench.paper.training import best_rate, by_rate, largest_stable, steps_at, t
 TITLE = "CNNs and WRNs: accuracy over depth"
 SOURCE = "(a), Figure 3, Tables 4 and 5"
 NOTE = (
-    "Digits instead of CIFAR-10. CNN: fewer channels and epochs, and a small grid of rates. WRN: one epoch of 41 updates, "
-    "so that the accuracy after it is one of a beginning; depth 1,000 with one seed."
+    "Digits instead of CIFAR-10. CNN: fewer channels and epochs, and a small grid of rates. WRN: one epoch of 41 "
+    "updates, so that the accuracy after it is one of a beginning; depth 1,000 with one seed."
 )
 MINUTES = 8.0
 SETTINGS: dict[str, Json] = {
@@ -147,7 +147,7 @@ def verdicts(data: Json) -> list[Verdict]:
             len(lost) > len(default) / 2 if default else None,
         ),
         Verdict(
-            "WRN: the data-dependent init converges more slowly as depth grows (here: loses 10 points from first to last)",
+            "WRN: the data-dependent init converges more slowly with depth (here: loses 10 points from first to last)",
             f"depths {dependent}: {percents(falls)}",
             all_known([falls[-1] <= falls[0] - 0.1]) if len(dependent) > 1 else None,
         ),

@@ -106,7 +106,9 @@ def draw(data: Json) -> Any:
         for i, (init, name) in enumerate(INITS.items()):
             cells = {c["lr"]: c["share"] for c in data["cells"] if (c["init"], c["warmup"]) == (init, warmup)}
             x = [rates.index(lr) + 0.2 * (i - (len(INITS) - 1) / 2) for lr in cells]
-            bars = axis.bar(x, [100 * s for s in cells.values()], width=0.18, color=drawing.style(i)["color"], label=name)
+            bars = axis.bar(
+                x, [100 * s for s in cells.values()], width=0.18, color=drawing.style(i)["color"], label=name
+            )
             # A share of 0 is a result, not a gap.
             axis.bar_label(bars, [f"{100 * s:.0f}" for s in cells.values()], fontsize=7, color="0.3")
         axis.set_xticks(range(len(rates)), [f"{lr:g}" for lr in rates])

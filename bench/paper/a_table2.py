@@ -91,7 +91,8 @@ def verdicts(data: Json) -> list[Verdict]:
         order = [_value(rows.get(init)) for init in ("proposed", "dependent", "default")]
         made.append(
             Verdict(
-                "proposed < data-dependent < PyTorch default (WRN-40-10: 1.31, 3.01, 4.68; ResNet-164: 1.56, 2.68, 9.56)",
+                "proposed < data-dependent < PyTorch default (WRN-40-10: 1.31, 3.01, 4.68; ResNet-164: 1.56, 2.68, "
+                "9.56)",
                 f"{network}: {_shown(rows, 'proposed', 'dependent', 'default', 'he', 'torch')}",
                 None if None in order else order[0] < order[1] < order[2],
             )

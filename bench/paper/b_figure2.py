@@ -22,7 +22,8 @@ MINUTES = 6.0
 SETTINGS: dict[str, Json] = {
     "quick": {"data": "digits", "depths": [10, 16], "epochs": 1, "batch_size": 128, "small_batch": [], "seeds": 1},
     "small": {
-        "data": "digits", "depths": [10, 40, 100, 202, 304], "epochs": 8, "batch_size": 32, "small_batch": [], "seeds": 3,
+        "data": "digits", "depths": [10, 40, 100, 202, 304], "epochs": 8, "batch_size": 32, "small_batch": [],
+        "seeds": 3,
     },
     "full": {
         "data": "cifar10", "depths": [10, 100, 1000, 10000], "epochs": 1, "batch_size": 128, "small_batch": [10000],

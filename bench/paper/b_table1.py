@@ -19,8 +19,14 @@ NOTE = "256 digits instead of 1,024 images of CIFAR-10 and SVHN. ZeroInit withou
 MINUTES = 4.0
 SETTINGS: dict[str, Json] = {
     "quick": {"data": "digits", "depths": [10, 16], "samples": 16, "batch_size": None, "iterations": 5, "seeds": 1},
-    "small": {"data": "digits", "depths": [10, 64], "samples": 256, "batch_size": None, "iterations": 300, "seeds": 3},
-    "full": {"data": "cifar10", "depths": [10, 64], "samples": 1024, "batch_size": None, "iterations": 1000, "seeds": 3},
+    "small": {
+        "data": "digits", "depths": [10, 64], "samples": 256, "batch_size": None, "iterations": 300,
+        "seeds": 3,
+    },
+    "full": {
+        "data": "cifar10", "depths": [10, 64], "samples": 1024, "batch_size": None, "iterations": 1000,
+        "seeds": 3,
+    },
 }  # fmt: skip
 # name: normalisation, scheme
 METHODS = {

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wnfused.train.pictures import COLOURS
-
-MARKERS = ("o", "s", "^", "D", "v", "P")
-DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+from wnfused.diagnostics.drawing import COLOURS, DASHES, MARKERS
 
 
 def panels(columns: int, rows: int = 1, *, width: float = 4.8, height: float = 3.6) -> tuple[Any, list[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from wnfused.train.errors import require
+from wnfused.optional import require
 
 _SECONDS_BETWEEN_LINES = 30.0
 

@@ -64,9 +64,7 @@ def _run_job(figure: str, parameters: Json) -> tuple[Json, float]:
     return values, time.process_time() - began
 
 
-def run(
-    works: list[Work], workers: int, scratch: Path, progress: Any, finished: Callable[[Work], None]
-) -> bool:
+def run(works: list[Work], workers: int, scratch: Path, progress: Any, finished: Callable[[Work], None]) -> bool:
     """All figures, in order; ``finished`` is called with each as its last job ends. True if no job failed.
 
     A figure's last jobs and the next one's first share the workers. ``scratch``: for what jobs keep while they run.

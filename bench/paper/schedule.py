@@ -67,7 +67,7 @@ class Schedule:
             return self.spent < self.budget
         if any(job.name in self._touched for job in members):
             return True
-        earlier = [job.name for job in sum(self.rounds[:i], []) if job.name in self.done]
+        earlier = [job.name for members in self.rounds[:i] for job in members if job.name in self.done]
         if not earlier:
             return False
         mean = sum(self.done[name] for name in earlier) / len(earlier)

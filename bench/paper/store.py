@@ -1,4 +1,4 @@
-"""Where the jobs' results lie: one JSON file each, written atomically, so that a stopped run loses what was under way."""
+"""Where the jobs' results lie: one JSON file each, written atomically; a stopped run loses only what was under way."""
 
 from __future__ import annotations
 
