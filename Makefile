@@ -1,4 +1,4 @@
-# make demo | test | install | bench | lint | gate | docs   each does the set-up it needs, once
+# make demo | test | install | bench | paper | lint | gate | docs   each does the set-up it needs, once
 #
 #   VENV=path   virtual environment to create and use (default .venv)
 #   VENV=       use the active environment, which must have torch >= 2.11
@@ -17,7 +17,7 @@ endif
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test install bench lint gate docs sanitize clean
+.PHONY: demo test install bench paper lint gate docs sanitize clean
 
 install: $(STAMP)
 
@@ -43,6 +43,9 @@ test: install
 
 bench: install
 	$(PYTHON) -m bench
+
+paper: install
+	$(PYTHON) -m bench.paper
 
 lint: install
 	$(PYTHON) -m ruff check .

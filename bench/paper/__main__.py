@@ -7,7 +7,9 @@ made and RESULTS.md is written.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from bench.paper import FIGURES, figure, progress, publish, runner
 
 ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "bench" / "paper" / "results"
 MINUTES = 60.0
 
 
@@ -53,19 +56,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:<10} {module.MINUTES:>4g} min  {module.TITLE} ({module.SOURCE})")
         return 0
     size = "quick" if options.quick else "full" if options.full else "small"
-    return _make(names, size, options)
-
-
-def _make(names: list[str], size: str, options: argparse.Namespace) -> int:
     jobs = options.jobs or ROOT / "build" / "paper" / size
-    results = options.results or (ROOT / "bench" / "paper" / "results" if size == "small" else jobs / "results")
-    target = ROOT / "RESULTS.md" if results == ROOT / "bench" / "paper" / "results" else results / "RESULTS.md"
+    results = options.results or (PUBLISHED if size == "small" else jobs / "results")
+    target = ROOT / "RESULTS.md" if results == PUBLISHED else results / "RESULTS.md"
+    return make(names, size, options.minutes, options.workers, jobs, results, target)
+
+
+def make(
+    names: list[str], size: str, minutes: float | None, workers: int, jobs: Path, results: Path, target: Path
+) -> int:
+    """Run the figures' jobs, keeping their results in ``jobs``; write data and pictures to ``results`` and the page
+    over all that lie there to ``target``. ``minutes``: of two cores, None for the size's default."""
     scratch = jobs / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
-    works = [runner.Work.of(name, size, jobs, _core_minutes(name, size, options.minutes)) for name in names]
+    works = [runner.Work.of(name, size, jobs, _core_minutes(name, size, minutes)) for name in names]
 
     def finished(work: runner.Work) -> None:
-        content = publish.publish(work, size, results)
+        try:
+            content = publish.publish(work, size, results)
+        except Exception as error:  # one figure's reduction or picture is no reason to lose the others
+            work.errors["reduction"] = str(error)
+            traceback.print_exception(error)
+            return
         if content is None:
             print(f"{work.name}: nothing to show")
             return
@@ -75,21 +87,24 @@ def _make(names: list[str], size: str, options: argparse.Namespace) -> int:
         publish.write_results(results, target)
 
     shown = progress.Bars(works) if sys.stdout.isatty() else progress.Lines(works)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with shown:
-            good = runner.run(works, options.workers, scratch, shown, finished)
+            runner.run(works, workers, scratch, shown, finished)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
     except BrokenProcessPool:
         print("a worker process was killed; the same command goes on from here", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"-> {target}")
-    return 0 if good else 1
+    return 1 if any(work.errors for work in works) else 0
 
 
 def _core_minutes(name: str, size: str, minutes: float | None) -> float | None:
-    """The figure's share of ``minutes`` of two cores."""
+    """The figure's share of ``minutes`` of two cores; None for no limit."""
     if size != "small" and minutes is None:
         return None
     return 2 * figure.load(name).MINUTES * (minutes or MINUTES) / MINUTES

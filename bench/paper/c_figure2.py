@@ -112,13 +112,14 @@ def draw(data: Json) -> Any:
     left.set_ylabel(r"$\ln V(H_l)$")
     drawing.legend(left)
     points = data["width"]
-    widths, means = [p["width"] for p in points], [p["mean"] for p in points]
-    right.errorbar(widths, means, [p["std"] for p in points], capsize=3, label="mean gap", **drawing.style(0))
-    right.plot(widths, [means[0] * (widths[0] / w) ** 0.5 for w in widths], color="0.35", linestyle=":",
-               label="slope -1/2")  # fmt: skip
-    drawing.depth_ticks(right, widths)
-    right.set_yscale("log")
-    right.set_xlabel("width")
-    right.set_ylabel("gap, mean over the layers")
-    drawing.legend(right)
+    if points:
+        widths, means = [p["width"] for p in points], [p["mean"] for p in points]
+        right.errorbar(widths, means, [p["std"] for p in points], capsize=3, label="mean gap", **drawing.style(0))
+        right.plot(widths, [means[0] * (widths[0] / w) ** 0.5 for w in widths], color="0.35", linestyle=":",
+                   label="slope -1/2")  # fmt: skip
+        drawing.depth_ticks(right, widths)
+        right.set_yscale("log")
+        right.set_xlabel("width")
+        right.set_ylabel("gap, mean over the layers")
+        drawing.legend(right)
     return figure

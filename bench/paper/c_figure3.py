@@ -2,12 +2,13 @@
 
 Plain ReLU MLPs without bias under Xavier's uniform init with gain sqrt 2, SGD at rate 0.01 without momentum. Left (a):
 the gap of the last layer's outputs before training, and the loss after it, over the number of layers. Right (b): both
-after every epoch, at 20 layers. The published code measures the gap of the ten logits, ``|| s/||s|| - 1/sqrt k ||``; the
-paper's own V of the same outputs stands beside it.
+after every epoch, at 20 layers. The published code measures the gap of the ten logits, ``|| s/||s|| - 1/sqrt k ||``;
+the paper's own V of the same outputs stands beside it.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def rises(values: list[float | None]) -> bool | None:
     known = [v for v in values if v is not None]
     if len(known) < 2:
         return None
-    ups = sum(b > a for a, b in zip(known, known[1:], strict=False))
+    ups = sum(b > a for a, b in itertools.pairwise(known))
     return known[-1] > known[0] and ups > (len(known) - 1) / 2
 
 

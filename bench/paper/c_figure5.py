@@ -86,7 +86,8 @@ def verdicts(data: Json) -> list[Verdict]:
         made.append(
             Verdict(
                 "without batch norm the gap rises towards 1 over the layers, with it it falls and stays low",
-                f"{network}: vanilla {vanilla[0]:.2f} to {vanilla[-1]:.2f}, batch norm {batch[0]:.2f} to {batch[-1]:.2f}",
+                f"{network}: vanilla {vanilla[0]:.2f} to {vanilla[-1]:.2f}, "
+                f"batch norm {batch[0]:.2f} to {batch[-1]:.2f}",
                 vanilla[-1] > 0.8 and vanilla[-1] > vanilla[0] and batch[-1] < batch[0] and batch[-1] < 0.5,
             )
         )

@@ -22,8 +22,9 @@ from bench.paper.plain import centred, loaded, sgd
 TITLE = "Training 20 and 80 convolutions: Xavier's init and iterative orthogonalisation"
 SOURCE = "(c), Figure 7 and Table 3"
 NOTE = (
-    "Digits instead of CIFAR-10: channels and units an eighth of the paper's, without pooling (8x8 images become 4x4 by "
-    "the stride). 20 epochs are 860 updates instead of 33,000, so the rate is 0.03 instead of 0.001: about the same in all."
+    "Digits instead of CIFAR-10: channels and units an eighth of the paper's, without pooling (8x8 images become 4x4 "
+    "by the stride). 20 epochs are 860 updates instead of 33,000, so the rate is 0.03 instead of 0.001: about the same "
+    "in all."
 )
 MINUTES = 4.0
 SETTINGS: dict[str, Json] = {

@@ -12,27 +12,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from wnfused.regularize import gain_adjusted, soft
 
 from bench.paper import drawing
 from bench.paper.figure import Job, Json, Result, Spread, Verdict, grouped
 from wnfused.init import orthogonal_batched
-from wnfused.regularize import gain_adjusted, soft
 from wnfused.train.data import Dataset, load
 
 TITLE = "An RNN that reads images by row: soft and gain-adjusted regularisation"
 SOURCE = "(d), section IV, eq. 10, Figures 7 and 8"
 NOTE = (
-    "Digits, 8 steps of 8 pixels, instead of MNIST; 64 tanh units; plain SGD with momentum 0.9 at rate 0.05, batches of "
-    "32. Accuracies are means over the last five epochs, best lambda of each method by validation."
+    "Digits, 8 steps of 8 pixels, instead of MNIST; 64 tanh units; plain SGD with momentum 0.9 at rate 0.05, batches "
+    "of 32. Accuracies are means over the last five epochs, best lambda of each method by validation."
 )
 MINUTES = 2.0
 SETTINGS: dict[str, Json] = {
     "quick": {"data": "digits", "units": 16, "gains": [1.1], "lambdas": [1e-2], "epochs": 6, "seeds": 1},
     "small": {
-        "data": "digits", "units": 64, "gains": [1.0, 1.05, 1.1], "lambdas": [1e-3, 1e-2, 1e-1], "epochs": 25, "seeds": 5,
+        "data": "digits", "units": 64, "gains": [1.0, 1.05, 1.1], "lambdas": [1e-3, 1e-2, 1e-1], "epochs": 25,
+        "seeds": 5,
     },
     "full": {
-        "data": "mnist", "units": 64, "gains": [1.0, 1.05, 1.1], "lambdas": [1e-3, 1e-2, 1e-1], "epochs": 25, "seeds": 5,
+        "data": "mnist", "units": 64, "gains": [1.0, 1.05, 1.1], "lambdas": [1e-3, 1e-2, 1e-1], "epochs": 25,
+        "seeds": 5,
     },
 }  # fmt: skip
 METHODS = {"soft": "soft", "adjusted": "gain-adjusted"}
@@ -131,7 +133,8 @@ def verdicts(data: Json) -> list[Verdict]:
         Verdict(
             "soft regularisation pulls the spectrum to 1, gain-adjusted holds it at sw",
             f"mean singular value at the end, lambda {strengths[-1]:g}: "
-            + ", ".join(f"sw {g:g}: soft {ends[g, 'soft']:.3f}, adjusted {ends[g, 'adjusted']:.3f}" for g, _ in strongest),
+            + ", ".join(f"sw {g:g}: soft {ends[g, 'soft']:.3f}, adjusted {ends[g, 'adjusted']:.3f}"
+                        for g, _ in strongest),
             all(held) and all(lost),
         ),
         Verdict(

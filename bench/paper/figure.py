@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from bench.paper import FIGURES
+
 SIZES = ("quick", "small", "full")
 
 Json = dict[str, Any]
@@ -90,8 +92,8 @@ class Figure(Protocol):
 
 
 def load(name: str) -> Figure:
-    """The figure's module."""
-    return importlib.import_module(f"bench.paper.{name}")  # type: ignore[return-value]
+    """The figure's module: one of this package, or any that can be imported."""
+    return importlib.import_module(f"bench.paper.{name}" if name in FIGURES else name)  # type: ignore[return-value]
 
 
 def number(value: float) -> float | None:

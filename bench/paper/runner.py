@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -52,9 +55,20 @@ def _begin_worker(scratch: Path) -> None:
 
     from bench.paper import training
 
+    # Ctrl-C reaches the whole process group; the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     training.scratch = scratch
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed tells nobody; its workers must not go on, or wait, for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_job(figure: str, parameters: Json) -> tuple[Json, float]:
@@ -64,8 +78,8 @@ def _run_job(figure: str, parameters: Json) -> tuple[Json, float]:
     return values, time.process_time() - began
 
 
-def run(works: list[Work], workers: int, scratch: Path, progress: Any, finished: Callable[[Work], None]) -> bool:
-    """All figures, in order; ``finished`` is called with each as its last job ends. True if no job failed.
+def run(works: list[Work], workers: int, scratch: Path, progress: Any, finished: Callable[[Work], None]) -> None:
+    """All figures, in order; ``finished`` is called with each as its last job ends.
 
     A figure's last jobs and the next one's first share the workers. ``scratch``: for what jobs keep while they run.
     ``progress`` has ``begin(work)``, ``step(work)``
@@ -91,7 +105,6 @@ def run(works: list[Work], workers: int, scratch: Path, progress: Any, finished:
                     progress.step(work)
     finally:
         _end(pool)
-    return not any(work.errors for work in works)
 
 
 def _to_begin(works: list[Work], free: int) -> Iterator[tuple[Work, Job]]:
