@@ -1,6 +1,18 @@
 """Initialisation: schemes by name, one file each, for a layer or a whole model; batched orthogonal matrices."""
 
-from wnfused.init import arpit2019, torch_default
+from wnfused.init import (
+    arpit2019,
+    glorot2010,
+    half_scaling,
+    hanin2018,
+    he2015,
+    mishkin2016,
+    salimans2016,
+    saxe2014,
+    torch_default,
+    xiao2018,
+    zhang2019,
+)
 from wnfused.init.layer import reset_layer_, reset_stage_
 from wnfused.init.orthogonal import orthogonal_batched
 from wnfused.init.registry import Entry, Report, initialize, schemes
@@ -12,10 +24,19 @@ __all__ = [
     "Role",
     "arpit2019",
     "find_roles",
+    "glorot2010",
+    "half_scaling",
+    "hanin2018",
+    "he2015",
     "initialize",
+    "mishkin2016",
     "orthogonal_batched",
     "reset_layer_",
     "reset_stage_",
+    "salimans2016",
+    "saxe2014",
     "schemes",
     "torch_default",
+    "xiao2018",
+    "zhang2019",
 ]

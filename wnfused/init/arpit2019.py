@@ -4,49 +4,45 @@
 
 gamma = 2 before a ReLU, ``1 / B_k`` for the last convolution of a block in a stage of ``B_k`` blocks, 1 otherwise, so
 stem and shortcuts have 1. Then ``E ||h^l||^2`` is the same after every layer, and over a stage of residual blocks it
-grows by no more than e (theorems 1 and 3). The un-normalised head keeps torch's own default.
+grows by no more than e (theorems 1 and 3). An un-normalised head keeps torch's own default, as in the paper's
+published code; any other plain layer gets the effective weight ``g_i v_i / ||v_i||`` of the same rule, so that a
+network without normalisation starts as the same function.
 
 Source: Arpit, Campos & Bengio 2019, "How to Initialize your Network?", end of sections 3 and 4.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from wnfused.init.layer import reset_layer_, reset_plain_, reset_stage_
-from wnfused.init.registry import Context, Entry, describe, scheme
-from wnfused.nn import WeightNormalised, WNResidualStage
+from wnfused.init.layer import reset_plain_
+from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.units import Unit, fill_
 
 
 @scheme("arpit2019")
 def arpit2019(context: Context, v: str = "orthogonal") -> Iterator[Entry]:
     """``v``: directions, ``"orthogonal"`` or ``"he"``."""
-    if v not in ("orthogonal", "he"):
-        raise ValueError(f"v: unknown {v!r}; use 'orthogonal' or 'he'")
-    for role in context.roles:
-        layer = role.layer
-        if isinstance(layer, WNResidualStage):
-            yield from initialize_stage(context, role.name, layer, v)
-        elif isinstance(layer, WeightNormalised):
-            gain = reset_layer_(layer, gamma=role.gamma, kind=v, generator=context.generator)
-            yield Entry(role.name, describe(role), role.gamma, gain)
-        else:
-            reset_plain_(layer, context.generator)
-            yield Entry(role.name, "not weight-normalised: torch's default")
+    fill_([unit for unit in context.units if not is_plain_head(unit)], v, generator=context.generator)
+    for unit in context.units:
+        yield plain_head(context, unit) if is_plain_head(unit) else by_rule(unit)
 
 
-def initialize_stage(context: Context, name: str, stage: WNResidualStage, v: str) -> Iterator[Entry]:
-    """The transition block, then all identity blocks at once."""
-    blocks = stage.num_blocks
-    if stage.transition is not None:
-        transition = stage.transition
-        for part, gamma in (("conv1", 2.0), ("conv2", 1 / blocks), ("shortcut", 1.0)):
-            layer = getattr(transition, part)
-            gain = reset_layer_(layer, gamma=gamma, kind=v, generator=context.generator)
-            yield Entry(f"{name}.transition.{part}", "transition block", gamma, gain)
-    if len(stage.weight_v):
-        gains = reset_stage_(stage, kind=v, generator=context.generator)
-        for i, gamma in enumerate((2.0, 1 / blocks)):
-            role = ("before a ReLU", "last of branch")[i]
-            entry = f"{name}.weight_v[:, {i}]"
-            yield Entry(entry, f"{role}, {len(stage.weight_v)} blocks of {blocks}", gamma, gains[i])
+def by_rule(unit: Unit) -> Entry:
+    """``g = sqrt(gamma * fan_in / fan_out)`` and a zero bias, on directions that are there already."""
+    gamma = unit.role.gamma
+    gain = math.sqrt(gamma * unit.fan_ratio)
+    unit.set_gain_(gain)
+    unit.zero_bias_()
+    return Entry(unit.name, describe_unit(unit), gamma, gain)
+
+
+def is_plain_head(unit: Unit) -> bool:
+    return unit.role.head and not unit.normalised
+
+
+def plain_head(context: Context, unit: Unit) -> Entry:
+    """Torch's own default for an un-normalised head."""
+    reset_plain_(unit.module, context.generator)
+    return Entry(unit.name, "head, not weight-normalised: torch's default", None, unit.mean_gain())

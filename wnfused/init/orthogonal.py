@@ -1,27 +1,65 @@
-"""Batched orthogonal matrices, Haar-distributed: all layers of one shape at once."""
+"""Batched orthogonal matrices, Haar-distributed: all layers of one shape at once.
+
+The Q factor of a Gaussian matrix whose R has a positive diagonal is Haar-distributed (Mezzadri 2007), and that pair is
+unique, so every route below draws from the same distribution and, up to rounding, gives the same Q for the same
+Gaussians. They differ in cost and in what they survive:
+
+    householder     LAPACK's or cuSOLVER's QR, matrix by matrix, signs put right afterwards: any shape
+    cholesky_qr2    Q = L^-1 A with A A^T = L L^T, twice: a dozen batched calls for all matrices, but the condition
+                    number k of A must stay below 1 / sqrt(u) (Yamamoto et al. 2015)
+
+A Gaussian matrix that is twice as long as wide has k about 6, so float32 will do; of a nearly square one k has no
+useful bound, so on a GPU, where the first route would go matrix by matrix, the second runs in float64, and the rare
+matrices for which even that is too narrow are found by their Gram matrix and go the first way.
+"""
 
 from __future__ import annotations
 
 import math
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-# Matrices are worked on in chunks of about this many elements: a stage of WRN-10,000 alone has 123 million.
-_CHUNK = 1 << 22
+# Matrices are worked on in chunks of this many elements, which stay in a CPU's cache and fill a GPU.
+_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
+
+
+class Route(Enum):
+    """How the Q factors of one chunk are computed."""
+
+    HOUSEHOLDER = "householder"
+    CHOLESKY = "cholesky_qr2"
+    CHOLESKY_WIDE = "cholesky_qr2 in float64"
+
+
+def route(count: int, short: int, long: int, dtype: torch.dtype, device_type: str) -> Route:
+    """The route for ``count`` matrices of ``short <= long`` in ``dtype``, one of float32 and float64.
+
+    Householder's, unless the matrices are many enough to be a batch and either well-conditioned by their shape or on
+    a device where matrix by matrix costs a launch for each.
+    """
+    if short == 0 or count < 4:
+        return Route.HOUSEHOLDER
+    # P(k > t) falls like t^-(long - short + 1): at twice as long, and eight longer, nobody ever meets a breakdown.
+    if long >= 2 * short and long - short >= 8:
+        return Route.CHOLESKY
+    if device_type != "cuda" or short > 1024:
+        return Route.HOUSEHOLDER
+    return Route.CHOLESKY if dtype == torch.float64 else Route.CHOLESKY_WIDE
 
 
 @torch.no_grad()
 def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
     """Fills ``tensor [..., r, c]`` in place with independent Haar-distributed matrices times ``gain``.
 
-    ``Q`` of the QR decomposition of a Gaussian matrix, with the signs that make R's diagonal positive (Mezzadri
-    2007): uniform over matrices with orthonormal columns where r >= c, orthonormal rows otherwise.
+    Uniform over matrices with orthonormal columns where r >= c, orthonormal rows otherwise.
 
     Args:
         tensor: floating point, at least two dims; narrower types than float32 are computed in float32.
         gain: factor on every matrix.
-        generator: source of the Gaussians; torch's own for the device if None.
+        generator: source of the Gaussians; torch's own for the device if None. The same seed gives the same matrices
+            for the same shape, dtype and device, however the memory is laid out.
 
     Returns:
         ``tensor``.
@@ -29,9 +67,13 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     Raises:
         TypeError: ``tensor`` is not floating point.
         ValueError: it has fewer than two dims, or ``gain`` is not finite.
+
+    Source: Mezzadri 2007, "How to generate random matrices from the classical compact groups"; Yamamoto, Nakatsukasa,
+    Yanagisawa & Fukaya 2015, "Roundoff error analysis of the CholeskyQR2 algorithm".
     """
-    if not tensor.is_floating_point():
-        raise TypeError(f"tensor: expected a floating-point tensor, got {tensor.dtype}")
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"tensor: expected a floating-point tensor, got {kind}")
     if tensor.dim() < 2:
         raise ValueError(f"tensor: shape {list(tensor.shape)} must have at least two dims, [..., r, c]")
     if not math.isfinite(gain):
@@ -39,16 +81,65 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return tensor
     rows, columns = tensor.shape[-2:]
-    tall = (max(rows, columns), min(rows, columns))
+    short, long = min(rows, columns), max(rows, columns)
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    contiguous = tensor.is_contiguous()
-    matrices = (tensor if contiguous else tensor.contiguous()).view(-1, rows, columns)
-    for chunk in matrices.split(max(1, _CHUNK // (rows * columns))):
-        gaussian = torch.empty(len(chunk), *tall, dtype=wide, device=tensor.device).normal_(generator=generator)
-        q, r = torch.linalg.qr(gaussian)
-        # sign(0) would erase a column; a zero on R's diagonal has probability 0 but costs nothing to survive.
-        q *= torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -gain, gain).unsqueeze(-2)
-        chunk.copy_(q if rows >= columns else q.mT)
-    if not contiguous:
+    matrices = tensor.reshape(-1, rows, columns)
+    size = max(1, _CHUNK.get(tensor.device.type, _CHUNK["cuda"]) // (rows * columns))
+    for chunk in matrices.split(size):
+        gaussian = torch.empty(len(chunk), short, long, dtype=wide, device=tensor.device).normal_(generator=generator)
+        q = orthonormal_rows(gaussian)
+        if gain != 1.0:
+            q *= gain
+        chunk.copy_(q if rows <= columns else q.mT)
+    if matrices.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         tensor.copy_(matrices.view(tensor.shape))
     return tensor
+
+
+def orthonormal_rows(a: Tensor) -> Tensor:
+    """``Q [n, short, long]`` of ``A = L Q`` with ``L`` lower triangular and its diagonal positive, for full-rank ``A``.
+
+    ``A`` is float32 or float64.
+    """
+    how = route(len(a), a.shape[-2], a.shape[-1], a.dtype, a.device.type)
+    if how is Route.CHOLESKY:
+        return cholesky_qr2(a)
+    if how is Route.CHOLESKY_WIDE:
+        return cholesky_qr2(a.double()).to(a.dtype)
+    return householder(a)
+
+
+def householder(a: Tensor) -> Tensor:
+    """By LAPACK or cuSOLVER, for any shape and condition."""
+    q, r = torch.linalg.qr(a.mT)
+    # sign(0) would erase a row; a zero on R's diagonal has probability 0 but costs nothing to survive.
+    q *= torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2).to(q.dtype)
+    return q.mT
+
+
+def cholesky_qr2(a: Tensor) -> Tensor:
+    """By ``A A^T = L L^T``, ``A <- L^-1 A``, and the same again where it was not enough; overwrites ``A``.
+
+    The first round leaves ``Q Q^T = I + E`` with E of the order of ``k^2 u``. As orthonormal as Householder's
+    reflections leave rows, 32 u, is good enough. Where it is more but still small, the second round's factor is known
+    without another decomposition: ``L = I + tril(E) - diag(E) / 2 + O(E^2)``. Where E is not small, the matrix is too
+    ill-conditioned for this route and goes to Householder's.
+    """
+    identity = torch.eye(a.shape[-2], dtype=a.dtype, device=a.device)
+    gram = a @ a.mT
+    factor, _ = torch.linalg.cholesky_ex(gram)
+    # Inverting L, which is small, and multiplying beats solving for all of A.
+    q = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False) @ a
+    error = torch.bmm(q, q.mT, out=gram).sub_(identity)
+    size = error.abs().amax((-2, -1))
+    unit = torch.finfo(a.dtype).eps / 2
+    inexact = ~(size < 32 * unit)  # NaN counts
+    if inexact.any():
+        # The squares of E's entries, summed over a row, must go unseen.
+        broken = ~(size < math.sqrt(unit / a.shape[-2]))
+        again = inexact & ~broken
+        correction = error[again].tril_()
+        correction.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+        q[again] -= correction @ q[again]
+        q[broken] = householder(a[broken])
+    return q

@@ -5,22 +5,37 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wnfused.init.processes import decided_by_first_process
 from wnfused.init.roles import Role, find_roles
+from wnfused.init.units import Unit, units_of
+from wnfused.nn import WNResidualStage
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a scheme did to one layer: its role in words, the factor gamma, the gain it set (None: not set)."""
+    """What a scheme did to one layer, or to a stack of layers.
+
+    Attributes:
+        layer: its name.
+        role: its place in the model, in words.
+        gamma: the factor of ``g = sqrt(gamma fan_in / fan_out)``; None where the scheme has another rule.
+        gain: the mean over rows of the gain it set, or of the row norms of a plain layer's weight; None: not set.
+    """
 
     layer: str
     role: str
     gamma: float | None = None
     gain: float | None = None
+
+
+# A longer table is cut in the middle when it is printed.
+_ROWS = 60
 
 
 @dataclass(frozen=True)
@@ -29,14 +44,16 @@ class Report:
 
     Attributes:
         scheme: the scheme's name.
-        entries: one for each layer, in order of execution.
+        entries: one for each layer, or stack of layers, in order of execution.
         unplaced: names of layers whose place in the model could not be found and was assumed to be
             neither before an activation nor at the end of a branch.
+        notes: what the scheme could not do as its paper has it, and what it did instead.
     """
 
     scheme: str
     entries: tuple[Entry, ...]
     unplaced: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -50,6 +67,10 @@ class Report:
 
         rows = [("layer", "role", "gamma", "gain")]
         rows += [(e.layer, e.role, number(e.gamma), number(e.gain)) for e in self.entries]
+        if len(rows) > _ROWS:
+            half = _ROWS // 2
+            omitted = (f"... {len(rows) - _ROWS} more, which iterating over the report gives ...", "", "", "")
+            rows = [*rows[:half], omitted, *rows[-half:]]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [f"init scheme {self.scheme}"]
         lines += [
@@ -57,28 +78,44 @@ class Report:
         ]
         if self.unplaced:
             lines.append(f"not placed, taken as neither before a ReLU nor last in a branch: {', '.join(self.unplaced)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a scheme works on."""
+    """What a scheme works on.
+
+    Attributes:
+        units: the parameters of every layer, in order of execution; stages as stacks.
+        sample: a batch of inputs, or None.
+        notes: what goes into the report beside the entries.
+    """
 
     model: nn.Module
-    roles: list[Role]
-    sample: Tensor | None
+    units: list[Unit]
+    sample: Tensor | tuple[Tensor, ...] | None
     generator: torch.Generator | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_branches(self) -> int:
+        """L, how many residual branches the model has."""
+        ends = (u for u in self.units if u.role.closes_branch)
+        return sum(len(u.v) if u.stacked else 1 for u in ends)
 
 
 Scheme = Callable[..., Iterable[Entry]]
 _schemes: dict[str, Scheme] = {}
+_data_dependent: set[str] = set()
 
 
-def scheme(name: str) -> Callable[[Scheme], Scheme]:
+def scheme(name: str, *, needs_sample: bool = False) -> Callable[[Scheme], Scheme]:
     """Registers a function ``(context, **options) -> entries`` under a name; its keyword arguments are the options."""
 
     def register(function: Scheme) -> Scheme:
         _schemes[name] = function
+        if needs_sample:
+            _data_dependent.add(name)
         return function
 
     return register
@@ -94,27 +131,37 @@ def initialize(
     model: nn.Module,
     scheme: str = "arpit2019",
     *,
-    sample: Tensor | None = None,
+    sample: Tensor | tuple[Tensor, ...] | None = None,
     generator: torch.Generator | None = None,
     gammas: Mapping[str, float] | None = None,
+    roles: Mapping[str, Mapping[str, Any]] | None = None,
     **options: object,
 ) -> Report:
     """Initialises every layer of a model, found and placed by :func:`wnfused.init.find_roles`.
 
+    Layers are this package's, torch's linear and convolutional ones, and these under either of torch's weight norms.
+    A ``gamma`` that a layer's constructor was given goes before the one found for it; ``gammas`` goes before both.
+
+    In a process group, the first process decides and all end with its parameters, whatever their samples are.
+
     Args:
         model: any module; weight-normalised or not, as far as the scheme has a rule for it.
         scheme: a name of :func:`schemes`.
-        sample: a batch of inputs, for the schemes that look at data.
+        sample: a batch of inputs, for the schemes that look at data; a tuple is taken for several arguments.
         generator: source of randomness; torch's own if None.
         gammas: factors stated by hand, by layer name, where the model's structure does not tell: 2 before a ReLU,
             ``1 / B_k`` for the last layer of a branch in a stage of ``B_k`` blocks.
+        roles: attributes of :class:`Role` stated by hand, by layer name, for the schemes that need to know more than a
+            gamma: ``{"tail": {"closes_branch": True, "num_blocks": 4, "block": 2}}``.
         options: of the scheme.
 
     Returns:
         A :class:`Report` of what was set where; it names what it could not place.
 
     Raises:
-        ValueError, TypeError: an unknown scheme, option or layer name, or a gamma that is not finite.
+        ValueError, TypeError: an unknown scheme, option, layer name or attribute; a gamma that is not finite; no
+            sample for a scheme that needs one; a model that the scheme has no rule for.
+        RuntimeError: inside :func:`wnfused.frozen`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -125,26 +172,66 @@ def initialize(
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         raise TypeError(f"{unknown[0]}: no option of scheme {scheme!r}; {takes}")
-    roles = _stated(find_roles(model), gammas or {})
-    context = Context(model, roles, sample, generator)
-    entries = tuple(_schemes[scheme](context, **options))
-    return Report(scheme, entries, tuple(role.name for role in roles if not role.placed))
+    if any(getattr(module, "_frozen", None) is not None for module in model.modules()):
+        raise RuntimeError("model: cannot be initialised inside wnfused.frozen; leave that context first")
+
+    def run() -> Report:
+        if scheme in _data_dependent:
+            _check_sample(scheme, sample)
+        found = find_roles(model)
+        units = [unit for role in found for unit in units_of(role)]
+        units = _stated(units, gammas or {}, roles or {})
+        context = Context(model, units, sample, generator)
+        held = {id(unit.module) for unit in units}
+        computed = [r.name for r in found if not isinstance(r.layer, WNResidualStage) and id(r.layer) not in held]
+        if computed:
+            context.notes.append(f"left alone, their weights are computed by something else: {', '.join(computed)}")
+        entries = tuple(_schemes[scheme](context, **options))
+        unplaced = tuple(unit.name for unit in units if not unit.role.placed)
+        return Report(scheme, entries, unplaced, tuple(context.notes))
+
+    return decided_by_first_process(model, run)
 
 
-def _stated(roles: list[Role], gammas: Mapping[str, float]) -> list[Role]:
-    """The roles with the factors that were stated by hand."""
-    unknown = sorted(set(gammas) - {role.name for role in roles})
-    if unknown:
-        raise ValueError(f"gammas: the model has no layer {unknown[0]!r}; it has {', '.join(r.name for r in roles)}")
+def _check_sample(scheme: str, sample: object) -> None:
+    arguments = sample if isinstance(sample, tuple) else (sample,)
+    for argument in arguments:
+        if not isinstance(argument, Tensor):
+            raise ValueError(f"sample: scheme {scheme!r} looks at data; give a batch of inputs, of 64 or more")
+        if argument.dim() == 0 or argument.shape[0] == 0:
+            raise ValueError(f"sample: shape {list(argument.shape)} has no input in it")
+
+
+def _stated(
+    units: list[Unit], gammas: Mapping[str, float], roles: Mapping[str, Mapping[str, Any]]
+) -> list[Unit]:  # fmt: skip
+    """The units with the factors and attributes that were stated by hand."""
+    names = [unit.name for unit in units]
+    for argument, stated in (("gammas", gammas), ("roles", roles)):
+        unknown = sorted(set(stated) - set(names))
+        if unknown:
+            raise ValueError(f"{argument}: the model has no layer {unknown[0]!r}; it has {', '.join(names)}")
     for name, gamma in gammas.items():
         if not (math.isfinite(gamma) and gamma >= 0):
             raise ValueError(f"gammas: {gamma} for {name!r} must be finite and at least 0")
+    for name, attributes in roles.items():
+        for attribute in attributes:
+            if attribute not in _STATABLE:
+                raise ValueError(f"roles: {attribute!r} for {name!r} is none of {', '.join(_STATABLE)}")
     return [
-        replace(role, activation_gamma=gammas[role.name], closes_branch=False, placed=True)
-        if role.name in gammas
-        else role
-        for role in roles
+        replace(unit, role=_with_stated(unit.role, gammas.get(unit.name), roles.get(unit.name)))
+        if unit.name in gammas or unit.name in roles
+        else unit
+        for unit in units
     ]
+
+
+_STATABLE = ("activation_gamma", "closes_branch", "num_blocks", "block", "branch", "branch_layers", "head")
+
+
+def _with_stated(role: Role, gamma: float | None, attributes: Mapping[str, Any] | None) -> Role:
+    role = replace(role, **(attributes or {}), placed=True)
+    return role if gamma is None else replace(role, stated=gamma, by_hand=True)
 
 
 def describe(role: Role) -> str:
@@ -154,4 +241,23 @@ def describe(role: Role) -> str:
         parts.append(f"last of branch, block {role.block} of {role.num_blocks}")
     if role.activation_gamma != 1.0:
         parts.append("before an activation")
-    return ", ".join(parts) or ("no activation after it" if role.placed else "not placed")
+    if role.head:
+        parts.append("head")
+    words = ", ".join(parts) or ("no activation after it" if role.placed else "not placed")
+    return words if role.stated is None else f"{words}; gamma as stated"
+
+
+def describe_unit(unit: Unit) -> str:
+    """The same for a unit; of a stack, how many layers."""
+    words = describe(unit.role)
+    if not unit.stacked:
+        return words
+    first, last = unit.role.block, unit.role.block + len(unit.v) - 1
+    which = f"blocks {first} to {last} of {unit.role.num_blocks}"
+    return f"last of branch, {which}" if unit.role.closes_branch else f"before a ReLU, {which}"
+
+
+def checked_gain(gain: float) -> float:
+    if not (math.isfinite(gain) and gain > 0):
+        raise ValueError(f"gain: {gain} must be finite and above 0")
+    return gain

@@ -13,13 +13,14 @@ STEM_CHANNELS = 16
 
 
 class BatchNormBlock(nn.Module):
-    """``shortcut(z) + conv2(relu(bn2(conv1(relu(z)))))`` with ``z = bn1(x)``: the block under batch norm.
+    """``skip_scale (shortcut(z) + conv2(relu(bn2(conv1(relu(z))))))``, ``z = bn1(x)``: the block under batch norm.
 
     Source: the published code of Arpit, Campos & Bengio 2019.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1, *, skip_scale: float = 1.0) -> None:
         super().__init__()
+        self.skip_scale = skip_scale
         self.bn1 = nn.BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)
@@ -31,7 +32,8 @@ class BatchNormBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.bn1(x)
-        return self.shortcut(z) + self.conv2(self.relu(self.bn2(self.conv1(self.relu(z)))))
+        y = self.shortcut(z) + self.conv2(self.relu(self.bn2(self.conv1(self.relu(z)))))
+        return y if self.skip_scale == 1.0 else self.skip_scale * y
 
 
 class ResNet(nn.Module):

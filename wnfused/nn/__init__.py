@@ -4,11 +4,13 @@ from wnfused.nn._layer import WeightNormalised
 from wnfused.nn._weight import EffectiveWeight
 from wnfused.nn.conv import WNConv1d, WNConv2d, WNConv3d
 from wnfused.nn.conv_transpose import WNConvTranspose1d, WNConvTranspose2d, WNConvTranspose3d
+from wnfused.nn.fixup import FixupBlock
 from wnfused.nn.linear import WNLinear
 from wnfused.nn.residual import PlainResidualBlock, StageBlock, WNResidualBlock, WNResidualStage
 
 __all__ = [
     "EffectiveWeight",
+    "FixupBlock",
     "PlainResidualBlock",
     "StageBlock",
     "WNConv1d",

@@ -1,0 +1,55 @@
+"""Initialisation in a process group: the first process decides, all are equal, errors reach all."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import wnfused
+from wnfused.init import initialize
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _process(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(rank)  # nothing that the processes draw is equal
+        model = wnfused.models.wrn(10, in_channels=1)
+        sample = torch.randn(16, 1, 4, 4) * (1 + rank)
+        report = initialize(model, "salimans2016", sample=sample)
+        message = ""
+        try:
+            # Only the first process's sample counts, and it has none.
+            initialize(model, "mishkin2016", sample=sample if rank else None)
+        except ValueError as error:
+            message = str(error)
+        scaled = wnfused.nn.PlainResidualBlock(2, 2)
+        initialize(scaled, "half_scaling")
+        found = {"state": model.state_dict(), "report": str(report), "message": message, "scale": scaled.skip_scale}
+        torch.save({**found, "sample": sample}, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+def test_the_first_process_decides(tmp_path):
+    mp.spawn(_process, args=(_free_port(), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
+    assert first["report"] == second["report"]
+    assert "sample: scheme 'mishkin2016' looks at data" in first["message"]
+    assert first["message"] == second["message"]
+    assert first["scale"] == second["scale"] == 0.5**0.5
+    # The parameters fit the first process's sample, not the second's.
+    model = wnfused.models.wrn(10, in_channels=1)
+    model.load_state_dict(first["state"])
+    assert abs(model.stem(first["sample"]).std(correction=0) - 1) < 1e-3
+    assert abs(model.stem(second["sample"]).std(correction=0) - 1) > 0.1

@@ -1,0 +1,197 @@
+"""Haar matrices: both routes against each other, the distribution, seeds, every layout and dtype."""
+
+import math
+
+import pytest
+import torch
+
+import wnfused
+from wnfused.init import orthogonal, orthogonal_batched
+from wnfused.init.orthogonal import Route, cholesky_qr2, householder, route
+
+
+def generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# The last two go by CholeskyQR2 on a CPU.
+SHAPES = [(7, 4), (4, 7), (5, 5), (3, 2, 6, 4), (2, 3, 4, 9), (0, 4, 4), (2, 1, 5), (5, 4, 20), (2, 3, 30, 6)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_is_orthogonal(shape, dtype):
+    q = orthogonal_batched(torch.full(shape, float("nan"), dtype=dtype), gain=3.0)
+    gram = (q.mT @ q if shape[-2] >= shape[-1] else q @ q.mT).double()
+    expected = 9 * torch.eye(min(shape[-2:]), dtype=torch.float64).expand_as(gram)
+    tolerance = {torch.float32: 4e-5, torch.float64: 1e-12, torch.bfloat16: 0.2, torch.float16: 0.03}[dtype]
+    torch.testing.assert_close(gram, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 24), (50, 16, 144), (6, 64, 576), (300, 3, 11), (9, 1, 9)])
+def test_both_routes_give_the_same_matrix(shape):
+    """Q with a positive diagonal of L is unique: CholeskyQR2 in float32 against LAPACK's QR in float64."""
+    a = torch.randn(shape, generator=generator())
+    expected = householder(a.double())
+    condition = torch.linalg.cond(a.double()).max()
+    assert (cholesky_qr2(a.clone()) - expected).abs().max() < 32 * 2.0**-24 * condition
+    double = cholesky_qr2(a.double())
+    torch.testing.assert_close(double, expected, rtol=0, atol=1e-12)
+
+
+def test_ill_conditioned_matrices_take_a_second_round_or_the_other_route():
+    a = torch.randn(40, 6, 30, generator=generator())
+    u, s, v = torch.linalg.svd(a.double(), full_matrices=False)
+    # Conditions of 1 to 1e7: one round is enough, two are, float32's Cholesky fails.
+    for i, condition in enumerate(torch.logspace(0, 7, 40, dtype=torch.float64)):
+        s[i] = torch.logspace(0, -math.log10(condition), 6, dtype=torch.float64)
+    a = (u * s.unsqueeze(-2) @ v).float()
+    _, info = torch.linalg.cholesky_ex(a @ a.mT)
+    assert info.any(), "the test must reach the breakdown"
+    q = cholesky_qr2(a.clone()).double()
+    assert (q @ q.mT - torch.eye(6)).abs().max() < 64 * 2.0**-24
+
+
+def test_the_route_is_chosen_by_shape():
+    f32, f64 = torch.float32, torch.float64
+    assert route(3000, 64, 576, f32, "cpu") is Route.CHOLESKY
+    assert route(3000, 64, 576, f32, "cuda") is Route.CHOLESKY
+    assert route(1, 64, 576, f32, "cpu") is Route.HOUSEHOLDER, "a batch of one gains nothing"
+    assert route(3000, 64, 64, f32, "cpu") is Route.HOUSEHOLDER, "square Gaussians have no useful condition"
+    assert route(3000, 64, 64, f32, "cuda") is Route.CHOLESKY_WIDE
+    assert route(3000, 64, 64, f64, "cuda") is Route.CHOLESKY
+    assert route(3000, 2, 4, f32, "cpu") is Route.HOUSEHOLDER, "small ones have heavy tails"
+    assert route(4, 4096, 4096, f32, "cuda") is Route.HOUSEHOLDER
+
+
+@pytest.mark.parametrize("shape", [(20, 5, 5), (8, 4, 36)])
+def test_the_wide_route_too(shape, monkeypatch):
+    """What a GPU would do with nearly square matrices, and chunks of any size, give the same matrices."""
+    a = torch.randn(shape, generator=generator())
+    expected = householder(a.double())
+    monkeypatch.setattr(orthogonal, "route", lambda *arguments: Route.CHOLESKY_WIDE)
+    torch.testing.assert_close(orthogonal.orthonormal_rows(a), expected.float(), rtol=0, atol=1e-5)
+
+
+def test_fills_what_it_was_given():
+    holder = torch.zeros(4, 3, 6).mT
+    assert orthogonal_batched(holder) is holder
+    torch.testing.assert_close(holder.mT @ holder, torch.eye(3).expand(4, 3, 3), rtol=0, atol=1e-5)
+    stack = torch.zeros(3, 2, 4, 5)[:, 1]
+    assert orthogonal_batched(stack) is stack
+    assert (stack.norm(dim=-1) - 1).abs().max() < 1e-5
+
+
+def test_seeds_and_layouts():
+    def drawn(layout=lambda t: t, seed=3):
+        return orthogonal_batched(layout(torch.empty(40, 4, 30)), generator=generator(seed))
+
+    first = drawn()
+    assert torch.equal(first, drawn())
+    assert torch.equal(first, drawn(lambda t: t.mT.contiguous().mT))
+    assert not torch.equal(first, drawn(seed=4))
+    meta = torch.empty(2, 3, 4, device="meta")
+    assert orthogonal_batched(meta) is meta
+
+
+def kolmogorov_smirnov(sample, cdf):
+    """The statistic over its critical value at one in a million, ``sqrt(ln(2e6) / (2 n))``: below 1 passes."""
+    ordered = sample.flatten().double().sort().values
+    n = len(ordered)
+    steps = torch.arange(n + 1, dtype=torch.float64) / n
+    theory = cdf(ordered)
+    distance = torch.maximum((theory - steps[:-1]).abs().max(), (steps[1:] - theory).abs().max())
+    return (distance / math.sqrt(math.log(2e6) / (2 * n))).item()
+
+
+def entry_cdf(n):
+    """Of an entry of a unit vector in R^n, density proportional to ``(1 - x^2)^((n - 3) / 2)``, for odd n."""
+    power = (n - 3) // 2
+    terms = [(math.comb(power, k) * (-1) ** k / (2 * k + 1), 2 * k + 1) for k in range(power + 1)]
+    whole = 2 * sum(c for c, _ in terms)
+    return lambda x: 0.5 + sum(c * x**p for c, p in terms) / whole
+
+
+@pytest.mark.parametrize(("rows", "columns", "count"), [(3, 3, 20_000), (3, 11, 20_000), (9, 2, 5_000), (2, 13, 5_000)])
+def test_entries_are_haar(rows, columns, count):
+    """Each entry alone, square and rectangular, by either route."""
+    q = orthogonal_batched(torch.empty(count, rows, columns), generator=generator())
+    cdf = entry_cdf(max(rows, columns))
+    for i in (0, rows - 1):
+        for j in (0, columns - 1):
+            assert kolmogorov_smirnov(q[:, i, j], cdf) < 1
+
+
+def test_moments_are_haar():
+    """``E q_ij q_kl = delta_ik delta_jl / n`` and three fourth moments (Weingarten)."""
+    count, n = 40_000, 12
+    q = orthogonal_batched(torch.empty(count, 3, n, dtype=torch.float64), generator=generator())
+    flat = q.flatten(1)
+    second = flat.T @ flat / count
+    assert (second - torch.eye(3 * n) / n).abs().max() < 6 * math.sqrt(3 / count) / n
+    a, b, c = q[:, 0, 0].square(), q[:, 0, 1].square(), q[:, 1, 1].square()
+    for product, expected in (
+        (a * a, 3 / (n * (n + 2))),
+        (a * b, 1 / (n * (n + 2))),
+        (a * c, (n + 1) / (n * (n - 1) * (n + 2))),
+    ):
+        assert abs(product.mean() - expected) < 5 * product.std() / math.sqrt(count)
+
+
+def test_determinants_and_angles_are_haar():
+    """Of O(3): both determinants alike; the rotation's angle has density ``(1 - cos t) / pi`` on [0, pi]."""
+    count = 20_000
+    q = orthogonal_batched(torch.empty(count, 3, 3, dtype=torch.float64), generator=generator())
+    sign = torch.linalg.det(q).sign()
+    assert abs((sign > 0).double().mean() - 0.5) < 5 * 0.5 / math.sqrt(count)
+    trace = (q * sign[:, None, None]).diagonal(dim1=-2, dim2=-1).sum(-1)
+    angle = torch.arccos(((trace - 1) / 2).clamp(-1, 1))
+    assert kolmogorov_smirnov(angle, lambda t: (t - t.sin()) / math.pi) < 1
+    eigenvalues = torch.linalg.eigvals(q[:2000])
+    assert (eigenvalues.abs() - 1).abs().max() < 1e-6
+
+
+def test_layers_of_one_shape_are_drawn_together(monkeypatch):
+    """A network is initialised at once: two shapes of convolutions, two calls; a stage is one."""
+    calls = []
+
+    def counted(tensor, **options):
+        if not tensor.is_meta:
+            calls.append(tuple(tensor.shape))
+        return orthogonal_batched(tensor, **options)
+
+    model = wnfused.models.cnn(20, 8)
+    monkeypatch.setattr("wnfused.init.units.orthogonal_batched", counted)
+    monkeypatch.setattr("wnfused.init.layer.orthogonal_batched", counted)
+    wnfused.init.initialize(model)
+    assert sorted(calls) == [(1, 8, 27), (19, 8, 72)]
+    calls.clear()
+    wnfused.models.wrn(40, stack=False)
+    # The stem, a stack for each stage, and two transition blocks of three layers.
+    assert len(calls) == 1 + 3 + 6
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: orthogonal_batched(torch.empty(3)), ValueError, r"tensor: shape \[3\] must have at least two dims"),
+        (lambda: orthogonal_batched(torch.empty(3, 3).long()), TypeError, "tensor: expected a floating-point"),
+        (lambda: orthogonal_batched([1.0]), TypeError, "tensor: expected a floating-point tensor, got list"),
+        (lambda: orthogonal_batched(torch.empty(3, 3), gain=float("inf")), ValueError, "gain: inf must be finite"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_meta_to_empty_init_is_the_same_as_init():
+    def drawn(model):
+        wnfused.init.initialize(model, generator=generator(5))
+        return model.state_dict()
+
+    with torch.device("meta"):
+        shell = wnfused.models.wrn(16)
+    assert shell.to_empty(device="cpu") is shell
+    direct = drawn(wnfused.models.wrn(16))
+    assert all(torch.equal(value, direct[name]) for name, value in drawn(shell).items())

@@ -1,0 +1,232 @@
+"""What a trace of a model by ``torch.fx`` says about its layers: what follows them, and which residual branch they are
+in.
+
+A layer *precedes an activation* if its output reaches one through nothing but layers that keep the statistics up to
+scale (batch norm, dropout, pooling, reshaping). A layer *closes a branch* if its output is added to something that it
+was itself computed from; blocks that follow one another through identity shortcuts make a stage, and a shortcut with
+layers of its own opens a new one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from wnfused.init.layer import activation_gamma
+from wnfused.nn import WeightNormalised, WNResidualStage
+
+PLAIN_LAYERS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def is_layer(module: nn.Module) -> bool:
+    return isinstance(module, (WeightNormalised, WNResidualStage, *PLAIN_LAYERS))
+
+
+def activation_module_gamma(module: nn.Module) -> float:
+    if isinstance(module, nn.ReLU):
+        return activation_gamma("relu", 0.0)
+    if isinstance(module, nn.LeakyReLU):
+        return activation_gamma("leaky_relu", module.negative_slope)
+    return 1.0
+
+
+class LayerTracer(fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        return is_layer(module) or super().is_leaf_module(module, qualified_name)
+
+
+_ADDS = {operator.add, operator.iadd, torch.add}
+_TRANSPARENT_MODULES = (
+    nn.Identity, nn.Flatten, nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd,
+    nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm,
+)  # fmt: skip
+_TRANSPARENT_CALLS = {
+    "flatten", "view", "reshape", "contiguous", "mean", "dropout", "max_pool1d", "max_pool2d", "max_pool3d",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "permute",
+    "transpose", "mul", "unsqueeze", "squeeze",
+}  # fmt: skip
+
+
+def _call_name(node: fx.Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def _is_addition(node: fx.Node) -> bool:
+    return (node.op == "call_function" and node.target in _ADDS) or _call_name(node) in ("add", "add_")
+
+
+class Graph:
+    """The questions that the roles are made of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        graph = LayerTracer().trace(model)
+        self.modules = dict(model.named_modules())
+        self.nodes = list(graph.nodes)
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        return self.modules[str(node.target)] if node.op == "call_module" else None
+
+    def is_layer(self, node: fx.Node) -> bool:
+        module = self.module(node)
+        return module is not None and is_layer(module)
+
+    def activation(self, node: fx.Node) -> float | None:
+        """gamma of an activation node, None if it is none."""
+        module = self.module(node)
+        if isinstance(module, (nn.ReLU, nn.LeakyReLU)):
+            return activation_module_gamma(module)
+        if _call_name(node) in ("relu", "relu_"):
+            return activation_gamma("relu", 0.0)
+        if _call_name(node) in ("leaky_relu", "leaky_relu_"):
+            slope = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
+            return activation_gamma("leaky_relu", slope) if isinstance(slope, (int, float)) else None
+        return None
+
+    def is_transparent(self, node: fx.Node) -> bool:
+        if isinstance(self.module(node), _TRANSPARENT_MODULES) or _call_name(node) in _TRANSPARENT_CALLS:
+            return True
+        # A learned scalar, or a number, added.
+        return _is_addition(node) and self.addends(node) is None
+
+    def addends(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """The two nodes that are summed here: by an addition, or by a layer with a residual (itself counts)."""
+        if self.is_layer(node):
+            residual = node.args[1] if len(node.args) > 1 else node.kwargs.get("residual")
+            return (node, residual) if isinstance(residual, fx.Node) else None
+        summed = [a for a in node.args[:2] if isinstance(a, fx.Node) and a.op != "get_attr"]
+        return (summed[0], summed[1]) if _is_addition(node) and len(summed) == 2 else None
+
+    def following_gamma(self, node: fx.Node) -> float:
+        """gamma that the activation after ``node`` asks for; 1 unless every use of it is that activation."""
+        found = set()
+        for user in node.users:
+            gamma = self.activation(user)
+            if gamma is None:
+                gamma = self.following_gamma(user) if self.is_transparent(user) else 1.0
+            found.add(gamma)
+        return found.pop() if len(found) == 1 else 1.0
+
+    def spine(self, node: fx.Node) -> Iterator[fx.Node]:
+        """``node`` and what it was computed from, first argument by first argument; parameters are none."""
+        current: Any = node
+        while isinstance(current, fx.Node):
+            yield current
+            current = next((a for a in current.args if isinstance(a, fx.Node) and a.op != "get_attr"), None)
+
+    def heads(self) -> set[fx.Node]:
+        """The layers whose output is the model's, with no layer and no residual sum in between."""
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        waiting = [node for node in self.nodes if node.op == "output"]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if self.is_layer(node):
+                found.add(node)
+            elif self.addends(node) is None:
+                waiting.extend(node.all_input_nodes)
+        return found
+
+
+@dataclass
+class ResidualBlock:
+    """A residual block in the graph: where it ends and begins, its branch's layers from the last to the first, and
+    whether its shortcut has layers."""
+
+    sum: fx.Node
+    fork: fx.Node
+    layers: list[fx.Node]
+    projects: bool
+
+
+def _residual_block(graph: Graph, node: fx.Node) -> ResidualBlock | None:
+    """The block that ends in ``node``, if two paths from one fork are summed here and one of them has layers."""
+    addends = graph.addends(node)
+    if addends is None:
+        return None
+    paths = _paths_to_fork(graph, *addends)
+    if paths is None:
+        return None
+    fork = paths[0][-1]
+    layers = [[n for n in path[:-1] if graph.is_layer(n)] for path in paths]
+    branch = 0 if len(layers[0]) >= len(layers[1]) else 1
+    if not layers[branch]:
+        return None
+    return ResidualBlock(node, fork, layers[branch], bool(layers[1 - branch]))
+
+
+def _paths_to_fork(graph: Graph, a: fx.Node, b: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
+    """The spines of two nodes up to the first node they share, walked in step so that depth costs nothing."""
+    walks = graph.spine(a), graph.spine(b)
+    paths: tuple[dict[fx.Node, None], dict[fx.Node, None]] = ({}, {})
+    for steps in itertools.zip_longest(*walks):
+        for mine, step in enumerate(steps):
+            if step is None:
+                continue
+            paths[mine][step] = None
+            if step in paths[1 - mine]:
+                ordered = [list(path) for path in paths]
+                first, second = (path[: path.index(step) + 1] for path in ordered)
+                return first, second
+    return None
+
+
+def _stages(graph: Graph) -> Iterator[list[ResidualBlock]]:
+    """Blocks that follow one another through identity shortcuts."""
+    stage: list[ResidualBlock] = []
+    for node in graph.nodes:
+        block = _residual_block(graph, node)
+        if block is None:
+            continue
+        continues = False
+        if stage and not block.projects:
+            between = graph.spine(block.fork)
+            for n in between:
+                if n is stage[-1].sum:
+                    continues = True
+                if n is stage[-1].sum or graph.is_layer(n):
+                    break
+        if stage and not continues:
+            yield stage
+            stage = []
+        stage.append(block)
+    if stage:
+        yield stage
+
+
+def places(graph: Graph) -> dict[fx.Node, dict[str, Any]]:
+    """What a layer's place in a residual branch says about its role, branches numbered in order of execution."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    found: list[tuple[int, int, Any]] = []
+    for stage in _stages(graph):
+        found += [(position[block.sum], 1, (block, n, len(stage))) for n, block in enumerate(stage, start=1)]
+    for node in graph.nodes:
+        module = graph.module(node)
+        if isinstance(module, WNResidualStage):
+            found.append((position[node], module.num_blocks, node))
+    places: dict[fx.Node, dict[str, Any]] = {}
+    branches = 0
+    for _, count, what in sorted(found, key=lambda f: f[0]):
+        if isinstance(what, fx.Node):
+            places[what] = {"branch": branches + 1}
+        else:
+            block, n, blocks = what
+            here = {"num_blocks": blocks, "block": n, "branch": branches + 1, "branch_layers": len(block.layers)}
+            for layer in block.layers:
+                places.setdefault(layer, dict(here))
+            places[block.layers[0]].update(here, closes_branch=True)
+        branches += count
+    return places

@@ -1,0 +1,58 @@
+"""``half_scaling``: ``x <- sqrt(1/2) (x + F(x))``, with He weights.
+
+Where He's weights double the variance with every residual block, the factor halves it again, at the price that what a
+block saw fades exponentially on the way out. It is a change of the forward pass, which this package's blocks and
+stages know as ``skip_scale``; it stays with the model, and other schemes leave it as it is.
+
+Source: Gehring et al. 2017, "Convolutional Sequence to Sequence Learning", section 3.4, and Balduzzi et al. 2017, "The
+Shattered Gradients Problem"; the baseline of Zhang, Dauphin & Ma 2019, section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import nn
+
+from wnfused.init.he2015 import draw_he_
+from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.nn import WNResidualStage
+
+
+@scheme("half_scaling")
+def half_scaling(context: Context) -> Iterator[Entry]:
+    blocks = _scalable_blocks(context)
+    for block in blocks:
+        block.skip_scale = math.sqrt(0.5)  # type: ignore[assignment]
+    for unit in context.units:
+        draw_he_(unit, context)
+        scaled = ", sum times sqrt(1/2)" if unit.role.closes_branch else ""
+        yield Entry(unit.name, describe_unit(unit) + scaled, None, unit.mean_gain())
+
+
+def _scalable_blocks(context: Context) -> list[nn.Module]:
+    """The modules that sum each residual branch.
+
+    Raises:
+        ValueError: naming a branch whose sum has no ``skip_scale``.
+    """
+    scalable = {
+        id(layer): block
+        for block in context.model.modules()
+        if hasattr(block, "skip_scale")
+        for layer in block.children()
+    }
+    found: list[nn.Module] = []
+    for unit in context.units:
+        if not unit.role.closes_branch:
+            continue
+        block = unit.module if isinstance(unit.module, WNResidualStage) else scalable.get(id(unit.module))
+        if block is None:
+            raise ValueError(
+                f"model: the residual branch that {unit.name!r} closes has no skip_scale to set; half_scaling changes "
+                "the forward pass and takes WNResidualBlock, WNResidualStage, PlainResidualBlock, or a block that "
+                "multiplies its sum by an attribute skip_scale of its own"
+            )
+        found.append(block)
+    return [*found, *(m for m in context.model.modules() if isinstance(m, WNResidualStage))]

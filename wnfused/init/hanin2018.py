@@ -1,0 +1,48 @@
+"""``hanin2018``: residual branches fade with their place, stage by stage.
+
+As ``arpit2019``, but the last layer of block b, counted from 1 within its stage, has the gain
+
+    g = factor^b,   factor = 0.9,
+
+itself, without fans. The squared norm over a stage grows by at most ``prod_b (1 + factor^(2 b))``, below 36 for 0.9
+however many blocks there are.
+
+Source: Hanin & Rolnick 2018, "How to Start Training: The Effect of Initialization and Architecture", theorem 6; stage
+by stage as the baseline of Arpit, Campos & Bengio 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from wnfused.init.arpit2019 import by_rule, is_plain_head, plain_head
+from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.units import Unit, fill_
+
+
+@scheme("hanin2018")
+def hanin2018(context: Context, v: str = "orthogonal", factor: float = 0.9) -> Iterator[Entry]:
+    """``v``: directions, ``"orthogonal"`` or ``"he"``; ``factor``: of one block to the next, above 0, at most 1."""
+    if not 0 < factor <= 1:
+        raise ValueError(f"factor: {factor} must be above 0 and at most 1")
+    fill_([unit for unit in context.units if not is_plain_head(unit)], v, generator=context.generator)
+    for unit in context.units:
+        if is_plain_head(unit):
+            yield plain_head(context, unit)
+        elif unit.role.closes_branch and not unit.role.by_hand:
+            _fade(unit, factor)
+            yield Entry(unit.name, f"{describe_unit(unit)}: {factor:g}^b", None, unit.mean_gain())
+        else:
+            yield by_rule(unit)
+
+
+def _fade(unit: Unit, factor: float) -> None:
+    if unit.stacked:
+        assert unit.g is not None
+        blocks = torch.arange(unit.role.block, unit.role.block + len(unit.v), dtype=torch.float64)
+        unit.g.copy_((factor**blocks).unsqueeze(1).expand_as(unit.g))
+    else:
+        unit.set_gain_(factor**unit.role.block)
+    unit.zero_bias_()

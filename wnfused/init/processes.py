@@ -1,0 +1,44 @@
+"""One decision for all processes of a group: the first one initialises, the others receive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+T = TypeVar("T")
+
+
+def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T:
+    """Runs ``initialise`` in the first process and gives its result and its parameters to all; or raises its error.
+
+    Without a process group it just runs. The devices are those of each process's own parameters.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return initialise()
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [(initialise(), _skip_scales(model))]
+        except Exception as error:  # every process must hear of it, or the others wait for ever
+            outcome = [error]
+    parameter = next(model.parameters(), None)
+    device = parameter.device if parameter is not None and dist.get_backend() == "nccl" else torch.device("cpu")
+    dist.broadcast_object_list(outcome, src=0, device=device)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    result: T
+    result, skip_scales = outcome[0]
+    for name, skip_scale in skip_scales.items():
+        model.get_submodule(name).skip_scale = skip_scale
+    for tensor in model.parameters():
+        dist.broadcast(tensor.detach(), src=0)
+    return result
+
+
+def _skip_scales(model: nn.Module) -> dict[str, float]:
+    """The one thing besides parameters that a scheme may set."""
+    return {name: module.skip_scale for name, module in model.named_modules() if hasattr(module, "skip_scale")}

@@ -1,0 +1,110 @@
+"""One forward pass that stops at every layer: what the data-dependent schemes are made of.
+
+A visitor sees each layer with its real input just before the layer computes, changes its parameters, and the layer's
+output, and so every later input, is that of the changed parameters. The blocks of a residual stage, which run inside
+one op, are run and visited one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from wnfused.init.registry import Context, Entry
+from wnfused.init.units import Unit
+from wnfused.nn import WNResidualStage
+
+Visit = Callable[[Unit, Tensor], Entry]
+
+
+def walk(context: Context, visit: Visit) -> list[Entry]:
+    """The entries of ``visit(unit, input)`` for every layer that the sample reaches, in order of execution.
+
+    Batch norms use the sample's statistics and keep their running ones; dropout is off. A layer that is called more
+    than once is visited the first time. Layers that are never reached are noted.
+
+    """
+    entries: list[Entry] = []
+    with _modes_and_statistics_kept(context.model), _stops(context.units, visit, entries) as reached:
+        context.model(*(context.sample if isinstance(context.sample, tuple) else (context.sample,)))
+    unreached = [unit.name for unit in context.units if id(unit) not in reached]
+    if unreached:
+        context.notes.append(f"not reached by the sample, left as they started: {', '.join(unreached)}")
+    return entries
+
+
+@contextlib.contextmanager
+def _stops(units: list[Unit], visit: Visit, entries: list[Entry]) -> Iterator[set[int]]:
+    """While this holds, every forward pass visits; yields the identities of the units that were reached."""
+    reached: set[int] = set()
+    stages: dict[WNResidualStage, list[Unit]] = {}
+
+    def stop(unit: Unit) -> Callable[..., None]:
+        def before(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            if id(unit) not in reached:
+                reached.add(id(unit))
+                entries.append(visit(unit, arguments[0] if arguments else keywords["input"]))
+
+        return before
+
+    with contextlib.ExitStack() as undo:
+        for unit in units:
+            if unit.stacked:
+                assert isinstance(unit.module, WNResidualStage)
+                stages.setdefault(unit.module, []).append(unit)
+            else:
+                # Before torch's own hook for weight norm, which computes the weight from the parameters.
+                handle = unit.module.register_forward_pre_hook(stop(unit), prepend=True, with_kwargs=True)
+                undo.callback(handle.remove)
+        for stage, stacks in stages.items():
+            undo.enter_context(_block_by_block(stage, stacks, visit, entries, reached))
+        yield reached
+
+
+@contextlib.contextmanager
+def _block_by_block(
+    stage: WNResidualStage, stacks: list[Unit], visit: Visit, entries: list[Entry], reached: set[int]
+) -> Iterator[None]:
+    """While this holds, the stage runs its blocks one after the other, and visits on the first pass."""
+
+    def forward(x: Tensor) -> Tensor:
+        if stage.transition is not None:
+            x = stage.transition(x)
+        first_time = id(stacks[0]) not in reached
+        reached.update(map(id, stacks))
+        for block, before, last in zip(stage.blocks(), *(unit.layers() for unit in stacks), strict=True):
+            if first_time:
+                entries.append(visit(before, x))
+                entries.append(visit(last, torch.relu(before.pre_activation(x))))
+            x = block(x)
+        return x
+
+    # An attribute of the instance hides the method of its class.
+    stage.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del stage.__dict__["forward"]
+
+
+@contextlib.contextmanager
+def _modes_and_statistics_kept(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode but for batch norms, whose running statistics are put back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    buffers = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    model.eval()
+    for norm in norms:
+        norm.training = True
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for buffer, before in buffers:
+            buffer.copy_(before)

@@ -1,0 +1,54 @@
+"""``zhang2019``: ZeroInit, later Fixup. A deep residual network starts as a shallow one.
+
+With L residual branches of m layers each,
+
+    1. the classification layer and the last layer of every branch are 0;
+    2. every other layer is He's, ``N(0, 2 / fan_in)``, the other m - 1 layers of each branch times
+       ``L^(-1 / (2 m - 2))``, stem and shortcuts not;
+    3. every branch has a scalar multiplier, 1, and scalar biases, 0, before each convolution, linear layer and
+       activation: :class:`wnfused.nn.FixupBlock`. Other blocks are initialised as far as they have parameters for it,
+       with their ordinary biases 0, and the report says so.
+
+On a weight-normalised layer the factor is g's, ``g = ||v|| L^(-1 / (2 m - 2))``; of a layer that is to be 0 the gain is
+0 and v is not: then v has no gradient and g has, and the layer starts to train.
+
+Source: Zhang, Dauphin & Ma, "The Unreasonable Effectiveness of (Zero) Initialization in Deep Residual Learning",
+section 3; published as "Fixup Initialization", ICLR 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wnfused.init.he2015 import draw_he_
+from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.nn import FixupBlock
+
+
+@scheme("zhang2019")
+def zhang2019(context: Context) -> Iterator[Entry]:
+    branches = context.num_branches
+    inside = {id(part) for block in _fixup_blocks(context) for part in block.modules()}
+    scalars = False
+    for block in _fixup_blocks(context):
+        block.reset_scalars()
+    for unit in context.units:
+        role, words = unit.role, describe_unit(unit)
+        draw_he_(unit, context)
+        if role.head or role.closes_branch:
+            unit.zero_()
+            words += ": zero"
+        elif role.branch and role.branch_layers > 1:
+            exponent = -1 / (2 * role.branch_layers - 2)
+            unit.scale_(branches**exponent)
+            words += f": He times {branches}^({exponent:g})"
+        scalars |= role.closes_branch and id(unit.module) not in inside
+        yield Entry(unit.name, words, None, unit.mean_gain())
+    if scalars:
+        context.notes.append("branches outside of FixupBlock have no scalar multipliers and biases")
+    if not any(unit.role.head for unit in context.units):
+        context.notes.append("no classification layer was found to be set to 0")
+
+
+def _fixup_blocks(context: Context) -> list[FixupBlock]:
+    return [module for module in context.model.modules() if isinstance(module, FixupBlock)]

@@ -1,0 +1,81 @@
+"""``FixupBlock``: a residual block without normalisation, with the scalars that Fixup puts in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class FixupBlock(nn.Module):
+    """``relu(shortcut(x) + m conv2(relu(conv1(x + b1) + b2) + b3) + b4)``, with scalars m and b1 to b4.
+
+    The convolutions are plain, 3x3 and without biases of their own. Where shapes change the shortcut is a 1x1
+    convolution of ``x + b1``, otherwise the identity. The scalars start at 1 and 0 and the last convolution at 0, so
+    that the block starts as ``relu(shortcut(x))``.
+
+    Args:
+        in_channels, out_channels, stride: of the block; the first convolution has the stride.
+        num_branches: L, how many residual branches the network has: the first convolution starts as He's times
+            ``L^(-1/2)``. ``wnfused.init.initialize(model, "zhang2019")`` counts them itself.
+
+    Parameters: ``scale`` and ``bias1`` to ``bias4``, each ``[1]``, beside those of ``conv1``, ``conv2``, ``shortcut``.
+
+    Raises:
+        ValueError: an argument below 1.
+
+    Source: Zhang, Dauphin & Ma 2019, figure 1 (right) and section 3.
+    """
+
+    bias1: Tensor
+    bias2: Tensor
+    bias3: Tensor
+    bias4: Tensor
+    scale: Tensor
+
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int = 1, *, num_branches: int = 1,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        given = {"in_channels": in_channels, "out_channels": out_channels, "stride": stride}
+        for name, value in {**given, "num_branches": num_branches}.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: {value!r} must be an int of at least 1")
+        self.num_branches = num_branches
+        where = {"device": device, "dtype": dtype}
+        for name in ("bias1", "bias2", "bias3", "bias4", "scale"):
+            self.register_parameter(name, nn.Parameter(torch.empty(1, **where)))
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False, **where)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False, **where)
+        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False, **where)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """He's weights, the first convolution's times ``num_branches^(-1/2)``, the last one's 0; the scalars."""
+        self.reset_scalars()
+        for conv in (self.conv1, self.shortcut):
+            if isinstance(conv, nn.Conv2d):
+                nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+        self.conv1.weight.mul_(self.num_branches**-0.5)
+        self.conv2.weight.zero_()
+
+    @torch.no_grad()
+    def reset_scalars(self) -> None:
+        """Multiplier 1, biases 0."""
+        for bias in (self.bias1, self.bias2, self.bias3, self.bias4):
+            bias.zero_()
+        self.scale.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [N, in_channels, H, W]`` to ``[N, out_channels, H / stride, W / stride]``, sizes rounded up."""
+        shifted = x + self.bias1
+        y = self.relu(self.conv1(shifted) + self.bias2)
+        y = self.conv2(y + self.bias3) * self.scale
+        shortcut: Tensor = x if isinstance(self.shortcut, nn.Identity) else self.shortcut(shifted)
+        return self.relu(y + shortcut + self.bias4)
