@@ -34,6 +34,29 @@ def test_use_backend_nests_and_ends():
     assert dispatch.requested() is None
 
 
+def test_none_is_the_automatic_choice_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setattr(dispatch, "_from_environment", lambda: "reference")
+    assert dispatch.requested() == "reference"
+    with wnfused.use_backend(None):
+        assert dispatch.requested() is None
+        y = linear(*(t.requires_grad_() for t in arguments()))
+    reference = dispatch.backend_module("reference")
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "linear_backward", None)
+        if dispatch.backend_module("native").unavailable() is None:
+            y.sum().backward()
+
+
+def test_the_choice_is_the_threads_own_and_goes_with_the_graph():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with wnfused.use_backend("reference"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(dispatch.requested).result() is None
+        y = linear(*(t.requires_grad_() for t in arguments()))
+    assert y.grad_fn is not None
+    assert y.grad_fn.backend == "reference"
+
+
 def test_unknown_backend():
     message = "use_backend: unknown backend 'cuda'; one of 'native', 'triton'"
     with pytest.raises(ValueError, match=message), wnfused.use_backend("cuda"):

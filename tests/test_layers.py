@@ -1,6 +1,7 @@
 """The layers: defaults of Arpit et al., ``weight`` as torch's users know it, checkpoints, torch's own arguments."""
 
 import copy
+import inspect
 import io
 import math
 import pickle
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import wnfused
 from wnfused import WNConv2d, WNLinear
@@ -234,6 +235,7 @@ def test_writes_to_weight_reach_the_layer(write):
     torch.testing.assert_close(layer.weight_g.detach().flatten(), new.flatten(1).norm(dim=1))
 
 
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize(
     "fill",
@@ -244,10 +246,10 @@ def test_writes_to_weight_reach_the_layer(write):
         lambda w: F.relu(w, inplace=True),
     ],
 )  # fmt: skip
-def test_every_way_to_write_reaches_the_layer(fill, through_data):
+def test_every_way_to_write_reaches_the_layer(fill, through_data, guard):
     layer = WNLinear(6, 5)
     before = layer.weight.detach().clone()
-    with torch.no_grad():
+    with guard():
         weight = layer.weight.data if through_data else layer.weight
         fill(weight)
     torch.testing.assert_close(layer.weight.detach(), weight.detach().as_subclass(torch.Tensor))
@@ -291,11 +293,49 @@ def test_weight_of_a_wrong_shape_or_type_is_refused():
         layer.weight = 3
 
 
-def test_prune_and_weight_norm_on_top_are_refused():
-    layer = WNLinear(3, 2)
-    with pytest.raises(RuntimeError, match=r"wnfused\.fold\(model\)"):
-        prune.l1_unstructured(layer, "weight", 0.5)
+@pytest.mark.parametrize(
+    ("who", "apply"),
+    [
+        ("prune", lambda layer: prune.l1_unstructured(layer, "weight", 0.5)),
+        ("prune", lambda layer: prune.identity(layer, "weight")),
+        ("parametrize", lambda layer: parametrizations.weight_norm(layer)),
+        ("parametrize", lambda layer: parametrizations.spectral_norm(layer)),
+        ("parametrize", lambda layer: parametrizations.orthogonal(layer)),
+        ("parametrize", lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity())),
+        ("parametrize", lambda layer: parametrize.remove_parametrizations(layer, "weight")),
+    ],
+)
+def test_what_would_take_the_weight_over_is_refused(who, apply):
+    layer = WNLinear(3, 3)
+    with pytest.raises(RuntimeError, match=rf"^{who} cannot hold the weight .*wnfused\.convert\(model, plain=True\)"):
+        apply(layer)
+    assert not parametrize.is_parametrized(layer)
     assert torch.isfinite(layer(torch.randn(1, 3))).all()
+    assert set(layer.state_dict()) == {"weight_v", "weight_g", "bias"}
+
+
+def test_weight_v_can_be_parametrised():
+    class Doubled(nn.Module):
+        def forward(self, v):
+            return 2 * v
+
+    layer, x = WNLinear(3, 3), torch.randn(2, 3)
+    expected = layer(x)
+    parametrize.register_parametrization(layer, "weight_v", Doubled())
+    assert parametrize.is_parametrized(layer, "weight_v")
+    torch.testing.assert_close(layer(x), expected)
+    assert type(wnfused.fold(layer)) is type(layer), "left alone"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(kind[0], kind[1]) for kind in RANKS.values()] + [(WNLinear, nn.Linear)])
+def test_signatures_are_torchs_and_the_options(ours, theirs):
+    found, torchs = (list(inspect.signature(kind).parameters.values()) for kind in (ours, theirs))
+    options = found[len(torchs) :]
+    assert [(p.name, p.default, p.kind) for p in torchs] == [(p.name, p.default, p.kind) for p in found[: len(torchs)]]
+    assert {p.name: p.default for p in options} == {
+        "activation": None, "negative_slope": 0.01, "gamma": None, "init": "orthogonal", "dim": 0,
+    }  # fmt: skip
+    assert {p.kind for p in options} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints

@@ -6,7 +6,8 @@ wnfused.models                                   mlp, cnn, resnet, wrn
 wnfused.functional                               the ops as functions of tensors
 wnfused.init                                     schemes by name, for a layer or a whole model
 wnfused.convert, wnfused.fold                    in from torch's weight norm, out to plain layers
-wnfused.state_dict_to_torch, state_dict_from_torch checkpoints in torch's forms
+wnfused.state_dict_to_torch, ..._from_torch      checkpoints in torch's forms
+wnfused.param_groups                             weights that an optimiser decays, gains and biases that it does not
 wnfused.use_backend, wnfused.backend_status      which kernels run, and why
 """
 
@@ -29,6 +30,7 @@ from wnfused.nn import (
     WNResidualBlock,
     WNResidualStage,
 )
+from wnfused.parameter_groups import param_groups
 
 try:
     __version__ = version("wnfused")
@@ -56,6 +58,7 @@ __all__ = [
     "init",
     "models",
     "nn",
+    "param_groups",
     "state_dict_from_torch",
     "state_dict_to_torch",
     "use_backend",

@@ -41,7 +41,8 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-_requested: ContextVar[str | None] = ContextVar("wnfused_backend", default=None)
+_AS_ENVIRONMENT = "as WNFUSED_BACKEND says"
+_requested: ContextVar[str | None] = ContextVar("wnfused_backend", default=_AS_ENVIRONMENT)
 _warned: set[tuple[str, str, str]] = set()
 
 
@@ -59,15 +60,20 @@ def backend_module(name: str) -> ModuleType:
 
 def requested() -> str | None:
     """The backend named by ``use_backend`` or ``WNFUSED_BACKEND``, or None where the choice is automatic."""
-    return _requested.get() or _from_environment()
+    name = _requested.get()
+    return _from_environment() if name == _AS_ENVIRONMENT else name
 
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Within this context every op runs on the named backend, forward and backward.
+    """Within this context every op runs on the named backend; so does the backward of what ran here, wherever it runs.
+
+    As with ``torch.no_grad``, the context holds for the thread (and the asynchronous task) that enters it; other
+    threads go by ``WNFUSED_BACKEND``, which holds for the whole process.
 
     Args:
-        name: ``"native"`` (C++), ``"triton"`` or ``"reference"`` (plain torch); None for the automatic choice.
+        name: ``"native"`` (C++), ``"triton"`` or ``"reference"`` (plain torch); None for the automatic choice, also
+            where ``WNFUSED_BACKEND`` names one.
 
     Raises:
         ValueError: the name is none of these.

@@ -20,6 +20,25 @@ from wnfused.nn._weight import EffectiveWeight
 DIRECTIONS = ("orthogonal", "he")
 
 
+NOT_STORED = (
+    "cannot hold the weight of a weight-normalised layer, which is computed from weight_v and weight_g; "
+    "wnfused.fold(model) gives plain layers, wnfused.convert(model, plain=True) brings them back"
+)
+
+
+class _Refuses(nn.ModuleDict):
+    """An empty dict of parametrisations that claims ``weight`` for itself: torch's functions then come here."""
+
+    def __contains__(self, name: object) -> bool:
+        return name == "weight"
+
+    def __getitem__(self, name: str) -> nn.Module:
+        raise RuntimeError(f"parametrize {NOT_STORED}")
+
+
+_REFUSES = _Refuses()
+
+
 class WeightNormalised(nn.Module):
     """Mixin of the layers that keep ``weight_v``, ``weight_g`` and ``bias``.
 
@@ -57,7 +76,10 @@ class WeightNormalised(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The effective weight ``w``; writing to it sets ``v <- w``, ``g <- ||w||``. ``forward`` does not use it."""
-        return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
+        with torch.inference_mode(False), torch.no_grad():  # torch counts no writes to a tensor made in that mode
+            return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -104,12 +126,14 @@ class WeightNormalised(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight_orig":
-            raise RuntimeError(
-                "prune cannot hold the weight of a weight-normalised layer, which is computed from weight_v and "
-                "weight_g; wnfused.fold(model) gives plain layers to prune, wnfused.convert(model, plain=True) "
-                "brings them back"
-            )
+            raise RuntimeError(f"prune {NOT_STORED}")
         super().register_parameter(name, param)
+
+    @property
+    def parametrizations(self) -> nn.Module:
+        """What ``torch.nn.utils.parametrize`` asks for; ``weight`` counts as parametrised already, by this layer."""
+        own = self._modules.get("parametrizations")
+        return _REFUSES if own is None else own
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -15,8 +15,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from wnfused.nn._layer import WeightNormalised
 
+_DATA_GET = Tensor.data.__get__  # type: ignore[attr-defined]
 _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD_SET = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__")
+_WRITES = frozenset(
+    getattr(Tensor, name) for name in dir(Tensor) if name in _IN_PLACE or (name[-1] == "_" and name[0] != "_")
+)
+"""What may change a tensor, for where torch's own count of writes cannot be read."""
 
 
 class EffectiveWeight(Tensor):
@@ -35,6 +41,8 @@ class EffectiveWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return _read_only(func, args, kwargs)
         weights = list(_weights_in((args, kwargs)))
         target = args[0] if args else None
         if isinstance(target, EffectiveWeight):
@@ -49,10 +57,10 @@ class EffectiveWeight(Tensor):
             if func is Tensor.set_:
                 raise RuntimeError("weight: set_ cannot reach weight_v and weight_g; assign layer.weight instead")
         with torch._C.DisableTorchFunctionSubclass():
-            before = [_version(weight) for weight in weights]
+            before = [weight._version for weight in weights]
             result = func(*args, **kwargs)
             for weight, version in zip(weights, before, strict=True):
-                if _version(weight) != version:
+                if weight._version != version:
                     weight._layer.set_weight(weight._root.detach())
         return _followed(result, weights[0]) if weights else result
 
@@ -61,6 +69,16 @@ class EffectiveWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.detach().as_subclass(Tensor).clone()
+
+
+def _read_only(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call inside ``torch.compile``, where counting writes is not possible; so there may be none."""
+    if func in _WRITES or func == _DATA_GET or isinstance(kwargs.get("out"), EffectiveWeight):
+        raise RuntimeError(
+            "weight: cannot be written inside torch.compile; write it outside, or write weight_v, weight_g"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def _weights_in(arguments: Any) -> Iterator[EffectiveWeight]:
@@ -72,11 +90,6 @@ def _weights_in(arguments: Any) -> Iterator[EffectiveWeight]:
             yield from _weights_in(item)
     elif isinstance(arguments, dict):
         yield from _weights_in(list(arguments.values()))
-
-
-def _version(weight: EffectiveWeight) -> int:
-    """torch counts the writes to a tensor's memory, whichever function makes them; not in inference mode."""
-    return 0 if weight.is_inference() else weight._version
 
 
 def _followed(result: Any, source: EffectiveWeight) -> Any:

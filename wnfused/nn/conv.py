@@ -9,19 +9,24 @@ from torch import Tensor, nn
 
 from wnfused import functional
 from wnfused.nn._layer import WeightNormalised
+from wnfused.ops.conv import Extent
 
 
 class _WNConv(WeightNormalised):
-    """What the three ranks share: torch's constructor takes all it knows, the rest is the options of this package."""
+    """What the three ranks share: torch's arguments in torch's order, then the options of this package."""
 
     _op: Callable[..., Tensor]
 
     def __init__(
-        self, *arguments: Any, activation: str | None = None, negative_slope: float = 0.01,
-        gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0, **keywords: Any,
+        self, in_channels: int, out_channels: int, kernel_size: Extent, stride: Extent = 1,
+        padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, bias: bool = True,
+        padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, activation: str | None = None,
+        negative_slope: float = 0.01, gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
         self._set_options(activation, negative_slope, gamma, init, dim)
-        super().__init__(*arguments, **keywords)
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(conv(input, w) + b + residual)``; the residual, if any, has the output's shape."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from wnfused import functional
 from wnfused.nn._layer import WeightNormalised
+from wnfused.ops.conv import Extent
 
 
 class _WNConvTranspose(WeightNormalised):
@@ -17,11 +18,16 @@ class _WNConvTranspose(WeightNormalised):
     _op: Callable[..., Tensor]
 
     def __init__(
-        self, *arguments: Any, activation: str | None = None, negative_slope: float = 0.01,
-        gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0, **keywords: Any,
+        self, in_channels: int, out_channels: int, kernel_size: Extent, stride: Extent = 1, padding: Extent = 0,
+        output_padding: Extent = 0, groups: int = 1, bias: bool = True, dilation: Extent = 1,
+        padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, activation: str | None = None,
+        negative_slope: float = 0.01, gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
         self._set_options(activation, negative_slope, gamma, init, dim)
-        super().__init__(*arguments, **keywords)
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype,
+        )  # fmt: skip
 
     def forward(self, input: Tensor, output_size: list[int] | None = None, residual: Tensor | None = None) -> Tensor:
         """``act(conv_transpose(input, w) + b + residual)``; ``output_size`` settles the size as in torch's layer."""

@@ -151,7 +151,9 @@ def differentiable(
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...]
-        if torch.compiler.is_compiling():
+        if leaves_the_package():
+            outputs = reference(*arguments)
+        elif torch.compiler.is_compiling():
             outputs = op(*arguments)
         elif torch._C._are_functorch_transforms_active():
             outputs = Transformed.apply(*arguments)
@@ -162,6 +164,16 @@ def differentiable(
         return outputs
 
     return call
+
+
+def leaves_the_package() -> bool:
+    """Whether a call is recorded to run elsewhere: by ``torch.export``, ONNX or ``torch.jit.trace``.
+
+    What runs there may know nothing of this package, or of Python; the reference has torch's own ops only.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._get_tracing_state() is not None
 
 
 def no_view(y: Tensor) -> Tensor:
@@ -194,7 +206,7 @@ def below_autograd(op: torch._ops.OpOverload, arguments: Sequence[Any]) -> Any:
 
 def _same_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
     """A backward runs on the backend its forward was told to use, whichever thread or context it runs in."""
-    return contextlib.nullcontext() if name is None else dispatch.use_backend(name)
+    return contextlib.nullcontext() if name == dispatch.requested() else dispatch.use_backend(name)
 
 
 def _as_function_of(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._registration import below_autograd, define, differentiable
+from wnfused.ops._registration import below_autograd, define, differentiable, leaves_the_package
 
 
 def _fake(
@@ -106,5 +106,6 @@ def residual_stage(
         raise ValueError(f"skip_scale: {skip_scale} must be finite")
     if recompute is not None and recompute < 1:
         raise ValueError(f"recompute: {recompute} must be None or at least 1")
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, v, g, bias))
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, v, g, bias))
+    save = recorded and not leaves_the_package()
     return _call(x, v, g, bias, float(skip_scale), recompute or 0, save)[0]

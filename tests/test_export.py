@@ -1,0 +1,161 @@
+"""Out of Python: what ``torch.export``, ONNX, AOTInductor and ``torch.jit.trace`` record has torch's own ops only."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim
+
+import wnfused
+
+
+def images():
+    model = nn.Sequential(
+        wnfused.WNConv2d(3, 4, 3, padding=1, activation="relu"), wnfused.WNResidualStage(4, 6, 3, 2),
+        wnfused.WNConvTranspose2d(6, 5, 4, 2, 1, activation="leaky_relu"), nn.Flatten(), wnfused.WNLinear(320, 3),
+    )  # fmt: skip
+    return model, torch.randn(2, 3, 8, 8), {0: Dim("n")}, torch.randn(3, 3, 8, 8)
+
+
+def sound():
+    model = nn.Sequential(
+        wnfused.WNConv1d(2, 4, 7, padding=9, dilation=3, activation="leaky_relu"),
+        wnfused.WNConvTranspose1d(4, 4, 16, 8, 4),
+        wnfused.WNConv1d(4, 1, 7, padding="same", padding_mode="reflect", dim=2),
+    )
+    return model, torch.randn(2, 2, 32), {0: Dim("n"), 2: Dim("t", min=8)}, torch.randn(3, 2, 77)
+
+
+MODELS = {"images": images, "sound": sound}
+
+
+def ops(graph):
+    return {str(node.target) for node in graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_export_has_no_op_of_ours(name, folded, strict):
+    model, x, dynamic, other = MODELS[name]()
+    expected, with_other = model(x), model(other)
+    if folded:
+        wnfused.fold(model)
+    program = torch.export.export(model, (x,), dynamic_shapes=(dynamic,), strict=strict)
+    core = program.run_decompositions()
+    for exported in (program, core):
+        assert not any("wnfused" in op for op in ops(exported.graph))
+        torch.testing.assert_close(exported.module()(x), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(exported.module()(other), with_other, rtol=1e-4, atol=1e-4)
+    tags = [node.target.tags for node in core.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert all(torch.Tag.core in t for t in tags if t is not None) or not folded
+    composite = {"aten.linear.default", "aten.conv2d.default", "aten.square.default", "aten.reshape.default"}
+    assert not composite & ops(core.graph)
+
+
+def test_an_exported_model_can_be_trained():
+    model, x, _, _ = images()
+    exported = torch.export.export(model, (x,)).module()
+    for net in (model, exported):
+        net(x).square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), exported.parameters(), strict=True):
+        scale = parameter.grad.abs().max().item()
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_jit_trace_passes_its_check(name, grad, tmp_path):
+    model, x, _, other = MODELS[name]()
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(model, (x,))
+    assert "wnfused::" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(other), model(other), rtol=1e-4, atol=1e-4)
+    traced.save(tmp_path / "traced.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "traced.pt")(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_onnx_runs_elsewhere(folded, tmp_path):
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    model, x, _, _ = images()
+    model.eval()
+    expected = model(x).detach().numpy()
+    if folded:
+        wnfused.fold(model)
+    file = tmp_path / "model.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (x,), file, dynamo=True, verbose=False)
+    assert {node.domain for node in onnx.load(file).graph.node} == {""}
+    session = runtime.InferenceSession(file)
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_aot_inductor_runs_without_python(tmp_path):
+    model, x = nn.Sequential(wnfused.WNLinear(4, 3, activation="relu"), wnfused.WNLinear(3, 2)), torch.randn(2, 4)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), dynamic_shapes=({0: Dim("n")},))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        batch = torch.randn(5, 4)
+        torch.testing.assert_close(torch._inductor.aoti_load_package(package)(batch), model(batch))
+
+
+# ---------------------------------------------------------------------------------------------- weight, when compiled
+
+
+def test_weight_is_read_in_compiled_functions():
+    torch._dynamo.reset()
+    layer, x = wnfused.WNLinear(3, 2), torch.randn(4, 3)
+
+    def function(x):
+        return F.linear(x, layer.weight, layer.bias).square().sum() + layer.weight.square().sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(
+        torch.autograd.grad(compiled(x), layer.parameters()),
+        torch.autograd.grad(function(x), layer.parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def write(layer):
+    layer.weight.mul_(2)
+
+
+def write_through_data(layer):
+    layer.weight.data.mul_(2)
+
+
+def write_by_index(layer):
+    layer.weight[0] = 2
+
+
+def write_with_init(layer):
+    nn.init.zeros_(layer.weight)
+
+
+@pytest.mark.parametrize("change", [write, write_through_data, write_by_index, write_with_init])
+def test_writes_in_compiled_functions_are_refused(change):
+    torch._dynamo.reset()
+    layer = wnfused.WNLinear(3, 2)
+    before = copy.deepcopy(layer.state_dict())
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(x):
+        with torch.no_grad():
+            change(layer)
+        return layer(x)
+
+    with pytest.raises(Exception, match="weight: cannot be written inside torch.compile"):
+        function(torch.randn(1, 3))
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())

@@ -1,0 +1,61 @@
+"""Weights decay, gains and biases do not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import wnfused
+
+
+def model():
+    return nn.ModuleDict(
+        {
+            "conv": wnfused.WNConv2d(3, 4, 3), "stage": wnfused.WNResidualStage(4, 8, 3, 2), "norm": nn.BatchNorm2d(8),
+            "old": nn.utils.weight_norm(nn.Linear(8, 4)), "new": parametrizations.weight_norm(nn.Linear(8, 4)),
+            "plain": nn.Linear(4, 4), "embed": nn.Embedding(3, 4),
+        }
+    )  # fmt: skip
+
+
+def test_gains_biases_and_vectors_are_not_decayed():
+    net = model()
+    net["plain"].bias.requires_grad_(False)
+    net["tied"] = net["plain"]
+    groups = wnfused.param_groups(net, weight_decay=0.1, lr=0.5)
+    names = {id(p): name for name, p in net.named_parameters()}
+    decayed, kept = ([names[id(p)] for p in group["params"]] for group in groups)
+    assert decayed == [
+        "conv.weight_v", "stage.weight_v", "stage.transition.conv1.weight_v", "stage.transition.conv2.weight_v",
+        "stage.transition.shortcut.weight_v", "old.weight_v", "new.parametrizations.weight.original1",
+        "plain.weight", "embed.weight",
+    ]  # fmt: skip
+    assert set(decayed) | set(kept) == {n for n, p in net.named_parameters() if p.requires_grad}
+    assert not set(decayed) & set(kept)
+    assert [(group["weight_decay"], group["lr"]) for group in groups] == [(0.1, 0.5), (0.0, 0.5)]
+
+
+def test_an_optimiser_takes_them():
+    layer = wnfused.WNLinear(3, 3)
+    layer.bias.data.fill_(1)
+    before = {name: p.clone() for name, p in layer.named_parameters()}
+    optimiser = torch.optim.SGD(wnfused.param_groups(layer, weight_decay=0.5), lr=1.0)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()
+    torch.testing.assert_close(layer.weight_v, before["weight_v"] / 2)
+    for name in ("weight_g", "bias"):
+        torch.testing.assert_close(getattr(layer, name), before[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3, 0.1), TypeError, "model: expected an nn.Module, got int"),
+        ((nn.Linear(1, 1), -0.1), ValueError, "weight_decay: -0.1 must be at least 0"),
+        ((nn.Linear(1, 1), float("nan")), ValueError, "weight_decay: nan must be at least 0"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        wnfused.param_groups(*arguments)

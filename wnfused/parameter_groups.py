@@ -1,0 +1,57 @@
+"""Which parameters of a model an optimiser decays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from wnfused.nn import WNResidualStage
+
+_GAINS = ("weight_g", "parametrizations.weight.original0")
+
+
+def param_groups(model: nn.Module, weight_decay: float, **options: Any) -> list[dict[str, Any]]:
+    """Two groups for an optimiser: weights with ``weight_decay``; gains, biases and vectors without.
+
+    Decayed are ``weight_v`` and every other parameter of two or more dims. Not decayed are ``weight_g`` (torch's
+    weight norms included), whatever is named ``bias``, a stage's stacked gains and biases, and parameters of fewer than
+    two dims, such as those of batch norm. Decaying ``v`` does not shrink the weight ``g v / ||v||``; it keeps
+    ``||v||``, by which the step of the direction is divided, from growing.
+
+    The papers that this package follows decay every parameter: to reproduce them use ``model.parameters()``.
+
+    Args:
+        model: its parameters that require a gradient are taken, each once.
+        weight_decay: of the first group, >= 0.
+        **options: further entries of both groups, such as ``lr``.
+
+    Returns:
+        ``[{"params": ..., "weight_decay": weight_decay}, {"params": ..., "weight_decay": 0.0}]``, each in the model's
+        order.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: ``weight_decay`` is negative or not a number.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay: {weight_decay} must be at least 0")
+    stacked = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, WNResidualStage)
+        for parameter in (module.weight_g, module.bias)
+    }
+    decayed, kept = [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        exempt = name.rpartition(".")[2] == "bias" or name.endswith(_GAINS)
+        vector = parameter.dim() < 2 or id(parameter) in stacked
+        (kept if exempt or vector else decayed).append(parameter)
+    return [
+        {**options, "params": decayed, "weight_decay": float(weight_decay)},
+        {**options, "params": kept, "weight_decay": 0.0},
+    ]
