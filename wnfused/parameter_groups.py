@@ -44,7 +44,8 @@ def param_groups(model: nn.Module, weight_decay: float, **options: Any) -> list[
         if isinstance(module, WNResidualStage)
         for parameter in (module.weight_g, module.bias)
     }
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
