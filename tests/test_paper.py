@@ -87,9 +87,9 @@ def test_a_failed_job_is_not_begun_again_and_a_running_one_not_twice():
 def test_a_result_counts_for_its_parameters_only(tmp_path):
     store = Store(tmp_path, "figure")
     store.prepare()
-    store.write(Job("a", {"x": 1}), {"y": 2}, 3.0)
+    store.write(Job("a", {"x": 1}), {"y": 2}, 3.0, "abc")
     found = store.read(Job("a", {"x": 1}))
-    assert (found.result["x"], found.result["y"], found.seconds) == (1, 2, 3.0)
+    assert (found.result["x"], found.result["y"], found.seconds, found.commit) == (1, 2, 3.0, "abc")
     assert store.read(Job("a", {"x": 2})) is None
     assert store.read(Job("b", {"x": 1})) is None
     (tmp_path / "figure" / "a.json").write_text('{"parameters": {"x": 1}, "val')

@@ -15,28 +15,32 @@ from bench.paper.training import best_rate, by_rate, largest_trained, steps_at, 
 
 TITLE = "MLPs: accuracy over depth, and of every job of the sweep"
 SOURCE = "(a), Figure 2 and Table 3"
-NOTE = "Digits instead of MNIST, narrower layers, fewer epochs. Trained: a mean test accuracy of 80% or more."
-MINUTES = 4.0
+NOTE = (
+    "Digits in batches of 32 instead of MNIST in batches of 128, narrower layers, 1,230 updates instead of 63,000, so "
+    "the rate falls later: after 2/3 and 5/6 of them. Trained: a mean test accuracy of 50% or more, five times chance."
+)
+MINUTES = 5.0
 SETTINGS: dict[str, Json] = {
-    "quick": {"data": "digits", "depths": [2, 5], "width": 16, "rates": [1e-1, 1e-2], "epochs": 2, "seeds": 1},
+    "quick": {"data": "digits", "depths": [2, 5], "width": 16, "rates": [1e-1, 1e-2], "epochs": 2,
+              "steps": [1 / 2], "batch_size": 128, "seeds": 1},
     "small": {
-        "data": "digits", "depths": [2, 5, 10, 20, 50, 100, 200], "width": 128, "rates": [1e-1, 1e-2, 1e-3, 1e-4],
-        "epochs": 24, "seeds": 5,
+        "data": "digits", "depths": [2, 5, 10, 20, 50, 100], "width": 128, "rates": [1e-1, 1e-2, 1e-3, 1e-4],
+        "epochs": 30, "steps": [2 / 3, 5 / 6], "batch_size": 32, "seeds": 5,
     },
     "full": {
         "data": "mnist", "depths": [2, 5, 10, 20, 100, 200], "width": 512, "rates": [1e-1, 1e-2, 1e-3, 1e-4, 1e-5],
-        "epochs": 150, "seeds": 1,
+        "epochs": 150, "steps": [1 / 3, 2 / 3], "batch_size": 128, "seeds": 1,
     },
 }  # fmt: skip
 INITS = {"arpit2019": "proposed", "salimans2016": "data-dependent"}
-TRAINED = 0.8
+TRAINED = 0.5
 
 
 def jobs(settings: Json) -> list[Job]:
     shared = {
         "model": "mlp", "data": settings["data"], "width": settings["width"], "epochs": settings["epochs"],
-        "batch_size": 128, "momentum": 0.9, "weight_decay": 1e-4,
-        "milestones": steps_at(settings["epochs"], (1 / 3, 2 / 3)),
+        "batch_size": settings["batch_size"], "momentum": 0.9, "weight_decay": 1e-4,
+        "milestones": steps_at(settings["epochs"], settings["steps"]),
     }  # fmt: skip
     return [
         Job(f"{depth}-{init}-{lr:g}-{seed}", shared | {"depth": depth, "init": init, "lr": lr, "seed": seed}, seed)

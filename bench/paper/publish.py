@@ -16,9 +16,10 @@ from wnfused.train.files import write_atomically, write_json
 
 def publish(work: Work, size: str, folder: Path) -> Json | None:
     """Reduce, judge and draw; None where not one job has a result."""
-    results = work.results()
-    if not results:
+    done = work.done()
+    if not done:
         return None
+    results = [found.result for found in done]
     data = work.module.reduce(work.settings, results)
     facts = machine.facts()
     content = {
@@ -34,7 +35,8 @@ def publish(work: Work, size: str, folder: Path) -> Json | None:
         "jobs_failed": sorted(work.errors),
         "core_minutes": round(work.schedule.spent / 60, 2),
         "budget_core_minutes": None if work.schedule.budget is None else round(work.schedule.budget / 60, 2),
-        "machine": {key: facts[key] for key in ("date", "commit", "cpu", "instruction_set", "torch", "wnfused")},
+        "commits": sorted({found.commit or "unknown" for found in done}),
+        "machine": {key: facts[key] for key in ("date", "cpu", "instruction_set", "torch", "wnfused")},
         "verdicts": [asdict(verdict) for verdict in work.module.verdicts(data)],
         "data": data,
     }
@@ -113,7 +115,7 @@ def _section(content: Json, pictures: Path) -> str:
             content["note"],
             "",
             f"Run: {content['jobs_done']} of {content['jobs_planned']} jobs, {content['core_minutes']:g} core-minutes "
-            f"of {limit}; {facts['cpu']}, torch {facts['torch']}, commit {facts['commit']}, "
+            f"of {limit}; {facts['cpu']}, torch {facts['torch']}, commit {', '.join(content['commits'])}, "
             f"{facts['date'][:10]}.{failed}",
             "",
             "<details><summary>Settings</summary>",

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench import machine
 from bench.paper import figure as figures
-from bench.paper.figure import Figure, Job, Json, Result
+from bench.paper.figure import Figure, Job, Json
 from bench.paper.schedule import Schedule
-from bench.paper.store import Store
+from bench.paper.store import Done, Store
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Work:
     store: Store
     schedule: Schedule
     jobs: list[Job]
+    commit: str | None
     errors: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -44,10 +46,10 @@ class Work:
         store.prepare()
         done = {job.name: found.seconds for job in jobs if (found := store.read(job))}
         budget = None if minutes is None else 60 * minutes
-        return cls(name, module, settings, store, Schedule(jobs, done, budget), jobs)
+        return cls(name, module, settings, store, Schedule(jobs, done, budget), jobs, machine.commit())
 
-    def results(self) -> list[Result]:
-        return [found.result for job in self.jobs if (found := self.store.read(job))]
+    def done(self) -> list[Done]:
+        return [found for job in self.jobs if (found := self.store.read(job))]
 
 
 def _begin_worker(scratch: Path) -> None:
@@ -117,7 +119,7 @@ def _to_begin(works: list[Work], free: int) -> Iterator[tuple[Work, Job]]:
 def _take(future: Future[tuple[Json, float]], work: Work, job: Job) -> None:
     try:
         values, seconds = future.result()
-        work.store.write(job, values, seconds)
+        work.store.write(job, values, seconds, work.commit)
         work.schedule.finish(job, seconds)
     except BrokenProcessPool:
         # The worker is gone (killed, out of memory), and with it the pool; what is done is on the disk.

@@ -12,10 +12,11 @@ from wnfused.train.files import remove_leftovers, write_json
 
 @dataclass(frozen=True)
 class Done:
-    """A finished job: its result and the processor seconds it took."""
+    """A finished job: its result, the processor seconds it took, and the checkout's commit at the time."""
 
     result: Result
     seconds: float
+    commit: str | None
 
 
 class Store:
@@ -34,13 +35,13 @@ class Store:
             content = json.loads(self._path(job).read_text())
             if content["parameters"] != job.parameters:
                 return None
-            return Done(Result(job.parameters, content["values"]), content["seconds"])
+            return Done(Result(job.parameters, content["values"]), content["seconds"], content["commit"])
         except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
             return None
 
-    def write(self, job: Job, values: Json, seconds: float) -> Done:
-        write_json(self._path(job), {"parameters": job.parameters, "values": values, "seconds": seconds})
-        return Done(Result(job.parameters, values), seconds)
+    def write(self, job: Job, values: Json, seconds: float, commit: str | None) -> None:
+        content = {"parameters": job.parameters, "values": values, "seconds": seconds, "commit": commit}
+        write_json(self._path(job), content)
 
     def _path(self, job: Job) -> Path:
         return self.folder / f"{job.name}.json"
