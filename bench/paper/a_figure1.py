@@ -176,7 +176,7 @@ def draw(data: Json) -> Any:
             drawing.band(axis, x, c[f"{side}_mean"], c[f"{side}_std"], look, name)
         if network == "resnet":
             axis.axhspan(math.sqrt(2), math.sqrt(math.e), color="0.85", zorder=0)
-            axis.annotate(r"$[\sqrt{2}, \sqrt{e}]$", (0.02, 1.66), xycoords=("axes fraction", "data"), color="0.35")
+            axis.annotate(r"$[\sqrt{2}, \sqrt{e}]$", (0.45, 1.68), xycoords=("axes fraction", "data"), color="0.35")
         axis.set_ylim(*limits)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("layer" if network == "mlp" else "block")

@@ -76,5 +76,5 @@ def draw(data: Json) -> Any:
     axis.set_ylim(0, 1.05)
     axis.set_xlabel("layer")
     axis.set_ylabel(r"$|\cos|$ between the two samples")
-    drawing.legend(axis, loc="center right")
+    drawing.legend_below(figure, axis, columns=2)
     return figure
