@@ -1,0 +1,79 @@
+"""Two processes do what one does: every ``torchrun`` line of the page on scaling out, as it stands there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import wnfused
+
+ROOT = Path(__file__).parents[1]
+LINES = re.findall(r"^torchrun (.*)$", (ROOT / "docs" / "distributed.md").read_text(), re.M)
+needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+
+@needs_gloo
+@pytest.mark.parametrize("line", [line for line in LINES if "examples/" in line], ids=lambda line: line.split("/")[-1])
+def test_examples_learn_what_one_process_learns(line):
+    """The scripts compare their weights with those of one process, and fail where they differ."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(line)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    parts = 2 if "pipeline" in line else 1
+    assert len(re.findall(r"largest difference to one process \d", done.stdout)) == parts, done.stdout
+
+
+def test_what_the_examples_learn_is_worth_comparing(monkeypatch):
+    """Every parameter moves by far more than the scripts allow for rounding."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import common
+
+    before, after = common.network().state_dict(), common.learnt_alone()
+    assert min(float((after[name] - before[name]).abs().max()) for name in before) > 1e-4
+
+
+@needs_gloo
+def test_wrapped_models_are_refused(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(wnfused.WNLinear(2, 2)))
+        for function in (wnfused.convert, wnfused.fold):
+            with pytest.raises(ValueError, match=rf"{function.__name__} the module first and wrap it then"):
+                function(wrapped)
+    finally:
+        dist.destroy_process_group()
+
+
+@needs_gloo
+def test_sharded_layers_are_left_alone(tmp_path, caplog):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        wnfused.convert(model)
+        assert "0: left alone, its parameters are of type DTensor" in caplog.text
+    finally:
+        dist.destroy_process_group()
+
+
+def test_copies_in_threads_see_their_parameters():
+    """What ``nn.DataParallel`` makes of a layer on each device: a copy whose parameters are plain attributes."""
+    layer = wnfused.WNConv2d(3, 4, 3, activation="relu")
+    replica = layer._replicate_for_data_parallel()
+    for name, parameter in layer.named_parameters():
+        setattr(replica, name, parameter * 1)
+    x = torch.randn(1, 3, 5, 5)
+    torch.testing.assert_close(replica(x), layer(x))
+    replica(x).sum().backward()
+    assert layer.weight_g.grad is not None
