@@ -13,13 +13,20 @@ namespace wnfused {
 
 using torch::stable::Tensor;
 
-// w_i = g_i v_i / ||v_i|| and the row norms. v: contiguous, or rows along dim 0 each in one run of memory; g: one
-// contiguous number a row, in v's dtype; dim: the dim that numbers the rows, -1 for one row over the whole tensor.
+// w_i = g_i v_i / ||v_i|| and the row norms. v: contiguous, or rows along dim 0 each in one run of memory; g: one number a
+// row; dim: the dim that numbers the rows, -1 for one row over the whole tensor.
 std::tuple<Tensor, Tensor> weight_norm(const Tensor& v, const Tensor& g, int64_t dim);
 
 // dv, dg from dw, which has v's strides and dtype; dg has g's shape.
 std::tuple<Tensor, Tensor> weight_norm_backward(
     const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim);
+
+// The same of many tensors, of mixed shapes and dtypes: w (none unless `weights`), norms and scales g / ||v||.
+std::tuple<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> weight_norm_many(
+    const std::vector<Tensor>& v, const std::vector<Tensor>& g, int64_t dim, bool weights);
+std::tuple<std::vector<Tensor>, std::vector<Tensor>> weight_norm_many_backward(
+    const std::vector<Tensor>& dw, const std::vector<Tensor>& v, const std::vector<Tensor>& g,
+    const std::vector<Tensor>& norm, int64_t dim);
 
 // y and the row norms of a layer normalised along dim 0; activation: 0 none, 1 ReLU, 2 leaky ReLU. x float32, or
 // bfloat16 with parameters of either; bias and residual as in the reference.

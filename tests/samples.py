@@ -50,6 +50,20 @@ def composite_weight(v: Tensor, g: Tensor, dim: int | None = 0) -> Tensor:
     return v * (g.reshape(shape) / torch.linalg.vector_norm(v, dim=spans, keepdim=True))
 
 
+def _each_weight(weight: Callable[..., list[Tensor]], tensors: tuple[Tensor, ...]) -> Tensor:
+    """Directions and gains of several layers, as one output that counts each weight differently."""
+    vs, gs = list(tensors[::2]), list(tensors[1::2])
+    return torch.cat([(i + 1) * w.flatten() for i, w in enumerate(weight(vs, gs))])
+
+
+def weight_norm_many(*tensors: Tensor, dim: int | None = 0) -> Tensor:
+    return _each_weight(lambda vs, gs: functional.weight_norm_many(vs, gs, dim), tensors)
+
+
+def composite_weight_many(*tensors: Tensor, dim: int | None = 0) -> Tensor:
+    return _each_weight(lambda vs, gs: [composite_weight(v, g, dim) for v, g in zip(vs, gs, strict=True)], tensors)
+
+
 def _activated(y: Tensor, activation: str | None, negative_slope: float) -> Tensor:
     if activation == "relu":
         return F.relu(y)
@@ -165,6 +179,10 @@ SAMPLES = [
     _stage("recompute-all", 2, 1, 2, 3, 3, recompute=5),
     _stage("last", 2, 2, 3, 4, 5, channels_last=True),
     _stage("thin", 2, 1, 2, 1, 2),
+    Sample("many", weight_norm_many, composite_weight_many, ((5, 4, 3, 3), (5, 1, 1, 1), (3, 7), (3,), (6,), (6,))),
+    Sample("many-dim-1", weight_norm_many, composite_weight_many, ((2, 3, 4), (1, 3, 1), (5, 2), (2,)), {"dim": 1}),
+    Sample("many-last-dim", weight_norm_many, composite_weight_many, ((2, 3, 4), (1, 1, 4), (5, 2), (2,)), {"dim": -1}),
+    Sample("many-whole", weight_norm_many, composite_weight_many, ((2, 3, 4), (), (5,), (1,)), {"dim": None}),
 ]  # fmt: skip
 
 BY_NAME = {sample.name: sample for sample in SAMPLES}

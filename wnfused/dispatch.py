@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+from wnfused.backends import tensors_of
+
 BACKENDS = ("native", "triton", "reference")
 
 ORDER: dict[str, tuple[str, ...]] = {
@@ -91,8 +93,13 @@ def backend_status() -> dict[str, str | None]:
     return {name: backend_module(name).unavailable() for name in BACKENDS}
 
 
+def device_type(arguments: Sequence[Any]) -> str:
+    """That of the first tensor: an op's tensors are on one device."""
+    return next((t.device.type for t in tensors_of(arguments)), "cpu")
+
+
 def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
-    """The kernel that will run ``op`` on these arguments, of which the first is a tensor."""
+    """The kernel that will run ``op`` on these arguments."""
     name = requested()
     if name is not None:
         backend = backend_module(name)
@@ -100,7 +107,7 @@ def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
         if reason is not None:
             raise BackendUnavailableError(f"{op} cannot run on backend {name!r}: {reason}")
         return getattr(backend, op)
-    device = arguments[0].device.type
+    device = device_type(arguments)
     for name in ORDER.get(device, ("reference",)):
         backend = backend_module(name)
         reason = backend.refusal(op, arguments)

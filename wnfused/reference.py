@@ -19,6 +19,8 @@ Norms are taken in float32, or in float64 for float64 tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -85,6 +87,23 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
     scale = g.to(norm.dtype).reshape(broadcast) * inverse
     dv = scale * (dw - unit * dgain)
     return dv.to(v.dtype), dgain.reshape(g.shape).to(g.dtype)
+
+
+def weight_norm_many(
+    v: Sequence[Tensor], g: Sequence[Tensor], dim: int | None = 0, weights: bool = True
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """:func:`weight_norm` of each pair: the weights (none unless asked for), norms and scales ``s = g / ||v||``."""
+    w, norm = (list(found) for found in zip(*map(weight_norm, v, g, [dim] * len(v)), strict=True)) if v else ([], [])
+    scale = [torch.where(n == 0, 0.0, a.to(n.dtype).reshape(n.shape) / n) for a, n in zip(g, norm, strict=True)]
+    return w if weights else [], norm, scale
+
+
+def weight_norm_many_backward(
+    dw: Sequence[Tensor], v: Sequence[Tensor], g: Sequence[Tensor], norm: Sequence[Tensor], dim: int | None = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """:func:`weight_norm_backward` of each."""
+    found = [weight_norm_backward(*tensors, dim) for tensors in zip(dw, v, g, norm, strict=True)]
+    return [dv for dv, _ in found], [dg for _, dg in found]
 
 
 def _effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,8 @@
 
 #include <cstdint>
 
+#include "norm.h"
+
 namespace wnfused::cpu {
 
 enum class Activation : int64_t { kNone, kRelu, kLeakyRelu };
@@ -119,6 +121,9 @@ struct LayerKernels {
   void (*mask)(const Lines&, const Mask&);
   bool (*small_linear)(const SmallLinear&, int64_t begin, int64_t end);
   void (*small_linear_backward)(const SmallLinearBackward&, int64_t begin, int64_t end);
+  NormKernels<float, float> norms_of_floats;
+  NormKernels<uint16_t, float> norms_of_bfloat16;
+  NormKernels<double, double> norms_of_doubles;
 };
 
 namespace avx512 {

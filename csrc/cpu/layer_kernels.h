@@ -7,9 +7,12 @@
 #include "layer_epilogue.h"
 #include "layer_rows.h"
 #include "layer_small.h"
+#include "norm_rows.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-const LayerKernels layer_kernels = {norms, scaled, gradient, epilogue, mask, small_linear, small_linear_backward};
+const LayerKernels layer_kernels = {
+    norms, scaled, gradient, epilogue, mask, small_linear, small_linear_backward, norm_kernels<float, float>(),
+    norm_kernels<uint16_t, float>(), norm_kernels<double, double>()};
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

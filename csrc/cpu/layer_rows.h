@@ -12,9 +12,10 @@ namespace wnfused::cpu::WNFUSED_ISA {
 
 // <a, b> of two runs. The order of the sums depends on the length alone.
 template <class A, class B>
-WNFUSED_INLINE float dot(const A* a, const B* b, int64_t length) {
+WNFUSED_INLINE auto dot(const A* a, const B* b, int64_t length) {
+  using Sum = BlockOf<A>;
   constexpr int kChains = 4;
-  Block sum[kChains] = {zero(), zero(), zero(), zero()};
+  Sum sum[kChains] = {zero_of<Sum>(), zero_of<Sum>(), zero_of<Sum>(), zero_of<Sum>()};
   int64_t i = 0;
   for (; i + kChains * kLanes <= length; i += kChains * kLanes)
     WNFUSED_UNROLL for (int c = 0; c < kChains; ++c)

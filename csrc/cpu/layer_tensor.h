@@ -49,7 +49,8 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {
 // The sizes and strides of a dense tensor, in another dtype if need be: gradients and scratch, whose memory is kept for
 // the next call. The pages of a fresh one cost a wide layer with a small batch several times its arithmetic.
 inline Tensor empty_as(const Tensor& t, ScalarType dtype) {
-  if (t.numel() >= kRecycled && t.is_contiguous()) return recycled_empty(t.sizes(), dtype);
+  const bool kept = dtype == ScalarType::Float || dtype == ScalarType::BFloat16;
+  if (kept && t.numel() >= kRecycled && t.is_contiguous()) return recycled_empty(t.sizes(), dtype);
   return empty_strided({t.sizes().begin(), t.sizes().end()}, {t.strides().begin(), t.strides().end()}, dtype);
 }
 

@@ -26,16 +26,112 @@ WNFUSED_INLINE void store(uint16_t* target, const Block& block) {
   }
 }
 
+// 16 doubles, with the words that a Block has.
+typedef double NativeDouble __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
+typedef int64_t NativeLong __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
+constexpr int kDoubleParts = 2 * kParts;
+
+struct Doubles {
+  NativeDouble part[kDoubleParts];
+};
+
+#define WNFUSED_FOR_DOUBLES WNFUSED_UNROLL for (int i = 0; i < kDoubleParts; ++i)
+
+WNFUSED_INLINE Doubles load(const double* source) {
+  Doubles block;
+  WNFUSED_FOR_DOUBLES __builtin_memcpy(&block.part[i], source + i * (kNativeLanes / 2), sizeof(NativeDouble));
+  return block;
+}
+
+WNFUSED_INLINE void store(double* target, const Doubles& block) {
+  WNFUSED_FOR_DOUBLES __builtin_memcpy(target + i * (kNativeLanes / 2), &block.part[i], sizeof(NativeDouble));
+}
+
+WNFUSED_INLINE Doubles operator+(const Doubles& a, const Doubles& b) {
+  Doubles sum;
+  WNFUSED_FOR_DOUBLES sum.part[i] = a.part[i] + b.part[i];
+  return sum;
+}
+
+WNFUSED_INLINE Doubles operator-(const Doubles& a, const Doubles& b) {
+  Doubles difference;
+  WNFUSED_FOR_DOUBLES difference.part[i] = a.part[i] - b.part[i];
+  return difference;
+}
+
+WNFUSED_INLINE Doubles operator*(const Doubles& a, const Doubles& b) {
+  Doubles product;
+  WNFUSED_FOR_DOUBLES product.part[i] = a.part[i] * b.part[i];
+  return product;
+}
+
+WNFUSED_INLINE Doubles multiply_add(const Doubles& a, const Doubles& b, const Doubles& c) {
+  Doubles result;
+  WNFUSED_FOR_DOUBLES result.part[i] = a.part[i] * b.part[i] + c.part[i];
+  return result;
+}
+
+WNFUSED_INLINE double sum_of(const Doubles& a) {
+  double lanes[kLanes];
+  store(lanes, a);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+// value, or 0 where `key` is 0.
+WNFUSED_INLINE Block where_not_zero(const Block& key, const Block& value) {
+  const Native nothing{};
+  Block result;
+  WNFUSED_FOR_PARTS result.part[i] = key.part[i] == nothing ? nothing : value.part[i];
+  return result;
+}
+
+WNFUSED_INLINE Doubles where_not_zero(const Doubles& key, const Doubles& value) {
+  const NativeDouble nothing{};
+  Doubles result;
+  WNFUSED_FOR_DOUBLES result.part[i] = key.part[i] == nothing ? nothing : value.part[i];
+  return result;
+}
+
+// The block that entries of type T are worked on in.
+template <class T>
+struct BlockFor {
+  using type = Block;
+};
+template <>
+struct BlockFor<double> {
+  using type = Doubles;
+};
+template <class T>
+using BlockOf = typename BlockFor<T>::type;
+
+template <class B>
+WNFUSED_INLINE B splat_of(double value) {
+  if constexpr (std::is_same_v<B, Doubles>) {
+    Doubles block;
+    WNFUSED_FOR_DOUBLES block.part[i] = value - NativeDouble{};
+    return block;
+  } else {
+    return splat(static_cast<float>(value));
+  }
+}
+
+template <class B>
+WNFUSED_INLINE B zero_of() {
+  return splat_of<B>(0);
+}
+
 // The first `count` < 16 entries; the others read as 0.
 template <class T>
-WNFUSED_INLINE Block load(const T* source, int64_t count) {
+WNFUSED_INLINE BlockOf<T> load(const T* source, int64_t count) {
   T entries[kLanes] = {};
   for (int64_t i = 0; i < count; ++i) entries[i] = source[i];
   return load(entries);
 }
 
 template <class T>
-WNFUSED_INLINE void store(T* target, const Block& block, int64_t count) {
+WNFUSED_INLINE void store(T* target, const BlockOf<T>& block, int64_t count) {
   T entries[kLanes];
   store(entries, block);
   for (int64_t i = 0; i < count; ++i) target[i] = entries[i];
@@ -60,17 +156,17 @@ WNFUSED_INLINE float sum_of(const Block& a) {
 // body(i, move) over a run of `length` entries, where `move` loads and stores a whole or the last, partial block.
 struct Whole {
   template <class T>
-  WNFUSED_INLINE Block load(const T* source) const { return WNFUSED_ISA::load(source); }
+  WNFUSED_INLINE BlockOf<T> load(const T* source) const { return WNFUSED_ISA::load(source); }
   template <class T>
-  WNFUSED_INLINE void store(T* target, const Block& block) const { WNFUSED_ISA::store(target, block); }
+  WNFUSED_INLINE void store(T* target, const BlockOf<T>& block) const { WNFUSED_ISA::store(target, block); }
 };
 
 struct Partial {
   int64_t count;
   template <class T>
-  WNFUSED_INLINE Block load(const T* source) const { return WNFUSED_ISA::load(source, count); }
+  WNFUSED_INLINE BlockOf<T> load(const T* source) const { return WNFUSED_ISA::load(source, count); }
   template <class T>
-  WNFUSED_INLINE void store(T* target, const Block& block) const { WNFUSED_ISA::store(target, block, count); }
+  WNFUSED_INLINE void store(T* target, const BlockOf<T>& block) const { WNFUSED_ISA::store(target, block, count); }
 };
 
 template <class Body>

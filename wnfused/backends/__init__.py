@@ -3,3 +3,19 @@
 A backend has ``unavailable() -> str | None``, the reason why nothing of it runs here, and
 ``refusal(op, arguments) -> str | None``, the reason why it cannot run this op on these arguments.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """Every tensor among an op's arguments, those in lists too."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from (item for item in argument if isinstance(item, Tensor))

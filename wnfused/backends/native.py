@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
+from wnfused.backends import tensors_of
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -25,6 +26,9 @@ for _schema in (
     # `dim` is -1 for one norm over the whole tensor.
     "weight_norm(Tensor v, Tensor g, int dim) -> (Tensor w, Tensor norm)",
     "weight_norm_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)",
+    "weight_norm_many(Tensor[] v, Tensor[] g, int dim, bool weights) -> (Tensor[] w, Tensor[] norm, Tensor[] scale)",
+    "weight_norm_many_backward(Tensor[] dw, Tensor[] v, Tensor[] g, Tensor[] norm, int dim) "
+    "-> (Tensor[] dv, Tensor[] dg)",
     # A layer with rows along dim 0; activation: 0 none, 1 ReLU, 2 leaky ReLU; needs: 1 dx, 2 dv and dg, 4 dbias, 8 dz.
     "linear(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, int activation, float negative_slope) "
     "-> (Tensor y, Tensor norm)",
@@ -79,12 +83,12 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
         return reason
     if op not in globals():
         return f"it has no kernel for {op}"
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            if not argument.is_cpu:
-                return f"it has no kernel for device {argument.device.type!r}"
-            if argument.dtype not in (_STAGE_DTYPES if op.startswith("residual_stage") else _DTYPES):
-                return f"it has no kernel for {argument.dtype}"
+    known = _STAGE_DTYPES if op.startswith("residual_stage") else _DTYPES
+    for tensor in tensors_of(arguments):
+        if not tensor.is_cpu:
+            return f"it has no kernel for device {tensor.device.type!r}"
+        if tensor.dtype not in known:
+            return f"it has no kernel for {tensor.dtype}"
     return None
 
 
@@ -97,22 +101,42 @@ def _dense_rows(v: Tensor, dim: int | None) -> Tensor:
     return v.contiguous()
 
 
+def _like(dw: Tensor, v: Tensor) -> Tensor:
+    """``dw`` in the memory and dtype of ``v``."""
+    return dw if dw.stride() == v.stride() and dw.dtype == v.dtype else torch.empty_like(v).copy_(dw)
+
+
 def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     dim = None if dim is None else dim % v.dim()
-    v = _dense_rows(v, dim)
-    w, norm = torch.ops.wnfused_native.weight_norm(v, g.to(v.dtype).contiguous(), -1 if dim is None else dim)
-    return w, norm
+    return torch.ops.wnfused_native.weight_norm(_dense_rows(v, dim), g, -1 if dim is None else dim)
 
 
 def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     dim = None if dim is None else dim % v.dim()
     v = _dense_rows(v, dim)
-    if dw.stride() != v.stride() or dw.dtype != v.dtype:
-        dw = torch.empty_like(v).copy_(dw)
-    dv, dg = torch.ops.wnfused_native.weight_norm_backward(
-        dw, v, g.to(v.dtype).contiguous(), norm, -1 if dim is None else dim
-    )
-    return dv, dg.to(g.dtype).reshape(g.shape)
+    return torch.ops.wnfused_native.weight_norm_backward(_like(dw, v), v, g, norm, -1 if dim is None else dim)
+
+
+Tensors = Sequence[Tensor]
+
+
+def weight_norm_many(
+    v: Tensors, g: Tensors, dim: int | None = 0, weights: bool = True
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    if dim is not None and dim < 0:  # another dim of each tensor
+        return reference.weight_norm_many(v, g, dim, weights)
+    rows = [_dense_rows(t, dim) for t in v]
+    return torch.ops.wnfused_native.weight_norm_many(rows, g, -1 if dim is None else dim, weights)
+
+
+def weight_norm_many_backward(
+    dw: Tensors, v: Tensors, g: Tensors, norm: Tensors, dim: int | None = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    if dim is not None and dim < 0:
+        return reference.weight_norm_many_backward(dw, v, g, norm, dim)
+    rows = [_dense_rows(t, dim) for t in v]
+    gradients = [_like(d, t) for d, t in zip(dw, rows, strict=True)]
+    return torch.ops.wnfused_native.weight_norm_many_backward(gradients, rows, g, norm, -1 if dim is None else dim)
 
 
 def residual_stage(

@@ -15,6 +15,8 @@ from wnfused.reference import (
     linear_backward,
     weight_norm,
     weight_norm_backward,
+    weight_norm_many,
+    weight_norm_many_backward,
 )
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "residual_stage_backward",
     "weight_norm",
     "weight_norm_backward",
+    "weight_norm_many",
+    "weight_norm_many_backward",
 ]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from wnfused import dispatch
+from wnfused.backends import tensors_of
 from wnfused.ops._arguments import autocast_is_on
 from wnfused.reference import kept_format
 
@@ -39,7 +40,7 @@ def define(schema: str, fake: Callable[..., Any], like: Sequence[int | None] = (
     _library.define(schema)
 
     def run(*arguments: Any) -> Any:
-        device = arguments[0].device.type
+        device = dispatch.device_type(arguments)
         # Operand dtypes are settled before an op is called; autocast must not touch what a kernel does inside.
         if autocast_is_on(device):
             with torch.autocast(device, enabled=False):
@@ -101,7 +102,7 @@ def differentiable(
         needs = (*ctx.needs_input_grad, *(False,) * (arity - len(ctx.needs_input_grad)))
         if torch.is_grad_enabled():
             return through_reference(reference, dy, inputs, needs)
-        with _same_backend(ctx.backend):
+        with same_backend(ctx.backend):
             found = backward(dy, inputs, saved[tensors:], needs)
         return (*found, *(None,) * (arity - len(found)))
 
@@ -198,13 +199,13 @@ def below_autograd(op: torch._ops.OpOverload, arguments: Sequence[Any]) -> Any:
     hand it back to Python, at a third of a small layer's time; then the implementation is called at once.
     """
     watched = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
-    if not watched and all(type(a) in _PLAIN for a in arguments if isinstance(a, Tensor)):
+    if not watched and all(type(a) in _PLAIN for a in tensors_of(arguments)):
         return _implementations[op._opname](*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)
 
 
-def _same_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
+def same_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
     """A backward runs on the backend its forward was told to use, whichever thread or context it runs in."""
     return contextlib.nullcontext() if name == dispatch.requested() else dispatch.use_backend(name)
 
