@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -77,6 +79,7 @@ def input_needs_gradient(workload: Workload) -> bool:
     return not isinstance(workload, Network)
 
 
+@functools.cache
 def flops(workload: Workload) -> tuple[int, int]:
     """``(forward, forward + backward)``, counted as direct products: two a multiply-add, norms and sums left out.
 

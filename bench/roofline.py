@@ -6,6 +6,7 @@ hand, with random numbers, because a product of zeros draws less power and runs 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -80,6 +81,22 @@ def bytes_moved(workload: Workload, pass_name: str, size: int) -> int:
     parameters are read twice and their gradients written once, a gradient comes in, and goes out where there is one. A
     training step with momentum reads and writes parameters and momentum once more and reads the gradients.
     """
+    inputs, outputs, parameters = _counted(workload)
+    # A stage keeps the map on the chip between its layers, a network between those of a stage, which is nearly all.
+    deep = isinstance(workload, (Stage, Network))
+    forward = size * (inputs[0] + outputs[-1]) + parameters
+    if pass_name == FORWARD:
+        return forward
+    kept = size * (sum(inputs) if deep else 0)
+    gradient_out = size * inputs[0] * models.input_needs_gradient(workload)
+    backward = kept + size * (outputs[-1] + inputs[0]) + gradient_out + 2 * parameters
+    optimizer = 5 * parameters if pass_name == STEP else 0
+    return forward + kept + backward + optimizer
+
+
+@functools.cache
+def _counted(workload: Workload) -> tuple[list[int], list[int], int]:
+    """Entries of each layer's input and output, and the bytes of all parameters."""
     inputs: list[int] = []
     outputs: list[int] = []
 
@@ -93,14 +110,4 @@ def bytes_moved(workload: Workload, pass_name: str, size: int) -> int:
             if isinstance(layer, (nn.Linear, nn.Conv2d)):
                 layer.register_forward_hook(count)
         module(torch.empty(models.input_shape(workload)))
-    parameters = 4 * sum(p.numel() for p in module.parameters())
-    # A stage keeps the map on the chip between its layers, a network between those of a stage, which is nearly all.
-    deep = isinstance(workload, (Stage, Network))
-    forward = size * (inputs[0] + outputs[-1]) + parameters
-    if pass_name == FORWARD:
-        return forward
-    kept = size * (sum(inputs) if deep else 0)
-    gradient_out = size * inputs[0] * models.input_needs_gradient(workload)
-    backward = kept + size * (outputs[-1] + inputs[0]) + gradient_out + 2 * parameters
-    optimizer = 5 * parameters if pass_name == STEP else 0
-    return forward + kept + backward + optimizer
+    return inputs, outputs, 4 * sum(p.numel() for p in module.parameters())

@@ -152,7 +152,7 @@ def residual_network() -> nn.Module:
     init.initialize(model, "arpit2019", generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.mul_(0 if name.endswith("bias") else 3)
+            p.mul_(0 if name.endswith("bias") else 1.5)
     return model
 
 
@@ -164,7 +164,7 @@ def test_theorem_1_by_hand_and_that_it_holds() -> None:
     measured = activation_gradient_bounds(model, IMAGES, TARGETS)
     logits = model(IMAGES).detach()
     p = F.softmax(logits, 1)
-    excess = F.cross_entropy(logits, TARGETS, reduction="none") + (p * p.log()).sum(1)
+    excess = F.cross_entropy(logits, TARGETS, reduction="none") - torch.special.entr(p).sum(1)
     stem = model.stem(IMAGES).flatten(1).detach()
     assert measured.bounds[0] == pytest.approx((excess / stem.norm(dim=1)).numpy(), rel=1e-9)
     assert measured.bounds[-1] == pytest.approx((excess / logits.norm(dim=1)).numpy(), rel=1e-9)
@@ -188,7 +188,7 @@ def test_theorem_2_by_hand_and_that_it_holds(norm: str) -> None:
     gradients = torch.autograd.grad(loss, parameters)
     logits = model(IMAGES).detach()
     p = F.softmax(logits, 1)
-    excess = (loss + (p * p.log()).sum(1).mean()).item()
+    excess = (loss - torch.special.entr(p).sum(1).mean()).item()
     size = math.hypot(*(t.norm().item() for t in parameters))
     assert measured.gradient[0] == pytest.approx(math.hypot(*(g.norm().item() for g in gradients)), rel=1e-9)
     assert measured.bound[0] == pytest.approx(excess / size, rel=1e-9)
