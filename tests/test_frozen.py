@@ -10,6 +10,7 @@ from torch import nn
 
 import wnfused
 from wnfused import WNConv2d, WNLinear, dispatch
+from wnfused.nn import WeightNormalised
 
 
 def model():
@@ -82,3 +83,30 @@ def test_copies_made_inside_are_ordinary_layers():
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match=r"model: expected an nn.Module, got str"), wnfused.frozen("model"):
         pass
+
+
+def test_one_call_norms_all_layers():
+    net = model()
+    layers = [m for m in net.modules() if isinstance(m, WeightNormalised)]
+    kernel = dispatch.backend_module("reference")
+    with wnfused.use_backend("reference"), patch.object(
+        kernel, "weight_norm_many", wraps=kernel.weight_norm_many
+    ) as calls, wnfused.frozen(net):  # fmt: skip
+        assert [len(call.args[0]) for call in calls.call_args_list] == [len(layers)]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_loaded_inside_is_seen(assign):
+    net, other, x = model(), model(), torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        expected = other(x)
+        with wnfused.frozen(net):
+            before = net(x)
+            net.load_state_dict(other.state_dict(), assign=assign)
+            torch.testing.assert_close(net(x), expected)
+            twin = copy.deepcopy(net)
+        assert not torch.allclose(before, expected)
+        torch.testing.assert_close(net(x), expected)
+        twin.load_state_dict(model().state_dict())  # the copy is an ordinary model
+        assert all(m._frozen is None for m in twin.modules() if isinstance(m, WeightNormalised))
+    assert not any(m._load_state_dict_post_hooks for m in net.modules())

@@ -78,10 +78,13 @@ def fold(model: nn.Module) -> nn.Module:
     return replace(model, replaced)
 
 
-def plain_layer(layer: WeightNormalised, *, with_residual: bool = False) -> nn.Module:
-    """The torch layer with the effective weight and the same bias, without activation and hooks."""
+def plain_layer(
+    layer: WeightNormalised, *, with_residual: bool = False, weight: Tensor | None = None
+) -> nn.Module:  # fmt: skip
+    """The torch layer with the effective weight, which a caller may have at hand, and the same bias; no activation."""
     kind = next(k for k, ours in LAYERS.items() if isinstance(layer, ours))
-    weight = layer.weight.detach().as_subclass(Tensor).clone()
+    if weight is None:
+        weight = layer.weight.detach().as_subclass(Tensor).clone()
     learns = layer.weight_v.requires_grad or layer.weight_g.requires_grad
     own = {*OPTIONS, "_frozen", "weight_v", "weight_g", "bias"}
     plain = twin(layer, WITH_RESIDUAL[kind] if with_residual else kind, without=own)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wnfused.fold import plain_layer
+from wnfused.functional import weight_norm_many
 from wnfused.nn import WeightNormalised
 
 
@@ -19,6 +21,11 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     For inference on a model that trains again later; :func:`wnfused.fold` is the way out for good. Where a gradient of
     the parameters is recorded, layers run as always. Nothing else can be trusted to tell that weights stayed the same:
     writes through ``.data`` leave no trace.
+
+    ``load_state_dict`` inside the context brings the layers that it loads up to date. Every other write to a frozen
+    parameter, an optimiser's step say, goes unseen until the context ends.
+
+    The weights of all layers are computed in one call on entry (:func:`wnfused.functional.weight_norm_many`).
 
     Residual stages run as always: they normalise and pack a weight while the convolution before it runs. Packed ahead,
     measured on the three stages of WRN-304, they would be 0 to 5% faster for a second copy of their weights.
@@ -36,20 +43,42 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     layers = [m for m in model.modules() if isinstance(m, WeightNormalised) and m._frozen is None]
-    with torch.no_grad():
-        plain = [_constant(layer) for layer in layers]
+    hooks = []
     try:
-        for layer, once in zip(layers, plain, strict=True):
+        for layer, once in zip(layers, _constants(layers), strict=True):
             object.__setattr__(layer, "_frozen", once)
+            hooks.append(layer.register_load_state_dict_post_hook(_refresh))
         yield model
     finally:
         for layer in layers:
             layer.__dict__.pop("_frozen", None)
+        for hook in hooks:
+            hook.remove()
 
 
-def _constant(layer: WeightNormalised) -> nn.Module:
-    """The layer's plain form with parameters of its own that record no gradient."""
-    plain = plain_layer(layer)
+def _refresh(layer: nn.Module, _: Any) -> None:
+    """After ``load_state_dict``. A copy of a frozen layer has this hook too, but nothing to bring up to date."""
+    assert isinstance(layer, WeightNormalised)
+    if layer._frozen is not None:
+        object.__setattr__(layer, "_frozen", _constants([layer])[0])
+
+
+@torch.no_grad()
+def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
+    """The layers' plain forms with parameters of their own that record no gradient."""
+    groups: dict[tuple[int | None, torch.device], list[int]] = {}
+    for i, layer in enumerate(layers):
+        groups.setdefault((layer.dim, layer.weight_v.device), []).append(i)
+    weights: dict[int, Tensor] = {}
+    for (dim, _), members in groups.items():
+        chosen = [layers[i] for i in members]
+        found = weight_norm_many([m.weight_v for m in chosen], [m.weight_g for m in chosen], dim)
+        weights.update(zip(members, found, strict=True))
+    return [_constant(layer, weights[i]) for i, layer in enumerate(layers)]
+
+
+def _constant(layer: WeightNormalised, weight: Tensor) -> nn.Module:
+    plain = plain_layer(layer, weight=weight)
     bias = layer._parameters["bias"]
     plain._parameters = {
         "weight": plain._parameters["weight"],
