@@ -5,25 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 from gate import cuda_kernels, tools, triton_kernels
+from gate.jobs import Job, verdicts
 from gate.rows import ARCHITECTURES, Verdict
 
 GREEN, RED, TOOL_MISSING = 0, 1, 77
 
-ROUTES = {
+
+ROUTES: dict[str, tuple[Callable[[list[int]], Iterator[Job]], tuple[str, ...]]] = {
     "triton": (triton_kernels.jobs, ("cuobjdump", "nvdisasm", "c++filt")),
     "cuda": (cuda_kernels.jobs, ("nvcc", "cuobjdump", "nvdisasm", "c++filt")),
 }
 """The two kinds of source: how their jobs are listed, and the tools without which they cannot run."""
-
-
-class Job(Protocol):
-    def run(self) -> list[Verdict]: ...
 
 
 def missing(route: str) -> str | None:
@@ -34,20 +29,6 @@ def missing(route: str) -> str | None:
     except tools.ToolMissingError as error:
         return str(error)
     return triton_kernels.missing() if route == "triton" else None
-
-
-def _run(job: Job) -> list[Verdict]:
-    return job.run()
-
-
-def verdicts(jobs: Sequence[Job], processes: int) -> list[Verdict]:
-    """Runs the jobs side by side, in their order."""
-    if processes == 1 or len(jobs) < 2:
-        found = map(_run, jobs)
-        return [verdict for some in found for verdict in some]
-    # Spawned, not forked: compilers keep threads and locks.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return [verdict for some in pool.map(_run, jobs) for verdict in some]
 
 
 HEADINGS = ("kernel", "configuration", "arch", "registers", "spills", "shared", "matrix instruction", "")

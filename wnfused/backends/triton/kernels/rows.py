@@ -1,0 +1,140 @@
+"""Row norms, the effective weight, and their backward.
+
+A row of ``v`` seen along ``dim`` is ``outer`` runs of ``inner`` neighbours; rows of one run (``dim = 0``, contiguous or
+channels_last) need no division to find an entry. A program takes ROWS rows and walks them ENTRIES at a time:
+
+    v  [outer, rows, inner]        element e of row r at (e // inner) * rows * inner + r * inner + e % inner
+
+Floor: ``v`` is read once from memory (the second walk finds a row in cache), ``w`` written once.
+"""
+
+import triton
+import triton.language as tl
+
+from wnfused.backends.triton.kernels.common import inverse, row_scale
+
+
+@triton.jit
+def _offsets(row, entry, rows, length, inner, ONE_RUN: tl.constexpr):
+    if ONE_RUN:
+        return row.to(tl.int64)[:, None] * length + entry[None, :]
+    run = (entry // inner).to(tl.int64) * rows * inner + entry % inner
+    return row.to(tl.int64)[:, None] * inner + run[None, :]
+
+
+@triton.jit
+def _row_norm(V, row, rows, length, inner, ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
+    squares = tl.zeros((ROWS, ENTRIES), tl.float32)
+    for start in range(0, length, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        inside = (row[:, None] < rows) & (entry[None, :] < length)
+        v = tl.load(V + _offsets(row, entry, rows, length, inner, ONE_RUN), mask=inside, other=0.0).to(tl.float32)
+        squares += v * v
+    return tl.sqrt_rn(tl.sum(squares, 1))
+
+
+@triton.jit
+def weight_norm(
+    V, G, W, NORM, rows, length, inner,
+    ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """``norm``, and ``w = s v`` unless W is None."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    norm = _row_norm(V, row, rows, length, inner, ONE_RUN, ROWS, ENTRIES)
+    tl.store(NORM + row, norm, mask=row < rows)
+    if W is not None:
+        scale = row_scale(tl.load(G + row, mask=row < rows, other=0.0), norm)
+        for start in range(0, length, ENTRIES):
+            entry = start + tl.arange(0, ENTRIES)
+            inside = (row[:, None] < rows) & (entry[None, :] < length)
+            at = _offsets(row, entry, rows, length, inner, ONE_RUN)
+            v = tl.load(V + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(W + at, (v * scale[:, None]).to(W.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weight_norm_backward(
+    DW, V, G, NORM, DV, DG, rows, length, inner,
+    ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """``dg = <dw, v> / ||v||`` and ``dv = s (dw - v dg / ||v||)``; ``dw`` lies as ``v`` does."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    norm = tl.load(NORM + row, mask=row < rows, other=0.0)
+    reciprocal = inverse(norm)[:, None]
+    products = tl.zeros((ROWS, ENTRIES), tl.float32)
+    for start in range(0, length, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        inside = (row[:, None] < rows) & (entry[None, :] < length)
+        at = _offsets(row, entry, rows, length, inner, ONE_RUN)
+        unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal
+        products += tl.load(DW + at, mask=inside, other=0.0).to(tl.float32) * unit
+    dgain = tl.sum(products, 1)
+    tl.store(DG + row, dgain.to(DG.dtype.element_ty), mask=row < rows)
+    scale = row_scale(tl.load(G + row, mask=row < rows, other=0.0), norm)[:, None]
+    for start in range(0, length, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        inside = (row[:, None] < rows) & (entry[None, :] < length)
+        at = _offsets(row, entry, rows, length, inner, ONE_RUN)
+        unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal
+        dw = tl.load(DW + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(DV + at, (scale * (dw - unit * dgain[:, None])).to(DV.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def many_row_norms(TABLE, OWNER, NORM, VALUE: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
+    """The row norms of many tensors in one launch.
+
+    TABLE ``[tensors, 5]``, int64: address, rows, length of a row, the first program, the first place in NORM. OWNER
+    ``[programs]``: the tensor that a program works on. Rows lie each in one run; VALUE is their dtype.
+    """
+    program = tl.program_id(0)
+    entry = TABLE + tl.load(OWNER + program) * 5
+    V = tl.load(entry).to(tl.pointer_type(VALUE))
+    rows, length = tl.load(entry + 1), tl.load(entry + 2)
+    row = (program - tl.load(entry + 3)) * ROWS + tl.arange(0, ROWS)
+    norm = _row_norm(V, row, rows, length, length, True, ROWS, ENTRIES)
+    tl.store(NORM + tl.load(entry + 4) + row, norm, mask=row < rows)
+
+
+@triton.jit
+def weight_gradient_sum(
+    PARTS, DOTS, BIASES, V, G, NORM, DV, DG, DB, rows, length, parts, dots,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of a split weight gradient, always in the same order, and takes it through the weight norm.
+
+    PARTS ``[parts, rows, length]`` sums to ``dw`` and lies as ``v`` does; DOTS ``[dots, rows]`` to ``<dw, v>``; BIASES
+    ``[parts, rows]`` to ``db``, or None.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    dot = _column_sum(DOTS, row, rows, dots, ROWS, DEPTH)
+    norm = tl.load(NORM + row, mask=row < rows, other=0.0)
+    reciprocal = inverse(norm)
+    dgain = dot * reciprocal
+    at = row.to(tl.int64)[:, None] * length + entry[None, :]
+    inside = (row[:, None] < rows) & (entry[None, :] < length)
+    dw = tl.zeros((ROWS, ENTRIES), tl.float32)
+    part_at = at
+    for _ in range(parts):
+        dw += tl.load(PARTS + part_at, mask=inside, other=0.0)
+        part_at += rows * length
+    unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal[:, None]
+    scale = row_scale(tl.load(G + row, mask=row < rows, other=0.0), norm)[:, None]
+    tl.store(DV + at, (scale * (dw - unit * dgain[:, None])).to(DV.dtype.element_ty), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(DG + row, dgain.to(DG.dtype.element_ty), mask=row < rows)
+        if BIASES is not None:
+            db = _column_sum(BIASES, row, rows, parts, ROWS, DEPTH)
+            tl.store(DB + row, db.to(DB.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def _column_sum(T, row, rows, depth, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """The sums over the first dim of ``T [depth, rows]`` for some of its columns."""
+    sums = tl.zeros((DEPTH, ROWS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        level = start + tl.arange(0, DEPTH)
+        inside = (level[:, None] < depth) & (row[None, :] < rows)
+        sums += tl.load(T + level[:, None] * rows + row[None, :], mask=inside, other=0.0)
+    return tl.sum(sums, 0)

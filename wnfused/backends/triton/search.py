@@ -1,0 +1,59 @@
+"""The opt-in search: ``WNFUSED_TRITON_SEARCH=file.json`` times every configuration of the table once a shape.
+
+What was found is saved in the file and read from it ever after, so that runs with the same file give the same bits;
+without the variable nothing is timed. Delete the file to search again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def path() -> Path | None:
+    """The file, or None where no search is asked for."""
+    named = os.environ.get("WNFUSED_TRITON_SEARCH")
+    return Path(named) if named else None
+
+
+@functools.cache
+def _found() -> dict[str, str]:
+    file = path()
+    if file is None or not file.exists():
+        return {}
+    found: dict[str, str] = json.loads(file.read_text())
+    return found
+
+
+def best(name: str, device: torch.device, candidates: Sequence[Any], launch: Callable[[Any], Any]) -> Any:
+    """The fastest of some configurations for one kernel and size on one kind of device."""
+    key = f"{torch.cuda.get_device_name(device)}: {name}"
+    by_name = {str(candidate): candidate for candidate in candidates}
+    if _found().get(key) not in by_name:  # never searched, or searched among other configurations
+        times = {text: _milliseconds(launch, candidate) for text, candidate in by_name.items()}
+        _save(key, min(times, key=times.__getitem__))
+    return by_name[_found()[key]]
+
+
+def _milliseconds(launch: Callable[[Any], Any], candidate: Any) -> float:
+    from triton.testing import do_bench
+
+    median: float = do_bench(lambda: launch(candidate), return_mode="median")
+    return median
+
+
+def _save(key: str, choice: str) -> None:
+    _found()[key] = choice
+    file = path()
+    assert file is not None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(_found(), indent=1, sort_keys=True))
+    draft.replace(file)

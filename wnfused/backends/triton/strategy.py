@@ -1,0 +1,118 @@
+"""Which way a layer takes on the GPU: the fused kernels of this backend, or a scaled weight and the vendor's product.
+
+One table for each kind of layer, read from the top: the first row that applies decides, and each row says why. The
+reasons are counts of bytes and launches, not timings: no row here has been measured on a GPU (the speeds are modelled).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Way = Literal["fused", "vendor"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the choice may look at.
+
+    Args:
+        samples: rows of a linear layer's input, pixels of a convolution's output.
+        rows: filters or output features.
+        channels: input channels or features.
+        spatial: spatial dims; 0 for a linear layer.
+    """
+
+    samples: int
+    rows: int
+    channels: int
+    dtype: torch.dtype
+    dim: int | None = 0
+    spatial: int = 0
+    groups: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    applies: Callable[[Layer], bool]
+    way: Way
+    reason: str
+
+
+_ALONG_ANOTHER_DIM = Row(
+    lambda layer: layer.dim != 0,
+    "vendor",
+    "a norm that is not one number a row of the product cannot ride in it: scale the weight first",
+)
+
+LINEAR = (
+    _ALONG_ANOTHER_DIM,
+    Row(
+        lambda layer: layer.samples <= 512,
+        "fused",
+        "the weight's bytes are the time: the fused kernel reads v once, with the norm beside the product; scaling "
+        "first reads it twice and writes it once, in one launch more",
+    ),
+    Row(
+        lambda layer: True,
+        "vendor",
+        "the product is the time and cuBLASLt the faster product: scaling v once costs 1/M of it, and bias and ReLU "
+        "ride in cuBLASLt's epilogue",
+    ),
+)
+
+CONV = (
+    _ALONG_ANOTHER_DIM,
+    Row(
+        lambda layer: layer.transposed or layer.groups > 1 or layer.spatial == 3,
+        "vendor",
+        "the implicit product here has no groups, no third dim, and normalises filters, not input channels",
+    ),
+    Row(
+        lambda layer: layer.rows < 64 or layer.channels < 64 or layer.rows % 8 != 0 or layer.channels % 8 != 0,
+        "fused",
+        "thin or odd: the map's bytes are the time, so the epilogue must not be a pass of its own, and cuDNN pads "
+        "channels that are no multiple of 8",
+    ),
+    Row(
+        lambda layer: True,
+        "vendor",
+        "wide: cuDNN's product is the time, the weight a fraction of the map, and bias, residual and ReLU ride in "
+        "its epilogue",
+    ),
+)
+
+_forced: Way | None = None
+
+
+@contextlib.contextmanager
+def forced(way: Way | None) -> Iterator[None]:
+    """Within this context every layer that can goes one way: for tests and benchmarks of a single row."""
+    global _forced
+    before, _forced = _forced, way
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def row(layer: Layer) -> Row:
+    """The row that decides."""
+    return next(row for row in (CONV if layer.spatial else LINEAR) if row.applies(layer))
+
+
+def way(layer: Layer) -> Way:
+    chosen = row(layer).way
+    if _forced is None or not can_be_fused(layer):
+        return chosen
+    return _forced
+
+
+def can_be_fused(layer: Layer) -> bool:
+    """Whether the fused kernels take it at all."""
+    return layer.dim == 0 and not layer.transposed and layer.groups == 1 and layer.spatial < 3

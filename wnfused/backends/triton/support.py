@@ -1,0 +1,128 @@
+"""Where the kernels run: what is missing, what they refuse, and one way to launch them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_TRITON = (3, 6)
+LEAST_CAPABILITY = (8, 0)
+MOST_ELEMENTS = 2**31 - 1
+
+STUDIED_DEVICE = "meta"
+"""Tensors of this device pass through the host code while :func:`recorded` listens: the offline gate's."""
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why no kernel runs here at all."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "the package triton is not installed"
+    if tuple(int(part) for part in version.split(".")[:2]) < LEAST_TRITON:
+        return f"it needs triton 3.6 or newer, and {version} is installed"
+    if not interpreted() and not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return None
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether TRITON_INTERPRET=1 had triton run its kernels in Python, where they take CPU tensors too."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def refusal(arguments: Sequence[Any]) -> str | None:
+    """Why no kernel takes these arguments."""
+    device = None
+    for argument in arguments:
+        if not isinstance(argument, Tensor):
+            continue
+        if argument.device.type not in (("cuda", "cpu") if interpreted() else ("cuda",)):
+            return f"it has no kernel for device {argument.device.type!r}"
+        if device is not None and argument.device != device:
+            return f"its tensors lie on {device} and {argument.device}"
+        device = argument.device
+        if argument.dtype not in DTYPES:
+            return f"it has no kernel for {argument.dtype}"
+    return None if device is None else _too_old(device)
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
+        return None
+    found = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    return f"it needs compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has {found}"
+
+
+def too_large(*tensors: Tensor) -> str | None:
+    """Kernels count rows, pixels and the entries of a weight in 32 bits."""
+    most = max(t.numel() for t in tensors)
+    return f"a tensor of {most} elements; its kernels take up to {MOST_ELEMENTS}" if most > MOST_ELEMENTS else None
+
+
+_recorder: Callable[..., None] | None = None
+
+
+@contextlib.contextmanager
+def recorded(recorder: Callable[..., None]) -> Iterator[None]:
+    """Within this context ``recorder(kernel, grid, arguments, constants)`` is called in place of every launch."""
+    global _recorder
+    before, _recorder = _recorder, recorder
+    try:
+        yield
+    finally:
+        _recorder = before
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constants: Any) -> None:
+    """Launches on the device of the first argument and its current stream; nothing waits for it."""
+    if _recorder is not None:
+        _recorder(kernel, grid, arguments, constants)
+        return
+    if 0 in grid:
+        return
+    device = arguments[0].device
+    # Triton launches on the current device, which need not be the tensors'.
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+        kernel[grid](*arguments, **constants)
+
+
+def blocks(length: int, step: int) -> int:
+    return -(-length // step)
+
+
+def precision(dtype: torch.dtype, operation: str) -> str:
+    """``"half"``, ``"tf32"`` or ``"ieee"``: how torch itself would multiply.
+
+    Args:
+        operation: ``"matmul"`` follows ``torch.backends.cuda.matmul``, ``"conv"`` ``torch.backends.cudnn``.
+    """
+    if dtype != torch.float32:
+        return "half"
+    flags: tuple[Any, ...]
+    if operation == "matmul":
+        flags = (torch.backends.cuda.matmul, torch.backends)
+    else:
+        flags = (torch.backends.cudnn.conv, torch.backends.cudnn, torch.backends)  # type: ignore[attr-defined]
+    for flag in flags:  # "none" leaves the choice to the next wider flag
+        if flag.fp32_precision != "none":
+            return "tf32" if flag.fp32_precision == "tf32" else "ieee"
+    return "ieee"
+
+
+def input_precision(element: str) -> str:
+    """What ``tl.dot`` is told; half precision has one way only."""
+    return "tf32" if element == "tf32" else "ieee"

@@ -1,0 +1,135 @@
+"""The layer on the vendor's product: the weight is scaled once, the rest is cuBLASLt's or cuDNN's with their epilogues.
+
+Where a product is large enough to run at the vendor's rate, the pass over ``v`` that scales it is small beside it, and
+nothing of ours can gain what the vendor's kernels have over ours. It takes everything that torch's own layers take:
+groups, three spatial dims, transposed convolutions, norms along any dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from wnfused import reference
+from wnfused.backends.triton.rows import effective_weight, weight_norm_backward
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def masked(dy: Tensor, y: Tensor, activation: str, slope: float) -> Tensor:
+    """The gradient before the activation, in one pass."""
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(dy, y, 0)
+    return reference.activate_backward(dy, y, activation, slope)
+
+
+def bias_gradient(dz: Tensor, v: Tensor) -> Tensor:
+    """``dz [..., F]``, or ``[N, F, *spatial]`` for a weight of more than two dims."""
+    spans = list(range(dz.dim() - 1)) if v.dim() == 2 else [0, *range(2, dz.dim())]
+    return dz.sum(spans, dtype=torch.float32).to(v.dtype)
+
+
+def _finish(y: Tensor, residual: Tensor | None, activation: str, slope: float) -> Tensor:
+    if residual is not None:
+        y += residual
+    if activation == "relu":
+        return y.relu_()
+    return torch.nn.functional.leaky_relu_(y, slope) if activation == "leaky_relu" else y
+
+
+def linear(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, dim: int | None, activation: str,
+    slope: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    w, norm = effective_weight(v, g, dim, x.dtype)
+    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty([x.shape[:-1].numel(), x.shape[-1]])
+    if bias is None:
+        y = flat @ w.T
+    elif activation == "relu" and residual is None:  # bias and ReLU in cuBLASLt's epilogue
+        y = torch._addmm_activation(bias.to(x.dtype), flat, w.T)
+        return y.reshape([*x.shape[:-1], w.shape[0]]), norm
+    else:
+        y = torch.addmm(bias.to(x.dtype), flat, w.T)
+    return _finish(y.reshape([*x.shape[:-1], w.shape[0]]), residual, activation, slope), norm
+
+
+def linear_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: Sequence[bool], dim: int | None,
+    activation: str, slope: float,
+) -> Gradients:  # fmt: skip
+    dz = masked(dy, y, activation, slope)
+    flat = dz.reshape(dz.shape[:-1].numel(), dz.shape[-1])
+    dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
+    if needs[0]:
+        dx = (flat @ effective_weight(v, g, dim, x.dtype)[0]).reshape(x.shape)
+    if needs[1]:
+        dw = flat.T @ x.reshape(flat.shape[0], x.shape[-1])
+        dv, dg = weight_norm_backward(dw, v, g, norm, dim)
+    if needs[2]:
+        db = bias_gradient(flat, v)
+    return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
+
+
+Geometry = tuple[list[int], list[int], list[int], bool, list[int], int]
+"""``stride, padding, dilation, transposed, output_padding, groups``."""
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """cuDNN's deterministic algorithms: some of its backward kernels add with atomics otherwise."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
+def _has_fused_epilogue(x: Tensor, v: Tensor, geometry: Geometry, activation: str) -> bool:
+    """Whether cuDNN's own convolution + bias (+ residual) + ReLU takes it."""
+    transposed, groups = geometry[3], geometry[5]
+    plain = v.dim() == 4 and not transposed and groups == 1 and x.numel() > 0
+    # Its fused engines want channels in multiples of 8.
+    aligned = v.shape[0] % 8 == 0 and v.shape[1] % 8 == 0
+    return activation == "relu" and x.is_cuda and torch.backends.cudnn.enabled and plain and aligned
+
+
+def conv(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry,
+    dim: int | None, activation: str, slope: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    w, norm = effective_weight(v, g, dim, x.dtype)
+    b = None if bias is None else bias.to(x.dtype)
+    stride, padding, dilation, _, _, groups = geometry
+    with _deterministic():
+        if _has_fused_epilogue(x, v, geometry, activation):
+            if residual is None:
+                return torch.cudnn_convolution_relu(x, w, b, stride, padding, dilation, groups), norm
+            y = torch.cudnn_convolution_add_relu(x, w, residual, 1.0, b, stride, padding, dilation, groups)
+            return y, norm
+        y = torch.convolution(x, w, b, *geometry)
+    return _finish(y, residual, activation, slope), norm
+
+
+def conv_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: Sequence[bool], geometry: Geometry,
+    dim: int | None, activation: str, slope: float,
+) -> Gradients:  # fmt: skip
+    dz = masked(dy, y, activation, slope)
+    dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
+    if needs[0] or needs[1]:
+        w, _ = effective_weight(v, g, dim, x.dtype)
+        with _deterministic():
+            gradients = torch.ops.aten.convolution_backward(
+                dz, x, w, None, *geometry, [needs[0], needs[1], False]
+            )  # fmt: skip
+        if needs[0]:
+            dx = gradients[0]
+        if needs[1]:
+            dv, dg = weight_norm_backward(gradients[1], v, g, norm, dim)
+    if needs[2]:
+        db = bias_gradient(dz, v)
+    return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
