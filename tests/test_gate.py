@@ -10,7 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the gate is part of the checkout, not of the package
 
 from gate import __main__ as command
-from gate import cuda_kernels, rows, tools
+from gate import cuda_kernels, rows, tools, triton_kernels
+from gate.rows import ARCHITECTURES
 
 SOURCE = """
 #include <mma.h>
@@ -108,3 +109,43 @@ def test_a_missing_tool_is_named_and_has_its_own_exit_code(monkeypatch, capsys, 
     monkeypatch.setattr(tools, "tool", tool)
     assert command.main(["--only", "cuda"]) == command.TOOL_MISSING
     assert f"NOT CHECKED: the cuda kernels: {absent} is not on this machine" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- Triton's kernels
+
+
+def test_every_triton_kernel_and_configuration_has_a_row():
+    pytest.importorskip("triton")
+    from triton.runtime.jit import JITFunction
+
+    from wnfused.backends.triton.configurations import TILES
+    from wnfused.backends.triton.kernels import conv, linear, rows
+
+    launched = {name.split(" ")[0] for name in triton_kernels.EXAMPLES}
+    for module in (linear, conv, rows):
+        family = module.__name__.rpartition(".")[2]
+        for name, kernel in vars(module).items():
+            if isinstance(kernel, JITFunction) and kernel.__module__ == module.__name__ and not name.startswith("_"):
+                assert f"{family}.{name}" in launched
+    jobs = list(triton_kernels.jobs(list(ARCHITECTURES)))
+    assert len(jobs) == len(set(jobs))
+    for kernel, element in TILES:
+        for tile in range(len(TILES[kernel, element])):
+            for capability in ARCHITECTURES:
+                assert triton_kernels.Job(kernel, element, tile, capability) in jobs
+
+
+def test_a_triton_kernel_that_spills_is_red(monkeypatch, tmp_path):
+    """A tile far too large for its warps, and shared memory over the smallest architecture's limit."""
+    reason = command.missing("triton")
+    if reason is not None:
+        pytest.skip(reason)
+    from wnfused.backends.triton import configurations
+    from wnfused.backends.triton.configurations import Tile
+
+    monkeypatch.setattr(triton_kernels.cache, "FOLDER", tmp_path)
+    monkeypatch.setattr(configurations, "tiles", lambda *_: [Tile(64, 64, 64, 1, 6)])
+    (verdict,) = triton_kernels.Job("linear.forward", "half", 0, 89).run()
+    assert verdict.entry.instructions["HMMA"] > 0
+    assert any("spilled registers" in fault for fault in verdict.faults)
+    assert any("over the limit of 101376" in fault for fault in verdict.faults)

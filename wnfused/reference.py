@@ -171,12 +171,12 @@ def linear_backward(
     read only for its signs, and not at all without an activation, where ``dz`` is ``dy`` itself.
     """
     dz = activate_backward(dy, y, activation, negative_slope)
-    rows = dz.reshape(-1, dz.shape[-1])
+    rows = dz.reshape(dz.shape[:-1].numel(), dz.shape[-1])  # -1 would be ambiguous where a dim is 0
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
     if needs[0]:
         dx = dz @ _effective_weight(v, g, dim, x.dtype)[0]
     if needs[1]:
-        dv, dg = weight_norm_backward(rows.T @ x.reshape(-1, x.shape[-1]), v, g, norm, dim)
+        dv, dg = weight_norm_backward(rows.T @ x.reshape(rows.shape[0], x.shape[-1]), v, g, norm, dim)
     if needs[2]:
         db = rows.sum(0, dtype=wide(dy.dtype)).to(v.dtype)
     return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)

@@ -41,7 +41,7 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
     """Why it cannot run an op on these arguments, or None."""
     if op not in _OPS:
         return f"it has no kernel for {op}"
-    return unavailable() or support.refusal(arguments)
+    return unavailable() or support.refusal(arguments) or support.too_large(op, arguments)
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:

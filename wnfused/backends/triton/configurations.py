@@ -73,16 +73,16 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
     ("linear.forward", HALF): (
         (_few, Tile(16, 32, 128, 4, 4)),
         (_some, Tile(64, 32, 64, 4, 4)),
-        (_any, Tile(128, 64, 64, 4, 3)),
+        (_any, Tile(128, 64, 64, 8, 3)),
     ),
     ("linear.forward", TF32): (
         (_few, Tile(16, 32, 64, 4, 4)),
         (_some, Tile(64, 32, 32, 4, 4)),
-        (_any, Tile(128, 64, 32, 4, 3)),
+        (_any, Tile(128, 64, 32, 8, 3)),
     ),
-    ("linear.forward", IEEE): ((_few, Tile(16, 32, 32, 4, 2)), (_any, Tile(32, 64, 16, 4, 2))),
+    ("linear.forward", IEEE): ((_few, Tile(16, 32, 32, 4, 2)), (_any, Tile(64, 64, 16, 8, 2))),
     # dx [m, n]
-    ("linear.input_gradient", HALF): ((_few, Tile(16, 64, 64, 4, 3)), (_any, Tile(64, 64, 64, 4, 3))),
+    ("linear.input_gradient", HALF): ((_few, Tile(16, 32, 64, 4, 3)), (_any, Tile(64, 64, 64, 4, 3))),
     ("linear.input_gradient", TF32): ((_few, Tile(16, 64, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("linear.input_gradient", IEEE): ((_few, Tile(16, 32, 32, 4, 2)), (_any, Tile(32, 64, 16, 4, 2))),
     # dw: m is the length of the sum, the tile of the output n x k.
@@ -93,13 +93,13 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
     ("linear.weight_gradient_recomputed", TF32): ((_any, Tile(16, 16, 128, 4, 3)),),
     ("linear.weight_gradient_recomputed", IEEE): ((_any, Tile(16, 16, 64, 4, 2)),),
     # Pixels are many, filters few: tall tiles, and no wider than the filters.
-    ("conv.forward", HALF): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(128, 64, 32, 4, 3))),
+    ("conv.forward", HALF): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("conv.forward", TF32): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
-    ("conv.forward", IEEE): ((_thin, Tile(64, 32, 16, 4, 2)), (_any, Tile(32, 64, 16, 4, 2))),
+    ("conv.forward", IEEE): ((_any, Tile(64, 32, 16, 4, 2)),),
     ("conv.input_gradient", HALF): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("conv.input_gradient", TF32): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
-    ("conv.input_gradient", IEEE): ((_thin, Tile(64, 32, 16, 4, 2)), (_any, Tile(32, 64, 16, 4, 2))),
-    ("conv.weight_gradient", HALF): ((_thin, Tile(64, 32, 64, 4, 3)), (_any, Tile(64, 64, 64, 4, 3))),
+    ("conv.input_gradient", IEEE): ((_any, Tile(64, 32, 16, 4, 2)),),
+    ("conv.weight_gradient", HALF): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("conv.weight_gradient", TF32): ((_thin, Tile(32, 32, 64, 4, 3)), (_any, Tile(32, 64, 64, 4, 3))),
     ("conv.weight_gradient", IEEE): ((_any, Tile(16, 32, 64, 4, 2)),),
 }
@@ -108,10 +108,9 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
 ROWS_TILE = (4, 512)
 """Rows, and entries at a time, of a program that walks whole rows."""
 
-SUM_TILE = (8, 128, 16)
+SUM_TILE = (4, 128, 8)
 """Rows and entries of a program that adds up a split gradient, and how many small partial sums it takes at a time."""
 
-_TINY = Tile(16, 16, 16, 1, 1)
 _forced: Tile | None = None
 
 

@@ -179,9 +179,10 @@ def forward(
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     if y.numel() == 0:
         return y, rows.row_norm(v)
+    b = None if bias is None else rows.flat(bias)
     r = None if residual is None else nhwc(residual)
     fused = norm if known is None else None
-    convolve(nhwc(x), weight, fused, rows.flat(g), bias, r, y, geometry, activation, slope)
+    convolve(nhwc(x), weight, fused, rows.flat(g), b, r, y, geometry, activation, slope)
     return y, norm
 
 

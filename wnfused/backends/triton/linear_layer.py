@@ -42,6 +42,7 @@ def forward(
         return y, rows.row_norm(v)
     weight, known = direction(x, v, g)
     norm = v.new_empty([N], dtype=torch.float32) if known is None else known
+    b = None if bias is None else rows.flat(bias)
     r = None if residual is None else residual.contiguous()
     element = precision(x.dtype, "matmul")
 
@@ -49,7 +50,7 @@ def forward(
         launch(
             kernels.forward,
             (blocks(M, tile.m) * blocks(N, tile.n),),
-            (flat, weight, rows.flat(g), bias, r, y, norm, M, N, K, *flat.stride(), *weight.stride(), slope),
+            (flat, weight, rows.flat(g), b, r, y, norm, M, N, K, *flat.stride(), *weight.stride(), slope),
             FUSED_NORM=known is None,
             ACTIVATION=reference.ACTIVATIONS.index(activation),
             PRECISION=input_precision(element),

@@ -50,7 +50,14 @@ _ALONG_ANOTHER_DIM = Row(
     "a norm that is not one number a row of the product cannot ride in it: scale the weight first",
 )
 
+_EMPTY = Row(
+    lambda layer: layer.rows == 0 or layer.channels == 0,
+    "vendor",
+    "a product of nothing has nothing to ride in",
+)
+
 LINEAR = (
+    _EMPTY,
     _ALONG_ANOTHER_DIM,
     Row(
         lambda layer: layer.samples <= 512,
@@ -67,6 +74,7 @@ LINEAR = (
 )
 
 CONV = (
+    _EMPTY,
     _ALONG_ANOTHER_DIM,
     Row(
         lambda layer: layer.transposed or layer.groups > 1 or layer.spatial == 3,
@@ -115,4 +123,5 @@ def way(layer: Layer) -> Way:
 
 def can_be_fused(layer: Layer) -> bool:
     """Whether the fused kernels take it at all."""
-    return layer.dim == 0 and not layer.transposed and layer.groups == 1 and layer.spatial < 3
+    whole = layer.rows > 0 and layer.channels > 0
+    return whole and layer.dim == 0 and not layer.transposed and layer.groups == 1 and layer.spatial < 3

@@ -14,10 +14,7 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_TRITON = (3, 6)
 LEAST_CAPABILITY = (8, 0)
-MOST_ELEMENTS = 2**31 - 1
-
-STUDIED_DEVICE = "meta"
-"""Tensors of this device pass through the host code while :func:`recorded` listens: the offline gate's."""
+MOST = 2**31 - 2**16  # the last tile may begin below this and end above it
 
 
 @functools.cache
@@ -66,10 +63,19 @@ def _too_old(device: torch.device) -> str | None:
     return f"it needs compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has {found}"
 
 
-def too_large(*tensors: Tensor) -> str | None:
-    """Kernels count rows, pixels and the entries of a weight in 32 bits."""
-    most = max(t.numel() for t in tensors)
-    return f"a tensor of {most} elements; its kernels take up to {MOST_ELEMENTS}" if most > MOST_ELEMENTS else None
+def too_large(op: str, arguments: Sequence[Any]) -> str | None:
+    """Why a layer is too large: kernels count rows of the input, pixels and the entries of a weight in 32 bits."""
+    if op in ("linear", "conv"):
+        x, v = arguments[:2]
+    elif op in ("linear_backward", "conv_backward"):
+        x, v = arguments[2:4]
+    else:
+        return None
+    rows, name = (x.shape[:-1].numel(), "rows") if v.dim() == 2 else (x.numel() // max(x.shape[1], 1), "pixels")
+    for count, what in ((rows, f"{name} of x"), (v.numel(), "elements of v")):
+        if count > MOST:
+            return f"its kernels take up to {MOST}, and there are {count} {what}"
+    return None
 
 
 _recorder: Callable[..., None] | None = None
@@ -77,7 +83,10 @@ _recorder: Callable[..., None] | None = None
 
 @contextlib.contextmanager
 def recorded(recorder: Callable[..., None]) -> Iterator[None]:
-    """Within this context ``recorder(kernel, grid, arguments, constants)`` is called in place of every launch."""
+    """Within this context ``recorder(kernel, grid, arguments, constants)`` is called in place of every launch.
+
+    Nothing else looks at memory, so the host's code runs on tensors of the device "meta": the offline gate's way.
+    """
     global _recorder
     before, _recorder = _recorder, recorder
     try:

@@ -1,0 +1,205 @@
+"""The Triton backend as a machine without a GPU sees it: its kernels in the interpreter, its choices, its refusals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import wnfused
+from wnfused import dispatch
+from wnfused.backends.triton import configurations, search, strategy, support
+from wnfused.backends.triton.configurations import Tile
+from wnfused.backends.triton.strategy import Layer
+
+INTERPRETED = sorted((Path(__file__).parent / "interpreter").glob("test_*.py"))
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize("path", INTERPRETED, ids=lambda path: path.stem)
+def test_in_the_interpreter(path):
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path)],
+        capture_output=True, text=True, cwd=Path(__file__).parents[1],
+        # One thread: the interpreter's time is Python's, and the problems are tiny.
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@no_gpu
+def test_without_a_gpu_it_says_so():
+    pytest.importorskip("triton")
+    assert wnfused.backend_status()["triton"] == "there is no CUDA device"
+    message = "weight_norm cannot run on backend 'triton': there is no CUDA device"
+    with wnfused.use_backend("triton"), pytest.raises(wnfused.BackendUnavailableError, match=message):
+        wnfused.functional.weight_norm(torch.randn(2, 3), torch.ones(2))
+
+
+@no_gpu
+def test_an_automatic_choice_on_a_gpu_falls_back_with_one_warning(forget_warnings):
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        arguments = (torch.empty(2, 3, device="cuda"), torch.empty(2, device="cuda"), 0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        chosen = [dispatch.select("weight_norm", arguments) for _ in range(2)]
+    assert chosen == [wnfused.reference.weight_norm] * 2
+    told = [str(warning.message) for warning in told if "'triton'" in str(warning.message)]
+    assert told == ["weight_norm passes over backend 'triton': there is no CUDA device"]
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [(None, "the package triton is not installed"), ("3.5.1", "it needs triton 3.6 or newer, and 3.5.1 is installed")],
+)
+def test_a_missing_or_old_triton_is_named(monkeypatch, version, reason):
+    def found(name):
+        if version is None:
+            raise support.importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(support.importlib.metadata, "version", found)
+    assert support.unavailable.__wrapped__() == reason
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two fake GPUs, the second too old."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(support, "interpreted", lambda: False)
+    support._too_old.cache_clear()
+    yield lambda index, dtype=torch.float32: _fake(torch.device("cuda", index), dtype)
+    support._too_old.cache_clear()
+
+
+def _fake(device, dtype):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return torch._subclasses.FakeTensor(mode, torch.empty(2, 3, dtype=dtype, device="meta"), device)
+
+
+def test_refusals_of_devices_and_types(gpus):
+    one = gpus(0)
+    assert support.refusal([one, gpus(0), None, 0]) is None
+    assert support.refusal([one, torch.ones(2)]) == "it has no kernel for device 'cpu'"
+    assert support.refusal([one, gpus(1)]) == "its tensors lie on cuda:0 and cuda:1"
+    assert support.refusal([gpus(0, torch.float64)]) == "it has no kernel for torch.float64"
+    assert support.refusal([gpus(1)]) == "it needs compute capability 8.0 or newer, and GPU 1 has 7.5"
+
+
+def test_refusals_of_sizes():
+    with torch.device("meta"):
+        big, weight = torch.empty(2**31, 1), torch.empty(2**16, 2**16)
+    assert "2147483648 rows of x" in support.too_large("linear", (big, torch.empty(1, 1), torch.empty(1)))
+    assert "4294967296 elements of v" in support.too_large("linear", (torch.empty(1, 2**16), weight, torch.empty(1)))
+    assert support.too_large("linear", (torch.empty(5, 3), torch.empty(4, 3), torch.empty(4))) is None
+    assert support.too_large("weight_norm", (torch.empty(4, 3), torch.empty(4))) is None
+
+
+# ---------------------------------------------------------------------------------------------------- strategy
+
+
+@pytest.mark.parametrize(
+    ("layer", "way"),
+    [
+        (Layer(1, 1024, 1024, torch.bfloat16), "fused"),
+        (Layer(512, 4096, 4096, torch.float32), "fused"),
+        (Layer(513, 4096, 4096, torch.float32), "vendor"),
+        (Layer(8, 64, 64, torch.float32, dim=1), "vendor"),
+        (Layer(8, 64, 64, torch.float32, dim=None), "vendor"),
+        (Layer(131072, 32, 32, torch.bfloat16, spatial=2), "fused"),
+        (Layer(131072, 64, 3, torch.bfloat16, spatial=2), "fused"),
+        (Layer(131072, 100, 100, torch.bfloat16, spatial=2), "fused"),
+        (Layer(131072, 160, 160, torch.bfloat16, spatial=2), "vendor"),
+        (Layer(131072, 32, 32, torch.bfloat16, spatial=2, groups=2), "vendor"),
+        (Layer(131072, 32, 32, torch.bfloat16, spatial=2, transposed=True), "vendor"),
+        (Layer(131072, 32, 32, torch.bfloat16, spatial=3), "vendor"),
+    ],
+)
+def test_the_way_of_a_layer(layer, way):
+    assert strategy.way(layer) == way
+    assert strategy.row(layer).reason
+    for forced in ("fused", "vendor"):
+        with strategy.forced(forced):
+            possible = forced == "vendor" or strategy.can_be_fused(layer)
+            assert strategy.way(layer) == (forced if possible else "vendor")
+
+
+def test_every_row_of_the_strategy_decides_something():
+    layers = [
+        Layer(m, n, c, torch.float32, dim, spatial, groups)
+        for m in (8, 4096) for n in (0, 8, 64) for c in (8, 64) for dim in (0, 1) for spatial in (0, 2, 3)
+        for groups in (1, 2)
+    ]  # fmt: skip
+    assert {id(strategy.row(layer)) for layer in layers} == {id(row) for row in (*strategy.LINEAR, *strategy.CONV)}
+
+
+@pytest.mark.parametrize("operation", ["matmul", "conv"])
+def test_float32_follows_torchs_flags(operation):
+    flags = torch.backends.cuda.matmul if operation == "matmul" else torch.backends.cudnn.conv
+    before = flags.fp32_precision
+    try:
+        for flag in ("ieee", "tf32"):
+            flags.fp32_precision = flag
+            assert support.precision(torch.float32, operation) == flag
+            assert support.precision(torch.bfloat16, operation) == "half"
+    finally:
+        flags.fp32_precision = before
+
+
+# ---------------------------------------------------------------------------------------------- configurations
+
+
+def test_every_kernel_has_a_tile_for_every_size_and_operand():
+    kernels = {kernel for kernel, _ in configurations.TILES}
+    assert {(k, e) for k in kernels for e in configurations.ELEMENTS} == set(configurations.TILES)
+    for kernel, element in configurations.TILES:
+        for m, n in ((1, 1), (64, 64), (10**6, 16), (10**6, 10**4)):
+            tile = configurations.run(kernel, element, m, n, 64, torch.device("cpu"), lambda tile: tile)
+            assert min(tile.m, tile.n, tile.k) >= 16
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000, 131072])
+@pytest.mark.parametrize("tiles", [1, 9, 400])
+def test_the_parts_of_a_split_cover_the_sum(length, tiles):
+    parts = configurations.splits(tiles, length, 32)
+    assert 1 <= parts <= 64
+    assert parts == 1 or length >= parts * 4 * 32
+
+
+def test_the_search_saves_what_it_finds(monkeypatch, tmp_path):
+    file = tmp_path / "deeper" / "found.json"
+    fast, slow = Tile(16, 16, 16), Tile(32, 32, 32)
+    timed = []
+
+    def milliseconds(launch, candidate):
+        timed.append(candidate)
+        return launch(candidate)
+
+    monkeypatch.setenv("WNFUSED_TRITON_SEARCH", str(file))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(search, "_milliseconds", milliseconds)
+    device = torch.device("cuda", 0)
+    try:
+        for read_again in (True, False):
+            search.path.cache_clear()
+            search._found.cache_clear()
+            assert search.best("linear 1x2x3", device, [slow, fast], lambda tile: float(tile.m)) == fast
+            assert len(timed) == 2 or not read_again
+        assert timed == [slow, fast]
+        assert search.best("linear 1x2x3", device, [slow], lambda tile: float(tile.m)) == slow  # no longer offered
+    finally:
+        search.path.cache_clear()
+        search._found.cache_clear()
+    assert "GPU: linear 1x2x3" in file.read_text()
