@@ -2,6 +2,7 @@
 
 from wnfused.init import (
     arpit2019,
+    daneshmand2021,
     glorot2010,
     half_scaling,
     hanin2018,
@@ -23,6 +24,7 @@ __all__ = [
     "Report",
     "Role",
     "arpit2019",
+    "daneshmand2021",
     "find_roles",
     "glorot2010",
     "half_scaling",

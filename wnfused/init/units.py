@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -176,7 +176,8 @@ class Unit:
         assert self.bias is not None
         for i in range(len(self.v)):
             name = self.name.replace("[:,", f"[{i},")
-            yield Unit(name, self.role, self.module, self.v[i], self.g[i], self.bias[i])
+            role = replace(self.role, block=self.role.block + i, branch=self.role.branch + i)
+            yield Unit(name, role, self.module, self.v[i], self.g[i], self.bias[i])
 
     def pre_activation(self, x: Tensor) -> Tensor:
         """``op(x, w) + b`` of one layer, without its activation and residual, in the dtype of ``x``."""

@@ -1,0 +1,187 @@
+"""``daneshmand2021``: iterative orthogonalisation, what batch norm does over many layers done once, at the start.
+
+In order of execution, each layer on its real input ``H = U S V^T``, ``[d, n]`` with samples as columns (of a
+convolution: the patches of all positions, ``[c_in k k, n * positions]``):
+
+    W = V' S^(-1/2) U^T / ||S^(1/2)||_F,
+
+V' the polar factor of the first d_out rows of V. Where d_out is at least H's rank, the orthogonality gap
+
+    V(H) = || H^T H / ||H||_F^2 - I_n / n ||_F
+
+of the pre-activation W H is at most that of H (the squared singular values go from ``s_i^2 / sum s^2`` to
+``s_i / sum s``), and ``||W H||_F = 1``. A ReLU raises the gap again. On a weight-normalised layer v = W and g is its
+row norms; biases are zero.
+
+The first layer and the head are Xavier's, uniform with gain sqrt(2), as in the published code. A convolution uses the
+d_out leading directions of U, as there. What the paper leaves open: the last layer of a residual branch is W times
+``1 / sqrt(B_k)``, and in a network with branches the first layer is scaled to ``||W H||_F = 1`` too, so that stream and
+branches have one unit; layers that share an input take V's rows one after the other, so that they differ.
+
+Samples: n should be at least d and the rank at least d_out: 3 times the width for an MLP. With less, directions without
+data (singular values below ``eps max(d, n) s_max``) are left out, the pseudo-inverse, and with n < d_out V' is drawn
+from the Haar distribution; the report says so.
+
+Source: Daneshmand, Joudaki & Bach 2021, "Batch Normalization Orthogonalizes Representations in Deep Random Networks",
+eq. 6, appendices E and G.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wnfused.init.glorot2010 import draw_xavier_
+from wnfused.init.isotropic import Representation, isotropic_weight, patches, represent, represent_columns
+from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.units import Unit
+from wnfused.init.walk import walk
+from wnfused.nn import WNResidualStage
+
+# Patches are made for so many elements at a time.
+_PATCHES = 1 << 24
+
+
+@scheme("daneshmand2021", needs_sample=True)
+def daneshmand2021(
+    context: Context, slice: str = "polar", exponent: float = 0.5, layers: str = "all",
+    deficient: str = "pseudo_inverse",
+) -> list[Entry]:  # fmt: skip
+    """``slice``: ``"polar"``, or ``"raw"`` for V' as the rows of V themselves; ``exponent``: 1/2 (paper) or 1 (its
+    code for MLPs); ``layers``: ``"all"``, or ``"square"`` for those with as many outputs as inputs alone (its code for
+    convolutions), the others Xavier's; ``deficient``: ``"pseudo_inverse"`` or ``"error"`` where the rank is too
+    small."""
+    for name, value, known in (
+        ("slice", slice, ("polar", "raw")),
+        ("layers", layers, ("all", "square")),
+        ("deficient", deficient, ("pseudo_inverse", "error")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}: unknown {value!r}; use {known[0]!r} or {known[1]!r}")
+    if exponent not in (0.5, 1.0):
+        raise ValueError(f"exponent: {exponent} must be 0.5 or 1")
+    for unit in context.units:
+        draw_xavier_(unit, context, math.sqrt(2), "uniform")
+    residual = context.num_branches > 0
+    taken = _RowsTaken()
+    visited = 0
+
+    def visit(unit: Unit, x: Tensor) -> Entry:
+        nonlocal visited
+        visited += 1
+        words = describe_unit(unit)
+        c_in, c_out = unit.channels
+        if visited == 1 or unit.role.head or (layers == "square" and c_in != c_out):
+            if visited == 1 and residual:
+                unit.scale_(1 / unit.pre_activation(x).double().norm().clamp(min=1e-300).item())
+            return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
+        representation = representation_of(unit, x, taken.start(unit, x))
+        if not _check_rank(context, unit, representation, deficient):
+            return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
+        weight = isotropic_weight(
+            representation, c_out, kind=slice, exponent=exponent,
+            directions=c_out if unit.kernel else None, generator=context.generator,
+        )  # fmt: skip
+        unit.set_weight_(as_weight(unit, weight).to(unit.v.dtype))
+        if unit.role.closes_branch:
+            unit.scale_(1 / math.sqrt(unit.role.num_blocks))
+        return Entry(unit.name, f"{words}; rank {int(representation.rank.min())}", None, unit.mean_gain())
+
+    return walk(context, visit)
+
+
+class _RowsTaken:
+    """Which rows of V the layers that share an input have taken already."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None  # held, so that no later one can have its identity
+        self._version = 0
+        self._next: dict[Any, int] = {}
+
+    def start(self, unit: Unit, x: Tensor) -> int:
+        """Behind those of the layers that saw the same tensor through the same geometry."""
+        if x is not self._input or x._version != self._version:
+            self._input, self._version, self._next = x, x._version, {}
+        module: Any = unit.module
+        how = (unit.kernel, unit.groups, getattr(module, "stride", None), getattr(module, "padding", None))
+        start = self._next.get(how, 0)
+        self._next[how] = start + unit.channels[1]
+        return start
+
+
+def _check_rank(context: Context, unit: Unit, representation: Representation, deficient: str) -> bool:
+    """Whether there is anything to go by. Notes, or raises, where there are fewer directions than outputs."""
+    needed = min(unit.channels[1], representation.u.shape[-2])
+    rank = int(representation.rank.min())
+    if rank >= needed:
+        return True
+    shortage = f"the sample gives its input rank {rank} of {needed}"
+    if deficient == "error":
+        raise ValueError(f"sample: {unit.name!r}: {shortage}; use a larger one, or deficient='pseudo_inverse'")
+    if rank == 0:
+        context.notes.append(f"{unit.name}: {shortage}: stays Xavier's")
+        return False
+    drawn = ", V' drawn at random" if representation.v.shape[-2] < unit.channels[1] else ""
+    context.notes.append(f"{unit.name}: {shortage}: pseudo-inverse{drawn}")
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ representations
+
+
+def representation_of(unit: Unit, x: Tensor, start: int = 0) -> Representation:
+    """Of a layer's input as its weight sees it, ``[groups, d, n]``, with V's rows from ``start`` on."""
+    outputs = unit.channels[1]
+    if not unit.kernel:
+        h = x.reshape(-1, x.shape[-1]).T.unsqueeze(0)
+        return represent(h, _rows(start, outputs, h.shape[-1]))
+    d, positions = patches_of(unit, x[:1]).shape[-2:]
+    n = positions * len(x)
+    if n < d or x.dtype == torch.float64:
+        return represent(patches_of(unit, x), _rows(start, outputs, n))
+    columns = max(_PATCHES // (d * unit.groups), start + outputs)
+    parts = x.split(-(-columns // positions))
+    return represent_columns((patches_of(unit, part) for part in parts), _rows(start, outputs, n))
+
+
+def _rows(start: int, count: int, n: int) -> slice:
+    """``count`` rows from ``start`` on; from the beginning where the samples end before."""
+    return slice(start, start + count) if start + count <= n else slice(0, count)
+
+
+def patches_of(unit: Unit, x: Tensor) -> Tensor:
+    """``[groups, d, n * positions]`` with ``d = c_in / groups * prod(kernel)``."""
+    module: Any = unit.module
+    spatial = len(unit.kernel)
+    ones = (1,) * spatial
+    if isinstance(module, WNResidualStage):
+        return patches(F.pad(x, [1] * 4), unit.kernel, ones, ones, 1)
+    if not unit.transposed:
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+        return patches(x, unit.kernel, module.stride, module.dilation, module.groups)
+    # A convolution of stride 1 over the input with zeros between its entries, its kernel flipped.
+    spread = x.new_zeros(*x.shape[:2], *(s * (n - 1) + 1 for s, n in zip(module.stride, x.shape[2:], strict=True)))
+    entries = spread
+    for i, step in enumerate(module.stride):
+        entries = entries.movedim(2 + i, 0)[::step].movedim(0, 2 + i)
+    entries.copy_(x)
+    border: list[int] = []
+    for i in reversed(range(spatial)):
+        reach = module.dilation[i] * (unit.kernel[i] - 1) - module.padding[i]
+        border += [reach, reach + module.output_padding[i]]
+    return patches(F.pad(spread, border), unit.kernel, ones, module.dilation, module.groups)
+
+
+def as_weight(unit: Unit, matrix: Tensor) -> Tensor:
+    """``[groups, d_out, d]``, which multiplies :func:`patches_of`, in the layout of the layer's weight."""
+    c_in, c_out = unit.channels
+    kernels = matrix.reshape(unit.groups, c_out, c_in, *unit.kernel)
+    if unit.transposed:
+        spatial = list(range(3, 3 + len(unit.kernel)))
+        kernels = kernels.transpose(1, 2).flip(spatial)
+    return kernels.reshape(unit.shape)
