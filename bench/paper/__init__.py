@@ -8,8 +8,20 @@ fixed before anything was run. ``FIGURES`` lists them in the order in which they
 
 FIGURES = (
     "a_figure1",
+    "a_figure2",
+    "a_figure3",
+    "a_figure4",
+    "a_table1",
+    "a_table2",
+    "b_table1",
+    "b_figure2",
     "c_figure1",
     "c_figure2",
+    "c_figure3",
+    "c_figure4",
+    "c_figure5",
     "c_figure6",
+    "c_figure7",
     "d_spectra",
+    "d_rnn",
 )
