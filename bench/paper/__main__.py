@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     size.add_argument("--full", action="store_true", help="the papers' own settings, without a budget; days on a GPU")
     made.add_argument("--only", action="append", default=[], metavar="FIGURE", help="may be repeated")
     made.add_argument("--list", action="store_true", help="name the figures and end")
+    made.add_argument("--report", action="store_true", help="run nothing; reduce, judge and draw what there is")
     made.add_argument(
         "--minutes", type=float, metavar="M", help=f"of two cores, for all figures together; default {MINUTES:g}"
     )
@@ -59,14 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = options.jobs or ROOT / "build" / "paper" / size
     results = options.results or (PUBLISHED if size == "small" else jobs / "results")
     target = ROOT / "RESULTS.md" if results == PUBLISHED else results / "RESULTS.md"
-    return make(names, size, options.minutes, options.workers, jobs, results, target)
+    workers = 0 if options.report else options.workers
+    return make(names, size, options.minutes, workers, jobs, results, target)
 
 
 def make(
     names: list[str], size: str, minutes: float | None, workers: int, jobs: Path, results: Path, target: Path
 ) -> int:
     """Run the figures' jobs, keeping their results in ``jobs``; write data and pictures to ``results`` and the page
-    over all that lie there to ``target``. ``minutes``: of two cores, None for the size's default."""
+    over all that lie there to ``target``. ``minutes``: of two cores, None for the size's default. Without workers
+    nothing is run."""
     scratch = jobs / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
     works = [runner.Work.of(name, size, jobs, _core_minutes(name, size, minutes)) for name in names]

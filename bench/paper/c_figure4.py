@@ -48,20 +48,16 @@ def run(parameters: Json) -> Json:
     images, labels = centred(data), data.train.labels
     model = relu_mlp(parameters["depth"], parameters["width"], images[0].numel(), data.classes)
     generator = torch.Generator().manual_seed(parameters["seed"])
-    wnfused.init.initialize(model, "xavier", generator=generator, distribution="uniform", gain=2**0.5)
-    if parameters["init"] == "iterative":
+    if parameters["init"] == "xavier":
+        wnfused.init.initialize(model, "xavier", generator=generator, distribution="uniform", gain=2**0.5)
+    else:
         sample = images[torch.randperm(len(images), generator=generator)[: 3 * parameters["width"]]]
-        orthogonalise(model, sample, exponent=1.0)
+        wnfused.init.initialize(model, "daneshmand2021", sample=sample, generator=generator, slice="raw", exponent=1.0)
     losses = sgd(
         model, images, labels, lr=LR, batch_size=parameters["batch_size"], epochs=parameters["epochs"],
         seed=parameters["seed"],
     )  # fmt: skip
     return {"losses": losses}
-
-
-def orthogonalise(model: torch.nn.Module, sample: torch.Tensor, exponent: float) -> None:
-    """Iterative orthogonalisation of the hidden layers but the first, as the published code does it."""
-    wnfused.init.initialize(model, "daneshmand2021", sample=sample, slice="raw", exponent=exponent)
 
 
 def reduce(settings: Json, results: list[Result]) -> Json:

@@ -15,7 +15,6 @@ from torch import nn
 
 import wnfused
 from bench.paper import drawing
-from bench.paper.c_figure4 import orthogonalise
 from bench.paper.figure import Job, Json, Result, Spread, Verdict, grouped
 from bench.paper.plain import centred, loaded, sgd
 
@@ -78,10 +77,13 @@ def run(parameters: Json) -> Json:
     images, labels = centred(data), data.train.labels
     model = build(parameters["extra"], parameters["share"], parameters["pool"], data.shape, data.classes)
     generator = torch.Generator().manual_seed(parameters["seed"])
-    wnfused.init.initialize(model, "xavier", generator=generator, distribution="uniform", gain=2**0.5)
-    if parameters["init"] == "iterative":
+    if parameters["init"] == "xavier":
+        wnfused.init.initialize(model, "xavier", generator=generator, distribution="uniform", gain=2**0.5)
+    else:
         sample = images[torch.randperm(len(images), generator=generator)[: parameters["sample"]]]
-        orthogonalise(model, sample, exponent=0.5)
+        wnfused.init.initialize(
+            model, "daneshmand2021", sample=sample, generator=generator, slice="raw", exponent=0.5, layers="square"
+        )
     losses = sgd(
         model, images, labels, lr=parameters["lr"], batch_size=parameters["batch_size"], epochs=parameters["epochs"],
         seed=parameters["seed"],

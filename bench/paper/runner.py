@@ -87,6 +87,10 @@ def run(works: list[Work], workers: int, scratch: Path, progress: Any, finished:
     ``progress`` has ``begin(work)``, ``step(work)``
     and ``end(work)``.
     """
+    if workers == 0:
+        for work in works:
+            finished(work)
+        return
     context = multiprocessing.get_context("spawn")
     running: dict[Future[tuple[Json, float]], tuple[Work, Job]] = {}
     open_works = list(works)
