@@ -21,7 +21,7 @@ NOTE = (
 )
 MINUTES = 5.0
 SETTINGS: dict[str, Json] = {
-    "quick": {"data": "digits", "depths": [2, 5], "width": 16, "rates": [1e-1, 1e-2], "epochs": 2,
+    "quick": {"data": "digits", "depths": [2, 5], "width": 16, "rates": [1e-1], "epochs": 2,
               "steps": [1 / 2], "batch_size": 128, "seeds": 1},
     "small": {
         "data": "digits", "depths": [2, 5, 10, 20, 50, 100], "width": 128, "rates": [1e-1, 1e-2, 1e-3, 1e-4],

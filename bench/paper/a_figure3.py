@@ -23,8 +23,8 @@ MINUTES = 8.0
 SETTINGS: dict[str, Json] = {
     "quick": {
         "data": "digits", "seeds": 1,
-        "cnn": {"depths": [3, 6], "width": 8, "epochs": 2, "batch_size": 128, "rates": [0.01]},
-        "wrn": {"depths": [10, 16], "once": [], "batch_size": 128, "rates": [0.01, 0.1]},
+        "cnn": {"depths": [3], "width": 8, "epochs": 2, "batch_size": 128, "rates": [0.01]},
+        "wrn": {"depths": [10], "once": [], "batch_size": 128, "rates": [0.1]},
     },
     "small": {
         "data": "digits", "seeds": 5,

@@ -20,7 +20,7 @@ NOTE = (
 )
 MINUTES = 6.0
 SETTINGS: dict[str, Json] = {
-    "quick": {"data": "digits", "depths": [10, 16], "epochs": 1, "batch_size": 128, "small_batch": [], "seeds": 1},
+    "quick": {"data": "digits", "depths": [10], "epochs": 1, "batch_size": 128, "small_batch": [], "seeds": 1},
     "small": {
         "data": "digits", "depths": [10, 40, 100, 202, 304], "epochs": 8, "batch_size": 32, "small_batch": [],
         "seeds": 3,

@@ -51,7 +51,8 @@ def depth_ticks(axis: Any, depths: Any) -> None:
 
 
 def legend(axis: Any, title: str | None = None, **options: Any) -> None:
-    axis.legend(title=title, alignment="left", frameon=False, fontsize=9, **options)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(title=title, alignment="left", frameon=False, fontsize=9, **options)
 
 
 def legend_below(figure: Any, axis: Any, columns: int) -> None:
