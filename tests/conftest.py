@@ -23,3 +23,12 @@ def forget_warnings():
     yield
     dispatch._warned.clear()
     dispatch._warned.update(before)
+
+
+@pytest.fixture
+def one_thread():
+    """For layers so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -11,16 +11,9 @@ from torch.nn.utils import parametrizations
 import wnfused
 from wnfused.nn import WeightNormalised
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NORMS = {"old": nn.utils.weight_norm, "new": parametrizations.weight_norm}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Layers this small have nothing to share between threads but the wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def built(name, form):
@@ -92,6 +85,23 @@ def test_exports_are_equal(name):
     program = torch.export.export(model, (x,))
     assert not any("wnfused" in str(node.target) for node in program.graph.nodes)
     assert relative(program.module()(x), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["vocoder", "positional", "distillation"])
+def test_compiled_in_one_graph_with_a_dynamic_batch(name):
+    torch._dynamo.reset()
+    model = wnfused.convert(built(name, "new"))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    for x in (sample(name), torch.cat([sample(name)] * 2)):
+        torch._dynamo.mark_dynamic(x, 0)
+        y, expected = compiled(x), model(x)
+        assert relative(y, expected) < 1e-5
+        for found, wanted in zip(
+            torch.autograd.grad(y.square().sum(), learnt), torch.autograd.grad(expected.square().sum(), learnt),
+            strict=True,
+        ):  # fmt: skip
+            assert (found - wanted).norm() < 1e-4 * max(wanted.norm(), 1)
 
 
 def test_the_gain_of_a_distillation_head_stays_at_one():
