@@ -18,7 +18,9 @@ FIGURES = (
     "c_figure1",
     "c_figure2",
     "c_figure3",
+    "c_figure4",
     "c_figure5",
     "c_figure6",
+    "c_figure7",
     "d_spectra",
 )
