@@ -459,3 +459,15 @@ def test_delta_orthogonal_in_stages_and_where_it_cannot_be():
 def test_bad_options(scheme, options, message):
     with pytest.raises(ValueError, match=message):
         initialize(nn.Sequential(WNLinear(3, 2)), scheme, **options)
+
+
+@pytest.mark.parametrize("scheme", wnfused.init.schemes())
+def test_the_trainer_takes_every_scheme(scheme):
+    from wnfused.train.build import build
+    from wnfused.train.config import TrainConfig
+    from wnfused.train.data import load
+
+    config = TrainConfig(depth=10, data="synthetic", init=scheme)
+    data = load("synthetic", 0)
+    first, again = (build(config, data).state_dict() for _ in range(2))
+    assert all(torch.equal(value, again[name]) for name, value in first.items())

@@ -5,6 +5,7 @@ wnfused.WNResidualBlock, WNResidualStage         a residual stage as one layer
 wnfused.models                                   mlp, cnn, resnet, wrn
 wnfused.functional                               the ops as functions of tensors
 wnfused.init                                     schemes by name, for a layer or a whole model
+wnfused.regularize                               orthogonal penalties, retractions and proxies
 wnfused.convert, wnfused.fold                    in from torch's weight norm, out to plain layers
 wnfused.state_dict_to_torch, ..._from_torch      checkpoints in torch's forms
 wnfused.param_groups                             weights that an optimiser decays, gains and biases that it does not
@@ -13,7 +14,7 @@ wnfused.use_backend, wnfused.backend_status      which kernels run, and why
 
 from importlib.metadata import PackageNotFoundError, version
 
-from wnfused import functional, init, models, nn
+from wnfused import functional, init, models, nn, regularize
 from wnfused.checkpoints import state_dict_from_torch, state_dict_to_torch
 from wnfused.convert import convert
 from wnfused.dispatch import BackendUnavailableError, BackendWarning, backend_status, use_backend
@@ -59,6 +60,7 @@ __all__ = [
     "models",
     "nn",
     "param_groups",
+    "regularize",
     "state_dict_from_torch",
     "state_dict_to_torch",
     "use_backend",

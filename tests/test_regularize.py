@@ -1,0 +1,342 @@
+"""Penalties by their formulas, gradients of both orders, retractions by their properties, models by their parts."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import wnfused
+from wnfused import WNConv2d, WNLinear
+from wnfused.init import orthogonal_batched
+from wnfused.regularize import (
+    Regularizer,
+    cayley_step,
+    double_soft,
+    gain_adjusted,
+    mutual_coherence,
+    orthogonal_proxy,
+    polar_retraction,
+    qr_retraction,
+    retract_,
+    singular_value_margin,
+    soft,
+    srip,
+)  # fmt: skip
+
+SHAPES = [(3, 5), (5, 3), (4, 4), (2, 3, 2, 6), (1, 4)]
+
+
+def eye(w, columns=False):
+    return torch.eye(w.shape[-1 if columns else -2], dtype=w.dtype)
+
+
+def norm2(e):
+    return e.square().sum((-2, -1))
+
+
+def drawn(shape, seed=1, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------------- penalties
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_penalties_are_their_formulas(shape):
+    w = drawn(shape)
+    rows, columns = shape[-2:]
+    short = w if rows <= columns else w.mT
+    defect = short @ short.mT - eye(short)
+    torch.testing.assert_close(soft(w), norm2(defect))
+    torch.testing.assert_close(soft(w), norm2(w @ w.mT - eye(w)) - max(rows - columns, 0))
+    torch.testing.assert_close(double_soft(w), norm2(w.mT @ w - eye(w, True)) + norm2(w @ w.mT - eye(w)))
+    torch.testing.assert_close(gain_adjusted(w, 1.3), norm2(short @ short.mT / 1.69 - eye(short)))
+    torch.testing.assert_close(mutual_coherence(w), defect.abs().amax((-2, -1)))
+    start = drawn((*shape[:-2], min(shape[-2:])), 2)
+    powers = [start.unsqueeze(-1)]
+    for _ in range(2):
+        powers.append(defect @ powers[-1])
+    expected = (powers[2].norm(dim=-2) / powers[1].norm(dim=-2)).squeeze(-1)
+    torch.testing.assert_close(srip(w, start=start), expected)
+    assert soft(w).shape == shape[:-2]
+
+
+def test_srip_converges_to_the_spectral_norm():
+    w = drawn((4, 7))
+    exact = torch.linalg.matrix_norm(w @ w.T - torch.eye(4), ord=2)
+    assert srip(w, steps=200) == pytest.approx(exact.item())
+    assert (srip(w.expand(20, 4, 7), steps=1) <= exact * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "name", ["soft", "gain", "gains", "double_soft", "mutual_coherence", "srip", "srip 1", "srip 4"]
+)
+def test_gradients_of_both_orders(name, shape):
+    w = drawn(shape).requires_grad_()
+    start = drawn((*shape[:-2], min(shape[-2:])), 2)
+    gains = torch.rand(shape[:-2], dtype=torch.float64) + 0.5
+    function = {
+        "soft": soft, "gain": lambda w: gain_adjusted(w, 0.8), "gains": lambda w: gain_adjusted(w, gains),
+        "double_soft": double_soft, "mutual_coherence": mutual_coherence, "srip": lambda w: srip(w, start=start),
+        "srip 1": lambda w: srip(w, start=start, steps=1), "srip 4": lambda w: srip(w, start=start, steps=4),
+    }[name]  # fmt: skip
+    torch.autograd.gradcheck(function, w)
+    torch.autograd.gradgradcheck(function, w)
+
+
+def test_printed_gradients():
+    """``4 (W W^T - I) W`` and ``(4 / s^2) (W W^T / s^2 - I) W`` (Hlav 2019, eq. 8 and 10, put right)."""
+    w = drawn((3, 5)).requires_grad_()
+    (gradient,) = torch.autograd.grad(soft(w), w)
+    torch.testing.assert_close(gradient, 4 * (w @ w.T - eye(w)) @ w)
+    (gradient,) = torch.autograd.grad(gain_adjusted(w, 1.1), w)
+    torch.testing.assert_close(gradient, 4 / 1.21 * (w @ w.T / 1.21 - eye(w)) @ w)
+
+
+@pytest.mark.parametrize("penalty", [soft, double_soft, mutual_coherence, srip])
+def test_orthogonal_matrices_are_the_minimum(penalty):
+    q = orthogonal_batched(torch.empty(3, 6, 6, dtype=torch.float64)).requires_grad_()
+    value = penalty(q)
+    assert value.abs().max() < 1e-12
+    (gradient,) = torch.autograd.grad(value.sum(), q)
+    assert torch.isfinite(gradient).all()
+    identity = torch.eye(4, dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(penalty(identity), identity)
+    assert (gradient == 0).all(), "exactly orthogonal: no direction to go, and no NaN"
+
+
+def test_half_precision_is_summed_in_float32():
+    w = drawn((8, 300), dtype=torch.float32).bfloat16().requires_grad_()
+    value = soft(w)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, soft(w.float()))
+    value.backward()
+    assert w.grad.dtype == torch.bfloat16
+
+
+def test_vmap():
+    w = drawn((6, 3, 5))
+    torch.testing.assert_close(torch.func.vmap(soft)(w), soft(w))
+    gradients = torch.func.vmap(torch.func.grad(soft))(w)
+    torch.testing.assert_close(gradients, 4 * (w @ w.mT - eye(w)) @ w)
+
+
+# ------------------------------------------------------------------------------------------------------ retractions
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("retraction", [qr_retraction, polar_retraction])
+def test_retractions(retraction, shape):
+    w = drawn(shape)
+    q = retraction(w, gain=2.0) / 2
+    short = q if shape[-2] <= shape[-1] else q.mT
+    torch.testing.assert_close(short @ short.mT, eye(short).expand(*shape[:-2], -1, -1))
+    torch.testing.assert_close(retraction(q), q)  # what is orthogonal stays
+    long = w.mT if shape[-2] <= shape[-1] else w
+    other = q.mT if shape[-2] <= shape[-1] else q
+    r = other.mT @ long
+    if retraction is qr_retraction:
+        assert (r.tril(-1).abs() < 1e-12).all()
+        assert (r.diagonal(dim1=-2, dim2=-1) > 0).all()
+    else:
+        torch.testing.assert_close(r, r.mT)
+        assert (torch.linalg.eigvalsh(r) > 0).all()
+    nudged = retraction(q + 1e-6 * w)
+    # A retraction: to first order the step along the tangent space.
+    tangent = (nudged - q) / 1e-6
+    small = q.mT @ tangent + tangent.mT @ q if shape[-2] >= shape[-1] else q @ tangent.mT + tangent @ q.mT
+    assert small.abs().max() < 1e-4
+
+
+def test_the_margin_clamps_singular_values():
+    w = drawn((5, 3))
+    s = torch.linalg.svdvals(w)
+    clamped = singular_value_margin(w, 0.2, gain=1.5)
+    expected = s.clamp(1.5 * 0.8, 1.5 * 1.2)
+    torch.testing.assert_close(torch.linalg.svdvals(clamped), expected)
+    torch.testing.assert_close(singular_value_margin(w, 0.0), polar_retraction(w))
+    inside = singular_value_margin(w, 0.2)
+    torch.testing.assert_close(singular_value_margin(inside, 0.3), inside)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 8, 5), (12, 3), (2, 3, 9), (6, 3)])
+def test_the_cayley_step(shape):
+    """Against the printed formula; orthonormality stays; downhill; to first order ``-lr A W``."""
+    w, g = orthogonal_batched(torch.empty(shape, dtype=torch.float64)), drawn(shape)
+    stepped = cayley_step(w, g, 0.3)
+    x, y = (w, g) if shape[-2] >= shape[-1] else (w.mT, g.mT)
+    a = y @ x.mT - x @ y.mT
+    identity = torch.eye(a.shape[-1], dtype=torch.float64)
+    expected = torch.linalg.inv(identity + 0.15 * a) @ (identity - 0.15 * a) @ x
+    torch.testing.assert_close(stepped if shape[-2] >= shape[-1] else stepped.mT, expected)
+    torch.testing.assert_close(expected.mT @ expected, x.mT @ x)
+    assert ((cayley_step(w, g, 1e-4) - w) * g).sum() < 0
+
+
+def test_the_proxy_is_torchs():
+    for layer, name in ((nn.Linear(6, 4), "weight"), (WNLinear(6, 4), "weight_v"), (nn.RNN(3, 5), "weight_hh_l0")):
+        orthogonal_proxy(layer, None if name != "weight_hh_l0" else name)
+        w = getattr(layer, name)
+        torch.testing.assert_close(w @ w.T, torch.eye(len(w)), rtol=0, atol=1e-5)
+        x = torch.randn(7, 3 if isinstance(layer, nn.RNN) else 6)
+        y = layer(x)
+        (y[0] if isinstance(y, tuple) else y).sum().backward()
+        assert layer.parametrizations[name].original.grad is not None
+    with pytest.raises(ValueError, match=r"weight of shape .* is no matrix"):
+        orthogonal_proxy(nn.Conv2d(3, 3, 3))
+    with pytest.raises(ValueError, match="Linear has no parameter 'w'"):
+        orthogonal_proxy(nn.Linear(2, 2), "w")
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def all_matrices(model):
+    """Layer by layer, in plain torch: the effective matrices of every layer, groups and blocks one by one."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, wnfused.WNResidualStage):
+            found[name] = [
+                b.weight_v[i].flatten(1) * (b.weight_g[i] / b.weight_v[i].flatten(1).norm(dim=1)).unsqueeze(1)
+                for b in module.blocks() for i in (0, 1)
+            ]  # fmt: skip
+        elif isinstance(module, nn.ConvTranspose2d):
+            found[name] = [w.transpose(0, 1).flatten(1) for w in module.weight.chunk(module.groups)]
+        elif isinstance(module, (nn.Linear, nn.Conv2d)):
+            found[name] = [w.flatten(1) for w in module.weight.chunk(getattr(module, "groups", 1))]
+    return found
+
+
+def mixed():
+    return nn.Sequential(
+        WNConv2d(3, 16, 3, padding=1), wnfused.WNResidualStage(16, 16, 3), nn.Conv2d(16, 16, 3, padding=1, groups=2),
+        wnfused.WNResidualStage(16, 8, 2, 2), nn.ConvTranspose2d(8, 8, 2, groups=4), wnfused.WNConvTranspose2d(8, 4, 2),
+        nn.Flatten(), nn.LazyLinear(5), WNLinear(5, 5, dim=1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("penalty", ["soft", "double_soft", "mutual_coherence", "gain_adjusted"])
+def test_the_loss_of_a_model_is_the_sum_of_its_layers(penalty):
+    model = mixed()
+    model(torch.randn(2, 3, 4, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0, 0.3)
+    options = {"gain": 1.4} if penalty == "gain_adjusted" else {}
+    function = {
+        "soft": soft, "double_soft": double_soft, "mutual_coherence": mutual_coherence,
+        "gain_adjusted": lambda w: gain_adjusted(w, 1.4),
+    }[penalty]  # fmt: skip
+    regularizer = Regularizer(penalty, strength=0.1, **options)
+    parts = {name: sum(function(w) for w in ws) for name, ws in all_matrices(model).items()}
+    loss = regularizer.loss(model)
+    expected = 0.1 * sum(parts.values())
+    torch.testing.assert_close(loss, expected)
+    terms = regularizer.terms(model)
+    assert terms == pytest.approx({name: value.item() for name, value in parts.items()}, rel=1e-4)
+    parameters = [p for n, p in model.named_parameters() if "bias" not in n]
+    gradients = torch.autograd.grad(loss, parameters)
+    for mine, theirs in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_srip_of_a_model_is_seeded():
+    model = wnfused.models.cnn(4, 8)
+    values = [Regularizer("srip", generator=torch.Generator().manual_seed(2)).loss(model) for _ in range(2)]
+    assert values[0] == values[1] > 0
+
+
+def test_gains_are_kept_or_left_free():
+    """A network with gain sqrt(2) everywhere: soft pulls it down, gain-adjusted holds it, directions do not see it."""
+    model = nn.Sequential(*(WNLinear(12, 12, activation="relu") for _ in range(3)))
+    assert Regularizer("soft", strength=1.0).loss(model).item() == pytest.approx(36, rel=1e-4)
+    assert Regularizer("gain_adjusted", strength=1.0, gain=math.sqrt(2)).loss(model).abs() < 1e-6
+    initial = Regularizer("gain_adjusted", strength=1.0, gain="initial")
+    assert initial.loss(model).abs() < 1e-6
+    directions = Regularizer("soft", strength=1.0, weight="direction")
+    assert directions.loss(model).abs() < 1e-6
+    with torch.no_grad():
+        model[1].weight_g.mul_(2)
+    assert initial.loss(model).item() == pytest.approx(9 * 12, rel=1e-4)
+    assert directions.loss(model).abs() < 1e-6
+    (gradient,) = torch.autograd.grad(initial.loss(model), [model[1].weight_g])
+    assert (gradient > 0).all()
+
+
+def test_a_filter_chooses_layers():
+    model = wnfused.models.wrn(16)
+    regularizer = Regularizer(filter=lambda name, module: name != "head")
+    assert "head" not in regularizer.terms(model)
+    assert "stages.1" in regularizer.terms(model)
+    with pytest.raises(ValueError, match="model: has no linear or convolutional layer"):
+        Regularizer(filter=lambda name, module: False).loss(model)
+
+
+@pytest.mark.parametrize("method", ["polar", "qr"])
+def test_a_model_is_retracted(method):
+    model = nn.Sequential(
+        WNConv2d(3, 16, 3), wnfused.WNResidualStage(16, 16, 2), nn.Conv2d(16, 16, 3, groups=2),
+        nn.ConvTranspose2d(16, 3, 2), nn.Linear(20, 4),
+    )  # fmt: skip
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+        model[0].weight_g.fill_(1.5)
+        model[1].weight_g.fill_(1.0)
+    assert retract_(model, method, gain=1.5) is model
+    for name, ws in all_matrices(model).items():
+        gain = 1.0 if name == "1" else 1.5
+        for w in ws:
+            gram = w @ w.T if len(w) <= w.shape[1] else w.T @ w
+            torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), rtol=0, atol=1e-4, msg=name)
+    with pytest.raises(ValueError, match="model: '0' is normalised over other rows"):
+        retract_(nn.Sequential(wnfused.WNConvTranspose2d(2, 2, 2)))
+
+
+def test_a_regularised_network_becomes_orthogonal():
+    model = nn.Sequential(WNLinear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+    regularizer = Regularizer(strength=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for _ in range(400):
+        optimizer.zero_grad()
+        regularizer.loss(model).backward()
+        optimizer.step()
+    torch.testing.assert_close(torch.linalg.svdvals(model[2].weight), torch.ones(4), rtol=0, atol=1e-3)
+    assert regularizer.loss(model) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: soft(torch.ones(3)), ValueError, r"w: shape \[3\] must be \[..., r, c\]"),
+        (lambda: soft(torch.ones(2, 2).long()), TypeError, "w: expected a floating-point tensor, got torch.int64"),
+        (lambda: gain_adjusted(torch.ones(2, 2), 0.0), ValueError, "gain: 0.0 must be finite and above 0"),
+        (
+            lambda: gain_adjusted(torch.ones(2, 2), torch.ones(3)),
+            ValueError,
+            r"gain: shape \[3\] does not fit; use \[\]",
+        ),
+        (lambda: srip(torch.ones(2, 3), steps=0), ValueError, "steps: 0 must be at least 1"),
+        (
+            lambda: srip(torch.ones(2, 3), start=torch.ones(3)),
+            ValueError,
+            r"start: shape \[3\] does not fit; use \[2\]",
+        ),
+        (lambda: singular_value_margin(torch.ones(2, 2), -1.0), ValueError, "margin: -1.0 must be"),
+        (lambda: cayley_step(torch.ones(2, 2), torch.ones(3, 2), 0.1), ValueError, "gradient: shape"),
+        (lambda: cayley_step(torch.ones(2, 2), torch.ones(2, 2), math.inf), ValueError, "lr: inf must be finite"),
+        (lambda: qr_retraction([1.0]), TypeError, "w: expected a floating-point tensor, got list"),
+        (lambda: Regularizer("hard"), ValueError, "penalty: unknown 'hard'; use one of soft"),
+        (lambda: Regularizer(strength=-1.0), ValueError, "strength: -1.0 must be"),
+        (lambda: Regularizer(gain=2.0), ValueError, "gain: 2.0 is for penalty='gain_adjusted'"),
+        (lambda: Regularizer("gain_adjusted", gain="final"), ValueError, "gain: 'final' must be"),
+        (lambda: Regularizer(weight="v"), ValueError, "weight: unknown 'v'"),
+        (lambda: Regularizer().loss(3), TypeError, "model: expected an nn.Module, got int"),
+        (lambda: retract_(nn.Linear(2, 2), "svd"), ValueError, "method: unknown 'svd'; use 'polar' or 'qr'"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,124 @@
+"""Matrices ``W [..., r, c]`` kept orthogonal: columns orthonormal where r >= c, rows otherwise."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
+
+from wnfused.init.orthogonal import householder
+from wnfused.nn import WeightNormalised
+
+
+def qr_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
+    """``gain * Q`` of ``W = Q R`` with R's diagonal positive; of ``W^T`` for more columns than rows.
+
+    Args:
+        w: ``[..., r, c]``, floating point, of full rank.
+        gain: of the result, finite.
+
+    Source: Absil, Mahony & Sepulchre 2008, example 4.1.3; Hlav 2019.
+    """
+    _check(w, gain)
+    a = w.to(_wide(w))
+    q = householder(a) if w.shape[-2] <= w.shape[-1] else householder(a.mT).mT
+    return (gain * q).to(w.dtype)
+
+
+def polar_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
+    """``gain * U V^T`` of the SVD ``W = U S V^T``: the orthogonal matrix nearest to W.
+
+    Args:
+        w: ``[..., r, c]``, floating point.
+        gain: of the result, finite.
+
+    Source: Absil, Mahony & Sepulchre 2008, example 4.1.3; Hlav 2019.
+    """
+    _check(w, gain)
+    u, _, vt = torch.linalg.svd(w.to(_wide(w)), full_matrices=False)
+    return (gain * u @ vt).to(w.dtype)
+
+
+def singular_value_margin(w: Tensor, margin: float, *, gain: float = 1.0) -> Tensor:
+    """W with its singular values kept between ``gain (1 - margin)`` and ``gain (1 + margin)``.
+
+    Source: Vorontsov, Trabelsi, Kadoury & Pal 2017, "On orthogonality and learning recurrent networks with long term
+    dependencies"; Hlav 2019, where letting go of the margin works best.
+    """
+    _check(w, gain)
+    if not 0 <= margin < math.inf:
+        raise ValueError(f"margin: {margin} must be finite and at least 0")
+    u, s, vt = torch.linalg.svd(w.to(_wide(w)), full_matrices=False)
+    s = s.clamp(gain * max(1 - margin, 0.0), gain * (1 + margin))
+    return (u * s.unsqueeze(-2) @ vt).to(w.dtype)
+
+
+def cayley_step(w: Tensor, gradient: Tensor, lr: float) -> Tensor:
+    """``(I + lr/2 A)^-1 (I - lr/2 A) W`` with ``A = G W^T - W G^T``: a descent step along which ``W^T W`` stays.
+
+    For more columns than rows it is taken on the transposes, so that ``W W^T`` stays. Much longer matrices are stepped
+    by the Sherman-Morrison-Woodbury formula, whose system has twice the shorter side.
+
+    Args:
+        w, gradient: ``[..., r, c]``, floating point.
+        lr: finite.
+
+    Source: Wen & Yin 2013, "A feasible method for optimization with orthogonality constraints", eq. 7, lemma 4;
+    Hlav 2019.
+    """
+    _check(w, lr, "lr")
+    if gradient.shape != w.shape:
+        raise ValueError(f"gradient: shape {list(gradient.shape)} does not fit; use {list(w.shape)}")
+    if w.shape[-2] < w.shape[-1]:
+        return cayley_step(w.mT, gradient.mT, lr).mT
+    x, g = w.to(_wide(w)), gradient.to(_wide(w))
+    if x.shape[-2] > 2 * x.shape[-1]:
+        # A = U V^T.
+        u, v = torch.cat([g, x], -1), torch.cat([x, -g], -1)
+        system = torch.eye(u.shape[-1], dtype=x.dtype, device=x.device) + lr / 2 * (v.mT @ u)
+        return (x - lr * u @ torch.linalg.solve(system, v.mT @ x)).to(w.dtype)
+    a = g @ x.mT - x @ g.mT
+    identity = torch.eye(a.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.linalg.solve(identity + lr / 2 * a, x - lr / 2 * (a @ x)).to(w.dtype)
+
+
+def orthogonal_proxy(layer: nn.Module, name: str | None = None, orthogonal_map: str | None = None) -> nn.Module:
+    """``W = f(proxy)`` with f onto orthogonal matrices, by ``torch.nn.utils.parametrizations.orthogonal``.
+
+    Of a weight-normalised linear layer the directions are orthogonal and g is free.
+
+    Args:
+        layer: changed in place.
+        name: which parameter, a matrix; the weight, or of a weight-normalised layer ``weight_v``, if None. Of an
+            ``nn.RNN`` say ``"weight_hh_l0"``.
+        orthogonal_map: ``"matrix_exp"``, ``"cayley"`` or ``"householder"``; torch's choice if None.
+
+    Returns:
+        ``layer``.
+
+    Raises:
+        ValueError: for a parameter that is no matrix: torch would make every kernel tap orthogonal on its own.
+    """
+    name = name or ("weight_v" if isinstance(layer, WeightNormalised) else "weight")
+    parameter = layer._parameters.get(name)
+    if parameter is None:
+        raise ValueError(f"name: {type(layer).__name__} has no parameter {name!r}")
+    if parameter.dim() != 2:
+        raise ValueError(f"layer: {name} of shape {list(parameter.shape)} is no matrix; use retract_ or Regularizer")
+    result: nn.Module = orthogonal(layer, name, orthogonal_map)
+    return result
+
+
+def _check(w: Tensor, number: float, name: str = "gain") -> None:
+    if not isinstance(w, Tensor) or not w.is_floating_point():
+        raise TypeError(f"w: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
+    if w.dim() < 2 or 0 in w.shape[-2:]:
+        raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: {number} must be finite")
+
+
+def _wide(w: Tensor) -> torch.dtype:
+    return torch.float64 if w.dtype == torch.float64 else torch.float32

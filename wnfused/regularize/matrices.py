@@ -1,0 +1,95 @@
+"""The matrices of a model's layers, all of one shape together.
+
+A linear layer's matrix is its weight ``[c_out, c_in]``; a convolution's is ``[c_out, c_in * taps]``, one for each
+group, whatever the layout of the weight. A stage gives two for each of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from wnfused import functional
+from wnfused.init.graph import is_layer
+from wnfused.init.units import parameters_of
+from wnfused.nn import WNResidualStage
+
+Filter = Callable[[str, nn.Module], bool]
+WEIGHTS = ("effective", "direction")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers whose matrices have one shape. ``names`` and ``counts``: how many matrices each layer gives."""
+
+    names: tuple[str, ...]
+    counts: tuple[int, ...]
+    matrices: Tensor
+
+
+def matrices(model: nn.Module, filter: Filter | None = None, weight: str = "effective") -> list[Layers]:
+    """``[n, r, c]`` for every shape, dtype and device, with their graph to the parameters.
+
+    ``weight`` says which matrix of a weight-normalised layer: ``"effective"``, ``g_i v_i / ||v_i||``, which multiplies
+    the input; or ``"direction"``, ``v_i / ||v_i||``, which leaves g free.
+    """
+    groups: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
+    for name, layer in layers(model):
+        if filter is None or filter(name, layer):
+            for part, matrix in of_layer(name, layer, weight):
+                key = (matrix.shape[-2:], matrix.dtype, matrix.device)
+                groups.setdefault(key, []).append((part, matrix))
+    return [
+        Layers(
+            tuple(name for name, _ in group),
+            tuple(len(matrix) for _, matrix in group),
+            group[0][1] if len(group) == 1 else torch.cat([matrix for _, matrix in group]),
+        )
+        for group in groups.values()
+    ]
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if is_layer(module):
+            yield name, module
+
+
+def of_layer(name: str, layer: nn.Module, weight: str) -> Iterator[tuple[str, Tensor]]:
+    """Named matrices ``[n, r, c]`` of one layer; a stage's transition block is made of layers of its own."""
+    if isinstance(layer, WNResidualStage):
+        if layer.weight_v.numel():
+            gains = layer.weight_g if weight == "effective" else torch.ones_like(layer.weight_g)
+            rows = functional.weight_norm(layer.weight_v.flatten(0, 2).flatten(1), gains.flatten())
+            yield name, rows.view(-1, layer.out_channels, rows.shape[1])
+        return
+    held = parameters_of(layer)
+    if held is None:
+        assert isinstance(layer.weight, Tensor)
+        yield name, as_matrices(layer, layer.weight)
+        return
+    v, g, dim = held
+    w = v if g is None else functional.weight_norm(v, g if weight == "effective" else torch.ones_like(g), dim)
+    yield name, as_matrices(layer, w)
+
+
+def as_matrices(layer: nn.Module, w: Tensor) -> Tensor:
+    """``[groups, c_out / groups, c_in / groups * taps]`` of a layer's weight."""
+    groups = getattr(layer, "groups", 1)
+    assert isinstance(groups, int)
+    w = w.reshape(groups, w.shape[0] // groups, *w.shape[1:])
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        w = w.transpose(1, 2)
+    return w.flatten(2)
+
+
+def from_matrices(layer: nn.Module, matrices: Tensor, shape: torch.Size) -> Tensor:
+    """What :func:`as_matrices` takes apart."""
+    if not isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        return matrices.reshape(shape)
+    groups = matrices.shape[0]
+    kernels = matrices.reshape(groups, shape[1], shape[0] // groups, *shape[2:])
+    return kernels.transpose(1, 2).reshape(shape)

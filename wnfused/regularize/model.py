@@ -1,0 +1,163 @@
+"""Regularisation of whole models, batched over layers whose matrices have one shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from wnfused.init.units import parameters_of
+from wnfused.nn import WNResidualStage
+from wnfused.regularize import hard, soft
+from wnfused.regularize.matrices import WEIGHTS, Filter, Layers, from_matrices, matrices, of_layer
+from wnfused.regularize.matrices import layers as layers_of
+
+_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "soft": soft.soft,
+    "double_soft": soft.double_soft,
+    "mutual_coherence": soft.mutual_coherence,
+    "srip": soft.srip,
+}
+
+
+class Regularizer:
+    """``loss(model) = strength * sum over layers of the penalty of their matrices``.
+
+    Args:
+        penalty: ``"soft"``, ``"gain_adjusted"``, ``"double_soft"``, ``"mutual_coherence"`` or ``"srip"``.
+        strength: lambda, finite, at least 0.
+        gain: for ``"gain_adjusted"``: a number for all layers, or ``"initial"`` for ``||W||_F / sqrt(min(r, c))`` of
+            each matrix as it is when ``loss`` first sees it: what an initialisation set.
+        weight: which matrix of a weight-normalised layer: ``"effective"``, ``g_i v_i / ||v_i||``, which multiplies the
+            input, so that gains are regularised too; or ``"direction"``, ``v_i / ||v_i||``, which leaves them free.
+        filter: ``filter(name, module)`` says which layers to take; all linear and convolutional ones and residual
+            stages if None. A convolution's matrix is ``[c_out, c_in * taps]``, one a group.
+        generator: of the random starts of ``"srip"``.
+
+    Example:
+        >>> regularizer = wnfused.regularize.Regularizer("gain_adjusted", strength=1e-3, gain="initial")
+        >>> loss = criterion(model(x), y) + regularizer.loss(model)
+
+    Raises:
+        ValueError: naming the argument, its value and what is right.
+    """
+
+    def __init__(
+        self, penalty: str = "soft", *, strength: float = 1e-4, gain: float | str = 1.0, weight: str = "effective",
+        filter: Filter | None = None, generator: torch.Generator | None = None,
+    ) -> None:  # fmt: skip
+        if penalty not in (*_PENALTIES, "gain_adjusted"):
+            raise ValueError(f"penalty: unknown {penalty!r}; use one of {', '.join((*_PENALTIES, 'gain_adjusted'))}")
+        if not (math.isfinite(strength) and strength >= 0):
+            raise ValueError(f"strength: {strength} must be finite and at least 0")
+        if gain != "initial" and not (isinstance(gain, (int, float)) and math.isfinite(gain) and gain > 0):
+            raise ValueError(f"gain: {gain!r} must be finite and above 0, or 'initial'")
+        if penalty != "gain_adjusted" and gain != 1.0:
+            raise ValueError(f"gain: {gain!r} is for penalty='gain_adjusted'; {penalty!r} takes none")
+        if weight not in WEIGHTS:
+            raise ValueError(f"weight: unknown {weight!r}; use 'effective' or 'direction'")
+        self.penalty, self.strength, self.gain, self.weight = penalty, strength, gain, weight
+        self.filter, self.generator = filter, generator
+        self._initial: dict[str, Tensor] = {}
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """``strength`` times the sum of all penalties: a scalar with its graph to the parameters.
+
+        Raises:
+            ValueError: the model has no layer to regularise.
+        """
+        values = [self._values(layers).sum() for layers in self._layers(model)]
+        total: Tensor = torch.stack([v.to(values[0].device, values[0].dtype) for v in values]).sum()
+        return self.strength * total
+
+    @torch.no_grad()
+    def terms(self, model: nn.Module) -> dict[str, float]:
+        """The penalty of every layer, summed over its groups or blocks, without ``strength``."""
+        found: dict[str, float] = {}
+        for layers in self._layers(model):
+            parts = self._values(layers).split(layers.counts)
+            found.update({name: part.sum().item() for name, part in zip(layers.names, parts, strict=True)})
+        return found
+
+    def _layers(self, model: nn.Module) -> list[Layers]:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+        found = matrices(model, self.filter, self.weight)
+        if not found:
+            raise ValueError("model: has no linear or convolutional layer that the filter takes")
+        return found
+
+    def _values(self, layers: Layers) -> Tensor:
+        if self.penalty == "srip":
+            return soft.srip(layers.matrices, generator=self.generator)
+        if self.penalty != "gain_adjusted":
+            return _PENALTIES[self.penalty](layers.matrices)
+        return soft.gain_adjusted(layers.matrices, self._gains(layers))
+
+    def _gains(self, layers: Layers) -> float | Tensor:
+        if isinstance(self.gain, (int, float)):
+            return float(self.gain)
+        w = layers.matrices.detach()
+        if any(name not in self._initial for name in layers.names):
+            now = torch.linalg.matrix_norm(w.float() if w.dtype != torch.float64 else w) / math.sqrt(min(w.shape[-2:]))
+            for name, gains in zip(layers.names, now.split(layers.counts), strict=True):
+                self._initial.setdefault(name, gains)
+        return torch.cat([self._initial[name].to(w.device) for name in layers.names])
+
+
+@torch.no_grad()
+def retract_(
+    model: nn.Module, method: str = "polar", *, gain: float = 1.0, filter: Filter | None = None
+) -> nn.Module:  # fmt: skip
+    """Puts every layer's matrix back among the orthogonal ones; to be called after an optimiser's step.
+
+    Of a weight-normalised layer v is, and g stays: its directions are orthonormal where it has no more rows than
+    columns. ``dim`` must be 0 there.
+
+    Args:
+        model: changed in place.
+        method: ``"polar"`` or ``"qr"``.
+        gain: of the matrices of plain layers.
+        filter: as in :class:`Regularizer`.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: an unknown method; a weight that something else computes, or normalised over other rows.
+    """
+    methods = {"polar": hard.polar_retraction, "qr": hard.qr_retraction}
+    if method not in methods:
+        raise ValueError(f"method: unknown {method!r}; use 'polar' or 'qr'")
+    shapes: dict[tuple[object, ...], list[tuple[nn.Module, Tensor, Tensor, float]]] = {}
+    for name, layer in layers_of(model):
+        if filter is not None and not filter(name, layer):
+            continue
+        for v, matrix, factor in _retractable(name, layer, gain):
+            key = (matrix.shape[-2:], matrix.dtype, matrix.device, factor)
+            shapes.setdefault(key, []).append((layer, v, matrix, factor))
+    for same in shapes.values():
+        factor = same[0][3]
+        result = methods[method](torch.cat([matrix for _, _, matrix, _ in same]), gain=factor)
+        for (layer, v, _, _), part in zip(same, result.split([len(m) for _, _, m, _ in same]), strict=True):
+            stage = isinstance(layer, WNResidualStage)
+            v.copy_(part.view(v.shape) if stage else from_matrices(layer, part, v.shape))
+    return model
+
+
+def _retractable(name: str, layer: nn.Module, gain: float) -> list[tuple[Tensor, Tensor, float]]:
+    """What to write to, its matrices, and their gain."""
+    weight: Tensor
+    if isinstance(layer, WNResidualStage):
+        weight, factor = layer.weight_v, 1.0
+    else:
+        held = parameters_of(layer)
+        if held is None:
+            raise ValueError(f"model: the weight of {name!r} is computed by something else; leave it out by filter")
+        weight, g, dim = held
+        factor = gain if g is None else 1.0
+        if g is not None and (dim != 0 or isinstance(layer, nn.modules.conv._ConvTransposeNd)):
+            raise ValueError(f"model: {name!r} is normalised over other rows than its outputs; leave it out by filter")
+    return [(weight, matrix, factor) for _, matrix in of_layer(name, layer, "direction")]

@@ -1,0 +1,214 @@
+"""Penalties for matrices ``W [..., r, c]`` that are not orthogonal; each gives ``[...]``, one number a matrix.
+
+All are functions of ``E = W W^T / s^2 - I``, with the Gram matrix of the smaller side (of W^T for r > c), so that 0 can
+be reached. With ``D = dP/dE`` the gradient is
+
+    dP/dW = (D + D^T) W / s^2,
+
+which is computed from W again in the backward: nothing but W is kept, and it can be differentiated again. Norms and
+sums of half-precision matrices are taken in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def soft(w: Tensor) -> Tensor:
+    """``||W W^T - I||_F^2``, ``[...]``; gradient ``4 (W W^T - I) W``.
+
+    For more rows than columns ``||W^T W - I||_F^2``, which is less by the constant ``r - c``.
+
+    Source: Hlav 2019, eq. 8; Bansal et al. 2018, section 3.1.
+    """
+    return _penalty(w, 1.0, _Soft)
+
+
+def gain_adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
+    """``||W W^T / gain^2 - I||_F^2``, ``[...]``; gradient ``(4 / gain^2) (W W^T / gain^2 - I) W``.
+
+    Pulls the singular values to ``gain`` instead of 1, so that what a critical initialisation set stays.
+
+    Args:
+        gain: above 0; a number, or a constant tensor ``[...]`` with one for each matrix.
+
+    Source: Hlav 2019, eq. 10.
+    """
+    return _penalty(w, gain, _Soft)
+
+
+def double_soft(w: Tensor) -> Tensor:
+    """``||W^T W - I||_F^2 + ||W W^T - I||_F^2``, ``[...]``: twice :func:`soft` and the constant ``|r - c|``.
+
+    Source: Bansal et al. 2018, section 3.2.
+    """
+    return 2 * soft(w) + abs(w.shape[-2] - w.shape[-1])
+
+
+def mutual_coherence(w: Tensor) -> Tensor:
+    """The largest absolute entry of ``W W^T - I``, ``[...]``. Where several are largest, the gradient is the first's.
+
+    Source: Bansal et al. 2018, section 3.3.
+    """
+    return _penalty(w, 1.0, _MutualCoherence)
+
+
+def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+    """The spectral norm of ``E = W W^T - I`` by power iteration, ``||E^steps x|| / ||E^(steps - 1) x||``, ``[...]``.
+
+    Spectral restricted isometry property. The gradient is that of this very quotient, for a fixed x.
+
+    Args:
+        steps: at least 1; 2 as published.
+        start: x, ``[..., min(r, c)]``; Gaussian if None.
+        generator: source of the start; torch's own if None.
+
+    Source: Bansal et al. 2018, section 3.4, eq. 10.
+    """
+    if steps < 1:
+        raise ValueError(f"steps: {steps} must be at least 1")
+    _checked(w)
+    wanted = (*w.shape[:-2], min(w.shape[-2:]))
+    if start is None:
+        start = torch.empty(wanted, dtype=_wide(w), device=w.device).normal_(generator=generator)
+    elif tuple(start.shape) != wanted:
+        raise ValueError(f"start: shape {list(start.shape)} does not fit; use {list(wanted)}")
+    return _penalty(w, 1.0, _SpectralNorm(start.detach().to(_wide(w)), steps))
+
+
+# ---------------------------------------------------------------------------------------------- functions of E
+
+
+class _Soft:
+    """``||E||_F^2``."""
+
+    @staticmethod
+    def value(e: Tensor) -> Tensor:
+        return e.square().sum((-2, -1))
+
+    @staticmethod
+    def derivative(e: Tensor) -> Tensor:
+        return 2 * e
+
+
+class _MutualCoherence:
+    """``max |E_ij|``."""
+
+    @staticmethod
+    def value(e: Tensor) -> Tensor:
+        return e.abs().amax((-2, -1))
+
+    @staticmethod
+    def derivative(e: Tensor) -> Tensor:
+        flat = e.flatten(-2)
+        where = flat.detach().abs().argmax(-1, keepdim=True)
+        sign = flat.detach().gather(-1, where).sign()
+        return torch.zeros_like(flat).scatter(-1, where, sign).view_as(e)
+
+
+class _SpectralNorm:
+    """``||E^k x|| / ||E^(k-1) x||``, 0 where the denominator is."""
+
+    def __init__(self, start: Tensor, steps: int) -> None:
+        self.start, self.steps = start, steps
+
+    def _powers(self, e: Tensor) -> list[Tensor]:
+        """``x, E x, ... E^k x`` as columns, the first one and then each but the last scaled to length 1."""
+        xs = [_unit(self.start.unsqueeze(-1))]
+        for step in range(self.steps):
+            x = e @ xs[-1]
+            xs.append(x if step == self.steps - 1 else _unit(x))
+        return xs
+
+    def value(self, e: Tensor) -> Tensor:
+        return _length(self._powers(e)[-1]).flatten(-2).squeeze(-1)
+
+    def derivative(self, e: Tensor) -> Tensor:
+        # Back through y_k = E x_(k-1), x_k = y_k / ||y_k||, from the length of the last y.
+        xs = self._powers(e)
+        dy = _unit(xs[-1])
+        total = dy @ xs[-2].mT
+        for before, x in zip(reversed(xs[:-2]), reversed(xs[1:-1]), strict=True):
+            dx = e.mT @ dy
+            length = _length(e @ before)
+            dy = torch.where(length > 0, (dx - x * (x * dx).sum(-2, keepdim=True)) / _nonzero(length), 0.0)
+            total = total + dy @ before.mT
+        return total
+
+
+def _length(x: Tensor) -> Tensor:
+    """Of columns ``[..., n, 1]``, ``[..., 1, 1]``; its derivative at 0 is 0."""
+    squares = x.square().sum(-2, keepdim=True)
+    return torch.where(squares > 0, _nonzero(squares).sqrt(), 0.0)
+
+
+def _unit(x: Tensor) -> Tensor:
+    length = _length(x)
+    return torch.where(length > 0, x / _nonzero(length), 0.0)
+
+
+def _nonzero(t: Tensor) -> Tensor:
+    return torch.where(t > 0, t, torch.ones_like(t))
+
+
+# ------------------------------------------------------------------------------------------------------ machinery
+
+
+def _penalty(w: Tensor, gain: float | Tensor, kind: Any) -> Tensor:
+    _checked(w)
+    if isinstance(gain, Tensor):
+        if gain.dim() and gain.shape != w.shape[:-2]:
+            raise ValueError(f"gain: shape {list(gain.shape)} does not fit; use {list(w.shape[:-2])}")
+        inverse: Any = gain.detach().to(_wide(w)).square().reciprocal()[..., None, None]
+        positive = bool((gain > 0).all())
+    else:
+        positive = math.isfinite(gain) and gain > 0
+        inverse = 1 / gain**2 if positive else 0.0
+    if not positive:
+        raise ValueError(f"gain: {gain} must be finite and above 0")
+    matrix = w.to(_wide(w))
+    result: Tensor = _OfGram.apply(matrix.mT if w.shape[-2] > w.shape[-1] else matrix, inverse, kind)
+    return result
+
+
+def _checked(w: Tensor) -> None:
+    if not isinstance(w, Tensor) or not w.is_floating_point():
+        raise TypeError(f"w: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
+    if w.dim() < 2 or 0 in w.shape[-2:]:
+        raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
+
+
+def _wide(w: Tensor) -> torch.dtype:
+    return torch.float64 if w.dtype == torch.float64 else torch.float32
+
+
+class _OfGram(torch.autograd.Function):
+    """``P(W W^T / s^2 - I)`` with its explicit gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: Tensor, inverse: Any, kind: Any) -> Tensor:
+        value: Tensor = kind.value(_defect(w, inverse))
+        return value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.inverse, ctx.kind = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None, None]:
+        (w,) = ctx.saved_tensors
+        d = ctx.kind.derivative(_defect(w, ctx.inverse))
+        return dvalue[..., None, None] * ctx.inverse * (d + d.mT) @ w, None, None
+
+
+def _defect(w: Tensor, inverse: Any) -> Tensor:
+    gram = (w @ w.mT) * inverse
+    return gram - torch.eye(w.shape[-2], dtype=w.dtype, device=w.device)
