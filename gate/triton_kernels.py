@@ -91,7 +91,8 @@ def _specialised(kernel: Any, arguments: Any, constants: dict[str, Any]) -> tupl
     import torch
 
     types = {
-        torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64",
+        torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
+        torch.int64: "*i64",
     }  # fmt: skip
     values = {**dict(zip(kernel.arg_names, arguments, strict=False)), **constants}
     signature, constexprs, attributes = {}, {}, {}
@@ -194,8 +195,10 @@ def _rows(kernel: str, shape: tuple[int, ...], dim: int | None) -> Callable[[str
         elif kernel == "weight_gradient_sum":
             parts = _tensor("float32", 16, *shape)
             rows.summed_weight_gradient(parts, _tensor("float32", 64, shape[0]), parts[:, :, 0], v, g, norm)
-        elif kernel == "many_row_norms":
-            rows.many_row_norms([v, v])
+        elif kernel == "many_weight_norms":
+            rows.weight_norm_many([v, v], [g, g], dim)
+        elif kernel == "many_weight_norms_backward":
+            rows.weight_norm_many_backward([v, v], [v, v], [g, g], [norm, norm], dim)
         return getattr(kernels, kernel)
 
     return example
@@ -216,7 +219,8 @@ EXAMPLES: dict[str, Callable[[str], Any]] = {
     "rows.weight_norm": _rows("weight_norm", (1024, 1024), 0),
     "rows.weight_norm along the last dim": _rows("weight_norm", (1024, 1024), 1),
     "rows.weight_norm_backward": _rows("weight_norm_backward", (1024, 1024), 0),
-    "rows.many_row_norms": _rows("many_row_norms", (1024, 1024), 0),
+    "rows.many_weight_norms": _rows("many_weight_norms", (1024, 1024), 0),
+    "rows.many_weight_norms_backward": _rows("many_weight_norms_backward", (1024, 1024), 0),
     "rows.weight_gradient_sum": _rows("weight_gradient_sum", (1024, 1024), 0),
 }
 """For each kernel a call of the host's code that launches it and returns it."""

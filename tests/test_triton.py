@@ -24,7 +24,9 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 @pytest.mark.parametrize("path", INTERPRETED, ids=lambda path: path.stem)
 def test_in_the_interpreter(path):
-    pytest.importorskip("triton")
+    triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
+    if triton.__version__ < "3.7" and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("the interpreter of triton before 3.7 needs numpy before 2.4")
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path)],
         capture_output=True, text=True, cwd=Path(__file__).parents[1],
@@ -57,6 +59,12 @@ def test_an_automatic_choice_on_a_gpu_falls_back_with_one_warning(forget_warning
     assert chosen == [wnfused.reference.weight_norm] * 2
     told = [str(warning.message) for warning in told if "'triton'" in str(warning.message)]
     assert told == ["weight_norm passes over backend 'triton': there is no CUDA device"]
+
+
+def test_single_layers_on_a_gpu_are_tritons():
+    assert dispatch.order("linear", "cuda") == dispatch.order("conv_backward", "cuda") == ("triton", "reference")
+    assert dispatch.order("residual_stage_backward", "cuda") == ("native", "triton", "reference")
+    assert dispatch.order("conv", "xpu") == ("reference",)
 
 
 @pytest.mark.parametrize(

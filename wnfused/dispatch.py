@@ -2,7 +2,7 @@
 
 Every op of ``torch.ops.wnfused`` lands here with its arguments. A backend is a module that has a function of the
 op's name and answers ``refusal(op, arguments)`` with ``None`` or the reason why it cannot run them. On each device
-the backends are asked in the order of :data:`ORDER`; ``use_backend`` or ``WNFUSED_BACKEND`` names one instead, and
+the backends are asked in the order of :func:`order`; ``use_backend`` or ``WNFUSED_BACKEND`` names one instead, and
 then nothing else will do.
 """
 
@@ -22,11 +22,15 @@ from wnfused.backends import tensors_of
 
 BACKENDS = ("native", "triton", "reference")
 
-ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("native", "reference"),
-    "cuda": ("native", "triton", "reference"),
-}
-"""Which backends an automatic choice asks, by device type; any other device runs the reference."""
+
+def order(op: str, device: str) -> tuple[str, ...]:
+    """Which backends an automatic choice asks, by op and device type; any other device runs the reference."""
+    if device == "cpu":
+        return ("native", "reference")
+    if device == "cuda":  # single layers are Triton's by design: C++ has the row norms and the whole stage
+        single = op.removesuffix("_backward") in ("linear", "conv")
+        return ("triton", "reference") if single else ("native", "triton", "reference")
+    return ("reference",)
 
 
 class BackendUnavailableError(RuntimeError):
@@ -107,8 +111,7 @@ def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
         if reason is not None:
             raise BackendUnavailableError(f"{op} cannot run on backend {name!r}: {reason}")
         return getattr(backend, op)
-    device = device_type(arguments)
-    for name in ORDER.get(device, ("reference",)):
+    for name in order(op, device_type(arguments)):
         backend = backend_module(name)
         reason = backend.refusal(op, arguments)
         if reason is None:
@@ -120,7 +123,7 @@ def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
 def prefers_native() -> bool:
     """Whether a call on CPU tensors goes to the native backend, unless that has no kernel for it."""
     name = requested()
-    chosen = ORDER["cpu"][0] == "native" if name is None else name == "native"
+    chosen = name in (None, "native")  # an automatic choice asks it first
     return chosen and backend_module("native").unavailable() is None
 
 

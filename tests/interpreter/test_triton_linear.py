@@ -5,7 +5,7 @@ import torch
 from triton_cases import DEVICE, DTYPES, NAMES, SMALL, both, check
 
 from wnfused.backends import triton as backend
-from wnfused.backends.triton import configurations, linear_layer, rows, strategy
+from wnfused.backends.triton import configurations, linear_layer, strategy
 
 # (M, K, N): one tile and many, ragged ones at each edge, either side of the two weight gradients' border.
 SIZES = [(0, 5, 7), (1, 1, 1), (1, 33, 17), (17, 40, 18), (64, 16, 32), (65, 35, 17), (300, 20, 18), (5, 0, 3)]
@@ -125,17 +125,3 @@ def test_the_same_call_gives_the_same_bits():
     dy = torch.randn(200, 18, device=DEVICE)
     one, two = (both("linear", tensors, activation="relu", dy=dy)[0] for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in NAMES)
-
-
-def test_the_norms_of_many_tensors_in_one_launch():
-    shapes = [(5, 7), (1, 3, 3, 3), (40, 2, 1, 1), (3, 1031), (0, 4), (4, 0), (9,)]
-    tensors = [torch.randn(shape, device=DEVICE) for shape in shapes]
-    tensors[1] = tensors[1].contiguous(memory_format=torch.channels_last)
-    for _ in range(2):  # the second time from the table kept
-        for v, norm in zip(tensors, rows.many_row_norms(tensors), strict=True):
-            torch.testing.assert_close(norm, v.reshape(len(v), -1).norm(dim=1) if v.numel() else v.new_zeros(len(v)))
-    assert rows.many_row_norms([]) == []
-    with pytest.raises(ValueError, match=r"tensors\[1\]: torch.float16"):
-        rows.many_row_norms([tensors[0], tensors[0].half()])
-    with pytest.raises(ValueError, match=r"tensors\[0\]: strides"):
-        rows.many_row_norms([tensors[0].T])

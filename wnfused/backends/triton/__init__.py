@@ -33,7 +33,7 @@ __all__ = ["refusal", "unavailable"]
 
 _OPS = (
     "conv", "conv_backward", "linear", "linear_backward", "residual_stage", "residual_stage_backward", "weight_norm",
-    "weight_norm_backward",
+    "weight_norm_backward", "weight_norm_many", "weight_norm_many_backward",
 )  # fmt: skip
 
 
@@ -54,6 +54,22 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
     from wnfused.backends.triton import rows
 
     return rows.weight_norm_backward(dw, v, g, norm, dim)
+
+
+def weight_norm_many(
+    v: Sequence[Tensor], g: Sequence[Tensor], dim: int | None = 0, weights: bool = True
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    from wnfused.backends.triton import rows
+
+    return rows.weight_norm_many(v, g, dim, weights)
+
+
+def weight_norm_many_backward(
+    dw: Sequence[Tensor], v: Sequence[Tensor], g: Sequence[Tensor], norm: Sequence[Tensor], dim: int | None = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    from wnfused.backends.triton import rows
+
+    return rows.weight_norm_many_backward(dw, v, g, norm, dim)
 
 
 def _linear_layer(x: Tensor, v: Tensor, dim: int | None) -> Layer:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) 
     """``w`` in ``dtype``, rounded once, in the memory layout of ``v``; and the row norms."""
     rows = rows_of(v, dim)
     w, norm = torch.empty_like(rows.v, dtype=dtype), rows.norms(dim)
-    launch(kernels.weight_norm, rows.grid, (rows.v, flat(g), w, norm, *rows.sizes), **rows.constants)
+    launch(kernels.weight_norm, rows.grid, (rows.v, flat(g), w, norm, None, *rows.sizes), **rows.constants)
     return w, norm
 
 
@@ -81,7 +81,7 @@ def row_norm(v: Tensor, dim: int | None = 0) -> Tensor:
     """The row norms of one tensor, float32."""
     rows = rows_of(v, dim)
     norm = rows.norms(dim)
-    launch(kernels.weight_norm, rows.grid, (rows.v, None, None, norm, *rows.sizes), **rows.constants)
+    launch(kernels.weight_norm, rows.grid, (rows.v, None, None, norm, None, *rows.sizes), **rows.constants)
     return norm
 
 
@@ -91,12 +91,19 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tens
 
 def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     rows = rows_of(v, dim)
-    if dw.stride() != rows.v.stride():
-        dw = torch.empty_like(rows.v, dtype=dw.dtype).copy_(dw)
     dv, dg = torch.empty_like(rows.v), torch.empty(g.shape, dtype=g.dtype, device=g.device)
-    arguments = (dw, rows.v, flat(g), norm, dv, dg, *rows.sizes)
-    launch(kernels.weight_norm_backward, rows.grid, arguments, **rows.constants)
+    _one_backward(rows, as_lies(dw, rows.v), flat(g), norm, dv, dg)
     return dv, dg
+
+
+def _one_backward(rows: Rows, dw: Tensor, g: Tensor, norm: Tensor, dv: Tensor, dg: Tensor) -> None:
+    arguments = (dw, rows.v, g, norm, dv, dg, *rows.sizes)
+    launch(kernels.weight_norm_backward, rows.grid, arguments, **rows.constants)
+
+
+def as_lies(dw: Tensor, v: Tensor) -> Tensor:
+    """``dw`` in the memory layout of a dense ``v``; its dtype is its own."""
+    return dw if dw.stride() == v.stride() else torch.empty_like(v, dtype=dw.dtype).copy_(dw)
 
 
 def summed_weight_gradient(
@@ -116,53 +123,81 @@ def summed_weight_gradient(
 
 # ------------------------------------------------------------------------------------- many tensors in one launch
 
+Tensors = Sequence[Tensor]
 
-def many_row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The row norms along dim 0 of many tensors of one dtype and device, in one launch; views of one tensor.
+
+def weight_norm_many(
+    v: Tensors, g: Tensors, dim: int | None = 0, weights: bool = True
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    rows = [rows_of(t, dim) for t in v]
+    gains = [flat(t) for t in g]
+    w = [torch.empty_like(r.v) for r in rows] if weights else []
+    norm, scale = [r.norms(dim) for r in rows], [r.norms(dim) for r in rows]
+    if _must_go_one_by_one(v):
+        for i, r in enumerate(rows):
+            arguments = (r.v, gains[i], w[i] if weights else None, norm[i], scale[i], *r.sizes)
+            launch(kernels.weight_norm, r.grid, arguments, **r.constants)
+        return w, norm, scale
+    columns = [[r.v for r in rows], gains, w or [r.v for r in rows], norm, scale]
+    _launch_many(kernels.many_weight_norms, rows, gains, columns, (0, 2), WEIGHTS=weights)
+    return w, norm, scale
+
+
+def weight_norm_many_backward(
+    dw: Tensors, v: Tensors, g: Tensors, norm: Tensors, dim: int | None = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    rows = [rows_of(t, dim) for t in v]
+    gains = [flat(t) for t in g]
+    gradients = [as_lies(d, r.v).to(r.v.dtype) for d, r in zip(dw, rows, strict=True)]
+    dv, dg = [torch.empty_like(r.v) for r in rows], [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in g]
+    if _must_go_one_by_one(v):
+        for tensors in zip(rows, gradients, gains, norm, dv, dg, strict=True):
+            _one_backward(*tensors)
+        return dv, dg
+    columns = [gradients, [r.v for r in rows], gains, list(norm), dv, dg]
+    _launch_many(kernels.many_weight_norms_backward, rows, gains, columns, (0, 1, 4))
+    return dv, dg
+
+
+def _must_go_one_by_one(v: Tensors) -> bool:
+    """A graph that is being captured would copy its table again at each replay, from memory long given to others."""
+    return len(v) > 0 and v[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _launch_many(
+    kernel: Any, rows: Sequence[Rows], gains: Tensors, columns: Sequence[Tensors], wide: Sequence[int],
+    **constants: bool,
+) -> None:  # fmt: skip
+    """One launch for each combination of dtypes and row layouts, of which a model has one.
 
     Args:
-        tensors: any shapes, contiguous or channels_last.
-
-    Raises:
-        ValueError: a tensor's rows do not lie each in one run, or dtypes or devices differ.
+        columns: for each address in the kernel's table the tensors, in the order of ``rows``.
+        wide: the columns whose rows are read in whole vectors where all are aligned.
     """
-    if not tensors:
-        return []
-    first = tensors[0]
-    for i, v in enumerate(tensors):
-        if v.dtype != first.dtype or v.device != first.device:
-            raise ValueError(f"tensors[{i}]: {v.dtype} on {v.device}; use {first.dtype} on {first.device} as the first")
-        if dense(v) is not v:
-            raise ValueError(f"tensors[{i}]: strides {v.stride()}; make it contiguous or channels_last")
-    addresses = tuple(v.data_ptr() for v in tensors)
-    table, owner = _tables(addresses, tuple((v.shape[0], math.prod(v.shape[1:])) for v in tensors), first.device)
-    norm = first.new_empty([sum(v.shape[0] for v in tensors)], dtype=torch.float32)
-    constants = {"VALUE": _triton_dtype(first.dtype), "ROWS": _ROWS, "ENTRIES": _ENTRIES}
-    launch(kernels.many_row_norms, (owner.numel(),), (table, owner, norm), **constants)
-    return list(norm.split([v.shape[0] for v in tensors]))
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, (r, gain) in enumerate(zip(rows, gains, strict=True)):
+        kinds.setdefault((r.v.dtype, gain.dtype, r.one_run), []).append(i)
+    for (value, gain_dtype, one_run), members in kinds.items():
+        table: list[list[int]] = []
+        owner: list[int] = []
+        for i in members:
+            table.append([*(column[i].data_ptr() for column in columns), *rows[i].sizes, len(owner)])
+            owner += [len(table) - 1] * rows[i].grid[0]
+        n, device = len(columns), rows[members[0]].v.device
+        aligned = all(entry[c] % 16 == 0 for entry in table for c in (*wide, n + 1))
+        arguments = (_sent(table, torch.int64, device), _sent(owner, torch.int32, device))
+        constants_here = {"VALUE": triton_dtype(value), "GAIN": triton_dtype(gain_dtype), "ALIGNED": aligned}
+        layout = {"ONE_RUN": one_run, "ROWS": _ROWS, "ENTRIES": _ENTRIES}
+        launch(kernel, (len(owner),), arguments, **constants, **constants_here, **layout)
 
 
-@functools.lru_cache(maxsize=8)
-def _tables(
-    addresses: tuple[int, ...], sizes: tuple[tuple[int, int], ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The kernel's TABLE and OWNER. Parameters stay where they are from step to step, so few are ever built."""
-    table: list[list[int]] = []
-    owner: list[int] = []
-    place = 0
-    for i, (address, (count, length)) in enumerate(zip(addresses, sizes, strict=True)):
-        table.append([address, count, length, len(owner), place])
-        owner += [i] * blocks(count, _ROWS)
-        place += count
-    on_host = torch.tensor(table, dtype=torch.int64), torch.tensor(owner, dtype=torch.int64)
-    if device.type == "cuda":  # pinned memory, so that the copy does not wait for the stream
-        return on_host[0].pin_memory().to(device, non_blocking=True), on_host[1].pin_memory().to(
-            device, non_blocking=True
-        )
-    return on_host
+def _sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """To a GPU through pinned memory, so that the copy does not wait for the stream."""
+    on_host = torch.tensor(numbers, dtype=dtype)
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
-def _triton_dtype(dtype: torch.dtype) -> object:
+def triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from wnfused.backends import tensors_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_TRITON = (3, 6)
@@ -42,9 +43,7 @@ def interpreted() -> bool:
 def refusal(arguments: Sequence[Any]) -> str | None:
     """Why no kernel takes these arguments."""
     device = None
-    for argument in arguments:
-        if not isinstance(argument, Tensor):
-            continue
+    for argument in tensors_of(arguments):
         if argument.device.type not in (("cuda", "cpu") if interpreted() else ("cuda",)):
             return f"it has no kernel for device {argument.device.type!r}"
         if device is not None and argument.device != device:

@@ -8,6 +8,7 @@ groups, three spatial dims, transposed convolutions, norms along any dim.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -77,15 +78,31 @@ Geometry = tuple[list[int], list[int], list[int], bool, list[int], int]
 """``stride, padding, dilation, transposed, output_padding, groups``."""
 
 
+_inside = 0
+_before = False
+_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """cuDNN's deterministic algorithms: some of its backward kernels add with atomics otherwise."""
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
+    """cuDNN's deterministic algorithms: some of its backward kernels add with atomics otherwise.
+
+    torch has one flag for all threads, and a backward has a thread to each device: the first in sets it, the last out
+    restores it.
+    """
+    global _inside, _before
+    with _lock:
+        if _inside == 0:
+            _before = torch.backends.cudnn.deterministic
+            torch.backends.cudnn.deterministic = True
+        _inside += 1
     try:
         yield
     finally:
-        torch.backends.cudnn.deterministic = before
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                torch.backends.cudnn.deterministic = _before
 
 
 def _has_fused_epilogue(x: Tensor, v: Tensor, geometry: Geometry, activation: str) -> bool:

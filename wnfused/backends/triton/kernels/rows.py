@@ -5,7 +5,8 @@ channels_last) need no division to find an entry. A program takes ROWS rows and 
 
     v  [outer, rows, inner]        element e of row r at (e // inner) * rows * inner + r * inner + e % inner
 
-Floor: ``v`` is read once from memory (the second walk finds a row in cache), ``w`` written once.
+Floor: ``v`` is read once from memory (the second walk finds a row in cache), ``w`` written once. Many tensors take one
+launch: a table of their addresses tells each program which rows are its own.
 """
 
 import triton
@@ -34,31 +35,34 @@ def _row_norm(V, row, rows, length, inner, ONE_RUN: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def weight_norm(
-    V, G, W, NORM, rows, length, inner,
+def _normalise(
+    V, G, W, NORM, SCALE, block, rows, length, inner,
     ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """``norm``, and ``w = s v`` unless W is None."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """``norm`` of one block of rows; unless they are None also ``w = s v`` and ``s``."""
+    row = block * ROWS + tl.arange(0, ROWS)
     norm = _row_norm(V, row, rows, length, inner, ONE_RUN, ROWS, ENTRIES)
     tl.store(NORM + row, norm, mask=row < rows)
-    if W is not None:
+    if G is not None:
         scale = row_scale(tl.load(G + row, mask=row < rows, other=0.0), norm)
-        for start in range(0, length, ENTRIES):
-            entry = start + tl.arange(0, ENTRIES)
-            inside = (row[:, None] < rows) & (entry[None, :] < length)
-            at = _offsets(row, entry, rows, length, inner, ONE_RUN)
-            v = tl.load(V + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(W + at, (v * scale[:, None]).to(W.dtype.element_ty), mask=inside)
+        if SCALE is not None:
+            tl.store(SCALE + row, scale, mask=row < rows)
+        if W is not None:
+            for start in range(0, length, ENTRIES):
+                entry = start + tl.arange(0, ENTRIES)
+                inside = (row[:, None] < rows) & (entry[None, :] < length)
+                at = _offsets(row, entry, rows, length, inner, ONE_RUN)
+                v = tl.load(V + at, mask=inside, other=0.0).to(tl.float32)
+                tl.store(W + at, (v * scale[:, None]).to(W.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def weight_norm_backward(
-    DW, V, G, NORM, DV, DG, rows, length, inner,
+def _normalise_backward(
+    DW, V, G, NORM, DV, DG, block, rows, length, inner,
     ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """``dg = <dw, v> / ||v||`` and ``dv = s (dw - v dg / ||v||)``; ``dw`` lies as ``v`` does."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """``dg = <dw, v> / ||v||`` and ``dv = s (dw - v dg / ||v||)`` of one block of rows; ``dw`` lies as ``v`` does."""
+    row = block * ROWS + tl.arange(0, ROWS)
     norm = tl.load(NORM + row, mask=row < rows, other=0.0)
     reciprocal = inverse(norm)[:, None]
     products = tl.zeros((ROWS, ENTRIES), tl.float32)
@@ -81,19 +85,74 @@ def weight_norm_backward(
 
 
 @triton.jit
-def many_row_norms(TABLE, OWNER, NORM, VALUE: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
-    """The row norms of many tensors in one launch.
+def weight_norm(
+    V, G, W, NORM, SCALE, rows, length, inner,
+    ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """One tensor: ``norm``; with G also ``w``, ``s``, or both."""
+    _normalise(V, G, W, NORM, SCALE, tl.program_id(0), rows, length, inner, ONE_RUN, ROWS, ENTRIES)
 
-    TABLE ``[tensors, 5]``, int64: address, rows, length of a row, the first program, the first place in NORM. OWNER
-    ``[programs]``: the tensor that a program works on. Rows lie each in one run; VALUE is their dtype.
-    """
-    program = tl.program_id(0)
-    entry = TABLE + tl.load(OWNER + program) * 5
-    V = tl.load(entry).to(tl.pointer_type(VALUE))
-    rows, length = tl.load(entry + 1), tl.load(entry + 2)
-    row = (program - tl.load(entry + 3)) * ROWS + tl.arange(0, ROWS)
-    norm = _row_norm(V, row, rows, length, length, True, ROWS, ENTRIES)
-    tl.store(NORM + tl.load(entry + 4) + row, norm, mask=row < rows)
+
+@triton.jit
+def weight_norm_backward(
+    DW, V, G, NORM, DV, DG, rows, length, inner,
+    ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """One tensor."""
+    _normalise_backward(DW, V, G, NORM, DV, DG, tl.program_id(0), rows, length, inner, ONE_RUN, ROWS, ENTRIES)
+
+
+@triton.jit
+def _pointer(ENTRY, column, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address of a table as a pointer; with ALIGNED, one to whole vectors of 16 bytes."""
+    pointer = tl.load(ENTRY + column).to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _extent(ENTRY, column, ALIGNED: tl.constexpr):
+    extent = tl.load(ENTRY + column).to(tl.int32)
+    return tl.multiple_of(extent, 16) if ALIGNED else extent
+
+
+@triton.jit
+def many_weight_norms(
+    TABLE, OWNER, VALUE: tl.constexpr, GAIN: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
+    ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Many tensors in one launch. TABLE ``[tensors, 9]``, int64: the addresses of v, g, w, norm and scale; rows, length
+    of a row, inner, the first program. OWNER ``[programs]``: the tensor that a program works on. ALIGNED: so are the
+    addresses and lengths of all."""
+    ENTRY = TABLE + tl.load(OWNER + tl.program_id(0)).to(tl.int64) * 9
+    V, G = _pointer(ENTRY, 0, VALUE, ALIGNED), _pointer(ENTRY, 1, GAIN, False)
+    NORM, SCALE = _pointer(ENTRY, 3, tl.float32, False), _pointer(ENTRY, 4, tl.float32, False)
+    rows, length, inner = _extent(ENTRY, 5, False), _extent(ENTRY, 6, ALIGNED), _extent(ENTRY, 7, False)
+    block = tl.program_id(0) - _extent(ENTRY, 8, False)
+    if WEIGHTS:
+        W = _pointer(ENTRY, 2, VALUE, ALIGNED)
+        _normalise(V, G, W, NORM, SCALE, block, rows, length, inner, ONE_RUN, ROWS, ENTRIES)
+    else:
+        _normalise(V, G, None, NORM, SCALE, block, rows, length, inner, ONE_RUN, ROWS, ENTRIES)
+
+
+@triton.jit
+def many_weight_norms_backward(
+    TABLE, OWNER, VALUE: tl.constexpr, GAIN: tl.constexpr, ALIGNED: tl.constexpr,
+    ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Many tensors in one launch. TABLE ``[tensors, 10]``, int64: the addresses of dw, v, g, norm, dv and dg; then as
+    :func:`many_weight_norms`."""
+    ENTRY = TABLE + tl.load(OWNER + tl.program_id(0)).to(tl.int64) * 10
+    DW, V, DV = (
+        _pointer(ENTRY, 0, VALUE, ALIGNED),
+        _pointer(ENTRY, 1, VALUE, ALIGNED),
+        _pointer(ENTRY, 4, VALUE, ALIGNED),
+    )
+    G, NORM = _pointer(ENTRY, 2, GAIN, False), _pointer(ENTRY, 3, tl.float32, False)
+    DG = _pointer(ENTRY, 5, GAIN, False)
+    rows, length, inner = _extent(ENTRY, 6, False), _extent(ENTRY, 7, ALIGNED), _extent(ENTRY, 8, False)
+    block = tl.program_id(0) - _extent(ENTRY, 9, False)
+    _normalise_backward(DW, V, G, NORM, DV, DG, block, rows, length, inner, ONE_RUN, ROWS, ENTRIES)
 
 
 @triton.jit

@@ -1,0 +1,75 @@
+"""Row norms, effective weights and their backward: of one tensor along any dim, of many in one launch."""
+
+import pytest
+import torch
+from triton_cases import DEVICE, DTYPES, TOLERANCE, relative
+
+from wnfused import reference
+from wnfused.backends import triton as backend
+from wnfused.backends.triton import rows
+
+SHAPES = [((5, 7), 0), ((1, 3, 3, 3), 0), ((9,), 0), ((3, 1031), 0), ((4, 6, 5), 1), ((4, 6, 5), 2), ((4, 6, 5), None)]
+EMPTY = [((0, 4), 0), ((4, 0), 0), ((3, 0, 2), 2)]
+
+
+def pair(shape, dim, dtype=torch.float32, gain=None):
+    v = torch.randn(shape, device=DEVICE).to(dtype)
+    count = 1 if dim is None else shape[dim]
+    return v, torch.randn(count, device=DEVICE).to(gain or dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "dim"), SHAPES + EMPTY, ids=str)
+def test_one_tensor(shape, dim, dtype):
+    v, g = pair(shape, dim, dtype)
+    dw = torch.randn(shape, device=DEVICE).to(dtype)
+    w, norm = backend.weight_norm(v, g, dim)
+    expected, norm64 = reference.weight_norm(v.double(), g.double(), dim)
+    assert norm.dtype == torch.float32
+    assert norm.shape == norm64.shape
+    found = (w, norm, *backend.weight_norm_backward(dw, v, g, norm, dim))
+    wanted = (expected, norm64, *reference.weight_norm_backward(dw.double(), v.double(), g.double(), norm64, dim))
+    assert all(relative(one, other) < TOLERANCE[dtype] for one, other in zip(found, wanted, strict=True))
+    assert [t.dtype for t in found[2:]] == [dtype, dtype]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("dim", [0, 1, -1, None])
+def test_many_tensors_of_several_types_and_layouts(dim, weights):
+    shapes = [(5, 7), (4, 16), (8, 3, 3, 3), (40, 2, 1, 1), (3, 70)] + ([(0, 4), (4, 0)] if dim == 0 else [])
+    vs, gs = [], []
+    for i, shape in enumerate(shapes):
+        v, g = pair(shape, dim, DTYPES[i % 3], torch.float32 if i % 2 else None)
+        vs.append(v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v)
+        gs.append(g)
+    vs[0] = torch.cat([vs[0].new_zeros(1), vs[0].flatten()])[1:].reshape(shapes[0])  # off every vector's border
+    vs[1][2] = 0
+    found = backend.weight_norm_many(vs, gs, dim, weights)
+    expected = reference.weight_norm_many([v.double() for v in vs], [g.double() for g in gs], dim, weights)
+    assert len(found[0]) == (len(vs) if weights else 0)
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other, v in zip(ours, theirs, vs, strict=False):
+            assert one.shape == other.shape
+            assert relative(one, other) < TOLERANCE[v.dtype]
+    dws = [torch.randn(v.shape, device=DEVICE).to(v.dtype) for v in vs]
+    found = backend.weight_norm_many_backward(dws, vs, gs, found[1], dim)
+    wide = ([t.double() for t in tensors] for tensors in (dws, vs, gs, expected[1]))
+    for ours, theirs, like in zip(found, reference.weight_norm_many_backward(*wide, dim), (vs, gs), strict=True):
+        for one, other, t, v in zip(ours, theirs, like, vs, strict=True):
+            assert (one.shape, one.dtype) == (t.shape, t.dtype)
+            assert relative(one, other) < TOLERANCE[v.dtype]
+
+
+def test_a_captured_graph_gets_no_table(monkeypatch):
+    """Its replay would read a table whose memory has gone to others: each tensor has its own launch."""
+    vs, gs = zip(*(pair((5, 7), 0) for _ in range(3)), strict=True)
+    dws = [torch.randn(5, 7, device=DEVICE) for _ in vs]
+    many = backend.weight_norm_many(vs, gs)
+    gradients = backend.weight_norm_many_backward(dws, vs, gs, many[1])
+    monkeypatch.setattr(rows, "_must_go_one_by_one", lambda v: True)
+    monkeypatch.setattr(rows, "_launch_many", None)
+    single = backend.weight_norm_many(vs, gs)
+    again = backend.weight_norm_many_backward(dws, vs, gs, single[1])
+    for ours, theirs in ((many, single), (gradients, again)):
+        for ones, others in zip(ours, theirs, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
