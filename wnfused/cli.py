@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TextIO
 
 import wnfused
 from wnfused.train.errors import MissingDependencyError, UsageError
-from wnfused.train.options import add_options, from_options
+from wnfused.train.interruption import signal_of, sigterm_raises
+from wnfused.train.options import add_options, fields_of, from_options
 
 # Wrong input of any kind; 1 is for what went wrong with right input.
 USAGE = 2
@@ -41,15 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(command, error, USAGE)
     wrong = (UsageError, MissingDependencyError, CorruptCheckpointError, wnfused.BackendUnavailableError)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), sigterm_raises():
             warnings.showwarning = _show_warning
             return run(**options)
     except wrong as error:
         return _fail(command, error, USAGE)
     except OSError as error:
         return _fail(command, error, 1)
-    except KeyboardInterrupt:
-        return _fail(command, "interrupted", 130)
+    except KeyboardInterrupt as interrupt:
+        # As shells count: 130 for Ctrl-C, 143 for SIGTERM.
+        return _fail(command, str(interrupt) or "stopped", 128 + (signal_of(interrupt) or 0))
 
 
 def _is_first_process() -> bool:
@@ -85,6 +87,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="wnfused", description="Fused weight-normalised layers and very deep networks of them.")
+    parser.add_argument("--version", action="version", version=f"wnfused {wnfused.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | demo | train | probe | bench")
     for add in (_add_info, _add_demo, _add_train, _add_probe, _add_bench):
         add(commands)
@@ -181,10 +184,20 @@ def _demo(minutes: float, deep: bool, out: Path) -> int:
 
 def _add_probe(commands: Any) -> None:
     parser = commands.add_parser(
-        "probe", help="norms of activations and gradients over the layers of a network at its start"
+        "probe",
+        help="measure a network: norms, Hessian, Jacobians, orthogonality ... as an initialisation or training left it",
+        description="Measure a network on training images, in float64; write a picture, the numbers as JSON, and a "
+        "table of some of them.",
     )
     wanted = ("model", "depth", "width", "norm", "stack", "data", "init_options", "seed")
     add_options(parser, only=wanted)
+    parser.add_argument(
+        "--what",
+        action="append",
+        metavar="MEASUREMENT",
+        help="may be repeated: norms (default), hessian, jacobian, layer-jacobians, jacobian-growth, orthogonality, "
+        "similarity, gradient-bounds, parameter-bounds",
+    )
     parser.add_argument(
         "--init",
         action="append",
@@ -192,17 +205,39 @@ def _add_probe(commands: Any) -> None:
         metavar="SCHEME",
         help="may be repeated, to compare (arpit2019)",
     )
-    parser.add_argument("--samples", type=int, default=64, help="training images to measure on (default: 64)")
+    parser.add_argument(
+        "--checkpoint",
+        action="append",
+        dest="checkpoints",
+        type=Path,
+        metavar="PATH",
+        help="a run's folder, one of its checkpoints, or a state_dict of the model that the options describe; "
+        "may be repeated",
+    )
+    parser.add_argument("--samples", type=int, metavar="INT", help="training images to measure on (64; hessian: 1024)")
     parser.add_argument("--data-folder", type=Path, metavar="FOLDER", help="scikit-learn's data cache")
-    parser.add_argument("--out", type=Path, default=Path("norms.png"), metavar="FILE", help="the picture")
+    parser.add_argument(
+        "--out", type=Path, default=Path("probe.png"), metavar="FILE", help="the picture (default: probe.png)"
+    )
     parser.set_defaults(run=_probe)
 
 
-def _probe(inits: list[str] | None, samples: int, data_folder: Path | None, out: Path, **given: Any) -> int:
+def _probe(
+    what: list[str] | None,
+    inits: list[str] | None,
+    checkpoints: list[Path] | None,
+    samples: int | None,
+    data_folder: Path | None,
+    out: Path,
+    **given: Any,
+) -> int:
     from wnfused.train.probe import probe
 
-    configs = [from_options({**given, "init": init}) for init in inits or ["arpit2019"]]
-    print(probe(configs, samples, out, data_folder))
+    tables = probe(
+        fields_of(given), what=what or ["norms"], inits=inits or [], checkpoints=checkpoints or [], samples=samples,
+        out=out, folder=data_folder,
+    )  # fmt: skip
+    print(tables)
     return 0
 
 

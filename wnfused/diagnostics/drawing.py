@@ -85,8 +85,10 @@ def save_together(
     axes = new_axes(panels.pop())
     for name, drawable in series.items():
         drawable.draw(axes if drawable.panels > 1 else axes[0], label=name or None)
-    _legend(axes, legend_title)
     figure = axes[0].figure
+    _legend(figure, axes, legend_title)
+    for axis in axes:
+        _plain_ticks(axis)
     if title:
         figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,21 +130,48 @@ def over_stations(axis: Any, values: np.ndarray, label: str | None, *, log: bool
     line.set_gid("stations")
     if log:
         axis.set_yscale("log")
+    from matplotlib import ticker
+
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axis.set_xlabel("layer or block, from input to output")
     axis.margins(x=0.02)
     return line
 
 
-def _legend(axes: Sequence[Any], title: str | None) -> None:
-    """One legend for all panels, on the last; the first drawn of equal labels stands for all."""
+def key(axis: Any, name: str, linestyle: Any = ":") -> None:
+    """An entry for the legend that stands for a kind of line, whatever its colour."""
+    axis.plot([], [], color=THEORY, linestyle=linestyle, marker="", linewidth=1.2, label=name)
+
+
+def _legend(figure: Any, axes: Sequence[Any], title: str | None) -> None:
+    """One legend for all panels, below them, where it hides nothing; of equal labels the first stands for all."""
     found = itertools.chain.from_iterable(zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes)
     entries: dict[str, Any] = {}
     for handle, name in found:
         entries.setdefault(name, handle)
-    if entries:
-        axes[-1].legend(
-            entries.values(), entries.keys(), title=title, loc="best", alignment="left", frameon=False, fontsize=9
-        )
+    grey = [
+        name
+        for name, handle in entries.items()
+        if handle.get_gid() == "theory" or getattr(handle, "get_color", lambda: None)() == THEORY
+    ]
+    names = [name for name in entries if name not in grey] + grey
+    if names:
+        columns = max(1, min(len(names), 5 if len(axes) > 1 else 3))
+        handles = [entries[name] for name in names]
+        figure.legend(handles, names, title=title, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _plain_ticks(axis: Any) -> None:
+    """0.2, 0.5, 1, 2 on a logarithmic axis of less than two decades, powers of ten on a longer one."""
+    from matplotlib import ticker
+
+    if axis.get_yscale() != "log":
+        return
+    low, high = axis.get_ylim()
+    if 0 < low < high < 100 * low and 1e-4 < low < 1e4:
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 5, 7)))
+        axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _plain(value: Any) -> Any:

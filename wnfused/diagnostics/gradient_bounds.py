@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .arguments import check_inputs, check_model, check_targets, cross_entropy, mini_batches, positive_int
-from .drawing import THEORY, Drawable, over_stations
+from .drawing import THEORY, Drawable, key, over_stations
 from .norms import layer_norms
 from .progress import Progress, advancing
 from .state import undisturbed
@@ -50,9 +50,9 @@ class ActivationBounds(Drawable):
         line = over_stations(axis, self.gradients.mean(1), label)
         bounds = self.bounds.mean(1)
         x = np.arange(1, len(bounds) + 1)
-        name = "lower bound" if label is None else f"{label}, lower bound"
-        axis.plot(x, np.where(bounds > 0, bounds, np.nan), color=line.get_color(), linestyle=":", label=name)
-        axis.set_ylabel(r"$\|\partial\ell/\partial x\|$ and $(\ell - H(p))/\|x\|$" + "\n(mean over samples)")
+        axis.plot(x, np.where(bounds > 0, bounds, np.nan), color=line.get_color(), linestyle=":", linewidth=1.2)
+        key(axis, r"lower bound $(\ell - H(p))/\|x\|$")
+        axis.set_ylabel(r"gradient norm $\|\partial\ell/\partial x\|$" + "\n(mean over samples)")
 
 
 def activation_gradient_bounds(

@@ -106,9 +106,10 @@ def jacobian_spectrum(
 
 
 def spectrum(
-    products: Products, method: str, count: int, probes: int, generator: torch.Generator, progress: Progress
-) -> JacobianSpectrum:
-    """The measurement, once there is a way to multiply by J."""
+    products: Products, method: str, count: int, probes: int, generator: torch.Generator, progress: Progress,
+    tolerance: float = 1e-6,
+) -> JacobianSpectrum:  # fmt: skip
+    """The measurement, once there is a way to multiply by J; ``tolerance`` is that of Lanczos."""
     n, d_out, d_in = products.samples, products.outputs, products.inputs
     side = min(d_out, d_in)
     small = side <= _EXACT_SIDE and n * d_out * d_in <= _EXACT_NUMBERS
@@ -127,7 +128,9 @@ def spectrum(
         if d_in > d_out:
             forward, transposed = transposed, forward
         start = _gaussian((n, side), generator, products.like)
-        values = largest_singular_values(forward, transposed, start, min(count, side), advance=advance)
+        values = largest_singular_values(
+            forward, transposed, start, min(count, side), tolerance=tolerance, advance=advance
+        )
         mean, variance = _probed(products, probes, generator, advance)
     return JacobianSpectrum(values.cpu().numpy(), False, d_out, d_in, mean.cpu().numpy(), variance.cpu().numpy())
 

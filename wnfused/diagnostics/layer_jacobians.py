@@ -26,6 +26,9 @@ from .progress import Progress, advancing
 from .state import undisturbed
 from .stations import Call, Filter, observed
 
+# Of the largest singular value where J is too large to write out: a picture over many layers needs no more.
+_TOLERANCE = 1e-3
+
 
 @dataclass(frozen=True, eq=False)
 class LayerJacobians(Drawable):
@@ -33,7 +36,8 @@ class LayerJacobians(Drawable):
 
     Attributes:
         names: of the stations.
-        largest, smallest: singular values ``[L]``; ``smallest`` is NaN where J was too large to write out.
+        largest, smallest: singular values ``[L]``; where J was too large to write out, ``largest`` is good to about
+            0.1% and ``smallest`` NaN.
         mean, variance: of the eigenvalues of ``J J^T`` ``[L]``; the mean is the layer's chi.
     """
 
@@ -89,7 +93,7 @@ def layer_jacobians(
             with torch.enable_grad():
                 x = call.input.detach().clone().requires_grad_()
                 # A copy for the call: a layer may write its input in place.
-                found = spectrum(Products(x, call.run(x.clone())), method, 1, probes, generator, False)
+                found = spectrum(Products(x, call.run(x.clone())), method, 1, probes, generator, False, _TOLERANCE)
             values = found.singular_values
             smallest = values[:, -1].mean() if found.exact else np.nan
             names.append(call.name)

@@ -137,8 +137,11 @@ class NormProfile(Drawable):
             (self.gradient, self.gradient_band, r"gradient norm  $\|\partial\ell/\partial h^l\|$"),
         )
         for axis, (values, band, name) in zip(axes, panels, strict=True):
+            # A head's few logits are another quantity: their norm would only squeeze the axis.
+            values = self._without_heads(values)
             over_stations(axis, np.where(np.isfinite(values) & (values > 0), values, np.nan), label)
             low, high = band()
+            name_of_band = r"theory: $\sqrt{2}$ to $\sqrt{e}$ a stage" if self.blocks.any() else "theory"
             # Lines of other initialisations start where they start: one band, the first one's, says enough.
             if not any(patch.get_gid() == "theory" for patch in axis.collections):
                 x = np.arange(1, len(values) + 1)

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from .arguments import check_inputs, check_model
-from .drawing import THEORY, Drawable, over_stations
+from .drawing import THEORY, Drawable, key, over_stations
 from .progress import Progress, advancing
 from .state import undisturbed
 from .stations import Call, Filter, observed
@@ -108,13 +108,12 @@ class OrthogonalityProfile(Drawable):
         left.set_ylabel("orthogonality gap $V(H_l)$")
         bound = self.gap_bound()
         if bound is not None and bound.min() < 10:
-            left.plot(np.arange(1, len(bound) + 1), bound, color=THEORY, linestyle=":", label="Theorem 1")
+            left.plot(np.arange(1, len(bound) + 1), bound, color=THEORY, linestyle="--", label="Theorem 1")
         left.axhline((1 - 1 / self.samples) ** 0.5, color=THEORY, linewidth=1, linestyle="-", label="rank one")
         line = over_stations(right, self.distance, label)
-        right.plot(
-            np.arange(1, len(self.gap) + 1), self.distance_bound, color=line.get_color(), linestyle=":", linewidth=1.2,
-            label="Lemma 2: $2 n V$" if label is None else f"{label}, Lemma 2: $2 n V$",
-        )  # fmt: skip
+        x = np.arange(1, len(self.gap) + 1)
+        right.plot(x, self.distance_bound, color=line.get_color(), linestyle=":", linewidth=1.2)
+        key(right, "Lemma 2: $2 n V$")
         right.set_ylabel(r"$W_2^2$ of $W H_l$ to a Gaussian")
 
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from wnfused.models.resnet import BatchNormBlock
-from wnfused.nn import PlainResidualBlock, WNResidualBlock, WNResidualStage
+from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock, WNResidualStage
 
 Filter = Callable[[str, nn.Module], bool]
 """From (name, module) to whether the module is a station. A stage for which it is true is observed block by block."""
 
-BLOCKS = (WNResidualBlock, PlainResidualBlock, BatchNormBlock)
+BLOCKS = (WNResidualBlock, PlainResidualBlock, BatchNormBlock, FixupBlock)
 
 
 @dataclass(frozen=True)

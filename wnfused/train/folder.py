@@ -21,6 +21,8 @@ from .config import TrainConfig
 from .errors import UsageError
 from .files import write_json
 
+_IN_EVERY_RESULT = {"test_accuracy", "diverged", "epochs_finished", "seconds_per_step", "peak_memory_bytes"}
+
 
 class RunFolder:
     """Paths and rules; creates and writes nothing until told to."""
@@ -60,6 +62,11 @@ class RunFolder:
         """Write down that a run begins here. Not before its arguments are known to work."""
         write_json(self.config, {"config": config.to_dict(), "versions": versions})
 
+    def abandon(self) -> None:
+        """Take ``begin`` back where the run turned out to be impossible before it had finished an epoch."""
+        if not self.last.exists():
+            self.config.unlink(missing_ok=True)
+
     def saved_config(self) -> TrainConfig | None:
         """The configuration of the run that lies here, None if there is none.
 
@@ -70,8 +77,8 @@ class RunFolder:
             return TrainConfig.from_dict(json.loads(self.config.read_text())["config"])
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise UsageError("resume", self.config, f"cannot be read ({error})") from None
+        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UsageError("resume", self.config, f"cannot be read: {_reason(error)}") from None
 
     def check(self, config: TrainConfig) -> bool:
         """Whether a run lies here that ``config`` continues.
@@ -101,7 +108,25 @@ class RunFolder:
         return self.last
 
     def read_result(self) -> dict[str, Any]:
-        return json.loads(self.result.read_text())
+        """What a finished run left.
+
+        Raises:
+            UsageError: if its file is not whole.
+        """
+        right = "delete it, and --resume tests the last checkpoint again"
+        try:
+            result = json.loads(self.result.read_text())
+        except (OSError, ValueError) as error:
+            raise UsageError("resume", self.result, f"cannot be read: {_reason(error)}; {right}") from None
+        if not isinstance(result, dict) or not result.keys() >= _IN_EVERY_RESULT:
+            raise UsageError("resume", self.result, f"is no result of `wnfused train`; {right}")
+        return result
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return f"no entry {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _refuse_differences(asked: TrainConfig, saved: TrainConfig, where: Path) -> None:

@@ -27,9 +27,14 @@ def from_options(given: dict[str, Any], base: TrainConfig | None = None) -> Trai
     Raises:
         UsageError: if that cannot be run.
     """
+    return TrainConfig.from_dict({**(base.to_dict() if base else {}), **fields_of(given)})
+
+
+def fields_of(given: dict[str, Any]) -> dict[str, Any]:
+    """What was given, as values of the configuration's fields."""
     if "init_options" in given:
-        given = {**given, "init_options": dict(given["init_options"])}
-    return TrainConfig.from_dict({**(base.to_dict() if base else {}), **given})
+        return {**given, "init_options": dict(given["init_options"])}
+    return given
 
 
 def _option(field: Field[Any], kind: type) -> tuple[str, dict[str, Any]]:

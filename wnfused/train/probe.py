@@ -1,62 +1,347 @@
-"""``wnfused probe``: norms over the layers of a network as an initialisation leaves it, drawn and as a table."""
+"""``wnfused probe``: the measurements of ``wnfused.diagnostics`` on a built-in network, as an initialisation leaves it
+or as a checkpoint holds it. Each writes a picture, the same numbers as JSON, and a table.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import pickle
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 import wnfused
-from wnfused.diagnostics import NormProfile, layer_norms
-from wnfused.diagnostics.drawing import save_together
+from wnfused import diagnostics
+from wnfused.diagnostics import NormProfile
+from wnfused.diagnostics.drawing import Drawable, checked_path, save_together
 
+from . import checkpoint
 from .build import build
 from .config import TrainConfig
 from .data import Dataset, load
-from .errors import UsageError
+from .errors import UsageError, require
+from .files import write_json
+from .folder import RunFolder
 
-# So many rows are read at a glance; the picture has them all.
+# So many rows are read at a glance; picture and JSON have them all.
 _ROWS = 12
+
+Measure = Callable[[nn.Module, Tensor, Tensor, bool], Drawable]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One that ``--what`` names.
+
+    Attributes:
+        measure: from (model, inputs, targets, progress) to the result.
+        columns: its fields to print, by heading: one value for each station, or a single one.
+        title: of the picture.
+        samples: how many images, unless told.
+        independent: whether it needs samples that do not see each other: batch norm is then put into eval mode, with
+            the statistics of the measured images.
+        double: float64 instead of float32.
+    """
+
+    measure: Measure
+    columns: Mapping[str, str]
+    title: str
+    samples: int = 64
+    independent: bool = False
+    double: bool = True
+
+
+MEASUREMENTS = {
+    "norms": Measurement(
+        lambda m, x, y, p: diagnostics.layer_norms(m, x, y, progress=p),
+        {"activation": "activation", "gradient": "gradient"},
+        "Norms of activations and gradients",
+    ),
+    "hessian": Measurement(
+        lambda m, x, y, p: diagnostics.hessian_norm(m, x, y, samples=len(x), progress=p),
+        {"norm": "norm", "eigenvalue": "eigenvalue", "iterations": "iterations"},
+        "Spectral norm of the loss's Hessian",
+        samples=1024,
+        # Hundreds of products, each over all images: float32 takes a quarter of the time.
+        double=False,
+    ),
+    "jacobian": Measurement(
+        lambda m, x, y, p: diagnostics.jacobian_spectrum(m, x, progress=p),
+        {"mean of J J^T": "mean", "variance": "variance"},
+        "Input-output Jacobian",
+        independent=True,
+    ),
+    "layer-jacobians": Measurement(
+        lambda m, x, y, p: diagnostics.layer_jacobians(m, x, progress=p),
+        {"largest": "largest", "chi": "mean"},
+        "Jacobian of each layer",
+        samples=4,
+        independent=True,
+    ),
+    "jacobian-growth": Measurement(
+        lambda m, x, y, p: diagnostics.jacobian_growth(m, x, progress=p),
+        {"mean of J J^T": "growth"},
+        "Jacobian from the input to each layer",
+        independent=True,
+    ),
+    "orthogonality": Measurement(
+        lambda m, x, y, p: diagnostics.orthogonality(m, x, progress=p),
+        {"gap V": "gap", "W2^2": "distance"},
+        "Orthogonality of representations",
+        samples=8,
+    ),
+    "similarity": Measurement(
+        lambda m, x, y, p: diagnostics.similarity(m, x, progress=p),
+        {"|cos|": "absolute_cosine", "cos": "cosine"},
+        "Similarity of representations",
+    ),
+    "gradient-bounds": Measurement(
+        lambda m, x, y, p: diagnostics.activation_gradient_bounds(m, x, y, progress=p),
+        {"gradient": "gradients", "bound": "bounds"},
+        "Gradients and their lower bound",
+    ),
+    "parameter-bounds": Measurement(
+        lambda m, x, y, p: diagnostics.parameter_gradient_bounds(m, x, y, progress=p),
+        {"gradient": "gradient", "bound": "bound"},
+        "Gradients of homogeneous sets and their lower bound",
+    ),
+}
 
 
 def measure(model: nn.Module, data: Dataset, samples: int) -> NormProfile:
     """Norms on the first ``samples`` training images, in float64, where even an exploding network stays finite."""
-    images = data.standardise(data.train.images[:samples]).double()
-    # The reference has every dtype; the kernels need not.
-    with wnfused.use_backend("reference"):
-        return layer_norms(copy.deepcopy(model).double(), images, data.train.labels[:samples])
+    profile = _run(MEASUREMENTS["norms"], model, *_images(data, samples), progress=False)
+    assert isinstance(profile, NormProfile)
+    return profile
 
 
-def probe(configs: Sequence[TrainConfig], samples: int, out: Path, folder: Path | None = None) -> str:
-    """Measure one network for each of ``configs``, which differ in the initialisation; draw; the table.
+def probe(
+    given: dict[str, Any],
+    *,
+    what: Sequence[str] = ("norms",),
+    inits: Sequence[str] = (),
+    checkpoints: Sequence[Path] = (),
+    samples: int | None = None,
+    out: Path = Path("probe.png"),
+    folder: Path | None = None,
+) -> str:
+    """Measure one network for each of ``inits`` and ``checkpoints``; write pictures and JSON; the tables.
+
+    Args:
+        given: fields of ``TrainConfig`` that were asked for; the rest is the checkpoints', or the defaults.
+        what: names of :data:`MEASUREMENTS`.
+        inits: schemes; ``arpit2019`` if neither these nor checkpoints are given.
+        checkpoints: run folders or checkpoints of ``wnfused train``, or files with the ``state_dict`` of a model that
+            ``given`` describes.
+        samples: training images to measure on; default: the measurement's own.
+        out: the picture; with several ``what``, their names go before its ending. JSON goes beside it.
 
     Raises:
         UsageError: for an argument that cannot work.
     """
-    if samples < 1:
+    require("matplotlib", "wnfused probe")
+    if samples is not None and samples < 1:
         raise UsageError("samples", samples, "must be 1 or more")
-    first = configs[0]
-    data = load(first.data, first.seed, folder)
-    series = {config.init: measure(build(config, data), data, samples) for config in configs}
-    title = f"{first.model}, {first.depth:,} layers, {first.data}, before training"
-    save_together(series, out, title=title, legend_title="initialisation")
-    return f"{_table(series)}\n-> {out}"
+    what = list(dict.fromkeys(what))
+    for name in what:
+        if name not in MEASUREMENTS:
+            raise UsageError("what", name, f"is no measurement; there are {', '.join(MEASUREMENTS)}")
+    outs = _outs(out, what)
+    config, states = _configuration(given, checkpoints)
+    if not inits and not states:
+        inits = ("arpit2019",)
+    data = load(config.data, config.seed, folder)
+    models = {init: build(replace(config, init=init), data) for init in dict.fromkeys(inits)}
+    for path, state in states.items():
+        models[str(path)] = _loaded(build(config, data), state, path)
+    texts = [_one(name, models, config, data, samples, outs[name], bool(states)) for name in what]
+    return "\n\n".join(texts)
 
 
-def _table(series: dict[str, NormProfile]) -> str:
-    names = [norms.name for norms in next(iter(series.values()))]
+def _one(
+    name: str, models: dict[str, nn.Module], config: TrainConfig, data: Dataset, samples: int | None, out: Path,
+    trained: bool,
+) -> str:  # fmt: skip
+    measurement = MEASUREMENTS[name]
+    images, labels = _images(data, measurement.samples if samples is None else samples)
+    results: dict[str, Drawable] = {}
+    for label, model in models.items():
+        try:
+            results[label] = _run(measurement, model, images, labels, progress=sys.stdout.isatty())
+        except ValueError as error:
+            if "more than 1 value per channel" in str(error):  # torch's batch norm
+                right = "is too few for batch norm, which needs two values of each channel; use 2 or more"
+                raise UsageError("samples", len(images), right) from None
+            if len(images) == 1:
+                raise UsageError("samples", 1, f"is too few for {name}: {error}") from None
+            raise UsageError("what", name, f"cannot be measured: {error}") from error
+    before = "" if trained else ", before training"
+    norm = {"weight": "weight-normalised ", "batch": "batch-normalised ", "none": ""}[config.norm]
+    title = f"{measurement.title}\n{norm}{config.model}, {config.depth:,} layers, {config.data}{before}"
+    try:
+        save_together(results, out, title=title, legend_title="initialisation" if before else None)
+        content = {label: result.as_json() for label, result in results.items()}
+        facts = {"what": name, "samples": len(images), "config": config.to_dict(), "torch": torch.__version__}
+        write_json(out.with_suffix(".json"), {**facts, "results": content})
+    except OSError as error:
+        raise UsageError("out", out, f"cannot be written: {error.strerror}") from None
+    files = f"-> {out}, {out.with_suffix('.json')}"
+    return f"{measurement.title}, {len(images)} images\n{_table(measurement, results)}\n{files}"
+
+
+def _run(measurement: Measurement, model: nn.Module, images: Tensor, labels: Tensor, *, progress: bool) -> Drawable:
+    # The reference has every dtype; the kernels need not.
+    with wnfused.use_backend("reference"):
+        dtype = torch.float64 if measurement.double else torch.float32
+        model, images = copy.deepcopy(model).to(dtype), images.to(dtype)
+        if measurement.independent:
+            _settle_batch_norm(model, images)
+        return measurement.measure(model, images, labels, progress)
+
+
+def _settle_batch_norm(model: nn.Module, images: Tensor) -> None:
+    """Eval mode, with these images' statistics."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+    if norms:
+        with torch.no_grad():
+            model(images)
+    model.eval()
+
+
+def _images(data: Dataset, samples: int) -> tuple[Tensor, Tensor]:
+    return data.standardise(data.train.images[:samples]), data.train.labels[:samples]
+
+
+def _outs(out: Path, what: Sequence[str]) -> dict[str, Path]:
+    """Where each picture goes; found out to be writable before anything slow is done."""
+    try:
+        checked_path(out)
+    except ValueError as error:
+        raise UsageError("out", out, f"is {str(error).partition(' is ')[2]}") from None
+    if out.is_dir():
+        raise UsageError("out", out, "is a folder; give the name of a picture")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise UsageError("out", out, f"cannot be written: {error.strerror}") from None
+    return {name: out.with_stem(f"{out.stem}-{name}") if len(what) > 1 else out for name in what}
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _configuration(
+    given: dict[str, Any], checkpoints: Sequence[Path]
+) -> tuple[TrainConfig, dict[Path, dict[str, Tensor]]]:
+    """The network's configuration, and the parameters that each checkpoint holds for it."""
+    states: dict[Path, dict[str, Tensor]] = {}
+    saved: dict[str, Any] | None = None
+    where: Path | None = None
+    for path in checkpoints:
+        file, state, of_file = _read(path)
+        states[file] = state
+        if of_file is None:
+            continue
+        if saved is not None and where is not None:
+            _same_network(TrainConfig.from_dict(of_file), TrainConfig.from_dict(saved), file, where)
+        saved, where = of_file, file
+    config = TrainConfig.from_dict({**(saved or {}), **given})
+    if saved is not None and where is not None:
+        _same_network(config, TrainConfig.from_dict(saved), "what was asked for", where)
+    return config, states
+
+
+def _same_network(one: TrainConfig, other: TrainConfig, first: object, second: Path) -> None:
+    for name in ("model", "depth", "width", "norm", "stack", "data"):
+        if getattr(one, name) != getattr(other, name):
+            right = f"is of {name} {getattr(other, name)}, but {first} is of {getattr(one, name)}"
+            raise UsageError("checkpoint", second, right)
+
+
+def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any] | None]:
+    """The file, its parameters by name, and the configuration if it is a checkpoint of ``wnfused train``."""
+    file = path
+    if path.is_dir():
+        run = RunFolder(path)
+        file = next((f for f in (run.best, run.last) if f.exists()), run.last)
+    try:
+        content = checkpoint.load(file)
+        state = {name.removeprefix("model."): value for name, value in content["state_dict"].items()}
+        return file, state, content["wnfused"]["config"]
+    except OSError as error:
+        raise UsageError("checkpoint", file, f"cannot be read: {error.strerror}") from None
+    except (KeyError, TypeError):
+        raise UsageError("checkpoint", file, "is not a checkpoint of `wnfused train`") from None
+    except checkpoint.CorruptCheckpointError as error:
+        corrupt = error
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile):
+        raise UsageError("checkpoint", file, f"cannot be read: {corrupt}") from None
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UsageError("checkpoint", file, "is neither a checkpoint of `wnfused train` nor a state_dict")
+    return file, content, None
+
+
+def _loaded(model: nn.Module, state: dict[str, Tensor], path: Path) -> nn.Module:
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()[1:]]
+        raise UsageError("checkpoint", path, f"does not fit the model: {' '.join(lines)[:300]}") from None
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------- table
+
+
+def _table(measurement: Measurement, results: dict[str, Drawable]) -> str:
+    """A row for each of a few stations and a column for each measurement, or a row for each single result."""
+    first = next(iter(results.values()))
+    names = getattr(first, "names", None)
+    if names is None or not len(names):
+        header = ["", *measurement.columns]
+        rows = [
+            [label, *(_number(np.mean(getattr(result, field))) for field in measurement.columns.values())]
+            for label, result in results.items()
+        ]
+        return _aligned([header, *rows])
     stations = sorted({round(i * (len(names) - 1) / (_ROWS - 1)) for i in range(_ROWS)})
-    name_width = max(len(names[i]) for i in stations)
-    widths = {init: max(len(init), 21) for init in series}
-    header = " " * name_width + "".join(f"  {init:>{width}}" for init, width in widths.items())
-    units = " " * name_width + "".join(f"  {'activation  gradient':>{width}}" for width in widths.values())
-    rows = [header, units]
-    for i in stations:
-        cells = (f"{norms[i].activation:.3g}  {norms[i].gradient:>8.3g}" for norms in series.values())
-        rows.append(
-            f"{names[i]:<{name_width}}"
-            + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths.values(), strict=True))
-        )
-    return "\n".join(rows)
+    labels = ["", *(cell for label in results for cell in [label, *[""] * (len(measurement.columns) - 1)])]
+    heads = ["", *(heading for _ in results for heading in measurement.columns)]
+    rows = [
+        [names[i], *(_value(result, field, i) for result in results.values() for field in measurement.columns.values())]
+        for i in stations
+    ]
+    return _aligned([labels, heads, *rows])
+
+
+def _value(result: Drawable, field: str, station: int) -> str:
+    return _number(np.mean(getattr(result, field)[station]))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}"
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -31,14 +31,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from wnfused.dispatch import BackendUnavailableError
+
 from .augment import Augmentation
 from .batches import EvalBatches, Plan, TrainBatches
 from .build import build
+from .checkpoint import load as load_checkpoint
 from .config import TrainConfig
 from .data import Dataset, load
 from .errors import UsageError, require
 from .files import remove_leftovers, write_json
 from .folder import RunFolder
+from .interruption import InterruptedRun, signal_of
 from .memory import PeakMemory
 
 # Validation and test hold no activations for a backward pass: larger batches cost no more memory.
@@ -77,7 +81,9 @@ def train(
 
     Raises:
         UsageError: an argument cannot work; CorruptCheckpointError: ``last.ckpt`` is not whole;
-        MissingDependencyError: without Lightning or the data set's library.
+        BackendUnavailableError: the backend that was asked for cannot train this network;
+        MissingDependencyError: without Lightning or the data set's library;
+        InterruptedRun: Ctrl-C or SIGTERM, a ``KeyboardInterrupt`` that says how to go on.
     """
     began = time.perf_counter()
     require("lightning.pytorch", "training")
@@ -98,7 +104,17 @@ def train(
         remove_leftovers(folder.path)
         if not going_on:
             folder.begin(config, versions())
-    result = run.fit_and_test(checkpoint)
+    try:
+        result = run.fit_and_test(checkpoint)
+    except (SystemExit, KeyboardInterrupt) as error:
+        stopped_by = signal_of(error)
+        if stopped_by is None:
+            raise
+        raise InterruptedRun(stopped_by, run.where_it_stopped()) from None
+    except (UsageError, BackendUnavailableError):
+        if first and not going_on:
+            folder.abandon()
+        raise
     result["seconds"] = time.perf_counter() - began
     result["peak_memory_bytes"] = watch.peak_bytes()
     result["baseline_memory_bytes"] = watch.baseline_bytes
@@ -150,6 +166,11 @@ class _Run:
                 self.trainer.fit(self.module, batches, val, ckpt_path=checkpoint)
             except DivergedError:
                 diverged = True
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):  # torch's batch norm
+                    raise
+                right = "leaves a mini-batch of one image, too few for batch norm; use another size"
+                raise UsageError("batch_size", config.batch_size, right) from None
             result = self._test() if not diverged else _NOTHING_TESTED
         if not diverged and not math.isfinite(result["test_loss"]):
             # The last update overflowed: no training loss came after it to show it.
@@ -165,6 +186,15 @@ class _Run:
             "world_size": self.trainer.world_size,
             "history": [_json_row(row) for row in self.history],
         }
+
+    def where_it_stopped(self) -> str:
+        """For someone who stopped it: what is kept, and how to go on."""
+        done = len(self.history)
+        if not done and self.folder.last.exists():  # stopped before Lightning had loaded it
+            done = len(load_checkpoint(self.folder.last)["wnfused"]["history"])
+        kept = f"{self.folder.last} is kept" if done else "nothing was to be kept yet"
+        go_on = f"go on with `wnfused train --out {self.folder.path} --resume`"
+        return f"stopped after {done} of {self.config.epochs} epochs; {kept}; {go_on}"
 
     @property
     def history(self) -> list[dict[str, float]]:

@@ -1,0 +1,64 @@
+"""A run that is told to stop, by Ctrl-C or by SIGTERM, says where it stopped and how to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised where the program was, as Ctrl-C is: ``except Exception`` lets both through."""
+
+
+class InterruptedRun(KeyboardInterrupt):
+    """A training run was stopped. What its last finished epoch left is in its folder.
+
+    Attributes:
+        signal: SIGINT or SIGTERM.
+    """
+
+    def __init__(self, signal: signal.Signals, where: str) -> None:
+        super().__init__(where)
+        self.signal = signal
+
+
+def signal_of(error: BaseException) -> signal.Signals | None:
+    """The signal behind an exception; None if it is no interruption.
+
+    Lightning makes ``SystemExit`` of both: of Ctrl-C once it has shut down, with the interrupt as its context, and of
+    a SIGTERM that it caught itself, at the end of a mini-batch.
+    """
+    if isinstance(error, InterruptedRun):
+        return error.signal
+    if isinstance(error, Terminated):
+        return signal.SIGTERM
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    if isinstance(error, SystemExit):
+        if type(error).__name__ == "SIGTERMException":
+            return signal.SIGTERM
+        if error.__context__ is not None:
+            return signal_of(error.__context__)
+    return None
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """While this holds, SIGTERM raises ``Terminated``. Signals belong to the main thread; elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        # A second one, while the first is being dealt with, ends the process at once.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
