@@ -146,7 +146,7 @@ class NormProfile(Drawable):
             if not any(patch.get_gid() == "theory" for patch in axis.collections):
                 x = np.arange(1, len(values) + 1)
                 patch = axis.fill_between(
-                    x, low, high, color=THEORY, alpha=0.3, linewidth=1.5, zorder=0, label="theory"
+                    x, low, high, color=THEORY, alpha=0.3, linewidth=1.5, zorder=0, label=name_of_band
                 )
                 patch.set_gid("theory")
             _mark_overflow(axis, values)
