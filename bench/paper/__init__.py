@@ -23,4 +23,5 @@ FIGURES = (
     "c_figure6",
     "c_figure7",
     "d_spectra",
+    "d_rnn",
 )
