@@ -144,7 +144,11 @@ class WeightNormalised(nn.Module):
             return
         for name in ("bias", "weight_g", "weight_v"):  # torch's weight norm leaves this order, which optimisers save by
             self._parameters[name] = self._parameters.pop(name)
-        reset_layer_(self)
+        if self.weight_v.numel():
+            reset_layer_(self)
+        else:  # there is no direction to draw
+            for parameter in self.parameters(recurse=False):
+                parameter.zero_()
 
     def _runs_frozen(self, input: Tensor) -> bool:
         """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded or the input's dtype differs."""
