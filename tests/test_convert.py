@@ -267,3 +267,5 @@ def test_what_is_no_module_is_refused():
     for function in (wnfused.convert, wnfused.fold):
         with pytest.raises(TypeError, match=r"model: expected an nn.Module, got int"):
             function(3)
+    with pytest.raises(TypeError, match="filter: expected a function of a name and a module, got str"):
+        wnfused.convert(nn.Linear(1, 1), filter="head")

@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 import random
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -132,6 +133,28 @@ def test_modules_in_plain_containers_are_replaced_there_too():
     torch.testing.assert_close(model(x), expected)
     assert type(wnfused.fold(model).order[0]) is nn.Linear
     torch.testing.assert_close(model(x), expected)
+
+
+def test_containers_of_other_kinds_and_circles():
+    model = nn.Sequential(nn.Linear(4, 4))
+    layer = model[0]
+    model.ordered, model.unique, model.circle = OrderedDict(a=layer), {layer}, [layer]
+    model.circle.append(model.circle)
+    wnfused.convert(model, plain=True)
+    assert model.ordered["a"] is model.circle[0] is model[0]
+    assert model.unique == {model[0]}
+    assert model.circle[1] is model.circle
+
+
+def test_models_converted_and_folded_in_inference_mode_can_be_trained():
+    model = nn.Sequential(nn.Linear(4, 4), WNLinear(4, 4))
+    with torch.inference_mode():
+        wnfused.convert(model, plain=True)
+    model(torch.randn(2, 4)).sum().backward()
+    with torch.inference_mode():
+        wnfused.fold(model)
+    model(torch.randn(2, 4)).sum().backward()
+    assert model[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("wrap", [old, new])

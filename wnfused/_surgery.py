@@ -136,28 +136,38 @@ def has_hooks(module: nn.Module) -> bool:
 
 def replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
     """Puts every replacement wherever its module stands: shared modules in all places, plain lists and dicts too."""
+    seen: set[int] = set()
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replaced:
                 parent._modules[name] = replaced[child]
         for name, value in own_attributes(parent).items():
-            parent.__dict__[name] = _replaced_in(value, replaced)
+            parent.__dict__[name] = _replaced_in(value, replaced, seen)
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None and isinstance(parent, dynamo.OptimizedModule):
             parent._initialize()  # it calls the module it was built around, whatever its children are
     return replaced.get(model, model)
 
 
-def _replaced_in(value: Any, replaced: dict[nn.Module, nn.Module]) -> Any:
-    """A plain container of modules with the replacements in it; lists and dicts change in place."""
+def _replaced_in(value: Any, replaced: dict[nn.Module, nn.Module], seen: set[int]) -> Any:
+    """A plain container of modules with the replacements in it; all but tuples change in place, each once."""
     if isinstance(value, nn.Module):
         return replaced.get(value, value)
-    if type(value) is list:
-        value[:] = [_replaced_in(item, replaced) for item in value]
-    elif type(value) is dict:
-        value.update({key: _replaced_in(item, replaced) for key, item in value.items()})
-    elif type(value) is tuple and any(isinstance(item, (nn.Module, list, dict, tuple)) for item in value):
-        return tuple(_replaced_in(item, replaced) for item in value)
+    if not isinstance(value, (list, dict, set, tuple)) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            value[i] = _replaced_in(item, replaced, seen)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _replaced_in(item, replaced, seen)
+    elif isinstance(value, set):
+        for item in [item for item in value if item in replaced]:
+            value.remove(item)
+            value.add(replaced[item])
+    elif type(value) is tuple:
+        return tuple(_replaced_in(item, replaced, seen) for item in value)
     return value
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
@@ -79,10 +80,12 @@ def convert(
         ``model``; or the new layer, where ``model`` itself is one.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or ``filter`` not a function.
         ValueError: ``model`` is or holds a ``DistributedDataParallel``; convert what it wraps.
     """
     model = checked(model, "convert")
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter: expected a function of a name and a module, got {type(filter).__name__}")
     candidates: dict[nn.Module, _Candidate] = {}
     for name, module in named(model):
         candidate = _candidate(module, plain)
@@ -227,8 +230,9 @@ def _weight_normalised(
 
 def _gain_of(w: nn.Parameter) -> nn.Parameter:
     """``||w_i||``, so that the effective weight is ``w``."""
-    norm = row_norm(w).to(w.dtype).reshape([-1] + [1] * (w.dim() - 1))
-    return nn.Parameter(norm, requires_grad=w.requires_grad)
+    with torch.inference_mode(False):  # or it could never be trained
+        norm = row_norm(w).to(w.dtype).reshape([-1] + [1] * (w.dim() - 1))
+        return nn.Parameter(norm, requires_grad=w.requires_grad)
 
 
 def _set_activation(layer: WeightNormalised, activation: nn.Module) -> None:

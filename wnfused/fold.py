@@ -19,6 +19,7 @@ logger = logging.getLogger("wnfused.fold")
 _FOLDED = (*LAYERS.values(), WNResidualBlock, WNResidualStage)
 
 
+@torch.inference_mode(False)  # parameters made in that mode could never be trained
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
     """Replaces this package's layers by plain torch layers with the effective weights, for inference and export.

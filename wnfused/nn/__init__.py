@@ -5,6 +5,15 @@ from wnfused.nn._weight import EffectiveWeight
 from wnfused.nn.conv import WNConv1d, WNConv2d, WNConv3d
 from wnfused.nn.conv_transpose import WNConvTranspose1d, WNConvTranspose2d, WNConvTranspose3d
 from wnfused.nn.fixup import FixupBlock
+from wnfused.nn.lazy import (
+    WNLazyConv1d,
+    WNLazyConv2d,
+    WNLazyConv3d,
+    WNLazyConvTranspose1d,
+    WNLazyConvTranspose2d,
+    WNLazyConvTranspose3d,
+    WNLazyLinear,
+)
 from wnfused.nn.linear import WNLinear
 from wnfused.nn.residual import PlainResidualBlock, StageBlock, WNResidualBlock, WNResidualStage
 
@@ -19,6 +28,13 @@ __all__ = [
     "WNConvTranspose1d",
     "WNConvTranspose2d",
     "WNConvTranspose3d",
+    "WNLazyConv1d",
+    "WNLazyConv2d",
+    "WNLazyConv3d",
+    "WNLazyConvTranspose1d",
+    "WNLazyConvTranspose2d",
+    "WNLazyConvTranspose3d",
+    "WNLazyLinear",
     "WNLinear",
     "WNResidualBlock",
     "WNResidualStage",

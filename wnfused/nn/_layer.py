@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wnfused import functional
 from wnfused.nn._keys import to_old
@@ -176,9 +177,9 @@ class WeightNormalised(nn.Module):
         """Renames the entries of a plain layer or of torch's parametrised weight norm to ``weight_v, weight_g``."""
 
         def norm(weight: Tensor) -> Tensor:
-            if weight.shape != self.weight_v.shape:  # torch's own error will name weight_v
-                return self.weight_g
-            return row_norm(weight, self.dim).to(weight.dtype).reshape(self.weight_g.shape)
+            if not is_lazy(self.weight_v) and weight.shape != self.weight_v.shape:
+                return self.weight_g  # torch's own error will name weight_v
+            return row_norm(weight, self.dim).to(weight.dtype).reshape(self._gain_shape(weight))
 
         to_old(state_dict, prefix, norm)
 

@@ -1,0 +1,101 @@
+"""Lazy layers: the first input says how many channels there are; then they become the layers they are named after."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
+
+from wnfused.nn._layer import WeightNormalised
+from wnfused.nn.conv import WNConv1d, WNConv2d, WNConv3d
+from wnfused.nn.conv_transpose import WNConvTranspose1d, WNConvTranspose2d, WNConvTranspose3d
+from wnfused.nn.linear import WNLinear
+
+# torch types an uninitialised parameter as a tensor; it is registered as the parameter that it will be.
+_Later = cast(type[nn.Parameter], UninitializedParameter)
+
+
+class _Lazy(LazyModuleMixin, WeightNormalised):
+    """Mixin before the layer to become; its constructor takes that layer's arguments but the first."""
+
+    cls_to_become: type[WeightNormalised]
+    _inputs, _outputs = "in_channels", "out_channels"
+
+    def __init_subclass__(cls) -> None:
+        cls.cls_to_become = cls.__bases__[-1]
+        signature = inspect.signature(cls.cls_to_become)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        given = inspect.signature(type(self)).bind(*arguments, **keywords)
+        given.apply_defaults()
+        options = dict(given.arguments)
+        outputs, bias = options.pop(self._outputs), options.pop("bias")
+        where = {"device": options["device"], "dtype": options["dtype"]}
+        # Without features and bias nothing is allocated that would be thrown away.
+        super().__init__(**{self._inputs: 0, self._outputs: 0}, bias=False, **options)
+        setattr(self, self._outputs, outputs)
+        self.register_parameter("bias", _Later(**where) if bias else None)
+        self.register_parameter("weight_g", _Later(**where))
+        self.register_parameter("weight_v", _Later(**where))
+
+    def reset_parameters(self) -> None:
+        if not self.has_uninitialized_params() and getattr(self, self._inputs):
+            super().reset_parameters()
+
+    def initialize_parameters(self, input: Tensor, *_: Any, **__: Any) -> None:
+        """Before the first forward: shapes from ``input``, then :meth:`reset_parameters` unless loaded before."""
+        channel = -1 if isinstance(self, nn.Linear) else -1 - len(self.kernel_size)  # type: ignore[arg-type]
+        setattr(self, self._inputs, input.shape[channel])
+        if self.has_uninitialized_params():
+            with torch.no_grad():
+                shape = self._weight_shape(input.shape[channel], getattr(self, self._outputs))
+                self.weight_v.materialize(shape)  # type: ignore[attr-defined]
+                self.weight_g.materialize(self._gain_shape(self.weight_v))  # type: ignore[attr-defined]
+                if self._parameters["bias"] is not None:
+                    self._parameters["bias"].materialize([getattr(self, self._outputs)])  # type: ignore[attr-defined]
+                self.reset_parameters()
+
+    def _weight_shape(self, inputs: int, outputs: int) -> list[int]:
+        if isinstance(self, nn.Linear):
+            return [outputs, inputs]
+        assert isinstance(self, nn.modules.conv._ConvNd)
+        if inputs % self.groups or outputs % self.groups:
+            raise ValueError(f"groups: {self.groups} must divide {inputs} input and {outputs} output channels")
+        if self.transposed:
+            return [inputs, outputs // self.groups, *self.kernel_size]
+        return [outputs, inputs // self.groups, *self.kernel_size]
+
+
+class WNLazyLinear(_Lazy, WNLinear):
+    """:class:`WNLinear` that reads ``in_features`` off its first input."""
+
+    _inputs, _outputs = "in_features", "out_features"
+
+
+class WNLazyConv1d(_Lazy, WNConv1d):
+    """:class:`WNConv1d` that reads ``in_channels`` off its first input."""
+
+
+class WNLazyConv2d(_Lazy, WNConv2d):
+    """:class:`WNConv2d` that reads ``in_channels`` off its first input."""
+
+
+class WNLazyConv3d(_Lazy, WNConv3d):
+    """:class:`WNConv3d` that reads ``in_channels`` off its first input."""
+
+
+class WNLazyConvTranspose1d(_Lazy, WNConvTranspose1d):
+    """:class:`WNConvTranspose1d` that reads ``in_channels`` off its first input."""
+
+
+class WNLazyConvTranspose2d(_Lazy, WNConvTranspose2d):
+    """:class:`WNConvTranspose2d` that reads ``in_channels`` off its first input."""
+
+
+class WNLazyConvTranspose3d(_Lazy, WNConvTranspose3d):
+    """:class:`WNConvTranspose3d` that reads ``in_channels`` off its first input."""
