@@ -234,7 +234,8 @@ def test_fold_gives_back_the_activation_of_a_layer_that_never_had_a_module():
     assert [type(m) for m in folded.modules()] == [nn.Conv2d, nn.LeakyReLU]
     assert set(folded.state_dict()) == {"weight", "bias"} != names
     torch.testing.assert_close(folded(x), expected)
-    torch.testing.assert_close(copy.deepcopy(folded)(x), expected)
+    for twin in (copy.deepcopy(folded), torch.jit.script(folded), torch.fx.symbolic_trace(nn.Sequential(folded))):
+        torch.testing.assert_close(twin(x), expected)
     again = wnfused.convert(folded, plain=True)
     assert (again.activation, again.negative_slope, len(list(again.children()))) == ("leaky_relu", 0.3, 0)
     torch.testing.assert_close(again(x), expected)

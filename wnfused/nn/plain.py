@@ -6,12 +6,10 @@ and the names in a state dict stay where they were. Only a layer that is called 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 
-def apply_activation(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def apply_activation(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
     """Forward hook: the output through the child module ``activation``."""
     activated: Tensor = module.activation(output)  # type: ignore[operator]
     return activated
