@@ -48,4 +48,8 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
     int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
 
+// Replaces each matrix of a [n, r, c], r <= c, by the Q with orthonormal rows of A = L Q, L lower triangular with a
+// positive diagonal; and says which were well-conditioned enough for it. The others stay as they are.
+Tensor orthonormal_rows_(Tensor a);
+
 }  // namespace wnfused

@@ -39,7 +39,51 @@ def test_both_routes_give_the_same_matrix(shape):
     torch.testing.assert_close(double, expected, rtol=0, atol=1e-12)
 
 
-def test_ill_conditioned_matrices_take_a_second_round_or_the_other_route():
+@pytest.mark.skipif(wnfused.backend_status()["native"] is not None, reason="needs the C++ library")
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+def test_the_kernel_gives_the_same_matrix(isa):
+    """Every remainder of rows and columns by the tile, against LAPACK's QR in float64."""
+    if isa not in torch.ops.wnfused_native.cpu_isas().split(","):
+        pytest.skip(f"this processor has no {isa}")
+    shapes = [(5, r, c) for r in (1, 2, 3, 4, 5, 7, 16, 17) for c in (2 * r + 8, 63, 64, 65, 150)]
+    torch.ops.wnfused_native.set_cpu_isa(isa)
+    try:
+        for shape in [*shapes, (3, 64, 576), (40, 32, 288), (2, 256, 600)]:
+            a = torch.randn(shape, generator=generator())
+            expected = householder(a.double())
+            condition = torch.linalg.cond(a.double()).max()
+            q = orthogonal.native(a.clone())
+            assert (q - expected).abs().max() < 32 * 2.0**-24 * condition, shape
+    finally:
+        torch.ops.wnfused_native.set_cpu_isa("auto")
+
+
+@pytest.mark.skipif(wnfused.backend_status()["native"] is not None, reason="needs the C++ library")
+def test_the_kernel_says_what_it_cannot_do():
+    """Zero, equal and infinite rows, NaN; the rest of the batch is none the worse, and nothing depends on threads."""
+    a = torch.randn(6, 4, 20, generator=generator())
+    a[1, 2], a[2, 3], a[3, 0, 0], a[4, 1, 1] = 0.0, a[2, 1], float("inf"), float("nan")
+    before = a.clone()
+    assert torch.ops.wnfused_native.orthonormal_rows_(a).tolist() == [True, False, False, False, False, True]
+    assert torch.equal(a[1:3], before[1:3]), "left as they were, for the other route"
+    threads = torch.get_num_threads()
+    many = torch.randn(50, 16, 144, generator=generator())
+    results = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(orthogonal.native(many.clone()))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+    with pytest.raises(RuntimeError, match="cannot take 5 rows of 4"):
+        torch.ops.wnfused_native.orthonormal_rows_(torch.ones(1, 5, 4))
+    with pytest.raises(RuntimeError, match="expects float32"):
+        torch.ops.wnfused_native.orthonormal_rows_(torch.ones(1, 2, 4).double())
+
+
+@pytest.mark.parametrize("how", ["native", "torch"])
+def test_ill_conditioned_matrices_take_a_second_round_or_the_other_route(how):
     a = torch.randn(40, 6, 30, generator=generator())
     u, s, v = torch.linalg.svd(a.double(), full_matrices=False)
     # Conditions of 1 to 1e7: one round is enough, two are, float32's Cholesky fails.
@@ -48,7 +92,9 @@ def test_ill_conditioned_matrices_take_a_second_round_or_the_other_route():
     a = (u * s.unsqueeze(-2) @ v).float()
     _, info = torch.linalg.cholesky_ex(a @ a.mT)
     assert info.any(), "the test must reach the breakdown"
-    q = cholesky_qr2(a.clone()).double()
+    if how == "native" and wnfused.backend_status()["native"] is not None:
+        pytest.skip("needs the C++ library")
+    q = (orthogonal.native if how == "native" else cholesky_qr2)(a.clone()).double()
     assert (q @ q.mT - torch.eye(6)).abs().max() < 64 * 2.0**-24
 
 
@@ -62,6 +108,12 @@ def test_the_route_is_chosen_by_shape():
     assert route(3000, 64, 64, f64, "cuda") is Route.CHOLESKY
     assert route(3000, 2, 4, f32, "cpu") is Route.HOUSEHOLDER, "small ones have heavy tails"
     assert route(4, 4096, 4096, f32, "cuda") is Route.HOUSEHOLDER
+    assert route(1, 64, 576, f32, "cpu", native=True) is Route.NATIVE
+    assert route(3000, 64, 576, f32, "cuda", native=True) is Route.CHOLESKY
+    assert route(3000, 64, 576, f64, "cpu", native=True) is Route.CHOLESKY
+    assert route(9, 300, 900, f32, "cpu", native=True) is Route.CHOLESKY, "too many rows for the kernel"
+    assert route(9, 200, 4000, f32, "cpu", native=True) is Route.CHOLESKY, "too large for a core's cache"
+    assert route(9, 64, 64, f32, "cpu", native=True) is Route.HOUSEHOLDER
 
 
 @pytest.mark.parametrize("shape", [(20, 5, 5), (8, 4, 36)])

@@ -43,6 +43,8 @@ for _schema in (
     "-> (Tensor y, Tensor norm, Tensor maps)",
     "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
     "float skip_scale, int recompute, bool parameters) -> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
+    # Q of each A = L Q, in place, and which matrices were well-conditioned enough for it.
+    "orthonormal_rows_(Tensor(a!) a) -> Tensor",
     # The instruction set in use, those usable here (comma-separated), and the switch between them for tests.
     "cpu_isa() -> str",
     "cpu_isas() -> str",
@@ -152,6 +154,15 @@ def residual_stage_backward(
     return torch.ops.wnfused_native.residual_stage_backward(
         dy, v, g, bias, norm, maps, skip_scale, recompute, parameters
     )
+
+
+ORTHONORMAL_ROWS = 256
+"""How many rows the kernel of :func:`orthonormal_rows_` takes at most."""
+
+
+def orthonormal_rows_(a: Tensor) -> Tensor:
+    """Replaces each matrix of float32 ``a [n, r, c]`` by Q of ``A = L Q``; True ``[n]`` where it could."""
+    return torch.ops.wnfused_native.orthonormal_rows_(a)
 
 
 # The layers. One kernel runs what is common: rows along dim 0, float32 or bfloat16. Everything else (float64, float16,

@@ -7,6 +7,7 @@ Gaussians. They differ in cost and in what they survive:
     householder     LAPACK's or cuSOLVER's QR, matrix by matrix, signs put right afterwards: any shape
     cholesky_qr2    Q = L^-1 A with A A^T = L L^T, twice: a dozen batched calls for all matrices, but the condition
                     number k of A must stay below 1 / sqrt(u) (Yamamoto et al. 2015)
+    native          the same on a CPU in one pass over each matrix, which stays in cache (csrc/cpu/orthonormal.h)
 
 A Gaussian matrix that is twice as long as wide has k about 6, so float32 will do; of a nearly square one k has no
 useful bound, so on a GPU, where the first route would go matrix by matrix, the second runs in float64, and the rare
@@ -21,32 +22,48 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from wnfused import dispatch
+from wnfused.backends.native import ORTHONORMAL_ROWS, orthonormal_rows_, unavailable
+
 # Matrices are worked on in chunks of this many elements, which stay in a CPU's cache and fill a GPU.
-_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
+_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
 class Route(Enum):
     """How the Q factors of one chunk are computed."""
 
     HOUSEHOLDER = "householder"
+    NATIVE = "native"
     CHOLESKY = "cholesky_qr2"
     CHOLESKY_WIDE = "cholesky_qr2 in float64"
 
 
-def route(count: int, short: int, long: int, dtype: torch.dtype, device_type: str) -> Route:
+# What the native route takes: matrices that stay in a core's cache.
+_NATIVE_ENTRIES = 1 << 18
+
+
+def route(count: int, short: int, long: int, dtype: torch.dtype, device_type: str, native: bool = False) -> Route:
     """The route for ``count`` matrices of ``short <= long`` in ``dtype``, one of float32 and float64.
 
-    Householder's, unless the matrices are many enough to be a batch and either well-conditioned by their shape or on
-    a device where matrix by matrix costs a launch for each.
+    Householder's, unless the matrices are well-conditioned by their shape or on a device where matrix by matrix costs
+    a launch for each, and in plain torch are enough for a batch. ``native``: whether the C++ library may be used.
     """
+    # P(k > t) falls like t^-(long - short + 1): at twice as long, and eight longer, nobody ever meets a breakdown.
+    tame = long >= 2 * short and long - short >= 8
+    fits = 1 <= short <= ORTHONORMAL_ROWS and short * long <= _NATIVE_ENTRIES
+    if native and device_type == "cpu" and dtype == torch.float32 and tame and fits:
+        return Route.NATIVE
     if short == 0 or count < 4:
         return Route.HOUSEHOLDER
-    # P(k > t) falls like t^-(long - short + 1): at twice as long, and eight longer, nobody ever meets a breakdown.
-    if long >= 2 * short and long - short >= 8:
+    if tame:
         return Route.CHOLESKY
     if device_type != "cuda" or short > 1024:
         return Route.HOUSEHOLDER
     return Route.CHOLESKY if dtype == torch.float64 else Route.CHOLESKY_WIDE
+
+
+def _native_is_chosen() -> bool:
+    return dispatch.requested() in (None, "native") and unavailable() is None
 
 
 @torch.no_grad()
@@ -99,9 +116,11 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
 def orthonormal_rows(a: Tensor) -> Tensor:
     """``Q [n, short, long]`` of ``A = L Q`` with ``L`` lower triangular and its diagonal positive, for full-rank ``A``.
 
-    ``A`` is float32 or float64.
+    ``A`` is float32 or float64, and may be overwritten.
     """
-    how = route(len(a), a.shape[-2], a.shape[-1], a.dtype, a.device.type)
+    how = route(len(a), a.shape[-2], a.shape[-1], a.dtype, a.device.type, _native_is_chosen())
+    if how is Route.NATIVE:
+        return native(a)
     if how is Route.CHOLESKY:
         return cholesky_qr2(a)
     if how is Route.CHOLESKY_WIDE:
@@ -117,8 +136,17 @@ def householder(a: Tensor) -> Tensor:
     return q.mT
 
 
+def native(a: Tensor) -> Tensor:
+    """By the C++ kernel, in place; what is too ill-conditioned for it goes to Householder."""
+    q = a.contiguous()
+    solved = orthonormal_rows_(q)
+    if not solved.all():
+        q[~solved] = householder(q[~solved])
+    return q
+
+
 def cholesky_qr2(a: Tensor) -> Tensor:
-    """By ``A A^T = L L^T``, ``A <- L^-1 A``, and the same again where it was not enough; overwrites ``A``.
+    """By ``A A^T = L L^T``, ``A <- L^-1 A``, and the same again where it was not enough.
 
     The first round leaves ``Q Q^T = I + E`` with E of the order of ``k^2 u``. As orthonormal as Householder's
     reflections leave rows, 32 u, is good enough. Where it is more but still small, the second round's factor is known
