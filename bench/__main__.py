@@ -30,6 +30,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help=f"default: {DEFAULT_FOLDER}")
     made.add_argument("--seconds", type=float, metavar="S", help=seconds)
     made.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads")
+    made.add_argument("--add", action="store_true", help="keep the other results that DIR has, of the same commit")
+    made.add_argument("--show", action="store_true", help="print the tables of the run in DIR and end")
     made.add_argument("--list", action="store_true", help="name the workloads and end")
     return made
 
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = workloads.select(options.quick, tuple(options.group), options.match)
     except ValueError as error:
         parser().error(str(error))
+    if options.show:
+        return _show(options.out)
     if options.list:
         print("\n".join(f"{w.group:<8} {w.name}  ({', '.join(w.passes)})" for w in chosen))
         return 0
@@ -53,11 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     budget = options.seconds if options.seconds is not None else QUICK_BUDGET if options.quick else BUDGET
     wnfused.backend_status()  # opens the libraries
     facts = machine.facts()
-    print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "threads", "instruction_set", "torch", "commit")))
+    _print_facts(facts)
+    adds = options.add and (options.out / "bench.json").exists()
+    if adds:
+        try:
+            report.merged(options.out, facts, [])
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     results: list[Result] = []
     report.print_groups(_run(chosen, budget, results))
-    print("\nsaved", report.save_json(options.out, facts, {"quick": options.quick, "seconds": budget}, results))
-    _save_pictures(results, facts, options.out)
+    kept = report.merged(options.out, facts, results) if adds else results
+    print("\nsaved", report.save_json(options.out, facts, {"quick": options.quick, "seconds": budget}, kept))
+    _save_pictures(kept, facts, options.out)
     wrong = [result for result in results if result.failed or not result.base]
     for result in wrong:
         print(f"no result: {result.group}, {result.workload}, {result.pass_name}", file=sys.stderr)
@@ -73,6 +85,21 @@ def _run(chosen: list[workloads.Workload], budget: float, results: list[Result])
             found.extend(cases.run(workload, budget))
         results.extend(found)
         yield group, found
+
+
+def _show(folder: Path) -> int:
+    try:
+        facts, results = report.load_json(folder)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    _print_facts(facts)
+    report.print_groups((name, list(found)) for name, found in groupby(results, lambda result: result.group))
+    return 0
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "threads", "instruction_set", "torch", "commit", "date")))
 
 
 def _save_pictures(results: list[Result], facts: dict[str, Any], folder: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from bench import deep, gate, initialisation, models, peers
-from bench.ceiling import Ceiling, ceiling
+from bench.ceiling import ceiling
 from bench.measure import Runner, interleave
 from bench.result import Result
-from bench.workloads import FORWARD, ConvLayer, DeepStep, LinearLayer, Orthogonal, Workload
+from bench.workloads import DIGITS, EPOCH, FORWARD, DeepStep, Network, Orthogonal, Workload
 
 
 def run(workload: Workload, budget: float, device: str = "cpu") -> Iterator[Result]:
@@ -75,16 +75,17 @@ def _gated(
 
 
 def _measure(workload: Workload, runners: list[Runner], base: str, budget: float, result: Result, device: str) -> None:
-    peak = peak_beside(workload, base) if device == "cpu" else None  # bench/gpu.py puts a roofline beside its rows
+    # bench/gpu.py puts a roofline beside its rows.
+    peak = ceiling(peers.PEERS[base].precision) if device == "cpu" else None
     samples = interleave(runners, base, budget, beside=peak.rate if peak else None)
     result.measured(samples, base)
     if peak is not None:
-        flops = models.flops(workload)[0 if result.pass_name == FORWARD else 1]
-        result.compared_with_peak(samples, flops, peak.short)
+        result.compared_with_peak(samples, _flops(workload, result.pass_name), peak.short)
 
 
-def peak_beside(workload: Workload, base: str) -> Ceiling | None:
-    """The ceiling of the base's own arithmetic; none for single layers, which are the vendor library's work."""
-    if isinstance(workload, (LinearLayer, ConvLayer)):
-        return None
-    return ceiling(peers.PEERS[base].precision)
+def _flops(workload: Workload, pass_name: str) -> int:
+    forward, both = models.flops(workload)
+    if pass_name == EPOCH:
+        assert isinstance(workload, Network)
+        return both * DIGITS // workload.batch
+    return forward if pass_name == FORWARD else both

@@ -12,8 +12,8 @@ Tolerances, with ``u`` the unit roundoff:
 - *Output in bfloat16 and TensorFloat-32.* Operands are rounded, sums are kept in float32: ``u`` whatever ``K``, and
   ``u sqrt(L)`` where the stream itself is rounded at every block. ``x`` and ``w`` both, hence a factor 2.
 - *Gradients of one layer.* ``dw`` sums over all positions of the batch, so ``K`` is the longer of both sums. The output
-  gradient is 0 where the float64 pre-activation is within a thousandth of the ReLU's kink, so that no rounding can
-  switch a unit that counts.
+  gradient is 0 where the float64 pre-activation is within a thousandth of the ReLU's kink (a thirtieth where ours is
+  bfloat16), so that no rounding can switch a unit that counts.
 - *Gradients of a deep module.* With an error ``d`` in the pre-activations, a share of about ``d`` of all ReLUs
   switches, and each switch is an error of the size of the gradient there: ``sqrt(d)`` in the Frobenius norm. A single
   layer may be hit harder, by one switch in a small map, but nothing right reaches 1/2.
@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import models, parameters
-from bench.workloads import FORWARD, STEP, ConvLayer, LinearLayer, Network, Workload
+from bench.workloads import FORWARD, TRAINING, ConvLayer, LinearLayer, Network, Workload
 
-KINK = 1e-3
+KINK, KINK_BF16 = 1e-3, 1 / 30
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-9}
 
 
@@ -91,13 +91,14 @@ class Problem:
         if isinstance(self.workload, (LinearLayer, ConvLayer)):
             with torch.no_grad():
                 before_relu = parameters.fill(models.plain(self.workload).double(), 1)[0](self.x.double())
-            self.dy *= before_relu.abs() > KINK * before_relu.std()
+            kink = KINK_BF16 if any("bf16" in name for name in self.workload.ours) else KINK
+            self.dy *= before_relu.abs() > kink * before_relu.std()
         # Drawn on the CPU: the same numbers on every device.
         self.x, self.labels, self.dy = (t.to(self.device) for t in (self.x, self.labels, self.dy))
 
     def truth(self, pass_name: str) -> Truth:
         """Computed once for the passes that differentiate ``<dy, y>`` and once for those that take a loss."""
-        takes_loss = pass_name == STEP
+        takes_loss = pass_name in TRAINING
         if takes_loss not in self._truths:
             self._truths[takes_loss] = Truth.of(self, takes_loss)
         return self._truths[takes_loss]
@@ -190,7 +191,7 @@ def _gradient_errors(
     held = list(module.parameters())
     inputs = [x, *held] if truth.dx is not None else held
     y = forward(x)
-    gradients = torch.autograd.grad(problem.differentiated(y, pass_name == STEP), inputs)
+    gradients = torch.autograd.grad(problem.differentiated(y, pass_name in TRAINING), inputs)
     errors = {"y": relative_error(y, truth.y)}
     if truth.dx is not None:
         errors["dx"] = relative_error(gradients[0], truth.dx)

@@ -50,14 +50,14 @@ def instruction_set() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``+`` if files differ from it; None outside a checkout."""
+    """The checkout's commit, with ``+`` if files other than results differ from it; None outside a checkout."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/*results")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

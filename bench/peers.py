@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 import wnfused
 from bench import gate, models, parameters
 from bench.measure import Runner
-from bench.workloads import BACKWARD, FORWARD, STEP
+from bench.workloads import BACKWARD, DIGITS, EPOCH, FORWARD, STEP
+
+COMPILE_SECONDS = 60  # for a pass of a compiled peer
 
 
 class Unavailable(RuntimeError):
@@ -27,8 +30,9 @@ class Unavailable(RuntimeError):
 class Peer:
     """``form``: a key of ``models.FORMS``. ``backend``: of ours.
 
-    ``precision``: ``"fp32"``, ``"tf32"`` (CUDA only) or ``"bf16"`` by autocast, parameters in float32. ``captured``:
-    the pass is recorded as a CUDA graph once and replayed.
+    ``precision``: ``"fp32"``, ``"tf32"`` (CUDA only) or ``"bf16"``, by autocast with parameters in float32 unless
+    ``pure``: then parameters and input are bfloat16 themselves. ``captured``: the pass is recorded as a CUDA graph once
+    and replayed.
     """
 
     form: str
@@ -38,6 +42,7 @@ class Peer:
     compiled: bool = False
     precision: str = "fp32"
     captured: bool = False
+    pure: bool = False
 
 
 def _on_cuda() -> dict[str, Peer]:
@@ -72,6 +77,9 @@ PEERS: dict[str, Peer] = {
     "plain": Peer("plain", "no weight norm: op + ReLU"),
     "plain cl": Peer("plain", "no weight norm, channels_last", channels_last=True),
     "plain bf16": Peer("plain", "no weight norm, bf16 autocast", precision="bf16"),
+    "native pure bf16": Peer("ours", "this package, C++ kernels, all bf16", "native", precision="bf16", pure=True),
+    "eager pure bf16": Peer("eager", "weight norm + op + ReLU, all bf16", precision="bf16", pure=True),
+    "plain pure bf16": Peer("plain", "no weight norm, all bf16", precision="bf16", pure=True),
     "compile": Peer("eager", "torch.compile of eager", compiled=True),
     **_on_cuda(),
     "batched": Peer("init", "wnfused.init.orthogonal_batched"),
@@ -129,9 +137,12 @@ def subject(problem: gate.Problem, name: str) -> Subject:
         module.to(memory_format=torch.channels_last)
         x = x.contiguous(memory_format=torch.channels_last)
     x = x.detach().clone(memory_format=torch.preserve_format)
+    if peer.pure:
+        module, x = module.to(torch.bfloat16), x.to(torch.bfloat16)
     x.requires_grad_(models.input_needs_gradient(workload))
     forward: Callable[[Tensor], Tensor] = torch.compile(module, dynamic=False) if peer.compiled else module
-    return Subject(problem, peer, module, _autocast(forward) if peer.precision == "bf16" else forward, x)
+    casts = peer.precision == "bf16" and not peer.pure
+    return Subject(problem, peer, module, _autocast(forward) if casts else forward, x)
 
 
 def _autocast(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -140,6 +151,29 @@ def _autocast(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
             return forward(x)
 
     return run
+
+
+class TimeIsUp(BaseException):
+    """Not an Exception: the compiler turns those into errors of its own."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int | None) -> Iterator[None]:
+    """Raises :class:`TimeIsUp` in the main thread after so many seconds; no limit where there is no alarm clock."""
+    if seconds is None or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager
@@ -165,10 +199,13 @@ def gated(subject: Subject, name: str, pass_name: str) -> Gated:
     """
     problem, precision = subject.problem, subject.peer.precision
     try:
-        with subject.context():
+        with subject.context(), time_limit(COMPILE_SECONDS if subject.peer.compiled else None):
             errors = gate.check(subject.module, subject.forward, problem, pass_name, precision, subject.x)
     except wnfused.BackendUnavailableError as reason:
         raise Unavailable(str(reason)) from reason
+    except TimeIsUp as reason:
+        torch._dynamo.reset()
+        raise Unavailable(f"did not compile within {COMPILE_SECONDS} s") from reason
     with subject.context():
         timed = call(subject, pass_name)
         if subject.peer.captured:
@@ -225,6 +262,8 @@ def call(subject: Subject, pass_name: str) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(forward(x), inputs, dy)
     if pass_name == STEP:
         return partial(training_step, forward, x, subject.problem.labels, sgd(held))
+    if pass_name == EPOCH:
+        return partial(epoch, forward, x, subject.problem.labels, sgd(held))
     raise ValueError(f"pass: unknown {pass_name!r}")
 
 
@@ -240,3 +279,11 @@ def training_step(
     optimizer.zero_grad()
     F.cross_entropy(forward(x), labels).backward()
     optimizer.step()
+
+
+def epoch(
+    forward: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer
+) -> None:  # fmt: skip
+    """The training steps of an epoch over as many images as digits' training set has."""
+    for left in range(DIGITS, 0, -len(x)):
+        training_step(forward, x[:left], labels[:left], optimizer)

@@ -18,6 +18,8 @@ COLOURS = {
     "plain": "#f08c00",
     "plain cl": "#ffc078",
     "plain bf16": "#e8590c",
+    "eager pure bf16": "#15aabf",
+    "plain pure bf16": "#e8590c",
     "compile": "#7048e8",
     "reference": "#868e96",
     "loop": "#4c6ef5",

@@ -12,8 +12,9 @@ from typing import Any
 from bench.measure import Spread
 from bench.peers import PEERS
 from bench.result import Result
+from bench.workloads import WORKLOADS
 
-SCHEMA = 1
+SCHEMA = 2
 PASSES = {"forward": "fwd", "forward+backward": "fwd+bwd", "training step": "step"}
 
 
@@ -38,19 +39,22 @@ def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     names = list(dict.fromkeys(n for r in results for n in (*r.ratios, *r.failed) if n != r.base))
     with_share = any(result.share for result in results)
     with_memory = any(result.peak_bytes for result in results)
+    with_layers = any(result.group in ("depth", "deep") for result in results)
     header = ["workload", "pass", "ours", "backend", *(f"{name} / ours" for name in names)]
-    header += ["of peak"] * with_share + ["memory"] * with_memory + ["rounds"]
-    return header, [_row(result, names, with_share, with_memory) for result in results]
+    header += ["a layer"] * with_layers + ["of peak"] * with_share + ["memory"] * with_memory + ["rounds"]
+    return header, [_row(result, names, with_layers, with_share, with_memory) for result in results]
 
 
-def _row(result: Result, names: list[str], with_share: bool, with_memory: bool) -> list[str]:
+def _row(result: Result, names: list[str], with_layers: bool, with_share: bool, with_memory: bool) -> list[str]:
     row = [result.workload, PASSES.get(result.pass_name, result.pass_name)]
     if not result.base:
-        return [*row, "no result", *[""] * (len(names) + 1 + with_share + with_memory), "0"]
+        return [*row, "no result", *[""] * (len(names) + 1 + with_layers + with_share + with_memory), "0"]
     row += [duration(result.seconds[result.base].median), result.base]
     for name in names:
         absent = "wrong" if name in result.failed else "-"
         row.append(ratio(result.ratios[name]) if name in result.ratios else absent)
+    if with_layers:
+        row.append(duration(result.seconds[result.base].median / result.layers) if result.layers else "-")
     if with_share:
         row.append(f"{result.share.median:.0%} {result.ceiling}" if result.share else "-")
     if with_memory:
@@ -118,7 +122,7 @@ def save_json(folder: Path, facts: dict[str, Any], options: dict[str, Any], resu
         "schema": SCHEMA,
         "machine": facts,
         "options": options,
-        "peers": {name: peer.title for name, peer in PEERS.items()},
+        "peers": {name: peer.title for name, peer in PEERS.items() if not name.startswith("cuda ")},
         "results": [result.to_dict() for result in results],
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,3 +134,37 @@ def save_json(folder: Path, facts: dict[str, Any], options: dict[str, Any], resu
     os.chmod(temporary, 0o644)
     os.replace(temporary, target)
     return target
+
+
+# What two runs must have in common for their groups to stand in one table.
+SAME = ("commit", "cpu", "cpus", "threads", "instruction_set", "torch")
+
+
+def load_json(folder: Path) -> tuple[dict[str, Any], list[Result]]:
+    """The machine and the results of a saved run.
+
+    Raises:
+        ValueError: there is none, or of another form.
+    """
+    path = folder / "bench.json"
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such run")
+    document = json.loads(path.read_text())
+    if document["schema"] != SCHEMA:
+        raise ValueError(f"{path}: schema {document['schema']}, this is {SCHEMA}")
+    return document["machine"], [Result.from_dict(saved) for saved in document["results"]]
+
+
+def merged(folder: Path, facts: dict[str, Any], results: Sequence[Result]) -> list[Result]:
+    """The run saved in ``folder`` with its rows replaced, or joined, by new ones, in the order of the workloads.
+
+    Raises:
+        ValueError: it was made elsewhere, or of another commit.
+    """
+    before, saved = load_json(folder)
+    for name in SAME:
+        if before[name] != facts[name]:
+            raise ValueError(f"--add: {folder} was measured with {name} {before[name]!r}, this is {facts[name]!r}")
+    by_key = {result.key: result for result in (*saved, *results)}
+    order = {(w.group, w.name, p): i for i, (w, p) in enumerate((w, p) for w in WORKLOADS for p in w.passes)}
+    return sorted(by_key.values(), key=lambda result: order.get(result.key, len(order)))

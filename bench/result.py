@@ -14,7 +14,8 @@ class Result:
     """``seconds`` by peer, the base first; ``ratios`` of the other peers over the base; ``share`` of the peak.
 
     ``errors`` are those of the gate, ``skipped`` says why a peer could not run, ``failed`` how one failed the gate:
-    neither has numbers. ``peak_bytes`` is there for peers that ran in a process of their own.
+    neither has numbers. ``peak_bytes`` is there for peers that ran in a process of their own. ``layers`` is the depth
+    of a network.
     """
 
     group: str
@@ -32,10 +33,16 @@ class Result:
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    layers: int | None = None
 
     @classmethod
     def of(cls, workload: Workload, pass_name: str) -> Result:
-        return cls(workload.group, workload.name, pass_name)
+        return cls(workload.group, workload.name, pass_name, layers=getattr(workload, "depth", None))
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells this result from every other of a run."""
+        return self.group, self.workload, self.pass_name
 
     def measured(self, samples: Samples, base: str) -> None:
         """Takes over the spreads of one interleaved measurement."""
@@ -52,3 +59,13 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Result:
+        """What :meth:`to_dict` gave."""
+        made = cls(**saved)
+        for name in ("seconds", "ratios"):
+            setattr(made, name, {peer: Spread(**spread) for peer, spread in saved[name].items()})
+        for name in ("share", "ceiling_flops"):
+            setattr(made, name, saved[name] and Spread(**saved[name]))
+        return made

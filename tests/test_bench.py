@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,49 @@ def test_tiny_run_leaves_valid_json(monkeypatch, tmp_path, capsys):
             assert 0 < spread["low"] <= spread["median"] <= spread["high"]
     assert found["results"][-1]["share"]["median"] > 0
     assert "eager / ours" in capsys.readouterr().out
+
+
+def test_groups_are_added_to_a_run_and_shown(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(workloads, "WORKLOADS", (LAYER, STAGE))
+    run = ["--seconds", "0", "--out", str(tmp_path)]
+    assert command.main([*run, "--group", "stage"]) == 0
+    assert command.main([*run, "--group", "linear", "--add"]) == 0
+    _, results = report.load_json(tmp_path)
+    assert sorted({r.group for r in results}) == ["linear", "stage"]
+    assert command.main([*run, "--group", "linear", "--add"]) == 0
+    assert len(report.load_json(tmp_path)[1]) == len(results) == 4
+    capsys.readouterr()
+    assert command.main(["--show", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("tiny") == 4
+    assert shown.count("fp32 peak") == 4
+    document = json.loads((tmp_path / "bench.json").read_text())
+    document["machine"]["commit"] = "another"
+    (tmp_path / "bench.json").write_text(json.dumps(document))
+    assert command.main([*run, "--add"]) == 2
+    assert "was measured with commit 'another'" in capsys.readouterr().err
+
+
+def test_a_peer_that_takes_too_long_to_compile_is_left_out(monkeypatch):
+    def slow(module, **_):
+        def forward(x):
+            while True:
+                time.sleep(0.01)
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", slow)
+    monkeypatch.setattr(peers, "COMPILE_SECONDS", 1)
+    subject = peers.subject(gate.Problem(LAYER), "compile")
+    with pytest.raises(peers.Unavailable, match="did not compile within 1 s"):
+        peers.gated(subject, "compile", workloads.FORWARD)
+
+
+def test_an_epoch_is_as_many_images_as_digits_has(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(peers, "training_step", lambda forward, x, labels, optimizer: sizes.append(len(x)))
+    peers.epoch(None, torch.empty(64, 1), torch.empty(64), None)
+    assert sizes == [64] * 22 + [29]
 
 
 @pytest.mark.parametrize("arguments", [["--group", "nothing"], ["--match", "no such"], ["--threads", "0"]])
