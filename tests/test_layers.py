@@ -426,13 +426,3 @@ def test_bad_arguments_of_the_function(arguments, message):
     given = {"x": torch.randn(1, 2, 5, 5), "v": torch.randn(4, 2, 3, 3), "g": torch.ones(4), **arguments}
     with pytest.raises(ValueError, match=message):
         wnfused.functional.conv2d(**given)
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("options", [{}, {"init": "he"}, {"dim": 1}, {"dim": None}, {"activation": "relu"}])
-def test_layers_without_inputs_or_outputs(options):
-    """torch allows them, with a warning."""
-    assert WNLinear(4, 0, **options)(torch.randn(2, 4)).shape == (2, 0)
-    torch.testing.assert_close(WNLinear(0, 4, **options)(torch.randn(2, 0)), torch.zeros(2, 4))
-    layer = WNConv2d(4, 0, 3, **options)
-    assert layer.weight_v.shape == nn.Conv2d(4, 0, 3).weight.shape

@@ -27,11 +27,11 @@ def fan_ratio(layer: nn.Module) -> float:
     the mean square per output element where ``c_in = c_out``.
     """
     if isinstance(layer, nn.Linear):
-        return layer.in_features / max(layer.out_features, 1)  # torch allows layers without any output
+        return layer.in_features / layer.out_features
     assert isinstance(layer, nn.modules.conv._ConvNd)
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
         return math.prod(layer.stride)
-    return layer.in_channels / max(layer.out_channels, 1)
+    return layer.in_channels / layer.out_channels
 
 
 def activation_gamma(activation: str | None, negative_slope: float) -> float:
