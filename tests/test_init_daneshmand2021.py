@@ -9,9 +9,9 @@ from torch import nn
 
 import wnfused
 from wnfused import WNConv2d, WNLinear
-from wnfused.init import find_roles, initialize
-from wnfused.init.daneshmand2021 import as_weight, patches_of
-from wnfused.init.isotropic import isotropic_weight, orthogonality_gap, represent, represent_columns
+from wnfused.init import find_roles, initialize, initialize_population
+from wnfused.init.daneshmand2021 import as_weight, patches_of, representation_of
+from wnfused.init.isotropic import isotropic_weight, represent, represent_columns
 from wnfused.init.units import units_of
 
 
@@ -52,15 +52,6 @@ def test_the_formula(kind, exponent, shape, dtype):
         # Printed with ||S^(1/2)||_F, which is the same where V' has orthonormal columns.
         s = torch.linalg.svdvals(h.double())
         assert torch.linalg.svdvals(w @ h.double())[: len(s)].square().tolist() == pytest.approx((s / s.sum()).tolist())
-
-
-def test_the_gap_is_equation_2():
-    for d, n in ((5, 9), (9, 5), (4, 4), (1, 3)):
-        h = torch.randn(d, n, generator=generator(d))
-        assert orthogonality_gap(h).item() == pytest.approx(gap(h), rel=1e-9, abs=1e-9)
-    assert orthogonality_gap(torch.eye(6)).item() == 0
-    batch = torch.randn(3, 2, 5, 9)
-    assert orthogonality_gap(batch).shape == (3, 2)
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
@@ -246,6 +237,59 @@ def test_short_samples():
     assert all(torch.isfinite(p).all() for p in layers.parameters())
     dead = initialize(network(), "daneshmand2021", sample=torch.zeros(64, 6))
     assert "2: the sample gives its input rank 0 of 16: stays Xavier's" in dead.notes
+
+
+@pytest.mark.parametrize("norm", ["weight", "none"])
+def test_a_population_is_what_its_members_are(norm, monkeypatch):
+    """Each layer of all members is solved for by one call."""
+    calls = []
+
+    def counted(unit, inputs, start=0):
+        calls.append((unit.name, len(inputs)))
+        return representation_of(unit, inputs, start)
+
+    def members():
+        torch.manual_seed(0)
+        models = [wnfused.models.wrn(16, in_channels=1, norm=norm) for _ in range(4)]
+        return models, [generator(seed) for seed in range(4)]
+
+    sample = torch.randn(64, 1, 6, 6, generator=generator())
+    alone, generators = members()
+    for model, source in zip(alone, generators, strict=True):
+        initialize(model, "daneshmand2021", sample=sample, generator=source)
+    together, generators = members()
+    monkeypatch.setattr("wnfused.init.daneshmand2021.representation_of", counted)
+    reports = initialize_population(together, sample=sample, generators=generators)
+    assert len(calls) == len(set(calls)) == 14
+    assert {n for _, n in calls} == {4}
+    assert len(reports) == 4
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(a(sample), b(sample), rtol=1e-3, atol=1e-6)
+    assert not torch.equal(together[0](sample), together[1](sample))
+
+
+def test_populations_by_other_schemes_and_their_errors():
+    def members(width=8):
+        return [wnfused.models.mlp(2, width, in_features=6) for _ in range(3)]
+
+    models = members()
+    reports = initialize_population(models, "salimans2016", sample=torch.randn(64, 6))
+    assert [len(report) for report in reports] == [3, 3, 3]
+    with pytest.raises(ValueError, match="models: differ in their parameters"):
+        initialize_population([*members(), *members(4)], "he")
+    with pytest.raises(ValueError, match="models: is empty"):
+        initialize_population([], "he")
+    with pytest.raises(ValueError, match="generators: 1 for 3 models"):
+        initialize_population(members(), "he", generators=[None])
+    with pytest.raises(ValueError, match=r"'layers.1': the sample gives its input rank 4 of 8"):
+        initialize_population(members(), sample=torch.randn(4, 6), deficient="error")
+
+
+def test_lazy_layers_take_their_shape_from_the_sample():
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(ValueError, match=r"model: '0.weight' has no shape yet; run the model once, or give a sample"):
+        initialize(model, "he")
+    assert len(initialize(model, "daneshmand2021", sample=torch.randn(64, 5))) == 3
 
 
 @pytest.mark.parametrize(

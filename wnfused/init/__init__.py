@@ -16,6 +16,7 @@ from wnfused.init import (
 )
 from wnfused.init.layer import reset_layer_, reset_stage_
 from wnfused.init.orthogonal import orthogonal_batched
+from wnfused.init.population import initialize_population
 from wnfused.init.registry import Entry, Report, initialize, schemes
 from wnfused.init.roles import Role, find_roles
 
@@ -31,6 +32,7 @@ __all__ = [
     "hanin2018",
     "he2015",
     "initialize",
+    "initialize_population",
     "mishkin2016",
     "orthogonal_batched",
     "reset_layer_",

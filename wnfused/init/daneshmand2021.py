@@ -29,7 +29,8 @@ eq. 6, appendices E and G.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,19 +80,37 @@ def daneshmand2021(
             if visited == 1 and residual:
                 unit.scale_(1 / unit.pre_activation(x).double().norm().clamp(min=1e-300).item())
             return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
-        representation = representation_of(unit, x, taken.start(unit, x))
-        if not _check_rank(context, unit, representation, deficient):
+        start = taken.start(unit, x)
+
+        def solve(inputs: list[Tensor]) -> list[_Solution]:
+            representation = representation_of(unit, inputs, start)
+            weights = isotropic_weight(
+                representation, c_out, kind=slice, exponent=exponent,
+                directions=c_out if unit.kernel else None, generator=context.generator,
+            )  # fmt: skip
+            d, rows = representation.u.shape[-2], representation.v.shape[-2]
+            ranks = representation.rank.flatten(1).amin(1).tolist()
+            return [_Solution(w, rank, min(c_out, d), rows < c_out) for w, rank in zip(weights, ranks, strict=True)]
+
+        solution = context.together(x, solve)
+        if not _check_rank(context, unit, solution, deficient):
             return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
-        weight = isotropic_weight(
-            representation, c_out, kind=slice, exponent=exponent,
-            directions=c_out if unit.kernel else None, generator=context.generator,
-        )  # fmt: skip
-        unit.set_weight_(as_weight(unit, weight).to(unit.v.dtype))
+        unit.set_weight_(as_weight(unit, solution.weight).to(unit.v.dtype))
         if unit.role.closes_branch:
             unit.scale_(1 / math.sqrt(unit.role.num_blocks))
-        return Entry(unit.name, f"{words}; rank {int(representation.rank.min())}", None, unit.mean_gain())
+        return Entry(unit.name, f"{words}; rank {solution.rank}", None, unit.mean_gain())
 
     return walk(context, visit)
+
+
+class _Solution(NamedTuple):
+    """One layer's ``W [groups, d_out, d]``; the smallest rank of its groups' inputs, and how much is enough; whether
+    V' was drawn for want of samples."""
+
+    weight: Tensor
+    rank: int
+    enough: int
+    drawn: bool
 
 
 class _RowsTaken:
@@ -113,19 +132,17 @@ class _RowsTaken:
         return start
 
 
-def _check_rank(context: Context, unit: Unit, representation: Representation, deficient: str) -> bool:
+def _check_rank(context: Context, unit: Unit, solution: _Solution, deficient: str) -> bool:
     """Whether there is anything to go by. Notes, or raises, where there are fewer directions than outputs."""
-    needed = min(unit.channels[1], representation.u.shape[-2])
-    rank = int(representation.rank.min())
-    if rank >= needed:
+    if solution.rank >= solution.enough:
         return True
-    shortage = f"the sample gives its input rank {rank} of {needed}"
+    shortage = f"the sample gives its input rank {solution.rank} of {solution.enough}"
     if deficient == "error":
         raise ValueError(f"sample: {unit.name!r}: {shortage}; use a larger one, or deficient='pseudo_inverse'")
-    if rank == 0:
+    if solution.rank == 0:
         context.notes.append(f"{unit.name}: {shortage}: stays Xavier's")
         return False
-    drawn = ", V' drawn at random" if representation.v.shape[-2] < unit.channels[1] else ""
+    drawn = ", V' drawn at random" if solution.drawn else ""
     context.notes.append(f"{unit.name}: {shortage}: pseudo-inverse{drawn}")
     return True
 
@@ -133,19 +150,24 @@ def _check_rank(context: Context, unit: Unit, representation: Representation, de
 # ------------------------------------------------------------------------------------------------ representations
 
 
-def representation_of(unit: Unit, x: Tensor, start: int = 0) -> Representation:
-    """Of a layer's input as its weight sees it, ``[groups, d, n]``, with V's rows from ``start`` on."""
-    outputs = unit.channels[1]
+def representation_of(unit: Unit, inputs: list[Tensor], start: int = 0) -> Representation:
+    """Of inputs as the weight of a layer like ``unit`` sees them, ``[inputs, groups, d, n]``, all of one shape; with
+    V's rows from ``start`` on."""
+    x, outputs = inputs[0], unit.channels[1]
     if not unit.kernel:
-        h = x.reshape(-1, x.shape[-1]).T.unsqueeze(0)
+        h = torch.stack([x.reshape(-1, x.shape[-1]).T for x in inputs]).unsqueeze(1)
         return represent(h, _rows(start, outputs, h.shape[-1]))
+
+    def stacked(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([patches_of(unit, part) for part in parts])
+
     d, positions = patches_of(unit, x[:1]).shape[-2:]
     n = positions * len(x)
     if n < d or x.dtype == torch.float64:
-        return represent(patches_of(unit, x), _rows(start, outputs, n))
-    columns = max(_PATCHES // (d * unit.groups), start + outputs)
-    parts = x.split(-(-columns // positions))
-    return represent_columns((patches_of(unit, part) for part in parts), _rows(start, outputs, n))
+        return represent(stacked(inputs), _rows(start, outputs, n))
+    columns = max(_PATCHES // (d * unit.groups * len(inputs)), start + outputs)
+    parts = zip(*(x.split(-(-columns // positions)) for x in inputs), strict=True)
+    return represent_columns((stacked(part) for part in parts), _rows(start, outputs, n))
 
 
 def _rows(start: int, count: int, n: int) -> slice:

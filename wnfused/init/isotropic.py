@@ -137,20 +137,6 @@ def _left(v: Tensor, out_features: int, kind: str, generator: torch.Generator | 
     return left @ right
 
 
-def orthogonality_gap(h: Tensor) -> Tensor:
-    """``V(H) = || H^T H / ||H||_F^2 - I / n ||_F`` of ``H [..., d, n]``, samples as columns; in float64.
-
-    Source: Daneshmand, Joudaki & Bach 2021, eq. 2.
-    """
-    h = h.double()
-    n = h.shape[-1]
-    # With singular values normalised to sum s^2 = 1: V^2 = sum s^4 - 1 / n. The smaller Gram matrix has them all.
-    gram = h @ h.mT if h.shape[-2] < n else h.mT @ h
-    total = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    squares = gram.square().sum((-2, -1)) / total.square()
-    return (squares - 1 / n).clamp(min=0).sqrt()
-
-
 def patches(
     x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], groups: int
 ) -> Tensor:

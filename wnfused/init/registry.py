@@ -6,10 +6,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.roles import Role, find_roles
@@ -81,6 +82,17 @@ class Report:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    def __call__(self, x: Tensor, solve: Callable[[list[Tensor]], list[T]], /) -> T: ...
+
+
+def _alone(x: Tensor, solve: Callable[[list[Tensor]], list[T]], /) -> T:
+    return solve([x])[0]
+
+
 @dataclass(frozen=True)
 class Context:
     """What a scheme works on.
@@ -89,6 +101,8 @@ class Context:
         units: the parameters of every layer, in order of execution; stages as stacks.
         sample: a batch of inputs, or None.
         notes: what goes into the report beside the entries.
+        together: ``together(x, solve)`` is this model's part of ``solve([x, ...])``, with the x of every model of a
+            population that stands at the same layer; of this one alone otherwise.
     """
 
     model: nn.Module
@@ -96,6 +110,7 @@ class Context:
     sample: Tensor | tuple[Tensor, ...] | None
     generator: torch.Generator | None
     notes: list[str] = field(default_factory=list)
+    together: Together = _alone
 
     @property
     def num_branches(self) -> int:
@@ -163,6 +178,14 @@ def initialize(
             sample for a scheme that needs one; a model that the scheme has no rule for.
         RuntimeError: inside :func:`wnfused.frozen`.
     """
+    check_request(model, scheme, options)
+    return decided_by_first_process(
+        model, lambda: run_scheme(prepared(model, scheme, sample, generator, gammas, roles), scheme, options)
+    )
+
+
+def check_request(model: object, scheme: str, options: Mapping[str, object]) -> None:
+    """What can be wrong before anything is done, and is so in every process."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if scheme not in _schemes:
@@ -175,22 +198,39 @@ def initialize(
     if any(getattr(module, "_frozen", None) is not None for module in model.modules()):
         raise RuntimeError("model: cannot be initialised inside wnfused.frozen; leave that context first")
 
-    def run() -> Report:
-        if scheme in _data_dependent:
-            _check_sample(scheme, sample)
-        found = find_roles(model)
-        units = [unit for role in found for unit in units_of(role)]
-        units = _stated(units, gammas or {}, roles or {})
-        context = Context(model, units, sample, generator)
-        held = {id(unit.module) for unit in units}
-        computed = [r.name for r in found if not isinstance(r.layer, WNResidualStage) and id(r.layer) not in held]
-        if computed:
-            context.notes.append(f"left alone, their weights are computed by something else: {', '.join(computed)}")
-        entries = tuple(_schemes[scheme](context, **options))
-        unplaced = tuple(unit.name for unit in units if not unit.role.placed)
-        return Report(scheme, entries, unplaced, tuple(context.notes))
 
-    return decided_by_first_process(model, run)
+def prepared(
+    model: nn.Module, scheme: str, sample: Tensor | tuple[Tensor, ...] | None, generator: torch.Generator | None,
+    gammas: Mapping[str, float] | None = None, roles: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Context:  # fmt: skip
+    """What a scheme works on, its layers found and placed."""
+    if scheme in _data_dependent:
+        _check_sample(scheme, sample)
+    _materialise(model, sample)
+    found = find_roles(model)
+    units = _stated([unit for role in found for unit in units_of(role)], gammas or {}, roles or {})
+    context = Context(model, units, sample, generator)
+    held = {id(unit.module) for unit in units}
+    computed = [r.name for r in found if not isinstance(r.layer, WNResidualStage) and id(r.layer) not in held]
+    if computed:
+        context.notes.append(f"left alone, their weights are computed by something else: {', '.join(computed)}")
+    return context
+
+
+def run_scheme(context: Context, scheme: str, options: Mapping[str, object]) -> Report:
+    entries = tuple(_schemes[scheme](context, **options))
+    unplaced = tuple(unit.name for unit in context.units if not unit.role.placed)
+    return Report(scheme, entries, unplaced, tuple(context.notes))
+
+
+def _materialise(model: nn.Module, sample: Tensor | tuple[Tensor, ...] | None) -> None:
+    """Lazy layers take their shapes from the sample."""
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if not lazy:
+        return
+    if sample is None:
+        raise ValueError(f"model: {lazy[0]!r} has no shape yet; run the model once, or give a sample")
+    model(*(sample if isinstance(sample, tuple) else (sample,)))
 
 
 def _check_sample(scheme: str, sample: object) -> None:

@@ -1,0 +1,110 @@
+"""Many models of one architecture initialised in one go: a population over seeds."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from wnfused.init.processes import decided_by_first_process
+from wnfused.init.registry import Context, Report, check_request, prepared, run_scheme
+
+T = TypeVar("T")
+
+
+@torch.no_grad()
+def initialize_population(
+    models: Sequence[nn.Module],
+    scheme: str = "daneshmand2021",
+    *,
+    sample: Tensor | tuple[Tensor, ...] | None = None,
+    generators: Sequence[torch.Generator | None] | None = None,
+    **options: object,
+) -> list[Report]:
+    """:func:`initialize` for every model of a population, whose members go from layer to layer together.
+
+    A scheme that decomposes each layer's input (``daneshmand2021``) does so for all models at once, by one batched
+    call. What comes out is what :func:`initialize` gives each alone, up to rounding.
+
+    Args:
+        models: of one architecture.
+        scheme, sample, options: as in :func:`initialize`.
+        generators: one for each model; torch's own for all if None.
+
+    Returns:
+        One report for each model.
+
+    Raises:
+        ValueError, TypeError: as :func:`initialize`; no model, models that differ in their parameters' shapes, or
+            another number of generators.
+    """
+    population = list(models)
+    if not population:
+        raise ValueError("models: is empty; give at least one")
+    for model in population:
+        check_request(model, scheme, options)
+    shapes = [[(name, tuple(p.shape)) for name, p in model.named_parameters()] for model in population]
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError("models: differ in their parameters; use models of one architecture")
+    sources = [None] * len(population) if generators is None else list(generators)
+    if len(sources) != len(population):
+        raise ValueError(f"generators: {len(sources)} for {len(population)} models; give one for each")
+    return decided_by_first_process(
+        nn.ModuleList(population),
+        lambda: _in_step(
+            [prepared(m, scheme, sample, g) for m, g in zip(population, sources, strict=True)], scheme, options
+        ),
+    )
+
+
+def _in_step(contexts: list[Context], scheme: str, options: dict[str, Any]) -> list[Report]:
+    """Each model in a thread of its own, which waits for the others wherever something is solved together."""
+    meeting = _Meeting(len(contexts))
+
+    def run(place: int) -> Report:
+        def together(x: Tensor, solve: Callable[[list[Tensor]], list[T]], /) -> T:
+            return meeting.solve(place, x, solve)
+
+        try:
+            with torch.no_grad():
+                return run_scheme(replace(contexts[place], together=together), scheme, options)
+        except BaseException:
+            meeting.break_up()
+            raise
+
+    with ThreadPoolExecutor(len(contexts)) as pool:
+        running = [pool.submit(contextvars.copy_context().run, run, place) for place in range(len(contexts))]
+    errors = [future.exception() for future in running]
+    # Where one fails, the others only report that the meeting was broken up.
+    first = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+    if first:
+        raise first[0]
+    return [future.result() for future in running]
+
+
+class _Meeting:
+    """Where threads bring one item each, and the last to come solves for all."""
+
+    def __init__(self, parties: int) -> None:
+        self._items: list[Any] = [None] * parties
+        self._results: list[Any] = []
+        self._solve: Callable[[list[Any]], list[Any]] = list
+        self._barrier = threading.Barrier(parties, self._act)
+
+    def solve(self, place: int, item: Any, solve: Callable[[list[Any]], list[T]]) -> T:
+        self._items[place], self._solve = item, solve
+        self._barrier.wait()
+        result: T = self._results[place]
+        return result
+
+    def break_up(self) -> None:
+        self._barrier.abort()
+
+    def _act(self) -> None:
+        self._results = self._solve(list(self._items))
