@@ -67,6 +67,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--devices", "many"], "--devices many: must be a number of devices or auto"),
         (["--strategy", "telepathy"], "--strategy telepathy: cannot be used here"),
         (["--recompute", "2", "--norm", "batch"], "--recompute 2: is for the weight-normalised stages"),
+        (["--seed", str(2**63)], "--seed 9223372036854775808: must be below 2**63"),
         (["--sead", "3"], "unrecognized arguments: --sead 3"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -337,7 +338,7 @@ def test_probe_of_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "best.ckpt: is of depth 10, but what was asked for is of 16" in says
     (tmp_path / "nonsense.pt").write_bytes(b"nonsense")
     says = refused(capsys, "probe", "--checkpoint", str(tmp_path / "nonsense.pt"), "--out", str(out))
-    assert f"--checkpoint {tmp_path / 'nonsense.pt'}: cannot be read" in says
+    assert f"--checkpoint {tmp_path / 'nonsense.pt'}: is neither a whole checkpoint" in says
     says = refused(capsys, "probe", "--checkpoint", str(tmp_path / "missing.pt"), "--out", str(out))
     assert "missing.pt: cannot be read: No such file or directory" in says
 

@@ -138,9 +138,9 @@ def over_stations(axis: Any, values: np.ndarray, label: str | None, *, log: bool
     return line
 
 
-def key(axis: Any, name: str, linestyle: Any = ":") -> None:
-    """An entry for the legend that stands for a kind of line, whatever its colour."""
-    axis.plot([], [], color=THEORY, linestyle=linestyle, marker="", linewidth=1.2, label=name)
+def key(axis: Any, name: str, linestyle: Any = ":", marker: str = "") -> None:
+    """An entry for the legend that stands for a kind of line or mark, whatever its colour."""
+    axis.plot([], [], color=THEORY, linestyle=linestyle, marker=marker, linewidth=1.2, label=name)
 
 
 def _legend(figure: Any, axes: Sequence[Any], title: str | None) -> None:
@@ -156,20 +156,22 @@ def _legend(figure: Any, axes: Sequence[Any], title: str | None) -> None:
     ]
     names = [name for name in entries if name not in grey] + grey
     if names:
-        columns = max(1, min(len(names), 5 if len(axes) > 1 else 3))
+        # As many side by side as fit the width, of about 60 letters a panel.
+        columns = min(len(names), max(1, 60 * len(axes) // (8 + max(len(name) for name in names))))
         handles = [entries[name] for name in names]
         figure.legend(handles, names, title=title, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def _plain_ticks(axis: Any) -> None:
-    """0.2, 0.5, 1, 2 on a logarithmic axis of less than two decades, powers of ten on a longer one."""
+    """Plain numbers on a logarithmic axis of less than two decades, powers of ten on a longer one."""
     from matplotlib import ticker
 
     if axis.get_yscale() != "log":
         return
     low, high = axis.get_ylim()
     if 0 < low < high < 100 * low and 1e-4 < low < 1e4:
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 5, 7)))
+        wide = high > 4 * low
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if wide else ticker.MaxNLocator(6))
         axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(ticker.NullFormatter())
 

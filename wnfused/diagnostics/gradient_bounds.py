@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .arguments import check_inputs, check_model, check_targets, cross_entropy, mini_batches, positive_int
-from .drawing import THEORY, Drawable, key, over_stations
+from .drawing import Drawable, key, over_stations
 from .norms import layer_norms
 from .progress import Progress, advancing
 from .state import undisturbed
@@ -108,16 +108,22 @@ class ParameterBounds(Drawable):
         x = np.arange(len(self.names))
         (points,) = axis.plot(x, self.gradient, "o", markersize=7, label=label or "gradient")
         tops = np.where(self.homogeneous & (self.bound > 0), self.bound, np.nan)
-        axis.plot(x, tops, "_", markersize=16, markeredgewidth=2, color=points.get_color(), label="lower bound $G$")
+        axis.plot(x, tops, "_", markersize=16, markeredgewidth=2, color=points.get_color())
         below = np.where(self.homogeneous & (self.expected > 0), self.expected, np.nan)
-        axis.plot(x, below, "_", markersize=16, markeredgewidth=2, color=THEORY, label="expected bound")
+        axis.plot(x, below, "x", markersize=6, color=points.get_color())
+        key(axis, "lower bound $G$", "", "_")
+        key(axis, r"$(E \max z - \log c)/\|\theta\|$", "", "x")
         axis.set_yscale("log")
-        axis.set_xticks(x, [name if h else f"{name}\n(not homogeneous)" for name, h in self._labels()], fontsize=8)
+        axis.set_xticks(x, [self._tick(i) for i in range(len(self.names))], fontsize=8)
         axis.set_ylabel(r"$\|\partial\ell_{avg}/\partial\theta\|$")
         axis.margins(x=0.15)
 
-    def _labels(self) -> list[tuple[str, bool]]:
-        return [(name.replace(" + ", "\n+ "), bool(h)) for name, h in zip(self.names, self.homogeneous, strict=True)]
+    def _tick(self, i: int) -> str:
+        """``stages.1.transition.shortcut + stages.1.transition.conv2`` over three lines, the block named once."""
+        parts = self.names[i].split(" + ")
+        block = parts[0].rpartition(".")[0]
+        lines = [block, *(part.removeprefix(f"{block}.") for part in parts)] if len(parts) > 1 else parts
+        return "\n".join(lines if self.homogeneous[i] else [*lines, "(not homogeneous)"])
 
 
 def parameter_gradient_bounds(

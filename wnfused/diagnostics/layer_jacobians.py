@@ -51,7 +51,8 @@ class LayerJacobians(Drawable):
         (axis,) = axes
         line = over_stations(axis, np.sqrt(self.mean), label)
         x = np.arange(1, len(self.names) + 1)
-        low = np.where(self.smallest > 0, self.smallest, np.nan)
+        # A rank-deficient J has a smallest singular value of 0, or of rounding's size, which no axis should show.
+        low = np.where(self.smallest > 1e-4 * self.largest, self.smallest, np.nan)
         axis.fill_between(x, low, self.largest, color=line.get_color(), alpha=0.15, linewidth=0)
         for bound in (low, self.largest):
             axis.plot(x, bound, color=line.get_color(), linewidth=0.8, linestyle=":")

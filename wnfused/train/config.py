@@ -72,6 +72,8 @@ class TrainConfig:
             self._at_least(name, least)
         for name, least in (("accumulate", 1), ("cutout", 0), ("seed", 0)):
             self._at_least(name, least)
+        if self.seed >= 2**63:
+            raise UsageError("seed", self.seed, "must be below 2**63, what torch's generators take")
         for name in ("momentum", "weight_decay", "warmup", "mixup"):
             self._finite(name, positive=False)
         for name in ("lr", "factor"):

@@ -5,12 +5,10 @@ or as a checkpoint holds it. Each writes a picture, the same numbers as JSON, an
 from __future__ import annotations
 
 import copy
-import pickle
 import sys
 import tempfile
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,101 +17,19 @@ import torch
 from torch import Tensor, nn
 
 import wnfused
-from wnfused import diagnostics
 from wnfused.diagnostics import NormProfile
 from wnfused.diagnostics.drawing import Drawable, checked_path, save_together
 
-from . import checkpoint
 from .build import build
 from .config import TrainConfig
 from .data import Dataset, load
 from .errors import UsageError, require
 from .files import write_json
-from .folder import RunFolder
+from .measurements import MEASUREMENTS, Measurement
+from .stored import configuration, loaded
 
 # So many rows are read at a glance; picture and JSON have them all.
 _ROWS = 12
-
-Measure = Callable[[nn.Module, Tensor, Tensor, bool], Drawable]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One that ``--what`` names.
-
-    Attributes:
-        measure: from (model, inputs, targets, progress) to the result.
-        columns: its fields to print, by heading: one value for each station, or a single one.
-        title: of the picture.
-        samples: how many images, unless told.
-        independent: whether it needs samples that do not see each other: batch norm is then put into eval mode, with
-            the statistics of the measured images.
-        double: float64 instead of float32.
-    """
-
-    measure: Measure
-    columns: Mapping[str, str]
-    title: str
-    samples: int = 64
-    independent: bool = False
-    double: bool = True
-
-
-MEASUREMENTS = {
-    "norms": Measurement(
-        lambda m, x, y, p: diagnostics.layer_norms(m, x, y, progress=p),
-        {"activation": "activation", "gradient": "gradient"},
-        "Norms of activations and gradients",
-    ),
-    "hessian": Measurement(
-        lambda m, x, y, p: diagnostics.hessian_norm(m, x, y, samples=len(x), progress=p),
-        {"norm": "norm", "eigenvalue": "eigenvalue", "iterations": "iterations"},
-        "Spectral norm of the loss's Hessian",
-        samples=1024,
-        # Hundreds of products, each over all images: float32 takes a quarter of the time.
-        double=False,
-    ),
-    "jacobian": Measurement(
-        lambda m, x, y, p: diagnostics.jacobian_spectrum(m, x, progress=p),
-        {"mean of J J^T": "mean", "variance": "variance"},
-        "Input-output Jacobian",
-        independent=True,
-    ),
-    "layer-jacobians": Measurement(
-        lambda m, x, y, p: diagnostics.layer_jacobians(m, x, progress=p),
-        {"largest": "largest", "chi": "mean"},
-        "Jacobian of each layer",
-        samples=4,
-        independent=True,
-    ),
-    "jacobian-growth": Measurement(
-        lambda m, x, y, p: diagnostics.jacobian_growth(m, x, progress=p),
-        {"mean of J J^T": "growth"},
-        "Jacobian from the input to each layer",
-        independent=True,
-    ),
-    "orthogonality": Measurement(
-        lambda m, x, y, p: diagnostics.orthogonality(m, x, progress=p),
-        {"gap V": "gap", "W2^2": "distance"},
-        "Orthogonality of representations",
-        samples=8,
-    ),
-    "similarity": Measurement(
-        lambda m, x, y, p: diagnostics.similarity(m, x, progress=p),
-        {"|cos|": "absolute_cosine", "cos": "cosine"},
-        "Similarity of representations",
-    ),
-    "gradient-bounds": Measurement(
-        lambda m, x, y, p: diagnostics.activation_gradient_bounds(m, x, y, progress=p),
-        {"gradient": "gradients", "bound": "bounds"},
-        "Gradients and their lower bound",
-    ),
-    "parameter-bounds": Measurement(
-        lambda m, x, y, p: diagnostics.parameter_gradient_bounds(m, x, y, progress=p),
-        {"gradient": "gradient", "bound": "bound"},
-        "Gradients of homogeneous sets and their lower bound",
-    ),
-}
 
 
 def measure(model: nn.Module, data: Dataset, samples: int) -> NormProfile:
@@ -155,13 +71,13 @@ def probe(
         if name not in MEASUREMENTS:
             raise UsageError("what", name, f"is no measurement; there are {', '.join(MEASUREMENTS)}")
     outs = _outs(out, what)
-    config, states = _configuration(given, checkpoints)
+    config, states = configuration(given, checkpoints)
     if not inits and not states:
         inits = ("arpit2019",)
     data = load(config.data, config.seed, folder)
     models = {init: build(replace(config, init=init), data) for init in dict.fromkeys(inits)}
     for path, state in states.items():
-        models[str(path)] = _loaded(build(config, data), state, path)
+        models[str(path)] = loaded(build(config, data), state, path)
     texts = [_one(name, models, config, data, samples, outs[name], bool(states)) for name in what]
     return "\n\n".join(texts)
 
@@ -237,71 +153,6 @@ def _outs(out: Path, what: Sequence[str]) -> dict[str, Path]:
     except OSError as error:
         raise UsageError("out", out, f"cannot be written: {error.strerror}") from None
     return {name: out.with_stem(f"{out.stem}-{name}") if len(what) > 1 else out for name in what}
-
-
-# -------------------------------------------------------------------------------------------------- checkpoints
-
-
-def _configuration(
-    given: dict[str, Any], checkpoints: Sequence[Path]
-) -> tuple[TrainConfig, dict[Path, dict[str, Tensor]]]:
-    """The network's configuration, and the parameters that each checkpoint holds for it."""
-    states: dict[Path, dict[str, Tensor]] = {}
-    saved: dict[str, Any] | None = None
-    where: Path | None = None
-    for path in checkpoints:
-        file, state, of_file = _read(path)
-        states[file] = state
-        if of_file is None:
-            continue
-        if saved is not None and where is not None:
-            _same_network(TrainConfig.from_dict(of_file), TrainConfig.from_dict(saved), file, where)
-        saved, where = of_file, file
-    config = TrainConfig.from_dict({**(saved or {}), **given})
-    if saved is not None and where is not None:
-        _same_network(config, TrainConfig.from_dict(saved), "what was asked for", where)
-    return config, states
-
-
-def _same_network(one: TrainConfig, other: TrainConfig, first: object, second: Path) -> None:
-    for name in ("model", "depth", "width", "norm", "stack", "data"):
-        if getattr(one, name) != getattr(other, name):
-            right = f"is of {name} {getattr(other, name)}, but {first} is of {getattr(one, name)}"
-            raise UsageError("checkpoint", second, right)
-
-
-def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any] | None]:
-    """The file, its parameters by name, and the configuration if it is a checkpoint of ``wnfused train``."""
-    file = path
-    if path.is_dir():
-        run = RunFolder(path)
-        file = next((f for f in (run.best, run.last) if f.exists()), run.last)
-    try:
-        content = checkpoint.load(file)
-        state = {name.removeprefix("model."): value for name, value in content["state_dict"].items()}
-        return file, state, content["wnfused"]["config"]
-    except OSError as error:
-        raise UsageError("checkpoint", file, f"cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError):
-        raise UsageError("checkpoint", file, "is not a checkpoint of `wnfused train`") from None
-    except checkpoint.CorruptCheckpointError as error:
-        corrupt = error
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile):
-        raise UsageError("checkpoint", file, f"cannot be read: {corrupt}") from None
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UsageError("checkpoint", file, "is neither a checkpoint of `wnfused train` nor a state_dict")
-    return file, content, None
-
-
-def _loaded(model: nn.Module, state: dict[str, Tensor], path: Path) -> nn.Module:
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines()[1:]]
-        raise UsageError("checkpoint", path, f"does not fit the model: {' '.join(lines)[:300]}") from None
-    return model
 
 
 # -------------------------------------------------------------------------------------------------------- table
