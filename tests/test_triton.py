@@ -144,6 +144,13 @@ def test_the_way_of_a_layer(layer, way):
             assert strategy.way(layer) == (forced if possible else "vendor")
 
 
+def test_the_borders_to_measure_lie_on_both_sides():
+    for spatial in (0, 2):
+        ways = {strategy.way(layer) for layer in strategy.borders() if layer.spatial == spatial}
+        assert ways == {"fused", "vendor"}
+    assert all(strategy.can_be_fused(layer) for layer in strategy.borders())
+
+
 def test_every_row_of_the_strategy_decides_something():
     layers = [
         Layer(m, n, c, torch.float32, dim, spatial, groups)
