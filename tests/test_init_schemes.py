@@ -392,6 +392,17 @@ def test_half_scaling_changes_the_forward_pass(norm):
         torch.testing.assert_close(model.stages[0](h), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_other_schemes_put_the_forward_pass_back():
+    model = wnfused.models.wrn(16, in_channels=1)
+    model.stages[1].skip_scale = 0.9
+    blocks = [m for m in model.modules() if hasattr(m, "skip_scale")]
+    before = [block.skip_scale for block in blocks]
+    for _ in range(2):
+        initialize(model, "half_scaling")
+    initialize(model, "he")
+    assert [block.skip_scale for block in blocks] == before
+
+
 def test_half_scaling_refuses_what_it_cannot_scale():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Bottleneck(8))
     before = [p.clone() for p in model.parameters()]

@@ -2,7 +2,8 @@
 
 Where He's weights double the variance with every residual block, the factor halves it again, at the price that what a
 block saw fades exponentially on the way out. It is a change of the forward pass, which this package's blocks and
-stages know as ``skip_scale``; it stays with the model, and other schemes leave it as it is.
+stages know as ``skip_scale``. It stays with the model until another scheme initialises it, which puts back what was
+there before.
 
 Source: Gehring et al. 2017, "Convolutional Sequence to Sequence Learning", section 3.4, and Balduzzi et al. 2017, "The
 Shattered Gradients Problem"; the baseline of Zhang, Dauphin & Ma 2019, section 4.1.
@@ -17,6 +18,7 @@ from torch import nn
 
 from wnfused.init.he2015 import draw_he_
 from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.skip_scale import scale_sums_
 from wnfused.nn import WNResidualStage
 
 
@@ -24,7 +26,7 @@ from wnfused.nn import WNResidualStage
 def half_scaling(context: Context) -> Iterator[Entry]:
     blocks = _scalable_blocks(context)
     for block in blocks:
-        block.skip_scale = math.sqrt(0.5)  # type: ignore[assignment]
+        scale_sums_(block, math.sqrt(0.5))
     for unit in context.units:
         draw_he_(unit, context)
         scaled = ", sum times sqrt(1/2)" if unit.role.closes_branch else ""

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.roles import Role, find_roles
+from wnfused.init.skip_scale import restore_sums_
 from wnfused.init.units import Unit, units_of
 from wnfused.nn import WNResidualStage
 
@@ -207,6 +208,7 @@ def prepared(
     if scheme in _data_dependent:
         _check_sample(scheme, sample)
     _materialise(model, sample)
+    restore_sums_(model)
     found = find_roles(model)
     units = _stated([unit for role in found for unit in units_of(role)], gammas or {}, roles or {})
     context = Context(model, units, sample, generator)

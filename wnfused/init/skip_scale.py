@@ -1,0 +1,20 @@
+"""The factor on a residual block's sum, the one thing besides parameters that a scheme may set."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_BEFORE = "_skip_scale_before"
+
+
+def scale_sums_(block: nn.Module, factor: float) -> None:
+    """``skip_scale <- factor`` for as long as no other scheme initialises the model."""
+    block.__dict__.setdefault(_BEFORE, block.skip_scale)
+    block.skip_scale = factor  # type: ignore[assignment]
+
+
+def restore_sums_(model: nn.Module) -> None:
+    """Every block as it was built."""
+    for module in model.modules():
+        if _BEFORE in module.__dict__:
+            module.skip_scale = module.__dict__.pop(_BEFORE)
