@@ -23,6 +23,7 @@ from .build import build
 from .data import Dataset, load
 from .errors import UsageError, require
 from .files import write_json
+from .interruption import InterruptedRun
 from .memory import PeakMemory
 from .pictures import Point, accuracy_over_depth
 from .probe import measure
@@ -164,7 +165,10 @@ def _train_all(console: Any, recipes: list[Recipe]) -> list[Row]:
 
 def _train_one(recipe: Recipe, init: str, bar: _Bar) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        result = train(recipe.config(init), Path(folder) / "run", reporter=bar)
+        try:
+            result = train(recipe.config(init), Path(folder) / "run", reporter=bar)
+        except InterruptedRun as stop:
+            raise stop.bare() from None  # its folder goes
     return Row(
         recipe.depth,
         init,

@@ -20,9 +20,13 @@ class InterruptedRun(KeyboardInterrupt):
         signal: SIGINT or SIGTERM.
     """
 
-    def __init__(self, signal: signal.Signals, where: str) -> None:
+    def __init__(self, stopped_by: signal.Signals, where: str) -> None:
         super().__init__(where)
-        self.signal = signal
+        self.signal = stopped_by
+
+    def bare(self) -> KeyboardInterrupt:
+        """The interruption alone, for a caller whose run cannot go on."""
+        return Terminated() if self.signal == signal.SIGTERM else KeyboardInterrupt()
 
 
 def signal_of(error: BaseException) -> signal.Signals | None:
