@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -262,6 +263,21 @@ def test_zero_rows_survive():
     torch.testing.assert_close(ours(x), expected)
     ours(x).sum().backward()
     assert torch.isfinite(ours.weight_v.grad).all()
+
+
+def test_no_layer_is_looked_for_among_all_others():
+    """A model is walked a few times in all, however many layers it has."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
+    walks = []
+    walk = nn.Module.named_modules
+
+    def counted(self, *arguments, **keywords):
+        walks.append(self)
+        return walk(self, *arguments, **keywords)
+
+    with patch.object(nn.Module, "named_modules", counted):
+        wnfused.fold(wnfused.convert(model, plain=True))
+    assert sum(module is model for module in walks) < 30
 
 
 def test_what_is_no_module_is_refused():

@@ -14,12 +14,14 @@ import torch
 from torch import fx, nn
 
 from wnfused._surgery import LAYERS, class_of, has_hooks
-from wnfused.nn import WeightNormalised, WNResidualStage
+from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
+
+_BLOCKS = (WNResidualBlock, WNResidualStage)
 
 
 class _LayerTracer(fx.Tracer):
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
-        return isinstance(module, (*LAYERS, WNResidualStage)) or super().is_leaf_module(module, qualified_name)
+        return isinstance(module, (*LAYERS, *_BLOCKS)) or super().is_leaf_module(module, qualified_name)
 
 
 def calls(model: nn.Module, logger: logging.Logger, wanted: str) -> dict[nn.Module, list[fx.Node]]:
@@ -105,8 +107,8 @@ def _is_fusable(module: nn.Module) -> bool:
 
 def given_a_residual(model: nn.Module, logger: logging.Logger) -> set[nn.Module]:
     """The weight-normalised layers of user-defined modules that a trace sees called with ``residual``."""
-    parents = (m for m in model.modules() if not type(m).__module__.startswith(("torch.", "wnfused.nn")))
-    if not any(isinstance(child, WeightNormalised) for parent in parents for child in parent.modules()):
+    parents = [m for m in model.modules() if not type(m).__module__.startswith(("torch.", "wnfused.nn"))]
+    if not any(isinstance(child, WeightNormalised) for parent in parents for child in _inside(parent)):
         return set()
     seen = calls(model, logger, "a layer that is called with a residual cannot be told")
     return {
@@ -114,6 +116,14 @@ def given_a_residual(model: nn.Module, logger: logging.Logger) -> set[nn.Module]
         for layer, nodes in seen.items()
         if isinstance(layer, WeightNormalised) and any(_residual(layer, node) is not None for node in nodes)
     }
+
+
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a module's own ``forward`` may call: not those of our blocks."""
+    for child in module.children():
+        yield child
+        if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            yield from _inside(child)
 
 
 def _residual(layer: nn.Module, node: fx.Node) -> Any:

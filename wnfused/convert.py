@@ -194,11 +194,12 @@ def _holds_activation(module: nn.Module, name: str) -> bool:
 def _leave_tied_to_others(model: nn.Module, candidates: dict[nn.Module, _Candidate]) -> None:
     """A plain weight that is also held by a module that stays cannot become ``v``: the two would part ways."""
     held = holders(model)
-    for name, module in named(model):
+    names = {module: name for name, module in named(model)}
+    for module, name in names.items():
         candidate = candidates.get(module)
         if candidate is None or candidate.g is not None:
             continue
-        staying = [n for n, m in named(model) if m in held[id(candidate.v)] and m not in candidates]
+        staying = sorted(names[m] for m in held[id(candidate.v)] if m not in candidates)
         if staying:
             logger.warning("%s: left alone, its weight is tied to that of %s, which stays", name, ", ".join(staying))
             del candidates[module]
