@@ -12,14 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from wnfused import reference
 from wnfused.backends import native
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+pytestmark = [
+    pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable())),
+    pytest.mark.usefixtures("one_thread"),
+]
+SETTINGS = {
+    "deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.function_scoped_fixture],
+}  # fmt: skip
 
 ISAS = torch.ops.wnfused_native.cpu_isas().split(",") if native.unavailable() is None else []
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -123,7 +129,7 @@ def unit(dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, **SETTINGS)
 @given(cases())
 def test_layers_against_float64(isa, case):
     torch.ops.wnfused_native.set_cpu_isa(isa)
@@ -175,7 +181,7 @@ def product_size(case, wide):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, **SETTINGS)
 @given(cases(), st.sampled_from([float("inf"), -float("inf"), float("nan")]), st.integers(0, 2**16))
 def test_what_is_not_finite_comes_out_as_torch_gives_it(isa, case, value, place):
     """One entry of x; where torch's own layer with the same weight is finite, inf or NaN, so are we."""
