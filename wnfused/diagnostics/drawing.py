@@ -132,7 +132,7 @@ def over_stations(axis: Any, values: np.ndarray, label: str | None, *, log: bool
         axis.set_yscale("log")
     from matplotlib import ticker
 
-    axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axis.set_xlabel("layer or block, from input to output")
     axis.margins(x=0.02)
     return line
@@ -156,8 +156,10 @@ def _legend(figure: Any, axes: Sequence[Any], title: str | None) -> None:
     ]
     names = [name for name in entries if name not in grey] + grey
     if names:
-        # As many side by side as fit the width, of about 60 letters a panel.
-        columns = min(len(names), max(1, 60 * len(axes) // (8 + max(len(name) for name in names))))
+        # In one row if they fit the width, of about 75 letters a panel; otherwise as many as the longest allows.
+        widths = [8 + len(name) for name in names]
+        room = 75 * len(axes)
+        columns = len(names) if sum(widths) <= room else max(1, room // max(widths))
         handles = [entries[name] for name in names]
         figure.legend(handles, names, title=title, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
