@@ -146,6 +146,24 @@ def test_seeds_and_layouts():
     assert orthogonal_batched(meta) is meta
 
 
+def test_layers_of_any_memory_format_are_filled():
+    """Rows along another dim, channels_last kernels, and a stage's stacked convolutions."""
+    stage = wnfused.WNResidualStage(16, 16, 2)
+    for v in (stage.weight_v.flatten(3), stage.weight_v[:, 1].flatten(2)):
+        gram = v @ v.mT
+        torch.testing.assert_close(gram, torch.eye(16).expand_as(gram), rtol=0, atol=1e-5)
+    last = wnfused.WNConv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    across = wnfused.WNConv2d(4, 6, 3, dim=1)
+    for layer in (last, across):
+        with torch.no_grad():
+            layer.weight_v.fill_(float("nan"))
+        layer.reset_parameters()
+        rows = layer.weight_v.movedim(layer.dim, 0).flatten(1)
+        torch.testing.assert_close(rows @ rows.T, torch.eye(len(rows)), rtol=0, atol=1e-5)
+    assert last.weight_v.is_contiguous(memory_format=torch.channels_last)
+    assert not last.weight_v.is_contiguous()
+
+
 def kolmogorov_smirnov(sample, cdf):
     """The statistic over its critical value at one in a million, ``sqrt(ln(2e6) / (2 n))``: below 1 passes."""
     ordered = sample.flatten().double().sort().values
