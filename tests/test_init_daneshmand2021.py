@@ -174,6 +174,28 @@ def test_residual_networks(norm):
         assert size == pytest.approx(3**-0.5 if name.endswith("conv2") else 1.0, rel=1e-3), name
 
 
+def test_among_batch_norms_outputs_have_mean_square_one():
+    model = wnfused.models.wrn(22, 2, in_channels=1, norm="batch")
+    sample = torch.randn(64, 1, 8, 8, generator=generator(3))
+    initialize(model, "daneshmand2021", sample=sample, generator=generator())
+    sizes = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            hook = lambda m, i, y, name=name: sizes.update({name: y.detach().square().mean().sqrt().item()})  # noqa: E731
+            module.register_forward_hook(hook)
+    model(sample)
+    for name, size in sizes.items():
+        assert size == pytest.approx(3**-0.5 if name.endswith("conv2") else 1.0, rel=1e-3), name
+
+
+def test_groups_are_one_output():
+    model = nn.Sequential(nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 3, groups=4, bias=False), nn.Flatten(), nn.Linear(128, 2))
+    sample = torch.randn(64, 2, 6, 6)
+    report = initialize(model, "daneshmand2021", sample=sample)
+    assert "rank" in report.entries[1].role
+    assert model[1](model[0](sample)).norm().item() == pytest.approx(1, rel=1e-4)
+
+
 def test_convolutions_use_their_leading_directions():
     """Of a convolution with as many outputs as directions are used, the gap against those directions never rises."""
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, bias=False), nn.Flatten(), nn.Linear(96, 2))

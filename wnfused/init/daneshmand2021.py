@@ -16,7 +16,9 @@ row norms; biases are zero.
 The first layer and the head are Xavier's, uniform with gain sqrt(2), as in the published code. A convolution uses the
 d_out leading directions of U, as there. What the paper leaves open: the last layer of a residual branch is W times
 ``1 / sqrt(B_k)``, and in a network with branches the first layer is scaled to ``||W H||_F = 1`` too, so that stream and
-branches have one unit; layers that share an input take V's rows one after the other, so that they differ.
+branches have one unit. In a network with batch norms, whose outputs have mean square 1, these outputs have it as well,
+instead of a Frobenius norm of 1 that would be lost beside them. Layers that share an input take V's rows one after the
+other, so that they differ.
 
 Samples: n should be at least d and the rank at least d_out: 3 times the width for an MLP. With less, directions without
 data (singular values below ``eps max(d, n) s_max``) are left out, the pseudo-inverse, and with n < d_out V' is drawn
@@ -35,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from wnfused.init.glorot2010 import draw_xavier_
 from wnfused.init.isotropic import Representation, isotropic_weight, patches, represent, represent_columns
@@ -68,6 +71,7 @@ def daneshmand2021(
     for unit in context.units:
         draw_xavier_(unit, context, math.sqrt(2), "uniform")
     residual = context.num_branches > 0
+    batch_normalised = any(isinstance(module, _BatchNorm) for module in context.model.modules())
     taken = _RowsTaken()
     visited = 0
 
@@ -78,7 +82,7 @@ def daneshmand2021(
         c_in, c_out = unit.channels
         if visited == 1 or unit.role.head or (layers == "square" and c_in != c_out):
             if visited == 1 and residual:
-                unit.scale_(1 / unit.pre_activation(x).double().norm().clamp(min=1e-300).item())
+                _scale_output_(unit, x, batch_normalised)
             return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
         start = taken.start(unit, x)
 
@@ -96,11 +100,20 @@ def daneshmand2021(
         if not _check_rank(context, unit, solution, deficient):
             return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
         unit.set_weight_(as_weight(unit, solution.weight).to(unit.v.dtype))
+        _scale_output_(unit, x, batch_normalised)
         if unit.role.closes_branch:
             unit.scale_(1 / math.sqrt(unit.role.num_blocks))
         return Entry(unit.name, f"{words}; rank {solution.rank}", None, unit.mean_gain())
 
     return walk(context, visit)
+
+
+def _scale_output_(unit: Unit, x: Tensor, batch_normalised: bool) -> None:
+    """``||W H||_F = 1`` over all groups; among batch norms a mean square of 1."""
+    y = unit.pre_activation(x).double()
+    size = y.square().mean().sqrt().item() if batch_normalised else y.norm().item()
+    if size > 0:
+        unit.scale_(1 / size)
 
 
 class _Solution(NamedTuple):
