@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from behaviour import COLUMNS, ROWS, page
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.mark.parametrize("api", COLUMNS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.behaviour)

@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations
 import wnfused
 from wnfused import WNResidualBlock, WNResidualStage, state_dict_from_torch, state_dict_to_torch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FORMS = {"plain": lambda layer, dim: layer, "old": nn.utils.weight_norm, "new": parametrizations.weight_norm}
 LAYERS = {
     "0": (lambda: nn.Conv1d(2, 4, 3, padding=1), 2),

@@ -13,6 +13,8 @@ import wnfused
 from wnfused import WNConv2d, WNLinear
 from wnfused.convert import FusedActivation
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FORMS = {"plain": None, "old": nn.utils.weight_norm, "new": parametrizations.weight_norm}
 
 

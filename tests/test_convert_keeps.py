@@ -16,6 +16,8 @@ import wnfused
 from wnfused import WNConv2d, WNLinear
 from wnfused.convert import FusedActivation
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 old, new = nn.utils.weight_norm, parametrizations.weight_norm
 
 

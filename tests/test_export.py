@@ -12,6 +12,8 @@ from torch.export import Dim
 
 import wnfused
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def images():
     model = nn.Sequential(

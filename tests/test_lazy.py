@@ -18,6 +18,8 @@ from wnfused.nn import (
     WNLazyLinear,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONVOLUTIONS = {
     WNLazyConv1d: (nn.LazyConv1d, wnfused.WNConv1d, (2, 4, 9)),
     WNLazyConv2d: (nn.LazyConv2d, wnfused.WNConv2d, (2, 4, 5, 5)),
