@@ -128,6 +128,7 @@ def test_every_scheme_initialises_every_model(scheme, norm):
     models = (
         (wnfused.models.wrn(16, 2, in_channels=1, norm=norm), (64, 1, 8, 8)),
         (wnfused.models.cnn(3, 8, norm=norm), (64, 3, 8, 8)),
+        (wnfused.models.resnet(8, num_classes=100, norm=norm), (64, 3, 8, 8)),
         (wnfused.models.mlp(3, 16, in_features=64, norm=norm), (64, 64)),
     )
     for model, shape in models:
