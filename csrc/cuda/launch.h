@@ -1,0 +1,43 @@
+// A kernel is a struct with its `Params`, how many `kThreads` and `kSharedBytes` a block has, how many blocks should fit
+// a multiprocessor, and `run(params, shared)`. This is how nvcc's build launches one.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace wnfused::gpu {
+
+using Queue = cudaStream_t;
+using Status = cudaError_t;
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiprocessor)
+    run_kernel(const __grid_constant__ typename Kernel::Params params) {
+  extern __shared__ __align__(128) char shared[];
+  Kernel::run(params, shared);
+}
+
+// Launches `blocks` blocks on the current device. More than 48 KB of shared memory has to be asked for, once a device.
+template <class Kernel>
+Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue) {
+  if (blocks == 0) return cudaSuccess;
+  if (Kernel::kSharedBytes > 48 * 1024) {
+    static std::atomic<uint64_t> prepared{0};
+    int device = 0;
+    Status status = cudaGetDevice(&device);
+    if (status != cudaSuccess) return status;
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if (!(prepared.load(std::memory_order_relaxed) & bit)) {
+      status = cudaFuncSetAttribute(run_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    Kernel::kSharedBytes);
+      if (status != cudaSuccess) return status;
+      prepared.fetch_or(bit, std::memory_order_relaxed);
+    }
+  }
+  run_kernel<Kernel><<<static_cast<unsigned>(blocks), Kernel::kThreads, Kernel::kSharedBytes, queue>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace wnfused::gpu

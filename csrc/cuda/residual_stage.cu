@@ -1,0 +1,122 @@
+// The ops residual_stage and residual_stage_backward on CUDA tensors: checks, outputs, and a workspace from torch's
+// allocator, which lives until the call returns and whose memory the allocator reuses in the order of the stream.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+#include "cuda/stage_driver.h"
+#include "cuda/torch.h"
+#include "stage_arguments.h"
+
+namespace wnfused::gpu {
+namespace {
+
+using stage::is_bfloat16;
+
+Values values_of(const Tensor& tensor) { return {tensor.mutable_data_ptr(), is_bfloat16(tensor)}; }
+
+ExternalMap map_of(const Tensor& x) { return {values_of(x), x.stride(0), x.stride(1), x.stride(2), x.stride(3)}; }
+
+Precision precision_of(const Tensor& x, bool tf32) {
+  return is_bfloat16(x) ? Precision::kBfloat16 : tf32 ? Precision::kTf32 : Precision::kFloat32;
+}
+
+int64_t shared_limit(int device) {
+  int bytes = 0;
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
+
+// Kernels count images, convolutions and their pieces in 32 bits.
+constexpr int64_t kMaxCount = int64_t{1} << 24;
+
+const StageEntry& entry_for(const Tensor& x, int64_t blocks, bool tf32) {
+  const StageEntry* entry = find_entry(precision_of(x, tf32), x.size(1), x.size(2), x.size(3),
+                                       shared_limit(x.get_device_index()));
+  STD_TORCH_CHECK(entry, "residual_stage: no CUDA kernel for ", x.size(1), " channels on ", x.size(2), " x ", x.size(3),
+                  " maps on this device");
+  STD_TORCH_CHECK(x.size(0) < kMaxCount && blocks < kMaxCount, "residual_stage: more than ", kMaxCount,
+                  " images or blocks");
+  return *entry;
+}
+
+StageProblem problem_of(const Tensor& x, const stage::Parameters& parameters, double skip_scale, int64_t recompute) {
+  const int64_t blocks = parameters.v.size(0);
+  // More than all blocks is all of them; the kernels count in 32 bits.
+  const int64_t every = recompute > blocks ? std::max<int64_t>(blocks, 1) : recompute;
+  return {x.size(0), blocks, static_cast<float>(skip_scale), every,
+          values_of(parameters.v), values_of(parameters.g), values_of(parameters.bias)};
+}
+
+template <class Call>
+void run(const StageEntry& entry, const Call& call, const Tensor& x, cudaStream_t queue) {
+  Tensor workspace = empty_like_on(x, {workspace_bytes(entry, call)}, ScalarType::Byte);
+  check(enqueue(entry, call, static_cast<char*>(workspace.mutable_data_ptr()), queue));
+}
+
+std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor& v, const Tensor& g,
+                                                  const Tensor& bias, double skip_scale, int64_t recompute, bool save,
+                                                  bool tf32) {
+  check_devices("residual_stage", {&x, &v, &g, &bias});
+  const OnDevice here(x);
+  const stage::Parameters parameters = stage::checked_parameters(x, v, g, bias, recompute);
+  const StageEntry& entry = entry_for(x, v.size(0), tf32);
+  const stage::SavedShape saved(x, v.size(0), recompute);
+  Tensor y = stage::empty_map_like(x);
+  Tensor norm = empty_like_on(x, {v.size(0), 2, x.size(1)}, ScalarType::Float);
+  Tensor maps = save ? torch::stable::new_empty(x, {saved.sizes, 6}, saved.dtype) : empty_like_on(x, {0}, saved.dtype);
+
+  const StageForwardCall call{problem_of(x, parameters, skip_scale, recompute), map_of(x), map_of(y),
+                              static_cast<float*>(norm.mutable_data_ptr()), save ? maps.mutable_data_ptr() : nullptr};
+  run(entry, call, x, here.queue);
+  return {y, norm, maps};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
+    const Tensor& dy, const Tensor& v, const Tensor& g, const Tensor& bias, const Tensor& norm, const Tensor& maps,
+    double skip_scale, int64_t recompute, bool parameter_gradients, bool tf32) {
+  check_devices("residual_stage_backward", {&dy, &v, &g, &bias, &norm, &maps});
+  const OnDevice here(dy);
+  const stage::Parameters parameters = stage::checked_parameters(dy, v, g, bias, recompute);
+  stage::check_saved(norm, maps, g, stage::SavedShape(dy, v.size(0), recompute));
+  const StageEntry& entry = entry_for(dy, v.size(0), tf32);
+  const auto gradient_of = [&](const Tensor& tensor) {
+    return parameter_gradients ? torch::stable::new_empty(tensor, tensor.sizes())
+                               : empty_like_on(tensor, {0}, tensor.scalar_type());
+  };
+  Tensor dx = stage::empty_map_like(dy), dv = gradient_of(v), dg = gradient_of(g), dbias = gradient_of(bias);
+
+  StageBackwardCall call{problem_of(dy, parameters, skip_scale, recompute), map_of(dy), map_of(dx),
+                         static_cast<const float*>(norm.const_data_ptr()), maps.const_data_ptr(), parameter_gradients,
+                         values_of(dv), values_of(dg), values_of(dbias)};
+  run(entry, call, dy, here.queue);
+  return {dx, dv, dg, dbias};
+}
+
+// Which maps the stage's kernels run on a device: precision 0 bfloat16, 1 tf32, 2 float32 -> "16x32x32 32x16x16 ...".
+std::string stage_shapes(int64_t precision, int64_t device) {
+  const int64_t limit = shared_limit(static_cast<int>(device));
+  std::string shapes;
+  for (const StageEntry* entry = stage_table(static_cast<Precision>(precision)); entry->name; ++entry)
+    if (entry->shared_bytes <= limit)
+      shapes += (shapes.empty() ? "" : " ") + std::to_string(entry->channels) + "x" + std::to_string(entry->height) +
+                "x" + std::to_string(entry->width);
+  return shapes;
+}
+
+int64_t toolkit_version() { return CUDART_VERSION; }
+
+}  // namespace
+}  // namespace wnfused::gpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CUDA, m) {
+  m.impl("cuda_residual_stage", TORCH_BOX(&wnfused::gpu::residual_stage));
+  m.impl("cuda_residual_stage_backward", TORCH_BOX(&wnfused::gpu::residual_stage_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("cuda_stage_shapes", TORCH_BOX(&wnfused::gpu::stage_shapes));
+  m.impl("cuda_toolkit_version", TORCH_BOX(&wnfused::gpu::toolkit_version));
+}

@@ -1,0 +1,103 @@
+// The inner loops of a stage: one chunk of taps of one convolution, from shared memory into the warp's sums.
+#pragma once
+
+#include "cuda/stage_config.h"
+
+namespace wnfused::gpu {
+
+template <class Config>
+using Sums = float[Config::kTiles][Config::kColumns][4];
+
+// The B fragments of `tap` of a chunk and 16 or 8 input channels, for all columns of this warp.
+template <class Config>
+WNFUSED_DEVICE void load_weights(typename Config::Precision::Fragment (&fragments)[Config::kColumns / 2],
+                                 const char* chunk, int tap, int depth, const WarpTile<Config>& warp) {
+  constexpr int kDepths = Config::kChannels / Config::Precision::kDepth;
+  const int first = (tap * kDepths + depth) * (Config::kChannels / 16) + warp.first_channel / 16;
+#pragma unroll
+  for (int j = 0; j < Config::kColumns / 2; ++j) {
+    const Bytes16 raw = load_shared<Bytes16>(chunk + ((first + j) * 32 + lane_index()) * 16);
+    fragments[j] = Config::Precision::fragment(raw.word);
+  }
+}
+
+template <class Config>
+WNFUSED_DEVICE typename Config::Precision::Fragment load_pixels(const char* row) {
+  uint32_t raw[4];
+  load_matrices(raw, row);
+  return Config::Precision::fragment(raw);
+}
+
+// Fragments of one row of pixels are multiplied by all three taps of a column: tap ky takes it to output row r - ky.
+template <class Config>
+WNFUSED_DEVICE void multiply_column(Sums<Config>& sums, const char* pixels, const char* chunk, int column_in_chunk,
+                                    int column, const WarpTile<Config>& warp) {
+  constexpr int kDepths = Config::kChannels / Config::Precision::kDepth;
+  constexpr int kTilesPerRow = Config::kWidth / 16, kRows = Config::kTiles / kTilesPerRow;
+#pragma unroll 1
+  for (int depth = 0; depth < kDepths; ++depth) {
+    typename Config::Precision::Fragment weights[3][Config::kColumns / 2];
+#pragma unroll
+    for (int ky = 0; ky < 3; ++ky) load_weights<Config>(weights[ky], chunk, 3 * column_in_chunk + ky, depth, warp);
+#pragma unroll
+    for (int row = 0; row < kRows + 2; ++row)
+#pragma unroll
+      for (int tile = 0; tile < kTilesPerRow; ++tile) {
+        const int shift = row * Config::kPaddedWidth + tile * 16 + column;
+        const auto fragment = load_pixels<Config>(pixels + 2 * depth * Config::kPlaneBytes + shift * 16);
+#pragma unroll
+        for (int ky = 0; ky < 3; ++ky) {
+          const int output_row = row - ky;
+          if (output_row < 0 || output_row >= kRows) continue;
+#pragma unroll
+          for (int j = 0; j < Config::kColumns; ++j)
+            Config::Precision::multiply(sums[output_row * kTilesPerRow + tile][j], fragment, weights[ky][j / 2], j % 2);
+        }
+      }
+  }
+}
+
+// One tap after the other, for any map.
+template <class Config>
+WNFUSED_DEVICE void multiply_tap(Sums<Config>& sums, const char* operand, const char* chunk, int tap_in_chunk, int tap,
+                                 const WarpTile<Config>& warp) {
+  constexpr int kDepths = Config::kChannels / Config::Precision::kDepth;
+  // Split fragments take twice the registers: then one k-step at a time.
+  [[maybe_unused]] constexpr int kUnroll = sizeof(typename Config::Precision::Fragment) > 16 ? 1 : kDepths;
+  const int row = lane_index() % 16;
+  const char* plane = operand + lane_index() / 16 * Config::kPlaneBytes + Config::tap_shift(tap) * 16;
+#pragma unroll kUnroll
+  for (int depth = 0; depth < kDepths; ++depth) {
+    typename Config::Precision::Fragment weights[Config::kColumns / 2];
+    load_weights<Config>(weights, chunk, tap_in_chunk, depth, warp);
+#pragma unroll
+    for (int i = 0; i < Config::kTiles; ++i) {
+      const auto fragment =
+          load_pixels<Config>(plane + 2 * depth * Config::kPlaneBytes + warp.window(i, row) * 16);
+#pragma unroll
+      for (int j = 0; j < Config::kColumns; ++j)
+        Config::Precision::multiply(sums[i][j], fragment, weights[j / 2], j % 2);
+    }
+  }
+}
+
+// sums += the convolution of `operand` with taps chunk_index * kChunkTaps and following. Lanes 0 to 15 address 16 pixels
+// of the first 16 bytes of a k-step's channels, lanes 16 to 31 the same pixels of the next.
+template <class Config>
+WNFUSED_DEVICE void multiply_chunk(Sums<Config>& sums, const char* operand, const char* chunk, int chunk_index,
+                                   const WarpTile<Config>& warp) {
+  const int first_tap = chunk_index * Config::kChunkTaps;
+  if constexpr (Config::kReusesRows) {
+    const char* pixels =
+        operand + lane_index() / 16 * Config::kPlaneBytes + warp.window(0, lane_index() % 16) * 16;
+#pragma unroll 1
+    for (int column = 0; column < Config::kChunkTaps / 3; ++column)
+      multiply_column<Config>(sums, pixels, chunk, column, first_tap / 3 + column, warp);
+  } else {
+#pragma unroll 1
+    for (int tap = 0; tap < Config::kChunkTaps; ++tap)
+      multiply_tap<Config>(sums, operand, chunk, tap, first_tap + tap, warp);
+  }
+}
+
+}  // namespace wnfused::gpu

@@ -1,0 +1,67 @@
+// What a configuration of the residual stage offers, with its kernels behind plain function pointers: the same table for
+// the launches on a GPU and for the emulation.
+#pragma once
+
+#include "cuda/gradient_kernel.h"
+#include "cuda/stage_kernel.h"
+#include "cuda/stage_pack.h"
+
+namespace wnfused::gpu {
+
+struct StageEntry {
+  const char* name;
+  Precision precision;
+  int channels, height, width;
+  int value_bytes;
+  int shared_bytes;        // the most that one of its kernels needs
+  int images;              // a block of threads of forward and backward
+  int gradient_items;      // pieces of work an image of the weight gradient
+  int gradient_images;     // images of one piece
+  int row_blocks;          // rows of weights that a block of threads packs or finishes
+  Status (*pack)(const PackParams&, int64_t, Queue);
+  Status (*forward)(const StageParams&, int64_t, Queue);
+  Status (*backward)(const StageParams&, int64_t, Queue);
+  Status (*gradient)(const GradientParams&, int64_t, Queue);
+  Status (*gradient_sum)(const GradientParams&, int64_t, Queue);
+
+  int64_t packed_bytes(int64_t convs) const { return convs * 9 * channels * channels * value_bytes; }
+};
+
+// Forward and backward may be cut differently: a backward needs a few registers more.
+template <class Forward, class Backward, class Gradient>
+constexpr StageEntry stage_entry(const char* name) {
+  using Precision = typename Forward::Precision;
+  static_assert(Forward::kChannels == Backward::kChannels && Forward::kChannels == Gradient::kChannels);
+  static_assert(Forward::kHeight == Backward::kHeight && Forward::kHeight == Gradient::kHeight);
+  static_assert(Forward::kWidth == Backward::kWidth && Forward::kWidth == Gradient::kWidth);
+  static_assert(Forward::kImages == Backward::kImages);
+  using Pack = PackKernel<Precision, Forward::kChannels>;
+  constexpr int kShared[] = {Forward::kSharedBytes, Backward::kSharedBytes, Gradient::kSharedBytes};
+  constexpr int kLarger = kShared[0] > kShared[1] ? kShared[0] : kShared[1];
+  return {name,
+          Precision::kPrecision,
+          Forward::kChannels,
+          Forward::kHeight,
+          Forward::kWidth,
+          Precision::kBytes,
+          kLarger > kShared[2] ? kLarger : kShared[2],
+          Forward::kImages,
+          Gradient::kBands,
+          Gradient::kImages,
+          Pack::kRows,
+          launch<Pack>,
+          launch<StageKernel<Forward, false>>,
+          launch<StageKernel<Backward, true>>,
+          launch<GradientKernel<Gradient>>,
+          launch<GradientSumKernel<Forward::kChannels>>};
+}
+
+// The table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each.
+extern const StageEntry stage_bfloat16[], stage_tf32[], stage_float32[];
+
+inline const StageEntry* stage_table(Precision precision) {
+  const StageEntry* tables[] = {stage_bfloat16, stage_tf32, stage_float32};
+  return tables[static_cast<int>(precision)];
+}
+
+}  // namespace wnfused::gpu

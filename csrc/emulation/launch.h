@@ -1,0 +1,29 @@
+// How the host build "launches" a kernel: block after block on one machine.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "emulation/machine.h"
+
+namespace wnfused::gpu {
+
+// What stands for a stream: in which order warps run, and what the blocks' machines found.
+struct Run {
+  emulation::WarpOrder order = emulation::WarpOrder::kForward;
+  std::vector<std::string> findings;
+};
+using Queue = Run*;
+using Status = int;
+
+template <class Kernel>
+Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue) {
+  emulation::Machine machine(Kernel::kThreads, Kernel::kSharedBytes, queue->order);
+  for (int64_t block = 0; block < blocks && machine.findings().empty(); ++block)
+    machine.run(static_cast<int>(block), [&](char* shared) { Kernel::run(params, shared); });
+  for (const std::string& finding : machine.findings()) queue->findings.push_back(finding);
+  return 0;
+}
+
+}  // namespace wnfused::gpu

@@ -1,0 +1,149 @@
+// The CUDA kernels on the host, for the tests: numpy arrays in, numpy arrays written, findings of the emulated machine out.
+// bfloat16 arrays are passed as uint16.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <stdexcept>
+
+#include "cuda/row_norm.h"
+#include "cuda/stage_driver.h"
+
+namespace py = pybind11;
+
+namespace wnfused::gpu {
+namespace {
+
+Values values_of(const py::array& array) {
+  const bool bfloat16 = array.dtype().is(py::dtype::of<uint16_t>());
+  if (!bfloat16 && !array.dtype().is(py::dtype::of<float>())) throw std::invalid_argument("float32 or uint16 only");
+  return {const_cast<void*>(array.data()), bfloat16};
+}
+
+Values values_of(const py::object& array) {
+  return array.is_none() ? Values{nullptr, false} : values_of(py::cast<py::array>(array));
+}
+
+void* data_of(const py::object& array) { return values_of(array).data; }
+
+// [N, C, H, W] of any strides.
+ExternalMap map_of(const py::array& array) {
+  const auto stride = [&](int dim) { return static_cast<int64_t>(array.strides(dim) / array.itemsize()); };
+  return {values_of(array), stride(0), stride(1), stride(2), stride(3)};
+}
+
+const Precision precisions[] = {Precision::kBfloat16, Precision::kTf32, Precision::kFloat32};
+
+const StageEntry& entry_named(const std::string& name) {
+  for (Precision precision : precisions)
+    for (const StageEntry* entry = stage_table(precision); entry->name; ++entry)
+      if (name == entry->name) return *entry;
+  throw std::invalid_argument("no configuration is named " + name);
+}
+
+StageProblem problem_of(const py::array& x, const py::array& v, const py::array& g, const py::array& bias,
+                        float skip_scale, int64_t recompute) {
+  return {x.shape(0), v.shape(0), skip_scale, recompute, values_of(v), values_of(g), values_of(bias)};
+}
+
+// Runs a call in a workspace of NaNs with a margin that has to stay as it is.
+template <class Call>
+std::vector<std::string> run(const StageEntry& entry, const Call& call, bool reverse) {
+  constexpr std::size_t kMargin = 4096;
+  const auto bytes = static_cast<std::size_t>(workspace_bytes(entry, call));
+  std::vector<char> space(bytes + kMargin + 256, static_cast<char>(0xff));
+  char* base = space.data() + (256 - reinterpret_cast<std::uintptr_t>(space.data()) % 256);
+  Run run{reverse ? emulation::WarpOrder::kReverse : emulation::WarpOrder::kForward, {}};
+  enqueue(entry, call, base, &run);
+  for (char* byte = base + bytes; byte != space.data() + space.size(); ++byte)
+    if (*byte != static_cast<char>(0xff)) {
+      run.findings.push_back("a kernel wrote past the workspace");
+      break;
+    }
+  return run.findings;
+}
+
+py::list entries() {
+  py::list all;
+  for (Precision precision : precisions)
+    for (const StageEntry* entry = stage_table(precision); entry->name; ++entry) {
+      py::dict facts;
+      facts["name"] = entry->name;
+      facts["precision"] = static_cast<int>(entry->precision);
+      facts["channels"] = entry->channels;
+      facts["height"] = entry->height;
+      facts["width"] = entry->width;
+      facts["images"] = entry->images;
+      facts["gradient_images"] = entry->gradient_images;
+      facts["shared_bytes"] = entry->shared_bytes;
+      all.append(facts);
+    }
+  return all;
+}
+
+std::vector<std::string> forward(const std::string& name, const py::array& x, const py::array& v, const py::array& g,
+                                 const py::array& bias, float skip_scale, int64_t recompute, const py::array& y,
+                                 const py::array& norm, const py::object& maps, bool reverse) {
+  return run(entry_named(name),
+             StageForwardCall{problem_of(x, v, g, bias, skip_scale, recompute), map_of(x), map_of(y),
+                              static_cast<float*>(values_of(norm).data), data_of(maps)},
+             reverse);
+}
+
+std::vector<std::string> backward(const std::string& name, const py::array& dy, const py::array& v, const py::array& g,
+                                  const py::array& bias, const py::array& norm, const py::array& maps,
+                                  float skip_scale, int64_t recompute, const py::array& dx, const py::object& dv,
+                                  const py::object& dg, const py::object& dbias, bool reverse,
+                                  int64_t segment_bytes, int64_t gradient_blocks) {
+  return run(entry_named(name),
+             StageBackwardCall{problem_of(dy, v, g, bias, skip_scale, recompute), map_of(dy), map_of(dx),
+                               static_cast<const float*>(values_of(norm).data), values_of(maps).data, !dv.is_none(),
+                               values_of(dv), values_of(dg), values_of(dbias), segment_bytes, gradient_blocks},
+             reverse);
+}
+
+template <class T, bool kBackward>
+std::vector<std::string> row_norm_of(const py::array& v, const py::array& g, const py::object& dw, const py::array& w,
+                                     const py::array& dg, const py::array& norm, int64_t outer, int64_t rows,
+                                     int64_t inner, bool reverse) {
+  using Wide = typename RowNormParams<T>::Wide;
+  const auto pointer = [](const py::array& array) { return static_cast<T*>(const_cast<void*>(array.data())); };
+  const RowNormParams<T> params{pointer(v),
+                                pointer(g),
+                                dw.is_none() ? nullptr : pointer(py::cast<py::array>(dw)),
+                                pointer(w),
+                                pointer(dg),
+                                static_cast<Wide*>(const_cast<void*>(norm.data())),
+                                outer,
+                                rows,
+                                inner};
+  Run run{reverse ? emulation::WarpOrder::kReverse : emulation::WarpOrder::kForward, {}};
+  enqueue_row_norm<T, kBackward>(params, &run);
+  return run.findings;
+}
+
+// Forward without dw, backward with it. uint16 arrays are bfloat16.
+std::vector<std::string> row_norm(const py::array& v, const py::array& g, const py::object& dw, const py::array& w,
+                                  const py::array& dg, const py::array& norm, int64_t outer, int64_t rows,
+                                  int64_t inner, bool reverse) {
+  const auto call = [&](auto value) {
+    using T = decltype(value);
+    return dw.is_none() ? row_norm_of<T, false>(v, g, dw, w, dg, norm, outer, rows, inner, reverse)
+                        : row_norm_of<T, true>(v, g, dw, w, dg, norm, outer, rows, inner, reverse);
+  };
+  if (v.dtype().is(py::dtype::of<double>())) return call(double{});
+  if (v.dtype().is(py::dtype::of<uint16_t>())) return call(BFloat{});
+  if (v.itemsize() == 2) return call(Half{});
+  return call(float{});
+}
+
+}  // namespace
+}  // namespace wnfused::gpu
+
+PYBIND11_MODULE(wnfused_emulation, module) {
+  module.def("entries", &wnfused::gpu::entries);
+  module.def("forward", &wnfused::gpu::forward);
+  module.def("backward", &wnfused::gpu::backward);
+  module.def("row_norm", &wnfused::gpu::row_norm);
+}

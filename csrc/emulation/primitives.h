@@ -1,0 +1,125 @@
+// The primitives of cuda/primitives.h on the emulated machine.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "emulation/machine.h"
+
+#define WNFUSED_DEVICE inline
+#define WNFUSED_HOST_DEVICE
+
+namespace wnfused::gpu {
+
+using emulation::Machine;
+
+inline int thread_index() { return Machine::current().thread(); }
+inline int lane_index() { return Machine::current().lane(); }
+inline int block_index() { return Machine::current().block(); }
+inline int computed_again(int value) { return value; }
+inline void block_barrier() { Machine::current().barrier(); }
+
+template <class T>
+T load_shared(const char* address) {
+  Machine::current().read_shared(address, sizeof(T));
+  T value;
+  std::memcpy(&value, address, sizeof(T));
+  return value;
+}
+
+template <class T>
+void store_shared(char* address, T value) {
+  Machine::current().write_shared(address, sizeof(T));
+  std::memcpy(address, &value, sizeof(T));
+}
+
+template <class T>
+T load_global(const void* address) {
+  T value;
+  std::memcpy(&value, address, sizeof(T));
+  return value;
+}
+
+template <class T>
+void store_global(void* address, T value) {
+  std::memcpy(address, &value, sizeof(T));
+}
+
+inline void prefetch_global(const void*) {}
+
+struct alignas(16) Bytes16 {
+  uint32_t word[4];
+};
+
+struct alignas(8) FloatPair {
+  float low, high;
+};
+
+inline void copy_async(char* shared, const void* global, bool valid = true) {
+  Machine::current().copy_async(shared, global, valid);
+}
+inline void commit_copies() { Machine::current().commit_copies(); }
+
+template <int kPending>
+void wait_copies() {
+  Machine::current().wait_copies(kPending);
+}
+
+void load_matrices(uint32_t (&r)[4], const char* row);
+void load_matrices_transposed(uint32_t (&r)[4], const char* row);
+void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+inline float float_of_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline uint32_t bits_of_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+// Round to nearest, ties to even; a NaN stays one.
+inline uint32_t pack_bf16(float low, float high) {
+  const auto round = [](float value) -> uint32_t {
+    const uint32_t bits = bits_of_float(value);
+    if (std::isnan(value)) return 0x7fff;
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  };
+  return round(low) | round(high) << 16;
+}
+
+// Round to nearest, ties away from zero.
+inline float round_to_tf32(float value) {
+  return std::isfinite(value) ? float_of_bits((bits_of_float(value) + 0x1000) & ~0x1fffu) : value;
+}
+
+using Half = _Float16;
+struct BFloat {
+  uint16_t bits;
+};
+inline float widen(float value) { return value; }
+inline double widen(double value) { return value; }
+inline float widen(Half value) { return static_cast<float>(value); }
+inline float widen(BFloat value) { return float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
+
+template <class T, class Wide>
+T narrow(Wide value) {
+  if constexpr (std::is_same_v<T, BFloat>)
+    return {static_cast<uint16_t>(pack_bf16(value, 0.0f))};
+  else
+    return static_cast<T>(value);
+}
+
+float warp_sum(float value);
+double warp_sum(double value);
+
+inline float square_root(float value) { return std::sqrt(value); }
+inline double square_root(double value) { return std::sqrt(value); }
+
+}  // namespace wnfused::gpu
