@@ -3,10 +3,18 @@
 The libraries use LibTorch's stable ABI (target 2.11) and no Python C API: one binary serves every supported
 Python and torch. A build that fails leaves a working pure-torch package; the reason is written to
 ``wnfused/_build.json``, which ``wnfused info`` prints.
+
+``WNFUSED_CUDA``: ``auto`` (default) builds the CUDA library where torch is a CUDA build and nvcc is found; ``0`` leaves
+it out; ``1`` requires it, also beside a CPU build of torch, which cannot load it: so every kernel is compiled and
+linked on a machine without a GPU.
 """
 
 import json
 import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import setup
@@ -31,7 +39,72 @@ CPU_FLAGS = [
     "-Wextra",
 ]
 
+NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+# Machine code for each generation (sm_89 runs sm_80's), and PTX of the last one for those to come.
+CUDA_ARCHITECTURES = [80, 90, 100]
+
 reasons: dict[str, str] = {}
+
+
+def cuda_left_out():
+    """Why the CUDA library is not built, None if it is."""
+    import torch
+
+    wanted = os.environ.get("WNFUSED_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        raise ValueError(f"WNFUSED_CUDA: {wanted!r} is not auto, 0 or 1")
+    if wanted == "0":
+        return "WNFUSED_CUDA=0 left it out of the build"
+    if wanted == "auto" and torch.version.cuda is None:
+        return "torch was a CPU build when wnfused was built"
+    return None if nvcc() else "nvcc was not found when wnfused was built; put it on PATH or set CUDA_HOME"
+
+
+def nvcc():
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return shutil.which(str(Path(home) / "bin" / "nvcc")) if home else shutil.which("nvcc")
+
+
+def run(command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command[-1]}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def check_toolkit(torch):
+    """nvcc's major version must be that of torch's own CUDA libraries."""
+    version = re.search(r"release (\d+)\.(\d+)", run([nvcc(), "--version"]))
+    if torch.version.cuda and version and version[1] != torch.version.cuda.split(".")[0]:
+        raise RuntimeError(
+            f"nvcc is of CUDA {version[1]}, torch of {torch.version.cuda}; their major versions must agree"
+        )
+
+
+def build_cuda(library, objects):
+    """Compiles csrc/cuda and links it. torch's own build class would refuse to beside a CPU build."""
+    import torch
+    from torch.utils.cpp_extension import include_paths
+
+    check_toolkit(torch)
+    known = run([nvcc(), "--list-gpu-arch"])
+    targets = [a for a in CUDA_ARCHITECTURES if f"compute_{a}\n" in known]
+    generate = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in targets]
+    generate.append(f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}")
+    includes = [f"-I{ROOT / 'csrc'}", *(f"-I{path}" for path in include_paths())]
+    objects.mkdir(parents=True, exist_ok=True)
+
+    def compile(source):
+        target = objects / f"{source.stem}.o"
+        run([nvcc(), *NVCC_FLAGS, *STABLE_ABI, *generate, *includes, "-c", "-o", str(target), str(source)])
+        return str(target)
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        compiled = list(pool.map(compile, sorted((ROOT / "csrc" / "cuda").glob("*.cu"))))
+    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", *(["-ltorch_cuda", "-lc10_cuda"] if torch.version.cuda else [])]
+    library.parent.mkdir(parents=True, exist_ok=True)
+    link = [f"-L{Path(torch.__file__).parent / 'lib'}", *libraries, "-cudart", "static"]
+    run([nvcc(), "-shared", *compiled, *link, "-o", str(library)])
 
 
 def extensions():
@@ -74,7 +147,26 @@ def build_ext_class():
                     raise
                 reasons["cpu"] = f"the C++ build failed: {str(error).strip().splitlines()[0]}"
                 self.warn(f"{reasons['cpu']}; wnfused will run in plain torch")
-            record(ROOT if self.inplace else Path(self.build_lib))
+            root = ROOT if self.inplace else Path(self.build_lib)
+            self.run_cuda(root / "wnfused" / "_cuda.abi3.so")
+            record(root)
+
+        def run_cuda(self, library):
+            library.unlink(missing_ok=True)  # one of another build would be loaded
+            left_out = cuda_left_out()
+            forced = os.environ.get("WNFUSED_CUDA") == "1"
+            if left_out is None:
+                try:
+                    build_cuda(library, Path(self.build_temp) / "cuda")
+                    return
+                except Exception as error:
+                    if forced:
+                        raise
+                    left_out = f"the CUDA build failed: {str(error).strip().splitlines()[0]}"
+                    self.warn(left_out)
+            elif forced:
+                raise RuntimeError(left_out)
+            reasons["cuda"] = left_out
 
         def get_outputs(self):
             return [path for path in super().get_outputs() if Path(path).exists()]

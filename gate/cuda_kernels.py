@@ -48,10 +48,15 @@ class CudaKernel(Expectation):
         return source.name == self.source and re.search(self.entry, entry.name) is not None
 
 
-KERNELS: tuple[CudaKernel, ...] = ()
-"""One row for each family of kernels, such as
-``CudaKernel(source="residual_stage.cu", entry="stage_forward<.*bfloat16", instruction="HMMA", dynamic_shared=bytes)``.
-"""
+STAGE_SHARED = 99 * 1024
+"""The most that a kernel of the residual stage asks for; ``stage_table.h`` asserts it."""
+
+KERNELS: tuple[CudaKernel, ...] = tuple(
+    CudaKernel(source=f"stage_{precision}.cu", entry=entry, instruction="HMMA", dynamic_shared=STAGE_SHARED)
+    for precision in ("bfloat16", "tf32", "float32")
+    for entry in ("StageKernel<.*, false>", "StageKernel<.*, true>", "GradientKernel<")
+)
+"""One row for each family of kernels."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ TABLES = ("stage_bfloat16", "stage_tf32", "stage_float32")
 UNITS = ("cuda/stage_driver.cu", *(f"cuda/{table}.cu" for table in TABLES), "emulation/machine.cpp",
          "emulation/primitives.cpp", "emulation/module.cpp")  # fmt: skip
 # Registers that nobody set hold a pattern; fibers jump between stacks, which fortified jumps refuse.
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
          "-ftrivial-auto-var-init=pattern"]  # fmt: skip
 
 
@@ -92,9 +92,10 @@ class Tree:
         return dict(sorted(found.items()))
 
     def build(self) -> Path:
-        """The module's library."""
+        """The module's library. Units without kernels are those of the sources as they are."""
+        trees = [self if "    stage_entry<" in self.texts[unit] else Tree.original() for unit in UNITS]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(self._compile, UNITS))
+            objects = list(pool.map(Tree._compile, trees, UNITS))
         library = CACHE / _digest(*(o.name for o in objects)) / "wnfused_emulation.so"
         if not library.exists():
             _run(["-shared", *map(str, objects)], library)

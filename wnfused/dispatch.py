@@ -27,8 +27,8 @@ def order(op: str, device: str) -> tuple[str, ...]:
     """Which backends an automatic choice asks, by op and device type; any other device runs the reference."""
     if device == "cpu":
         return ("native", "reference")
-    if device == "cuda":  # single layers are Triton's by design: C++ has the row norms and the whole stage
-        single = op.removesuffix("_backward") in ("linear", "conv")
+    if device == "cuda":  # single layers are Triton's by design: C++ has the row norm and the whole stage
+        single = op.removesuffix("_backward") in ("linear", "conv", "weight_norm_many")
         return ("triton", "reference") if single else ("native", "triton", "reference")
     return ("reference",)
 

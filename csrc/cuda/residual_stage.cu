@@ -108,6 +108,12 @@ std::string stage_shapes(int64_t precision, int64_t device) {
 
 int64_t toolkit_version() { return CUDART_VERSION; }
 
+int64_t driver_version() {
+  int version = 0;
+  check(cudaDriverGetVersion(&version));
+  return version;
+}
+
 }  // namespace
 }  // namespace wnfused::gpu
 
@@ -119,4 +125,5 @@ STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
   m.impl("cuda_stage_shapes", TORCH_BOX(&wnfused::gpu::stage_shapes));
   m.impl("cuda_toolkit_version", TORCH_BOX(&wnfused::gpu::toolkit_version));
+  m.impl("cuda_driver_version", TORCH_BOX(&wnfused::gpu::driver_version));
 }

@@ -27,6 +27,9 @@ struct StageEntry {
   int64_t packed_bytes(int64_t convs) const { return convs * 9 * channels * channels * value_bytes; }
 };
 
+// What a block may ask for on sm_86 and sm_89, the least of all from sm_80 on.
+constexpr int kSharedLimit = 99 * 1024;
+
 // Forward and backward may be cut differently: a backward needs a few registers more.
 template <class Forward, class Backward, class Gradient>
 constexpr StageEntry stage_entry(const char* name) {
@@ -38,6 +41,7 @@ constexpr StageEntry stage_entry(const char* name) {
   using Pack = PackKernel<Precision, Forward::kChannels>;
   constexpr int kShared[] = {Forward::kSharedBytes, Backward::kSharedBytes, Gradient::kSharedBytes};
   constexpr int kLarger = kShared[0] > kShared[1] ? kShared[0] : kShared[1];
+  static_assert(kLarger <= kSharedLimit && kShared[2] <= kSharedLimit);
   return {name,
           Precision::kPrecision,
           Forward::kChannels,

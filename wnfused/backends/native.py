@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused.backends import tensors_of
+from wnfused.backends import native_cuda, tensors_of
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -45,6 +45,16 @@ for _schema in (
     "float skip_scale, int recompute, bool parameters) -> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
     # Q of each A = L Q, in place, and which matrices were well-conditioned enough for it.
     "orthonormal_rows_(Tensor(a!) a) -> Tensor",
+    # CUDA. tf32: whether products of float32 may be rounded to it. Shapes: "CxHxW CxHxW ..", those that a device runs;
+    # precision: 0 bfloat16, 1 tf32, 2 float32. Versions as in CUDART_VERSION.
+    "cuda_residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale, int recompute, bool save, "
+    "bool tf32) -> (Tensor y, Tensor norm, Tensor maps)",
+    "cuda_residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
+    "float skip_scale, int recompute, bool parameters, bool tf32) "
+    "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
+    "cuda_stage_shapes(int precision, int device) -> str",
+    "cuda_toolkit_version() -> int",
+    "cuda_driver_version() -> int",
     # The instruction set in use, those usable here (comma-separated), and the switch between them for tests.
     "cpu_isa() -> str",
     "cpu_isas() -> str",
@@ -58,11 +68,22 @@ for _schema in (
 @functools.cache
 def unavailable() -> str | None:
     """Opens the library; the reason if there is none or it does not load."""
-    library = next(iter(sorted(_PACKAGE.glob("_cpu*.so"))), None)
+    return _opened("cpu")
+
+
+def cuda_unavailable() -> str | None:
+    """Why there are no CUDA kernels here, None if there are."""
+    return native_cuda.unavailable()
+
+
+def _opened(name: str) -> str | None:
+    """Opens library ``_<name>``; the reason if there is none or it does not load."""
+    library = next(iter(sorted(_PACKAGE.glob(f"_{name}*.so"))), None)
     if library is None:
         record = _PACKAGE / "_build.json"
         reasons = json.loads(record.read_text())["not_built"] if record.exists() else {}
-        return reasons.get("cpu", "the C++ library was not built; `pip install --no-build-isolation .` builds it")
+        kind = "C++" if name == "cpu" else "CUDA"
+        return reasons.get(name, f"the {kind} library was not built; `pip install --no-build-isolation .` builds it")
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -80,6 +101,8 @@ def instruction_set() -> str | None:
 
 
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:
+    if any(tensor.is_cuda for tensor in tensors_of(arguments)):
+        return native_cuda.refusal(op, arguments)
     reason = unavailable()
     if reason is not None:
         return reason
@@ -110,12 +133,16 @@ def _like(dw: Tensor, v: Tensor) -> Tensor:
 
 def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     dim = None if dim is None else dim % v.dim()
+    if v.is_cuda:
+        return native_cuda.weight_norm(_dense_rows(v, dim), g, dim)
     return torch.ops.wnfused_native.weight_norm(_dense_rows(v, dim), g, -1 if dim is None else dim)
 
 
 def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     dim = None if dim is None else dim % v.dim()
     v = _dense_rows(v, dim)
+    if v.is_cuda:
+        return native_cuda.weight_norm_backward(_like(dw, v), v, g, norm, dim)
     return torch.ops.wnfused_native.weight_norm_backward(_like(dw, v), v, g, norm, -1 if dim is None else dim)
 
 
@@ -144,6 +171,8 @@ def weight_norm_many_backward(
 def residual_stage(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if x.is_cuda:
+        return native_cuda.residual_stage(x, v, g, bias, skip_scale, recompute, save)
     return torch.ops.wnfused_native.residual_stage(x, v, g, bias, skip_scale, recompute, save)
 
 
@@ -151,6 +180,8 @@ def residual_stage_backward(
     dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
     recompute: int = 0, parameters: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if dy.is_cuda:
+        return native_cuda.residual_stage_backward(dy, v, g, bias, norm, maps, skip_scale, recompute, parameters)
     return torch.ops.wnfused_native.residual_stage_backward(
         dy, v, g, bias, norm, maps, skip_scale, recompute, parameters
     )

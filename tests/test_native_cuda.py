@@ -1,0 +1,132 @@
+"""What the C++ backend says of CUDA tensors where it cannot run them, and the build that compiles its kernels."""
+
+import runpy
+import sys
+
+import pytest
+import torch
+
+import wnfused
+from wnfused import information
+from wnfused.backends import native, native_cuda
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """The functions of setup.py, without running it."""
+    import setuptools
+    from emulator import ROOT
+
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+class Elsewhere:
+    """Stands for a tensor on a device that is not here."""
+
+    def __init__(self, device, dtype=torch.float32, shape=(2, 16, 32, 32)):
+        self.device, self.dtype, self.shape = torch.device(device), dtype, torch.Size(shape)
+        self.is_cuda = self.device.type == "cuda"
+
+    def dim(self):
+        return len(self.shape)
+
+
+def stage_arguments(x, device="cuda:0", dtype=torch.float32):
+    c = x.shape[1]
+    return [x, Elsewhere(device, dtype, (3, 2, c, c, 3, 3)), Elsewhere(device, dtype, (3, 2, c)), 1.0, 0, True]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A library that loaded, on a device of capability 9.0 that runs two shapes."""
+    monkeypatch.setattr(native_cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(native_cuda, "tensors_of", lambda arguments: [a for a in arguments if isinstance(a, Elsewhere)])
+    monkeypatch.setattr(native_cuda, "_shapes", lambda precision, index: ("16x32x32", "32x16x16"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0) if index == 0 else (7, 5))
+    native_cuda._refused_device.cache_clear()
+    yield
+    native_cuda._refused_device.cache_clear()
+
+
+def test_stage_that_fits_is_taken(device):
+    assert native_cuda.refusal("residual_stage", stage_arguments(Elsewhere("cuda:0"))) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "words"),
+    [
+        ("linear", stage_arguments(Elsewhere("cuda:0")), "no CUDA kernel for linear"),
+        ("residual_stage", stage_arguments(Elsewhere("cuda:0"), "cuda:1"), "different devices: cuda:0, cuda:1"),
+        ("residual_stage", stage_arguments(Elsewhere("cuda:0"), "cpu"), "different devices: cpu, cuda:0"),
+        ("residual_stage", stage_arguments(Elsewhere("cuda:0", torch.float16)), "no CUDA kernel for torch.float16"),
+        (
+            "residual_stage",
+            stage_arguments(Elsewhere("cuda:0"), dtype=torch.float64),
+            "no CUDA kernel for torch.float64",
+        ),
+        ("residual_stage", stage_arguments(Elsewhere("cuda:1"), "cuda:1"), "capability 8.0, cuda:1 has 7.5"),
+        (
+            "residual_stage",
+            stage_arguments(Elsewhere("cuda:0", shape=(2, 24, 5, 7))),
+            "no CUDA kernel for 24 channels on 5 x 7 maps; here it has 16x32x32, 32x16x16",
+        ),
+        (
+            "residual_stage",
+            stage_arguments(Elsewhere("cuda:0", shape=(2**25, 16, 32, 32))),
+            "less than 16777216",
+        ),
+        ("weight_norm", [Elsewhere("cuda:0", torch.int64)], "no CUDA kernel for torch.int64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals_name_the_reason(device, op, arguments, words):
+    assert words in native_cuda.refusal(op, arguments)
+
+
+def test_an_older_driver_is_named():
+    assert native_cuda._driver_too_old(13000, 13010) is None
+    assert native_cuda._driver_too_old(12080, 13000) is None
+    assert "built with CUDA 13.0, which the driver, of CUDA 12.8" in native_cuda._driver_too_old(13000, 12080)
+
+
+def test_tf32_follows_torch(monkeypatch):
+    conv = torch.backends.cudnn.conv
+    before = conv.fp32_precision
+    try:
+        for precision, allowed in (("tf32", True), ("ieee", False)):
+            conv.fp32_precision = precision
+            assert native_cuda.allows_tf32() is allowed
+    finally:
+        conv.fp32_precision = before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_reason_is_told():
+    reason = native.cuda_unavailable()
+    assert reason in ("torch is a CPU build", "torch finds no CUDA device")
+    assert information.collect()["backends"]["cuda"] == reason
+    assert "cuda" in information.as_text(information.collect())
+    assert wnfused.backend_status()["native"] == native.unavailable()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a CUDA build")
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [("0", "WNFUSED_CUDA=0 left it out"), ("auto", "torch was a CPU build"), (None, "torch was a CPU build")],
+)
+def test_build_leaves_the_cuda_library_out(build, monkeypatch, wanted, reason):
+    monkeypatch.delenv("WNFUSED_CUDA", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("WNFUSED_CUDA", wanted)
+    assert reason in build["cuda_left_out"]()
+
+
+def test_build_says_what_it_lacks(build, monkeypatch, tmp_path):
+    monkeypatch.setenv("WNFUSED_CUDA", "1")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert "nvcc was not found" in build["cuda_left_out"]()
+    monkeypatch.setenv("WNFUSED_CUDA", "yes")
+    with pytest.raises(ValueError, match="WNFUSED_CUDA: 'yes' is not auto, 0 or 1"):
+        build["cuda_left_out"]()

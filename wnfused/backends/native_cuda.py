@@ -1,0 +1,147 @@
+"""The C++ backend on CUDA tensors: the library ``_cuda``, what it takes and what it refuses.
+
+It has the row norm and the whole residual stage; single layers are the Triton backend's. The schemas stand in
+:mod:`wnfused.backends.native`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wnfused.backends import tensors_of
+
+MINIMUM_CAPABILITY = (8, 0)
+"""cp.async and the matrix instructions for bfloat16 and tf32 came with it."""
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_STAGE_DTYPES = (torch.float32, torch.bfloat16)
+_OPS = ("weight_norm", "weight_norm_backward", "residual_stage", "residual_stage_backward")
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Opens the library; the reason if it cannot run on any device here."""
+    from wnfused.backends.native import _opened
+
+    if torch.version.cuda is None:
+        return "torch is a CPU build"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    return _opened("cuda") or _driver_too_old(
+        torch.ops.wnfused_native.cuda_toolkit_version(), torch.ops.wnfused_native.cuda_driver_version()
+    )
+
+
+def _driver_too_old(toolkit: int, driver: int) -> str | None:
+    """Within a major version any driver runs the machine code that the build carries; an older one runs none."""
+    if driver // 1000 >= toolkit // 1000:
+        return None
+    return (
+        f"it was built with CUDA {_release(toolkit)}, which the driver, of CUDA {_release(driver)}, is too old for; "
+        f"update the driver or build with an older toolkit"
+    )
+
+
+def _release(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def refusal(op: str, arguments: Sequence[Any]) -> str | None:
+    """Why it cannot run ``op`` on these arguments, some of which are on a CUDA device; None if it can."""
+    reason = unavailable()
+    if reason is not None:
+        return reason
+    if op not in _OPS:
+        return f"it has no CUDA kernel for {op}"
+    tensors = list(tensors_of(arguments))
+    return (
+        _mixed_devices(tensors)
+        or _refused_dtype(tensors, _STAGE_DTYPES if op.startswith("residual_stage") else _DTYPES)
+        or _refused_device(tensors[0].device.index)
+        or (_refused_shape(tensors[0], tensors[1]) if op.startswith("residual_stage") else None)
+    )
+
+
+def _mixed_devices(tensors: Sequence[Tensor]) -> str | None:
+    devices = sorted({str(t.device) for t in tensors})
+    return None if len(devices) == 1 else f"its arguments are on different devices: {', '.join(devices)}"
+
+
+def _refused_dtype(tensors: Sequence[Tensor], known: Sequence[torch.dtype]) -> str | None:
+    return next((f"it has no CUDA kernel for {t.dtype}" for t in tensors if t.dtype not in known), None)
+
+
+@functools.cache
+def _refused_device(index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= MINIMUM_CAPABILITY:
+        return None
+    return "its CUDA kernels need compute capability {}.{}, cuda:{} has {}.{}".format(
+        *MINIMUM_CAPABILITY, index, *capability
+    )
+
+
+_PRECISIONS = ("bfloat16", "tf32", "float32")
+
+
+def _precision(x: Tensor) -> int:
+    return 0 if x.dtype == torch.bfloat16 else 1 if allows_tf32() else 2
+
+
+def allows_tf32() -> bool:
+    """Whether products of float32 may be rounded to tf32: what torch is told of cuDNN's convolutions."""
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _shapes(precision: int, device: int) -> tuple[str, ...]:
+    """``"CxHxW"`` of the stages that a device runs; shared memory differs between architectures."""
+    return tuple(torch.ops.wnfused_native.cuda_stage_shapes(precision, device).split())
+
+
+_MOST = 2**24  # what the kernels count in 32 bits with room to spare
+
+
+def _refused_shape(x: Tensor, v: Tensor) -> str | None:
+    n, c, h, w = x.shape
+    if n >= _MOST or v.shape[-6 if v.dim() == 6 else 0] >= _MOST:
+        return f"its stage takes less than {_MOST} images and blocks"
+    precision = _precision(x)
+    shapes = _shapes(precision, x.device.index)
+    if f"{c}x{h}x{w}" in shapes:
+        return None
+    return (
+        f"its {_PRECISIONS[precision]} stage has no CUDA kernel for {c} channels on {h} x {w} maps; "
+        f"here it has {', '.join(shapes)}"
+    )
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    w, norm = torch.ops.wnfused_native.weight_norm(v, g.to(v.dtype).contiguous(), -1 if dim is None else dim)
+    return w, norm
+
+
+def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    gain = g.to(v.dtype).contiguous()
+    dv, dg = torch.ops.wnfused_native.weight_norm_backward(dw, v, gain, norm.contiguous(), -1 if dim is None else dim)
+    return dv, dg.to(g.dtype).reshape(g.shape)
+
+
+def residual_stage(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int, save: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.wnfused_native.cuda_residual_stage(x, v, g, bias, skip_scale, recompute, save, allows_tf32())
+
+
+def residual_stage_backward(
+    dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float, recompute: int,
+    parameters: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.ops.wnfused_native.cuda_residual_stage_backward(
+        dy, v, g, bias, norm, maps, skip_scale, recompute, parameters, allows_tf32()
+    )
