@@ -131,7 +131,8 @@ def _run(arguments: list[str], target: Path) -> None:
 
 @functools.cache
 def load(library: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wnfused_emulation", library)
+    # A name of its own, or pybind11 gives back the module of another library.
+    spec = importlib.util.spec_from_file_location(f"emulation_{library.parent.name}.wnfused_emulation", library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -19,7 +19,7 @@ GRADIENT, ROWS, CONFIG = "cuda/gradient_kernel.h", "cuda/gradient_rows.h", "cuda
 # What is broken: (file, the text, what takes its place).
 BUGS = {
     "the halo's row is left out": (CONFIG, "kCentre = kPaddedWidth + 1", "kCentre = 1"),
-    "the border is not cleared": (KERNEL, "store_shared(shared + i, Bytes16{});", ""),
+    "the border is not cleared": (KERNEL, "store_shared(shared + i, Bytes16{});", ";"),
     "a copy overwrites the slot in use": (
         KERNEL, "fetch_chunk(chunk + Config::kSlots - 1)", "fetch_chunk(chunk + Config::kSlots)",
     ),
@@ -32,7 +32,7 @@ BUGS = {
     "input is stored before the border is cleared": (
         KERNEL, "kernel.clear_operands();\n    block_barrier();", "kernel.clear_operands();",
     ),
-    "one buffer without its barrier": (KERNEL, "if (Config::kBuffers == 1) block_barrier();", ""),
+    "one buffer without its barrier": (KERNEL, "if (Config::kBuffers == 1) block_barrier();", ";"),
     "both convolutions work in one buffer": (KERNEL, "operand = next_operand;", ""),
     "sums go on to the next convolution": (KERNEL, "sums[i][j][k] = 0.0f;\n    return value;", "return value;"),
     "the mask is the operand of the other convolution": (

@@ -67,14 +67,7 @@ def _instruction_set() -> str:
 
 def _cuda() -> str | None:
     """Why the native backend has no CUDA kernels here, None if it has."""
-    if torch.version.cuda is None:
-        return "torch is a CPU build"
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    native = backend_module("native")
-    if not hasattr(native, "cuda_unavailable"):
-        return "this version of wnfused has no CUDA library"
-    return native.cuda_unavailable()
+    return backend_module("native").cuda_unavailable()
 
 
 def _version(name: str) -> str | None:
