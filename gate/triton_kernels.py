@@ -217,10 +217,16 @@ EXAMPLES: dict[str, Callable[[str], Any]] = {
     "conv.input_gradient stride 2": _conv("input_gradient", 32, 3, 2),
     "conv.weight_gradient of 3 channels": _conv("weight_gradient", 3, 3),
     "rows.weight_norm": _rows("weight_norm", (1024, 1024), 0),
+    "rows.weight_norm of short rows": _rows("weight_norm", (1024, 32), 0),
+    "rows.weight_norm of 3x3 kernels": _rows("weight_norm", (1024, 144), 0),
     "rows.weight_norm along the last dim": _rows("weight_norm", (1024, 1024), 1),
     "rows.weight_norm_backward": _rows("weight_norm_backward", (1024, 1024), 0),
+    "rows.weight_norm_backward of short rows": _rows("weight_norm_backward", (1024, 32), 0),
+    "rows.weight_norm_backward of 3x3 kernels": _rows("weight_norm_backward", (1024, 144), 0),
     "rows.many_weight_norms": _rows("many_weight_norms", (1024, 1024), 0),
+    "rows.many_weight_norms of 3x3 kernels": _rows("many_weight_norms", (1024, 144), 0),
     "rows.many_weight_norms_backward": _rows("many_weight_norms_backward", (1024, 1024), 0),
+    "rows.many_weight_norms_backward of 3x3 kernels": _rows("many_weight_norms_backward", (1024, 144), 0),
     "rows.weight_gradient_sum": _rows("weight_gradient_sum", (1024, 1024), 0),
 }
 """For each kernel a call of the host's code that launches it and returns it."""

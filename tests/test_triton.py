@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -113,6 +114,30 @@ def test_refusals_of_sizes():
     assert "4294967296 elements of v" in support.too_large("linear", (torch.empty(1, 2**16), weight, torch.empty(1)))
     assert support.too_large("linear", (torch.empty(5, 3), torch.empty(4, 3), torch.empty(4))) is None
     assert support.too_large("weight_norm", (torch.empty(4, 3), torch.empty(4))) is None
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch, gpus, index):
+    """Triton launches on the current device and its current stream."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(wanted):
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: seen.append((grid, current[0], constants))
+
+    support.launch(Kernel(), (0, 3), (gpus(index),))
+    support.launch(Kernel(), (2, 3), (gpus(index),), BM=16)
+    assert seen == [((2, 3), index, {"BM": 16})]  # and nothing for an empty grid
+    assert current == [0]
 
 
 # ---------------------------------------------------------------------------------------------------- strategy

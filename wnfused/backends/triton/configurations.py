@@ -105,8 +105,14 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
 }
 """For each kernel and kind of operand the first row that fits ``m`` rows and ``n`` columns of its output."""
 
-ROWS_TILE = (4, 512)
-"""Rows, and entries at a time, of a program that walks whole rows."""
+ROWS_TILES = ((32, 64), (8, 256), (4, 512))
+"""Rows, and entries at a time, of a program that walks whole rows: short rows side by side, so that no lane is idle."""
+
+
+def rows_tile(length: int) -> tuple[int, int]:
+    """The first that holds a row of this many entries, or the last, which walks it."""
+    return next((tile for tile in ROWS_TILES if length <= tile[1]), ROWS_TILES[-1])
+
 
 SUM_TILE = (4, 128, 8)
 """Rows and entries of a program that adds up a split gradient, and how many small partial sums it takes at a time."""

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.backends.triton.configurations import ROWS_TILE, SUM_TILE
+from wnfused import reference
+from wnfused.backends.triton.configurations import SUM_TILE, rows_tile
 from wnfused.backends.triton.kernels import rows as kernels
 from wnfused.backends.triton.support import blocks, launch
-
-_ROWS, _ENTRIES = ROWS_TILE
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,16 @@ class Rows:
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"ONE_RUN": self.one_run, "ROWS": _ROWS, "ENTRIES": _ENTRIES}
+        rows, entries = rows_tile(self.length)
+        return {"ONE_RUN": self.one_run, "ROWS": rows, "ENTRIES": entries}
 
     @property
     def grid(self) -> tuple[int]:
-        return (blocks(self.count, _ROWS),)
+        return (blocks(self.count, rows_tile(self.length)[0]),)
 
-    def norms(self, dim: int | None) -> Tensor:
+    def norms(self) -> Tensor:
         """Unwritten norms."""
-        return self.v.new_empty([] if dim is None else [self.count], dtype=torch.float32)
+        return self.v.new_empty([self.count], dtype=torch.float32)
 
 
 def dense(v: Tensor) -> Tensor:
@@ -51,10 +51,7 @@ def dense(v: Tensor) -> Tensor:
     return v.contiguous()
 
 
-def rows_of(v: Tensor, dim: int | None) -> Rows:
-    if dim is None:
-        v = v.contiguous()
-        return Rows(v, 1, v.numel(), v.numel(), True)
+def rows_of(v: Tensor, dim: int) -> Rows:
     dim = dim % v.dim()
     if dim == 0:
         v = dense(v)
@@ -70,17 +67,24 @@ def flat(g: Tensor) -> Tensor:
 
 
 def effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``w`` in ``dtype``, rounded once, in the memory layout of ``v``; and the row norms."""
+    """``w`` in ``dtype``, rounded once, in the memory layout of ``v``; and the row norms.
+
+    A kernel that works by rows would give a norm over the whole tensor (``dim=None``) to one program: torch's own
+    reductions spread it over the chip.
+    """
+    if dim is None:
+        w, norm = reference.weight_norm(v.float(), g, None)
+        return w.to(dtype), norm
     rows = rows_of(v, dim)
-    w, norm = torch.empty_like(rows.v, dtype=dtype), rows.norms(dim)
+    w, norm = torch.empty_like(rows.v, dtype=dtype), rows.norms()
     launch(kernels.weight_norm, rows.grid, (rows.v, flat(g), w, norm, None, *rows.sizes), **rows.constants)
     return w, norm
 
 
-def row_norm(v: Tensor, dim: int | None = 0) -> Tensor:
+def row_norm(v: Tensor, dim: int = 0) -> Tensor:
     """The row norms of one tensor, float32."""
     rows = rows_of(v, dim)
-    norm = rows.norms(dim)
+    norm = rows.norms()
     launch(kernels.weight_norm, rows.grid, (rows.v, None, None, norm, None, *rows.sizes), **rows.constants)
     return norm
 
@@ -90,6 +94,8 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tens
 
 
 def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
+    if dim is None:
+        return reference.weight_norm_backward(dw, v, g, norm, None)
     rows = rows_of(v, dim)
     dv, dg = torch.empty_like(rows.v), torch.empty(g.shape, dtype=g.dtype, device=g.device)
     _one_backward(rows, as_lies(dw, rows.v), flat(g), norm, dv, dg)
@@ -129,10 +135,12 @@ Tensors = Sequence[Tensor]
 def weight_norm_many(
     v: Tensors, g: Tensors, dim: int | None = 0, weights: bool = True
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    if dim is None:
+        return reference.weight_norm_many(v, g, None, weights)
     rows = [rows_of(t, dim) for t in v]
     gains = [flat(t) for t in g]
     w = [torch.empty_like(r.v) for r in rows] if weights else []
-    norm, scale = [r.norms(dim) for r in rows], [r.norms(dim) for r in rows]
+    norm, scale = [r.norms() for r in rows], [r.norms() for r in rows]
     if _must_go_one_by_one(v):
         for i, r in enumerate(rows):
             arguments = (r.v, gains[i], w[i] if weights else None, norm[i], scale[i], *r.sizes)
@@ -146,6 +154,8 @@ def weight_norm_many(
 def weight_norm_many_backward(
     dw: Tensors, v: Tensors, g: Tensors, norm: Tensors, dim: int | None = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
+    if dim is None:
+        return reference.weight_norm_many_backward(dw, v, g, norm, None)
     rows = [rows_of(t, dim) for t in v]
     gains = [flat(t) for t in g]
     gradients = [as_lies(d, r.v).to(r.v.dtype) for d, r in zip(dw, rows, strict=True)]
@@ -168,7 +178,7 @@ def _launch_many(
     kernel: Any, rows: Sequence[Rows], gains: Tensors, columns: Sequence[Tensors], wide: Sequence[int],
     **constants: bool,
 ) -> None:  # fmt: skip
-    """One launch for each combination of dtypes and row layouts, of which a model has one.
+    """One launch for each combination of dtypes and row layouts, of which a model has few.
 
     Args:
         columns: for each address in the kernel's table the tensors, in the order of ``rows``.
@@ -176,8 +186,8 @@ def _launch_many(
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, (r, gain) in enumerate(zip(rows, gains, strict=True)):
-        kinds.setdefault((r.v.dtype, gain.dtype, r.one_run), []).append(i)
-    for (value, gain_dtype, one_run), members in kinds.items():
+        kinds.setdefault((r.v.dtype, gain.dtype, *r.constants.values()), []).append(i)
+    for (value, gain_dtype, *_), members in kinds.items():
         table: list[list[int]] = []
         owner: list[int] = []
         for i in members:
@@ -187,8 +197,7 @@ def _launch_many(
         aligned = all(entry[c] % 16 == 0 for entry in table for c in (*wide, n + 1))
         arguments = (_sent(table, torch.int64, device), _sent(owner, torch.int32, device))
         constants_here = {"VALUE": triton_dtype(value), "GAIN": triton_dtype(gain_dtype), "ALIGNED": aligned}
-        layout = {"ONE_RUN": one_run, "ROWS": _ROWS, "ENTRIES": _ENTRIES}
-        launch(kernel, (len(owner),), arguments, **constants, **constants_here, **layout)
+        launch(kernel, (len(owner),), arguments, **constants, **constants_here, **rows[members[0]].constants)
 
 
 def _sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
