@@ -82,7 +82,7 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
     ),
     ("linear.forward", IEEE): ((_few, Tile(16, 32, 32, 4, 2)), (_any, Tile(64, 64, 16, 8, 2))),
     # dx [m, n]
-    ("linear.input_gradient", HALF): ((_few, Tile(16, 32, 64, 4, 3)), (_any, Tile(64, 64, 64, 4, 3))),
+    ("linear.input_gradient", HALF): ((_few, Tile(16, 32, 64, 4, 3)), (_any, Tile(64, 64, 64, 8, 3))),
     ("linear.input_gradient", TF32): ((_few, Tile(16, 64, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("linear.input_gradient", IEEE): ((_few, Tile(16, 32, 32, 4, 2)), (_any, Tile(32, 64, 16, 4, 2))),
     # dw: m is the length of the sum, the tile of the output n x k.
@@ -98,14 +98,14 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
     ("conv.forward", IEEE): ((_any, Tile(64, 32, 16, 4, 2)),),
     ("conv.input_gradient", HALF): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("conv.input_gradient", TF32): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
-    ("conv.input_gradient", IEEE): ((_any, Tile(64, 32, 16, 4, 2)),),
-    ("conv.weight_gradient", HALF): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
-    ("conv.weight_gradient", TF32): ((_thin, Tile(32, 32, 64, 4, 3)), (_any, Tile(32, 64, 64, 4, 3))),
+    ("conv.input_gradient", IEEE): ((_any, Tile(32, 32, 16, 4, 2)),),
+    ("conv.weight_gradient", HALF): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(32, 64, 32, 4, 3))),
+    ("conv.weight_gradient", TF32): ((_thin, Tile(32, 32, 64, 4, 3)), (_any, Tile(32, 64, 32, 4, 3))),
     ("conv.weight_gradient", IEEE): ((_any, Tile(16, 32, 64, 4, 2)),),
 }
 """For each kernel and kind of operand the first row that fits ``m`` rows and ``n`` columns of its output."""
 
-ROWS_TILES = ((32, 64), (8, 256), (4, 512))
+ROWS_TILES = ((32, 64), (16, 256), (4, 512))
 """Rows, and entries at a time, of a program that walks whole rows: short rows side by side, so that no lane is idle."""
 
 
