@@ -19,7 +19,8 @@ TITLE = "log10 of the Hessian's spectral norm at initialisation"
 SOURCE = "(a), Table 2"
 NOTE = (
     "Width 1 and digits (128 images at depth 40, 64 at depth 166) instead of WRN-40-10 and ResNet-164 on CIFAR. "
-    "WRN-166 of width 1 and ResNet-164 are the same network, 27 blocks a stage; the larger number counts the two shortcuts."
+    "WRN-166 of width 1 and ResNet-164 are the same network, 27 blocks a stage; the larger number counts the two "
+    "shortcuts."
 )
 MINUTES = 4.0
 SETTINGS: dict[str, Json] = {
