@@ -9,6 +9,7 @@ it out; ``1`` requires it, also beside a CPU build of torch, which cannot load i
 linked on a machine without a GPU.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -183,7 +184,13 @@ class BuildPy(build_py):
 def record(root: Path) -> None:
     target = root / "wnfused" / "_build.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({"not_built": reasons}, indent=1) + "\n")
+    record = {"not_built": reasons, "declarations": declarations()}
+    target.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def declarations():
+    """What a library built in place must have been built from: with another signature, a call would crash."""
+    return hashlib.sha256((ROOT / "csrc" / "ops.h").read_bytes()).hexdigest()
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": build_ext_class(), "build_py": BuildPy})

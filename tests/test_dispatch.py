@@ -10,6 +10,7 @@ import torch
 
 import wnfused
 from wnfused import dispatch
+from wnfused.backends import native
 from wnfused.functional import linear
 
 
@@ -142,3 +143,16 @@ def test_a_library_that_does_not_load_leaves_a_working_package(tmp_path):
     assert result.returncode == 0, result.stderr
     assert str(tmp_path) in result.stdout
     assert "linear passes over backend 'native'" in result.stderr
+
+
+def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
+    """With another signature a call would crash. A wheel has no sources to differ from."""
+    package = tmp_path / "wnfused"
+    package.mkdir()
+    (package / "_cpu.abi3.so").write_bytes(b"not a library")
+    (package / "_build.json").write_text('{"not_built": {}, "declarations": "of older sources"}')
+    monkeypatch.setattr(native, "_PACKAGE", package)
+    assert "does not load" in native._opened("cpu")
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "ops.h").write_text("// newer")
+    assert "make install" in native._opened("cpu")

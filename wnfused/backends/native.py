@@ -8,6 +8,7 @@ the one pass for ``dv, dg``.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,11 +80,15 @@ def cuda_unavailable() -> str | None:
 def _opened(name: str) -> str | None:
     """Opens library ``_<name>``; the reason if there is none or it does not load."""
     library = next(iter(sorted(_PACKAGE.glob(f"_{name}*.so"))), None)
+    file = _PACKAGE / "_build.json"
+    record = json.loads(file.read_text()) if file.exists() else {}
     if library is None:
-        record = _PACKAGE / "_build.json"
-        reasons = json.loads(record.read_text())["not_built"] if record.exists() else {}
         kind = "C++" if name == "cpu" else "CUDA"
-        return reasons.get(name, f"the {kind} library was not built; `pip install --no-build-isolation .` builds it")
+        otherwise = f"the {kind} library was not built; `pip install --no-build-isolation .` builds it"
+        return record.get("not_built", {}).get(name, otherwise)
+    sources = _PACKAGE.parent / "csrc" / "ops.h"  # of a checkout that the library was built in
+    if sources.exists() and record.get("declarations") != hashlib.sha256(sources.read_bytes()).hexdigest():
+        return f"{library.name} was built from another csrc/ops.h; `make install` builds it anew"
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
