@@ -29,9 +29,6 @@ class Elsewhere:
         self.device, self.dtype, self.shape = torch.device(device), dtype, torch.Size(shape)
         self.is_cuda = self.device.type == "cuda"
 
-    def dim(self):
-        return len(self.shape)
-
 
 def stage_arguments(x, device="cuda:0", dtype=torch.float32):
     c = x.shape[1]

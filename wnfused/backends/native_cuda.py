@@ -109,7 +109,7 @@ _MOST = 2**24  # what the kernels count in 32 bits with room to spare
 
 def _refused_shape(x: Tensor, v: Tensor) -> str | None:
     n, c, h, w = x.shape
-    if n >= _MOST or v.shape[-6 if v.dim() == 6 else 0] >= _MOST:
+    if n >= _MOST or v.shape[0] >= _MOST:
         return f"its stage takes less than {_MOST} images and blocks"
     precision = _precision(x)
     shapes = _shapes(precision, x.device.index)
