@@ -67,12 +67,12 @@ def reduce(settings: Json, results: list[Result]) -> Json:
         )  # fmt: skip
         for rate, seeds in rates.items():
             every += [{"init": init, "depth": depth, "lr": rate, "test": r["best_test_accuracy"]} for r in seeds]
-    return {"best": best, "every": every}
+    return {"depths": settings["depths"], "best": best, "every": every}
 
 
 def verdicts(data: Json) -> list[Verdict]:
     best = {(b["init"], b["depth"]): b for b in data["best"]}
-    depths = sorted({depth for _, depth in best})
+    depths = data["depths"]
 
     def trains(init: str) -> list[int]:
         return [d for d in depths if (init, d) in best and best[init, d]["test"] >= TRAINED]
@@ -82,16 +82,17 @@ def verdicts(data: Json) -> list[Verdict]:
         return f"trains to depth {max(found)}" if found else "does not train"
 
     both = [d for d in depths if all((init, d) in best for init in INITS)]
-    ours, theirs = (max(trains(init), default=0) for init in INITS)
-    reached = None if not both else ours == depths[-1] and trains("arpit2019") == depths
-    shallower = None if not both else theirs < ours
+    theirs = max(trains("salimans2016"), default=0)
+    whole = both == depths
+    reached = trains("arpit2019") == depths if whole else None
+    shallower = theirs < depths[-1] if whole else None
     rates = {d: [best[init, d]["largest_rate"] for init in INITS] for d in both}
     wider = [d for d, (mine, other) in rates.items() if (mine or 0) >= 9 * (other or 0) and mine]
     shown = ", ".join(f"{d}: {mine or 0:g} and {other or 0:g}" for d, (mine, other) in rates.items())
     return [
         Verdict(
             f"the proposed init trains at every depth to {depths[-1]}, the data-dependent one at smaller depths only",
-            f"proposed {deepest('arpit2019')}, data-dependent {deepest('salimans2016')}",
+            f"of depths {both}: proposed {deepest('arpit2019')}, data-dependent {deepest('salimans2016')}",
             all_known([reached, shallower]),
         ),
         Verdict(

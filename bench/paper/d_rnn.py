@@ -128,6 +128,7 @@ def verdicts(data: Json) -> list[Verdict]:
     ends = {(g, m): cells[g, s, m]["singular_mean"][-1] for g, s in strongest for m in METHODS}
     held = [abs(ends[g, "adjusted"] - g) < abs(ends[g, "adjusted"] - 1) for g, _ in strongest]
     lost = [abs(ends[g, "soft"] - 1) < abs(ends[g, "soft"] - g) for g, _ in strongest]
+    better = [cells[g, s, "adjusted"]["final"] > cells[g, s, "soft"]["final"] for g, s in both]
     best = {(g, m): max(cells[g, s, m]["final"] for h, s in both if h == g) for g in gains for m in METHODS}
     return [
         Verdict(
@@ -141,7 +142,8 @@ def verdicts(data: Json) -> list[Verdict]:
             "gain-adjusted regularisation is more accurate than soft",
             "validation accuracy, best lambda: "
             + ", ".join(f"sw {g:g}: soft {100 * best[g, 'soft']:.1f}%, adjusted {100 * best[g, 'adjusted']:.1f}%"
-                        for g in gains),
+                        for g in gains)
+            + f"; at equal lambda adjusted is better in {sum(better)} of {len(better)} cells",
             all(best[g, "adjusted"] > best[g, "soft"] for g in gains),
         ),
     ]  # fmt: skip
