@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from wnfused.regularize import gain_adjusted, soft
 
 from bench.paper import drawing
 from bench.paper.figure import Job, Json, Result, Spread, Verdict, grouped
 from wnfused.init import orthogonal_batched
+from wnfused.regularize import gain_adjusted, soft
 from wnfused.train.data import Dataset, load
 
 TITLE = "An RNN that reads images by row: soft and gain-adjusted regularisation"
