@@ -135,9 +135,9 @@ def _take(future: Future[tuple[Json, float]], work: Work, job: Job) -> None:
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
-    """Not waiting for the jobs under way: interrupted, nobody wants their results."""
+    """Not waiting for the jobs under way: interrupted, nobody wants their results. Lightning catches SIGTERM."""
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
-        process.terminate()
+        process.kill()
         process.join()
