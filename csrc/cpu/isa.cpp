@@ -7,60 +7,92 @@
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>
+#include <string>
+
+#include "amx.h"
 
 namespace wnfused::cpu {
 namespace {
 
-constexpr Isa kBestFirst[] = {Isa::kAvx512, Isa::kAvx2, Isa::kPortable};
-
-bool usable(Isa isa) {
-  switch (isa) {
+bool has_avx2() {
 #if defined(__x86_64__)
-    case Isa::kAvx512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-             __builtin_cpu_supports("fma");
-    case Isa::kAvx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+#else
+  return false;
 #endif
-    case Isa::kPortable:
-      return true;
-    default:
-      return false;
-  }
 }
 
-Isa best() {
-  for (Isa isa : kBestFirst)
-    if (usable(isa)) return isa;
-  return Isa::kPortable;
+bool has_avx512() {
+#if defined(__x86_64__)
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
 }
 
-std::atomic<Isa>& active() {
-  static std::atomic<Isa> isa{best()};
-  return isa;
+bool has_avx512_bf16() {
+#if defined(__x86_64__)
+  return has_avx512() && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+bool has_amx() {
+  static const bool usable = has_avx512_bf16() && amx_usable();
+  return usable;
+}
+
+bool always() { return true; }
+
+struct Choice {
+  const char* name;
+  Isa isa;
+  PairProducts products;
+  bool (*usable)();
+};
+
+constexpr Choice kBestFirst[] = {
+    {"amx", Isa::kAvx512, PairProducts::kTiles, has_amx},
+    {"avx512_bf16", Isa::kAvx512, PairProducts::kDots, has_avx512_bf16},
+    {"avx512", Isa::kAvx512, PairProducts::kNone, has_avx512},
+    {"avx2", Isa::kAvx2, PairProducts::kNone, has_avx2},
+    {"portable", Isa::kPortable, PairProducts::kNone, always},
+    {"amx-emulated", Isa::kPortable, PairProducts::kEmulatedTiles, always},
+};
+
+const Choice* best() {
+  for (const Choice& choice : kBestFirst)
+    if (choice.usable()) return &choice;
+  return nullptr;
+}
+
+std::atomic<const Choice*>& active() {
+  static std::atomic<const Choice*> choice{best()};
+  return choice;
 }
 
 std::string usable_names() {
   std::string names;
-  for (Isa isa : kBestFirst) {
-    if (!usable(isa)) continue;
+  for (const Choice& choice : kBestFirst) {
+    if (!choice.usable()) continue;
     if (!names.empty()) names += ",";
-    names += isa_name(isa);
+    names += choice.name;
   }
   return names;
 }
 
-std::string cpu_isa() { return isa_name(active_isa()); }
+std::string cpu_isa() { return active().load()->name; }
 
 void set_cpu_isa(std::string name) {
   if (name == "auto") {
     active().store(best());
     return;
   }
-  for (Isa isa : kBestFirst) {
-    if (name == isa_name(isa) && usable(isa)) {
-      active().store(isa);
+  for (const Choice& choice : kBestFirst) {
+    if (name == choice.name && choice.usable()) {
+      active().store(&choice);
       return;
     }
   }
@@ -69,18 +101,9 @@ void set_cpu_isa(std::string name) {
 
 }  // namespace
 
-Isa active_isa() { return active().load(std::memory_order_relaxed); }
+Isa active_isa() { return active().load(std::memory_order_relaxed)->isa; }
 
-const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kAvx2:
-      return "avx2";
-    default:
-      return "portable";
-  }
-}
+PairProducts active_pair_products() { return active().load(std::memory_order_relaxed)->products; }
 
 }  // namespace wnfused::cpu
 

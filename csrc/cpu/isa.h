@@ -1,16 +1,22 @@
-// Which instruction set the kernels use: chosen once from the processor, or forced by tests.
+// Which instruction set the kernels use: chosen once from the processor, or forced by tests. A name stands for two
+// choices, the vectors of all kernels and how products of bfloat16 matrices are taken:
+//
+//   name           vectors    bfloat16 products
+//   amx            AVX-512    tiles, TDPBF16PS
+//   avx512_bf16    AVX-512    dot products, VDPBF16PS
+//   avx512         AVX-512    as float
+//   avx2           AVX2       as float
+//   portable       128 bits   as float
+//   amx-emulated   128 bits   the kernels of amx over tiles written in C++: for tests, never chosen by itself
 #pragma once
-
-#include <string>
 
 namespace wnfused::cpu {
 
 enum class Isa { kPortable, kAvx2, kAvx512 };
+enum class PairProducts { kNone, kDots, kTiles, kEmulatedTiles };
 
-// The instruction set in use.
+// The vectors and the bfloat16 products in use.
 Isa active_isa();
-
-// "portable", "avx2", "avx512"
-const char* isa_name(Isa isa);
+PairProducts active_pair_products();
 
 }  // namespace wnfused::cpu

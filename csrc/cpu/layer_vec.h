@@ -6,8 +6,6 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-typedef uint16_t NativeHalf __attribute__((vector_size(WNFUSED_VECTOR_BITS / 16)));
-
 WNFUSED_INLINE Block load(const uint16_t* source) {
   Block block;
   WNFUSED_FOR_PARTS {

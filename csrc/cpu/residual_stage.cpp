@@ -81,15 +81,13 @@ Parameters checked_parameters(const Tensor& x, const Tensor& v, const Tensor& g,
   return {make_contiguous(v), make_contiguous(g), make_contiguous(bias)};
 }
 
-Geometry geometry_of(const Tensor& x, int64_t blocks, Method method) {
-  return make_geometry(x.size(0), x.size(1), x.size(2), x.size(3), blocks, method);
-}
-
+// Saved maps in which the kernels read and write what they need.
 bool in_place(const Geometry& geometry, const SavedMaps& saved) {
-  return saved.data && saved.every == 0 && !saved.bfloat16 && geometry.channels == geometry.padded_channels;
+  if (!saved.data || saved.every > 0) return false;
+  return geometry.is_pairs() || (!saved.bfloat16 && geometry.channels == geometry.padded_channels);
 }
 
-const StageKernels& kernels() {
+const StageKernels& float_kernels() {
 #if defined(__x86_64__)
   switch (active_isa()) {
     case Isa::kAvx512:
@@ -103,30 +101,59 @@ const StageKernels& kernels() {
   return portable::stage_kernels;
 }
 
+// Null where bfloat16 is multiplied as float.
+const StagePairKernels* pair_kernels() {
+  switch (active_pair_products()) {
+#if defined(__x86_64__)
+    case PairProducts::kTiles:
+      return &amx::stage_pair_kernels;
+    case PairProducts::kDots:
+      return &avx512_bf16::stage_pair_kernels;
+#endif
+    case PairProducts::kEmulatedTiles:
+      return &amx_emulated::stage_pair_kernels;
+    default:
+      return nullptr;
+  }
+}
+
 int64_t workers_for(const Geometry& geometry, bool parameters) {
   const int64_t items = geometry.conv_items() + geometry.channel_blocks + (parameters ? geometry.wgrad_items() : 0);
   return std::clamp<int64_t>(items, 1, worker_limit());
 }
 
-// Panel and product of one chunk, or what packing and finishing need.
-int64_t worker_floats(const Geometry& geometry) {
+int64_t pair_worker_floats(const Geometry& geometry) {
+  const auto floats = [](int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; };
+  const int64_t conv = floats(geometry.conv_panel()) + geometry.conv_group_blocks * geometry.conv_rows * kLanes;
+  constexpr int64_t kSegmentFloats = 2 * sizeof(void*) / sizeof(float);
+  const int64_t wgrad = geometry.wgrad_segments() * kSegmentFloats + kLanes + floats(geometry.wgrad_inputs()) +
+                        floats(geometry.wgrad_gradients());
+  return std::max(conv, wgrad);
+}
+
+int64_t float_worker_floats(const Geometry& geometry) {
   const auto panels = [&](int64_t rows, int64_t blocks) { return geometry.planes * (blocks * rows + 1) * kLanes; };
   const int64_t conv =
       panels(geometry.conv_rows, geometry.channel_blocks) + panels(geometry.conv_rows, geometry.conv_group_blocks);
   const int64_t wgrad =
       panels(geometry.wgrad_rows, geometry.channel_blocks) + panels(geometry.wgrad_rows, geometry.wgrad_group_blocks);
-  const int64_t unit = kLanes * kLanes * kTaps;
-  const int64_t pack = 2 * unit, finish = unit + 18 * geometry.padded_channels * kTaps;
-  return std::max({conv, wgrad, pack, finish});
+  return std::max(conv, wgrad);
+}
+
+// Panel and product of one chunk, or what packing and finishing need.
+int64_t worker_floats(const Geometry& geometry) {
+  const int64_t unit = kLanes * kLanes * kTaps, row = geometry.padded_channels * kTaps;
+  const int64_t pack = 2 * unit + row, finish = unit + 18 * row;
+  return std::max({geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry), pack, finish});
 }
 
 // Pieces that the forward and the backward share.
 void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& scratch) {
   scratch.zeros = arena.take(geometry.padded_channels);
   for (Bank& bank : scratch.bank)
-    bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_channels),
-            arena.take(geometry.padded_channels)};
+    bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_channels)};
   scratch.stream = arena.take(geometry.map_size());
+  if (geometry.is_pairs()) scratch.operand = arena.take(geometry.operand_size());
   // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
   // its sets.
   scratch.worker_stride = worker_floats(geometry) / kLanes * kLanes + 3 * kLanes;
@@ -135,44 +162,63 @@ void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& s
 
 void lay_out_forward(Arena& arena, const StageForward& job, int64_t workers, Scratch& scratch) {
   lay_out(arena, job.geometry, workers, scratch);
-  if (!job.saved.in_place) scratch.hidden = arena.take(job.geometry.map_size());
+  if (!job.saved.in_place) scratch.hidden = arena.take(job.geometry.operand_size());
 }
 
 void lay_out_backward(Arena& arena, const StageBackward& job, int64_t workers, Scratch& scratch) {
   const Geometry& geometry = job.geometry;
   lay_out(arena, geometry, workers, scratch);
-  scratch.hidden = arena.take(geometry.map_size());
+  scratch.hidden = arena.take(geometry.operand_size());
   if (job.parameters) {
-    for (float*& gradient : scratch.gradient) gradient = arena.take(geometry.bank_size() * geometry.wgrad_slices);
+    for (float*& gradient : scratch.gradient) gradient = arena.take(geometry.gradient_size() * geometry.wgrad_slices);
     for (float*& gradient : scratch.bias_gradient)
       gradient = arena.take(geometry.padded_channels * geometry.wgrad_slices);
   }
   if (job.saved.in_place) return;
   const int64_t blocks = job.saved.every == 0 ? 1 : std::min(job.saved.every, geometry.blocks);
-  scratch.saved_stream = arena.take(geometry.map_size() * blocks);
-  scratch.saved_hidden = arena.take(geometry.map_size() * blocks);
+  if (geometry.is_pairs()) scratch.recomputed = arena.take(geometry.map_size());
+  scratch.saved_stream = arena.take(geometry.operand_size() * blocks);
+  scratch.saved_hidden = arena.take(geometry.operand_size() * blocks);
 }
 
-// Runs `job` with the method that suits its maps; once more with the direct method when something was not finite.
+// One run of `job`, whose geometry is set, by `run` of the kernels. False when it met a value that is not finite.
 template <class Job, class LayOut, class Run>
-void run_stage(const Tensor& x, Job& job, bool parameters, const LayOut& lay_out, const Run& run) {
-  const Geometry& first = job.geometry;
-  Method method = preferred_method(first.images, first.height, first.width);
-  for (;;) {
-    job.geometry = geometry_of(x, job.geometry.blocks, method);
-    const int64_t workers = workers_for(job.geometry, parameters);
-    Arena measure(nullptr);
-    lay_out(measure, job, workers, job.scratch);
-    const Workspace workspace(measure.used());
-    Arena arena(workspace.data());
-    lay_out(arena, job, workers, job.scratch);
-    std::fill_n(job.scratch.zeros, job.geometry.padded_channels, 0.0f);
-    std::atomic<bool> poisoned{false};
-    job.poisoned = &poisoned;
-    run_workers(workers, [&](Worker& worker) { run(job, worker); });
-    if (!poisoned.load() || method == Method::kDirect) return;
+bool run_once(Job& job, bool parameters, const LayOut& lay_out, const Run& run) {
+  job.saved.in_place = in_place(job.geometry, job.saved);
+  const int64_t workers = workers_for(job.geometry, parameters);
+  Arena measure(nullptr);
+  lay_out(measure, job, workers, job.scratch);
+  const Workspace workspace(measure.used());
+  Arena arena(workspace.data());
+  lay_out(arena, job, workers, job.scratch);
+  std::fill_n(job.scratch.zeros, job.geometry.padded_channels, 0.0f);
+  std::atomic<bool> poisoned{false};
+  job.poisoned = &poisoned;
+  run_workers(workers, [&](Worker& worker) { run(job, worker); });
+  return !poisoned.load();
+}
+
+// Runs `job` on maps like x with the method that suits them; once more with the direct method, which computes what a
+// convolution is defined as, when something was not finite.
+template <class Job, class LayOut, class Run>
+void run_stage(const Tensor& x, int64_t blocks, Job& job, bool parameters, const LayOut& lay_out,
+               Run StageKernels::*run) {
+  const int64_t images = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
+  const auto float_geometry = [&](Method method) {
+    return make_geometry(images, channels, height, width, blocks, method);
+  };
+  const bool bfloat16 = is_bfloat16(x);
+  Method method = preferred_method(images, height, width);
+  if (const StagePairKernels* pairs = bfloat16 ? pair_kernels() : nullptr) {
+    job.geometry = make_pair_geometry(images, channels, height, width, blocks, pairs->tile);
+    if (run_once(job, parameters, lay_out, pairs->kernels.*run)) return;
     method = Method::kDirect;
   }
+  job.round_operands = bfloat16;
+  job.geometry = float_geometry(method);
+  if (run_once(job, parameters, lay_out, float_kernels().*run) || method == Method::kDirect) return;
+  job.geometry = float_geometry(Method::kDirect);
+  run_once(job, parameters, lay_out, float_kernels().*run);
 }
 
 std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor& v, const Tensor& g,
@@ -187,19 +233,15 @@ std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor&
   Tensor maps = save ? recycled_empty({saved_sizes, 6}, saved_dtype) : empty_of({0}, saved_dtype);
 
   StageForward job{};
-  job.geometry = geometry_of(x, blocks, Method::kDirect);
   job.x = external_map(x);
   job.y = external_map(y);
   job.v = parameter(parameters.v);
   job.g = parameter(parameters.g);
   job.bias = parameter(parameters.bias);
   job.skip_scale = static_cast<float>(skip_scale);
-  job.round_operands = is_bfloat16(x);
   job.norm = static_cast<float*>(norm.mutable_data_ptr());
   job.saved = {save ? maps.mutable_data_ptr() : nullptr, saved_dtype == ScalarType::BFloat16, recompute, false};
-  job.saved.in_place = in_place(job.geometry, job.saved);
-  const StageKernels& kernel = kernels();
-  run_stage(x, job, false, lay_out_forward, kernel.forward);
+  run_stage(x, blocks, job, false, lay_out_forward, &StageKernels::forward);
   return {y, norm, maps};
 }
 
@@ -220,7 +262,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
   Tensor dbias = wanted ? torch::stable::empty(bias.sizes(), bias.scalar_type()) : empty_of({0}, bias.scalar_type());
 
   StageBackward job{};
-  job.geometry = geometry_of(dy, blocks, Method::kDirect);
   job.dy = external_map(dy);
   job.dx = external_map(dx);
   job.v = parameter(parameters.v);
@@ -231,12 +272,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
   job.dbias = parameter(dbias);
   job.parameters = wanted;
   job.skip_scale = static_cast<float>(skip_scale);
-  job.round_operands = is_bfloat16(dy);
   job.norm = static_cast<const float*>(norm.const_data_ptr());
   job.saved = {maps.mutable_data_ptr(), maps.scalar_type() == ScalarType::BFloat16, recompute, false};
-  job.saved.in_place = in_place(job.geometry, job.saved);
-  const StageKernels& kernel = kernels();
-  run_stage(dy, job, wanted, lay_out_backward, kernel.backward);
+  run_stage(dy, blocks, job, wanted, lay_out_backward, &StageKernels::backward);
   return {dx, dv, dg, dbias};
 }
 

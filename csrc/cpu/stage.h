@@ -4,18 +4,23 @@
 //   a_b     = relu(s_0 conv(h_b, v_0) + bias_0)
 //   h_{b+1} = skip_scale (h_b + s_1 conv(a_b, v_1) + bias_1)
 //
-// Layouts (all fp32; C is padded to Cp, a multiple of 16 channels, by zeros):
-//   map      [N, H, W, Cp]                h, a and their gradients: no border, the gather supplies the zeros
-//   bank     [planes][Cp/16][Cp][16]      one convolution's packed weights, or the gradient of them:
+// Layouts (C is padded to Cp, a multiple of 16 channels, by zeros):
+//   map      [N, H, W, Cp] fp32           h, a and their gradients: no border, the gather supplies the zeros
+//   bank     [planes][Cp/16][Cp][16]      one convolution's packed weights, or the gradient of them, fp32:
 //                                         plane (tap, or Winograd position), output block, input channel, output lane
+//   operand  [N, H, W, C] bfloat16        what the convolutions of the last two methods read: h, a, dh, da rounded
 // Where C needs no padding and everything is fp32, the canonical saved maps [.., N, H, W, C] ARE maps in this sense and
-// the kernels write and read them in place; otherwise an epilogue stores a converted copy.
+// the kernels write and read them in place; otherwise an epilogue stores a converted copy. In bfloat16 the saved maps are
+// the operands.
 //
-// Two methods compute a convolution, both as matrix products of a gathered panel with a bank (see stage_conv.h):
-//   direct    9 planes, one row a pixel         9 C multiply-adds a pixel, exact zero padding: maps under 4x4
-//   winograd  16 planes, one row a 2x2 tile     4 C multiply-adds a pixel: F(2x2, 3x3), errors within 2x of direct
-// Winograd's differences turn an infinity into NaN where a convolution would not, so a call that meets a value that is
-// not finite is run again with the direct method (`poisoned` below).
+// Four methods compute a convolution, all as matrix products of a gathered panel with a bank. Two multiply floats (see
+// stage_conv.h), two pairs of bfloat16 (see stage_pairs.h), where the processor has an instruction for it:
+//   direct     9 planes, one row a pixel         9 C multiply-adds a pixel, exact zero padding: maps under 4x4
+//   winograd   16 planes, one row a 2x2 tile     4 C multiply-adds a pixel: F(2x2, 3x3), errors within 2x of direct
+//   lines      rows are neighbours in a line     9 C multiply-adds a pixel, two an instruction and lane
+//   positions  rows are one pixel of many images  the same without the taps outside the map: small maps
+// Differences (Winograd) and products with padding turn an infinity into NaN where a convolution would not, so a call
+// that meets a value that is not finite is run again with the direct method (`poisoned` below).
 #pragma once
 
 #include <atomic>
@@ -29,8 +34,17 @@ constexpr int kLanes = 16;
 constexpr int kTaps = 9;
 constexpr int kPositions = 16;
 constexpr int kMaxPanelRows = 64;
+constexpr int kMaxGroups = 16;      // register tiles of one call of a pair product
+constexpr int kMaxGroupBlocks = 2;  // output blocks of a weight gradient's item
 
-enum class Method { kDirect, kWinograd };
+enum class Method { kDirect, kWinograd, kLines, kPositions };
+
+// How an instruction set multiplies pairs of bfloat16: rows of a panel at once, and what the depth must be a multiple of.
+// Tiles sum over a whole chunk at once, dot products line by line.
+struct PairTile {
+  int64_t rows, depth;
+  bool flat;
+};
 
 struct Geometry {
   int64_t images, channels, height, width, blocks;
@@ -46,9 +60,35 @@ struct Geometry {
   // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
   int64_t wgrad_rows, wgrad_slices, wgrad_slice_units, wgrad_groups, wgrad_group_blocks;
 
+  // Pairs of bfloat16 (stage_pairs.h). A bank is [segments][output block][segment_depth / 2][16 lanes][2].
+  int64_t segments, segment_depth;
+  int64_t pair_rows;                                                         // of the register tile
+  int64_t conv_lines, conv_line_pixels, conv_line_rows;                      // lines: of a chunk; of a panel, a product
+  int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
+  int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
+  bool wgrad_flat;
+
+  bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
   int64_t pixels() const { return images * height * width; }
   int64_t map_size() const { return pixels() * padded_channels; }
-  int64_t bank_size() const { return planes * plane_stride; }
+  int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
+  int64_t gradient_size() const { return planes * plane_stride; }
+  int64_t bank_size() const {
+    return is_pairs() ? segments * channel_blocks * segment_depth * (kLanes / 2) : gradient_size();
+  }
+  // Pairs: bfloat16 elements of a worker's panels. A convolution's last tile reads past its last row.
+  int64_t pair_slack() const { return (pair_rows + 4) * padded_channels; }
+  int64_t conv_panel() const {
+    const int64_t rows =
+        method == Method::kLines ? (conv_lines + 2) * conv_line_pixels : height * width * conv_rows;
+    return rows * padded_channels + pair_slack();
+  }
+  int64_t wgrad_inputs() const {
+    return padded_channels * (method == Method::kLines ? wgrad_plane : wgrad_run);
+  }
+  int64_t wgrad_gradients() const { return wgrad_group_blocks * kLanes * wgrad_run; }
+  int64_t wgrad_segments() const { return method == Method::kLines ? wgrad_lines : height * width; }
+
   int64_t conv_items() const { return conv_chunks * conv_groups; }
   int64_t wgrad_items() const { return wgrad_slices * wgrad_groups; }
 };
@@ -56,7 +96,10 @@ struct Geometry {
 // Depends on the shape alone, never on the number of threads: chunks and slices fix the order of every sum.
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method);
 
-// The method that needs less work on such maps.
+Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
+                            const PairTile& tile);
+
+// The method that needs less work on such maps, of the first two.
 Method preferred_method(int64_t images, int64_t height, int64_t width);
 
 // A tensor [N, C, H, W] of the caller in any strides, or a parameter in its own order.
@@ -79,10 +122,9 @@ struct SavedMaps {
   bool in_place;  // every == 0 and the saved maps have the kernels' own layout
 };
 
-// One convolution's weights, ready for use.
+// One convolution's effective weights (floats, or pairs of bfloat16) and bias, ready for use.
 struct Bank {
   float* weights;
-  float* scale;
   float* bias;
 };
 
@@ -90,7 +132,9 @@ struct Scratch {
   float* zeros;          // one pixel of zeros, what lies outside the map
   Bank bank[2];          // of a block's two convolutions: each is packed while the other one is in use
   float* stream;         // h, or dh
+  float* operand;        // pairs: h, or dh, rounded
   float* hidden;         // a, or da
+  float* recomputed;     // pairs, recomputation: h
   float* saved_stream;   // backward: h_b where the saved map cannot be read in place; one per recomputed block
   float* saved_hidden;   // backward: a_b likewise
   float* gradient[2];    // banks of the weight gradient, one per slice
@@ -104,7 +148,7 @@ struct StageForward {
   ExternalMap x, y;
   Parameter v, g, bias;
   float skip_scale;
-  bool round_operands;  // operands of the convolutions are bfloat16
+  bool round_operands;  // operands of the convolutions are bfloat16, held as fp32
   float* norm;
   SavedMaps saved;
   Scratch scratch;
@@ -139,6 +183,22 @@ extern const StageKernels stage_kernels;
 }
 namespace portable {
 extern const StageKernels stage_kernels;
+}
+
+// What an instruction set provides that multiplies pairs of bfloat16.
+struct StagePairKernels {
+  PairTile tile;
+  StageKernels kernels;
+};
+
+namespace avx512_bf16 {
+extern const StagePairKernels stage_pair_kernels;
+}
+namespace amx {
+extern const StagePairKernels stage_pair_kernels;
+}
+namespace amx_emulated {
+extern const StagePairKernels stage_pair_kernels;
 }
 
 }  // namespace wnfused::cpu

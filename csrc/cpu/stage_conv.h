@@ -13,7 +13,9 @@
 // Floor per convolution: 4 C^2 (direct: 9 C^2) multiply-adds and 8 C bytes a pixel.
 #pragma once
 
+#include "stage_epilogue.h"
 #include "stage_gemm.h"
+#include "stage_upcoming.h"
 #include "stage_winograd.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -32,8 +34,6 @@ struct Panel {
     return data + plane * plane_stride + (block * rows + row) * kLanes;
   }
 };
-
-WNFUSED_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 WNFUSED_INLINE int64_t round_up_rows(int64_t rows) { return (rows + kRowMultiple - 1) / kRowMultiple * kRowMultiple; }
 
@@ -175,89 +175,21 @@ inline bool gather_tap(const Geometry& geometry, const float* map, int64_t first
   return true;
 }
 
-struct SavedMap {
-  void* data;  // [N, H, W, C], null: do not save
-  bool bfloat16;
-};
-
-// What becomes of a convolution's output before it is stored.
-enum class Ending {
-  kRelu,      // relu(scale acc + bias)                        a, from h
-  kResidual,  // factor (other + scale acc + bias)             the next h, from a; other is h
-  kMask,      // acc where other passed the ReLU, else 0       da, from dh; other is a
-  kAdd,       // factor other + acc                            dh of the block, from da; other is dh
-};
-
-struct Epilogue {
-  float* out;
-  const float* other;
-  const float* scale;
-  const float* bias;
-  float factor;
-  bool round;  // kRelu, kMask: the result is only used as an operand, and operands are bfloat16
-  SavedMap saved;
-};
-
-inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t pixel, int64_t channel_block,
-                       const Block& value) {
-  const int64_t left = geometry.channels - channel_block * kLanes, lanes = left < kLanes ? left : kLanes;
-  const int64_t offset = pixel * geometry.channels + channel_block * kLanes;
-  if (lanes == kLanes) {
-    if (saved.bfloat16) store_bfloat16(static_cast<uint16_t*>(saved.data) + offset, value);
-    else store(static_cast<float*>(saved.data) + offset, value);
-    return;
-  }
-  float values[kLanes];
-  store(values, value);
-  if (saved.bfloat16) {
-    uint16_t* target = static_cast<uint16_t*>(saved.data) + offset;
-    for (int64_t i = 0; i < lanes; ++i) target[i] = to_bfloat16(values[i]);
-  } else {
-    __builtin_memcpy(static_cast<float*>(saved.data) + offset, values, lanes * sizeof(float));
-  }
-}
-
-// The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite.
-template <Ending kEnding>
-WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue& epilogue, int64_t pixel,
-                                 int64_t channel_block, const Block& accumulator, const Block& scale,
-                                 const Block& bias, Block& poison) {
-  const int64_t offset = pixel * geometry.padded_channels + channel_block * kLanes;
-  Block value;
-  if constexpr (kEnding == Ending::kRelu) {
-    value = relu(multiply_add(accumulator, scale, bias));
-    if (epilogue.round) value = round_to_bfloat16(value);
-  } else if constexpr (kEnding == Ending::kResidual) {
-    value = splat(epilogue.factor) * (load(epilogue.other + offset) + multiply_add(accumulator, scale, bias));
-  } else if constexpr (kEnding == Ending::kMask) {
-    value = relu_mask(load(epilogue.other + offset), accumulator);
-    if (epilogue.round) value = round_to_bfloat16(value);
-  } else {
-    value = multiply_add(splat(epilogue.factor), load(epilogue.other + offset), accumulator);
-  }
-  if constexpr (kEnding == Ending::kResidual || kEnding == Ending::kAdd)
-    poison = multiply_add(value, zero(), poison);
-  store(epilogue.out + offset, value);
-  if (epilogue.saved.data) save_block(geometry, epilogue.saved, pixel, channel_block, value);
-}
-
 // Block `b` of the product, which is output block `channel_block`, for `count` units. False if not all is finite.
 template <Ending kEnding>
 inline bool scatter(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
-                    int64_t channel_block, int64_t b, const Epilogue& shared_epilogue) {
+                    int64_t channel_block, int64_t b, const Epilogue<float>& shared_epilogue) {
   // Copies of its own: the compiler must not fear that the stores change them.
   const Geometry geometry = shared_geometry;
-  const Epilogue epilogue = shared_epilogue;
+  const Epilogue<float> epilogue = shared_epilogue;
   const int64_t plane_stride = product.plane_stride;
-  constexpr bool kScaled = kEnding == Ending::kRelu || kEnding == Ending::kResidual;
-  const Block scale = kScaled ? load(epilogue.scale + channel_block * kLanes) : zero();
-  const Block bias = kScaled ? load(epilogue.bias + channel_block * kLanes) : zero();
+  const Block bias = epilogue.bias ? load(epilogue.bias + channel_block * kLanes) : zero();
   Block poison = zero();
   if (geometry.method == Method::kDirect) {
     Unit unit = unit_at(geometry, first);
     for (int64_t t = 0; t < count; ++t, advance(geometry, unit))
       finish_pixel<kEnding>(geometry, epilogue, pixel_index(geometry, unit), channel_block, load(product.at(0, b, t)),
-                            scale, bias, poison);
+                            bias, poison);
     return horizontal_sum(poison) == 0.0f;
   }
   for (int64_t row = 0; row < count;) {
@@ -271,8 +203,8 @@ inline bool scatter(const Geometry& shared_geometry, const Panel& product, int64
       WNFUSED_UNROLL for (int i = 0; i < 2; ++i) {
         WNFUSED_UNROLL for (int j = 0; j < 2; ++j) {
           if ((i && !two_rows) || x + j >= geometry.width) continue;
-          finish_pixel<kEnding>(geometry, epilogue, pixel + i * geometry.width + j, channel_block, tile[i][j], scale,
-                                bias, poison);
+          finish_pixel<kEnding>(geometry, epilogue, pixel + i * geometry.width + j, channel_block, tile[i][j], bias,
+                                poison);
         }
       }
     }
@@ -280,23 +212,6 @@ inline bool scatter(const Geometry& shared_geometry, const Panel& product, int64
   }
   return horizontal_sum(poison) == 0.0f;
 }
-
-// Parameters that the next phase will pack. In a network deeper than the cache they come from memory, which would
-// otherwise be idle while convolutions run.
-struct Upcoming {
-  const char* data;
-  int64_t bytes;
-
-  WNFUSED_INLINE Upcoming part(int64_t index, int64_t parts) const {
-    const int64_t begin = bytes * index / parts;
-    return {data + begin, bytes * (index + 1) / parts - begin};
-  }
-
-  WNFUSED_INLINE void prefetch() const {
-    constexpr int kSecondLevel = 2;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, kSecondLevel);
-  }
-};
 
 // Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
 template <bool Round>
@@ -329,7 +244,7 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
 // Item `item` of a convolution: one chunk of units, one group of output blocks.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
-                             const float* zeros, const float* bank, const Epilogue& epilogue,
+                             const float* zeros, const float* bank, const Epilogue<float>& epilogue,
                              const Upcoming& all_upcoming, float* scratch, std::atomic<bool>& poisoned) {
   const int64_t chunk = item / geometry.conv_groups, group = item % geometry.conv_groups;
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;

@@ -10,6 +10,10 @@
 //
 // With recomputation the backward walks segments of `every` blocks: it loads the segment's first h, runs the forward
 // into the scratch maps of the segment, then goes back through it.
+//
+// Operand is what the convolutions read. float: the stream is an operand itself, and so are saved maps in the kernels'
+// own layout; others are converted one phase ahead. bfloat16 (uint16_t): the stream, fp32, has a rounded copy beside it,
+// and all saved maps are operands.
 #pragma once
 
 #include "stage_maps.h"
@@ -22,8 +26,9 @@ WNFUSED_INLINE SavedMap saved_map(const SavedMaps& saved, const Geometry& geomet
   return {static_cast<char*>(saved.data) + index * bytes, saved.bfloat16};
 }
 
-WNFUSED_INLINE float* saved_in_place(const SavedMaps& saved, const Geometry& geometry, int64_t index) {
-  return static_cast<float*>(saved.data) + index * geometry.map_size();
+template <class Operand>
+Operand* saved_in_place(const SavedMaps& saved, const Geometry& geometry, int64_t index) {
+  return static_cast<Operand*>(saved_map(saved, geometry, index).data);
 }
 
 // v of one convolution, if there is such a one.
@@ -35,36 +40,71 @@ WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geo
 
 WNFUSED_INLINE int64_t count_of(bool wanted, int64_t items) { return wanted ? items : 0; }
 
+// A map as the convolutions read it and, for the stream, as it is summed up: the same memory where operands are float.
+template <class Operand>
+struct StreamMap {
+  float* sum;
+  Operand* operand;
+};
+
+template <class Operand>
+constexpr bool is_pair() {
+  return sizeof(Operand) == sizeof(uint16_t);
+}
+
+template <class Operand>
+Operand* as_operand(float* scratch) {
+  return reinterpret_cast<Operand*>(scratch);
+}
+
+template <class Operand>
+StreamMap<Operand> scratch_stream(const Scratch& scratch) {
+  return {scratch.stream, as_operand<Operand>(is_pair<Operand>() ? scratch.operand : scratch.stream)};
+}
+
 // The maps of one block of the forward.
+template <class Operand>
 struct BlockMaps {
-  float* stream;  // h_b
-  float* hidden;  // a_b
-  float* next;    // h_{b+1}; may be `stream`
+  StreamMap<Operand> stream;  // h_b
+  Operand* hidden;            // a_b
+  StreamMap<Operand> next;    // h_{b+1}; may be `stream`
   SavedMap saved_hidden, saved_next;
 };
 
 // First convolution of a block, together with the packing of the second one's bank.
-inline void forward_hidden(const StageForward& job, const BlockMaps& maps, Worker& worker, float* scratch,
+template <class Operand>
+inline void forward_hidden(const StageForward& job, const BlockMaps<Operand>& maps, Worker& worker, float* scratch,
                            int64_t pack_items, const Bank& pack_bank, int64_t pack_convolution, float* norm) {
   const Geometry& geometry = job.geometry;
   const Bank& bank = job.scratch.bank[0];
-  const Epilogue epilogue{maps.hidden, nullptr, bank.scale, bank.bias, 1.0f, job.round_operands, maps.saved_hidden};
+  Epilogue<Operand> epilogue{};
+  epilogue.operand = maps.hidden;
+  epilogue.bias = bank.bias;
+  epilogue.round = job.round_operands;
+  epilogue.saved = maps.saved_hidden;
   worker.phase(geometry.conv_items() + pack_items, [&](int64_t item) {
     if (item < geometry.conv_items())
-      convolution_item<Ending::kRelu>(geometry, item, maps.stream, job.round_operands, job.scratch.zeros, bank.weights,
-                                      epilogue, upcoming_weights(job.v, geometry, pack_convolution + 1), scratch,
-                                      *job.poisoned);
+      convolution_item<Ending::kRelu>(geometry, item, maps.stream.operand, job.round_operands, job.scratch.zeros,
+                                      bank.weights, epilogue, upcoming_weights(job.v, geometry, pack_convolution + 1),
+                                      scratch, *job.poisoned);
     else
       pack_forward(job, pack_convolution, item - geometry.conv_items(), pack_bank, norm, scratch);
   });
 }
 
 // Second convolution of a block and the residual sum, together with the packing of the next block's first bank.
-inline void forward_stream(const StageForward& job, const BlockMaps& maps, Worker& worker, float* scratch,
+template <class Operand>
+inline void forward_stream(const StageForward& job, const BlockMaps<Operand>& maps, Worker& worker, float* scratch,
                            int64_t pack_items, int64_t pack_convolution, float* norm) {
   const Geometry& geometry = job.geometry;
   const Bank& bank = job.scratch.bank[1];
-  const Epilogue epilogue{maps.next, maps.stream, bank.scale, bank.bias, job.skip_scale, false, maps.saved_next};
+  Epilogue<Operand> epilogue{};
+  epilogue.operand = maps.next.operand;
+  epilogue.out = maps.next.sum;
+  epilogue.other = maps.stream.sum;
+  epilogue.bias = bank.bias;
+  epilogue.factor = job.skip_scale;
+  epilogue.saved = maps.saved_next;
   worker.phase(geometry.conv_items() + pack_items, [&](int64_t item) {
     if (item < geometry.conv_items())
       convolution_item<Ending::kResidual>(geometry, item, maps.hidden, false, job.scratch.zeros, bank.weights,
@@ -75,27 +115,38 @@ inline void forward_stream(const StageForward& job, const BlockMaps& maps, Worke
   });
 }
 
+// The rounded copy of a stream map.
+template <class Operand>
+inline void round_stream(const Geometry& geometry, const StreamMap<Operand>& map, int64_t item) {
+  if constexpr (is_pair<Operand>()) write_saved(geometry, map.sum, item, {map.operand, true});
+}
+
+template <class Operand>
 inline void forward(const StageForward& job, Worker& worker) {
   const Geometry& geometry = job.geometry;
   const SavedMaps& saved = job.saved;
   const int64_t blocks = geometry.blocks, banks = geometry.channel_blocks;
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
   const SavedMap none{nullptr, false};
+  // Saved maps that are operands are written in place, others as copies.
+  const bool in_place = saved.in_place;
 
-  // Where h_b is kept, and where a copy of it is saved.
   const auto stream = [&](int64_t b) {
-    return saved.in_place && b < blocks ? saved_in_place(saved, geometry, 2 * b) : job.scratch.stream;
+    StreamMap<Operand> map = scratch_stream<Operand>(job.scratch);
+    if (in_place && b < blocks) map.operand = saved_in_place<Operand>(saved, geometry, 2 * b);
+    if (!is_pair<Operand>()) map.sum = reinterpret_cast<float*>(map.operand);
+    return map;
   };
   const auto hidden = [&](int64_t b) {
-    return saved.in_place ? saved_in_place(saved, geometry, 2 * b + 1) : job.scratch.hidden;
+    return in_place ? saved_in_place<Operand>(saved, geometry, 2 * b + 1) : as_operand<Operand>(job.scratch.hidden);
   };
   const auto saved_stream = [&](int64_t b) {
-    if (!saved.data || saved.in_place || b >= blocks) return none;
+    if (!saved.data || in_place || b >= blocks) return none;
     if (saved.every == 0) return saved_map(saved, geometry, 2 * b);
     return b % saved.every == 0 ? saved_map(saved, geometry, b / saved.every) : none;
   };
   const auto saved_hidden = [&](int64_t b) {
-    return saved.data && !saved.in_place && saved.every == 0 ? saved_map(saved, geometry, 2 * b + 1) : none;
+    return saved.data && !in_place && saved.every == 0 ? saved_map(saved, geometry, 2 * b + 1) : none;
   };
 
   const int64_t first_pack = count_of(blocks > 0, banks);
@@ -105,25 +156,28 @@ inline void forward(const StageForward& job, Worker& worker) {
       return;
     }
     item -= first_pack;
-    read_map(geometry, job.x, item, stream(0));
+    read_map(geometry, job.x, item, stream(0).sum);
+    round_stream(geometry, stream(0), item);
     const SavedMap copy = saved_stream(0);
-    if (copy.data) write_saved(geometry, stream(0), item, copy);
+    if (copy.data) write_saved(geometry, stream(0).sum, item, copy);
   });
   for (int64_t b = 0; b < blocks; ++b) {
-    const BlockMaps maps{stream(b), hidden(b), stream(b + 1), saved_hidden(b), saved_stream(b + 1)};
+    const BlockMaps<Operand> maps{stream(b), hidden(b), stream(b + 1), saved_hidden(b), saved_stream(b + 1)};
     forward_hidden(job, maps, worker, scratch, banks, job.scratch.bank[1], 2 * b + 1, job.norm);
     forward_stream(job, maps, worker, scratch, count_of(b + 1 < blocks, banks), 2 * b + 2, job.norm);
   }
-  worker.phase(map_items(geometry), [&](int64_t item) { write_map(geometry, stream(blocks), item, job.y); });
+  worker.phase(map_items(geometry), [&](int64_t item) { write_map(geometry, stream(blocks).sum, item, job.y); });
 }
 
 // Where the backward finds h_b and a_b.
+template <class Operand>
 struct BackwardMaps {
-  const float* stream;
-  const float* hidden;
+  const Operand* stream;
+  const Operand* hidden;
 };
 
 // One worker's walk through the backward of a stage.
+template <class Operand>
 class Backward {
  public:
   Backward(const StageBackward& job, Worker& worker)
@@ -131,11 +185,16 @@ class Backward {
         geometry_(job.geometry),
         worker_(worker),
         scratch_(job.scratch.worker + worker.index() * job.scratch.worker_stride),
+        gradient_(scratch_stream<Operand>(job.scratch)),
+        hidden_gradient_(as_operand<Operand>(job.scratch.hidden)),
         banks_(geometry_.channel_blocks) {}
 
   void run() {
     const int64_t segment = job_.saved.every;
-    worker_.phase(map_items(geometry_), [&](int64_t item) { read_map(geometry_, job_.dy, item, job_.scratch.stream); });
+    worker_.phase(map_items(geometry_), [&](int64_t item) {
+      read_map(geometry_, job_.dy, item, gradient_.sum);
+      round_stream(geometry_, gradient_, item);
+    });
     if (segment == 0) {
       if (geometry_.blocks > 0) saved_blocks();
     } else {
@@ -143,12 +202,11 @@ class Backward {
         recomputed_segment((end - 1) / segment * segment, end);
     }
     finish_phase();
-    worker_.phase(map_items(geometry_),
-                  [&](int64_t item) { write_map(geometry_, job_.scratch.stream, item, job_.dx); });
+    worker_.phase(map_items(geometry_), [&](int64_t item) { write_map(geometry_, gradient_.sum, item, job_.dx); });
   }
 
  private:
-  // Everything was saved. Maps that cannot be read in place are converted one phase ahead.
+  // Everything was saved. Maps that cannot be read in place (then operands are float) are converted one phase ahead.
   void saved_blocks() {
     const SavedMaps& saved = job_.saved;
     const int64_t last = geometry_.blocks - 1;
@@ -159,8 +217,10 @@ class Backward {
       else pack(2 * last + 1, item - items);
     });
     for (int64_t b = last; b >= 0; --b) {
-      const BackwardMaps maps{convert ? job_.scratch.saved_stream : saved_in_place(saved, geometry_, 2 * b),
-                              convert ? job_.scratch.saved_hidden : saved_in_place(saved, geometry_, 2 * b + 1)};
+      const BackwardMaps<Operand> maps{
+          convert ? as_operand<Operand>(job_.scratch.saved_stream) : saved_in_place<Operand>(saved, geometry_, 2 * b),
+          convert ? as_operand<Operand>(job_.scratch.saved_hidden)
+                  : saved_in_place<Operand>(saved, geometry_, 2 * b + 1)};
       hidden_phase(b, maps, items, [&](int64_t item) {
         read_saved(geometry_, saved_map(saved, geometry_, 2 * b), item, job_.scratch.saved_stream);
       });
@@ -173,25 +233,31 @@ class Backward {
   // Blocks [begin, end): the forward again from the saved h_begin, then the backward.
   void recomputed_segment(int64_t begin, int64_t end) {
     const StageForward forward = as_forward();
-    const auto stream = [&](int64_t b) { return job_.scratch.saved_stream + (b - begin) * geometry_.map_size(); };
-    const auto hidden = [&](int64_t b) { return job_.scratch.saved_hidden + (b - begin) * geometry_.map_size(); };
+    const auto stream = [&](int64_t b) {
+      float* map = job_.scratch.saved_stream + (b - begin) * geometry_.operand_size();
+      return StreamMap<Operand>{is_pair<Operand>() ? job_.scratch.recomputed : map, as_operand<Operand>(map)};
+    };
+    const auto hidden = [&](int64_t b) {
+      return as_operand<Operand>(job_.scratch.saved_hidden + (b - begin) * geometry_.operand_size());
+    };
     const SavedMap none{nullptr, false};
     const SavedMap start = saved_map(job_.saved, geometry_, begin / job_.saved.every);
     finish_phase();
     worker_.phase(banks_ + map_items(geometry_), [&](int64_t item) {
-      if (item < banks_) pack_forward(forward, 2 * begin, item, job_.scratch.bank[0], nullptr, scratch_);
-      else read_saved(geometry_, start, item - banks_, stream(begin));
+      if (item < banks_) return pack_forward(forward, 2 * begin, item, job_.scratch.bank[0], nullptr, scratch_);
+      read_saved(geometry_, start, item - banks_, stream(begin).sum);
+      round_stream(geometry_, stream(begin), item - banks_);
     });
     for (int64_t b = begin; b < end; ++b) {
       const bool last = b + 1 == end;
-      const BlockMaps maps{stream(b), hidden(b), last ? nullptr : stream(b + 1), none, none};
+      const BlockMaps<Operand> maps{stream(b), hidden(b), last ? stream(b) : stream(b + 1), none, none};
       forward_hidden(forward, maps, worker_, scratch_, count_of(!last, banks_), job_.scratch.bank[1], 2 * b + 1,
                      nullptr);
       if (!last) forward_stream(forward, maps, worker_, scratch_, banks_, 2 * b + 2, nullptr);
     }
     worker_.phase(banks_, [&](int64_t item) { pack(2 * end - 1, item); });
     for (int64_t b = end - 1; b >= begin; --b) {
-      const BackwardMaps maps{stream(b), hidden(b)};
+      const BackwardMaps<Operand> maps{stream(b).operand, hidden(b)};
       hidden_phase(b, maps, 0, [](int64_t) {});
       stream_phase(b, maps, b > begin, 0, [](int64_t) {});
     }
@@ -199,14 +265,16 @@ class Backward {
 
   // From dh of block b + 1 to da, and the second convolution's weight gradient.
   template <class Read>
-  void hidden_phase(int64_t b, const BackwardMaps& maps, int64_t read_items, const Read& read) {
-    const Epilogue epilogue{job_.scratch.hidden, maps.hidden, nullptr, nullptr, 1.0f, job_.round_operands,
-                            {nullptr, false}};
+  void hidden_phase(int64_t b, const BackwardMaps<Operand>& maps, int64_t read_items, const Read& read) {
+    Epilogue<Operand> epilogue{};
+    epilogue.operand = hidden_gradient_;
+    epilogue.mask = maps.hidden;
+    epilogue.round = job_.round_operands;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
     worker_.phase(gradients + geometry_.conv_items() + read_items + banks_ + finish, [&](int64_t item) {
-      if (item < gradients) return weight_gradient(1, item, maps.hidden, job_.scratch.stream);
+      if (item < gradients) return weight_gradient(1, item, maps.hidden, gradient_.operand);
       if ((item -= gradients) < geometry_.conv_items())
-        return convolution_item<Ending::kMask>(geometry_, item, job_.scratch.stream, job_.round_operands,
+        return convolution_item<Ending::kMask>(geometry_, item, gradient_.operand, job_.round_operands,
                                                job_.scratch.zeros, job_.scratch.bank[1].weights, epilogue,
                                                upcoming_weights(job_.v, geometry_, 2 * b - 1), scratch_,
                                                *job_.poisoned);
@@ -219,15 +287,19 @@ class Backward {
 
   // From da to dh of block b, and the first convolution's weight gradient.
   template <class Read>
-  void stream_phase(int64_t b, const BackwardMaps& maps, bool pack_next, int64_t read_items, const Read& read) {
-    const Epilogue epilogue{job_.scratch.stream, job_.scratch.stream, nullptr, nullptr, job_.skip_scale, false,
-                            {nullptr, false}};
+  void stream_phase(int64_t b, const BackwardMaps<Operand>& maps, bool pack_next, int64_t read_items,
+                    const Read& read) {
+    Epilogue<Operand> epilogue{};
+    epilogue.operand = gradient_.operand;
+    epilogue.out = gradient_.sum;
+    epilogue.other = gradient_.sum;
+    epilogue.factor = job_.skip_scale;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
     const int64_t packs = count_of(pack_next, banks_);
     worker_.phase(gradients + geometry_.conv_items() + read_items + packs + finish, [&](int64_t item) {
-      if (item < gradients) return weight_gradient(0, item, maps.stream, job_.scratch.hidden);
+      if (item < gradients) return weight_gradient(0, item, maps.stream, hidden_gradient_);
       if ((item -= gradients) < geometry_.conv_items())
-        return convolution_item<Ending::kAdd>(geometry_, item, job_.scratch.hidden, false, job_.scratch.zeros,
+        return convolution_item<Ending::kAdd>(geometry_, item, hidden_gradient_, false, job_.scratch.zeros,
                                               job_.scratch.bank[0].weights, epilogue,
                                               upcoming_weights(job_.v, geometry_, 2 * b - 2), scratch_,
                                               *job_.poisoned);
@@ -240,13 +312,18 @@ class Backward {
 
   // which: 1 for the second convolution, from a (an operand as it is) and dh; 0 for the first, from h (the saved
   // operand, or the stream itself where it was recomputed) and da (an operand as it is).
-  void weight_gradient(int which, int64_t item, const float* x, const float* dy) {
-    const bool round_x = job_.round_operands && which == 0 && job_.saved.every > 0;
-    const bool round_gradient = job_.round_operands && which == 1;
-    const auto run = round_x ? weight_gradient_item<true, false>
-                             : round_gradient ? weight_gradient_item<false, true> : weight_gradient_item<false, false>;
-    run(geometry_, item, x, dy, job_.scratch.zeros, job_.scratch.gradient[which], job_.scratch.bias_gradient[which],
-        scratch_);
+  void weight_gradient(int which, int64_t item, const Operand* x, const Operand* dy) {
+    float* bank = job_.scratch.gradient[which];
+    float* bias_gradient = job_.scratch.bias_gradient[which];
+    if constexpr (is_pair<Operand>()) {
+      weight_gradient_item(geometry_, item, x, dy, bank, bias_gradient, scratch_);
+    } else {
+      const bool round_x = job_.round_operands && which == 0 && job_.saved.every > 0;
+      const bool round_gradient = job_.round_operands && which == 1;
+      const auto run = round_x ? weight_gradient_item<true, false>
+                               : round_gradient ? weight_gradient_item<false, true> : weight_gradient_item<false, false>;
+      run(geometry_, item, x, dy, job_.scratch.zeros, bank, bias_gradient, scratch_);
+    }
   }
 
   // What dh is scaled by before the second convolution's output gradient; the first convolution's is da itself.
@@ -287,10 +364,15 @@ class Backward {
   const Geometry& geometry_;
   Worker& worker_;
   float* scratch_;
+  StreamMap<Operand> gradient_;  // dh
+  Operand* hidden_gradient_;     // da
   int64_t banks_;
   int64_t pending_ = -1;
 };
 
-inline void backward(const StageBackward& job, Worker& worker) { Backward(job, worker).run(); }
+template <class Operand>
+inline void backward(const StageBackward& job, Worker& worker) {
+  Backward<Operand>(job, worker).run();
+}
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -9,7 +9,7 @@ namespace {
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Output blocks that one pass of the register tile covers.
-constexpr int64_t kGroupBlocks = 2;
+constexpr int64_t kGroupBlocks = kMaxGroupBlocks;
 
 // Fewer items than this a phase leave cores idle: cut the output channels too.
 constexpr int64_t kEnoughItems = 8;
@@ -61,6 +61,83 @@ Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t
   geometry.wgrad_slice_units =
       std::max<int64_t>(1, divide_up(divide_up(geometry.units, slices), geometry.wgrad_rows)) * geometry.wgrad_rows;
   geometry.wgrad_slices = std::max<int64_t>(1, divide_up(geometry.units, geometry.wgrad_slice_units));
+  return geometry;
+}
+
+namespace {
+
+int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+// Rows of a product of `lines` lines: each line padded to whole register tiles, or the lines with their borders as one
+// run; whichever is shorter. Returns the rows from one line to the next.
+int64_t rows_of_line(int64_t lines, int64_t width, const PairTile& tile) {
+  const int64_t apart = round_up(width, tile.rows), run = width + 2;
+  return round_up((lines - 1) * run + width, tile.rows) < lines * apart ? run : apart;
+}
+
+constexpr int64_t kChunkPixels = 128;
+
+}  // namespace
+
+Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
+                            const PairTile& tile) {
+  Geometry geometry = make_geometry(images, channels, height, width, blocks, Method::kDirect);
+  geometry.pair_rows = tile.rows;
+  geometry.wgrad_flat = tile.flat;
+  // Products in units of C^2: lines multiply by their padding, positions by missing images of a group, and with fewer
+  // rows to a bank they stream more of it.
+  const int64_t lines = kTaps * images * height * rows_of_line(height, width, tile);
+  const int64_t positions = (3 * height - 2) * (3 * width - 2) * round_up(images, tile.rows);
+  const bool small = 5 * positions < 4 * lines;
+  geometry.method = small ? Method::kPositions : Method::kLines;
+
+  const int64_t all_groups = divide_up(geometry.channel_blocks, kGroupBlocks);
+  const auto divide_conv = [&](int64_t chunks) {
+    geometry.conv_chunks = chunks;
+    geometry.conv_group_blocks =
+        chunks < kEnoughItems ? std::min(kGroupBlocks, geometry.channel_blocks) : geometry.channel_blocks;
+    geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
+  };
+  const auto divide_wgrad = [&](int64_t chunks, int64_t pixels) {
+    const int64_t slices = std::clamp<int64_t>(pixels / (4 * geometry.padded_channels), 1, kMaxSlices);
+    geometry.wgrad_chunks = chunks;
+    geometry.wgrad_slice_chunks = std::max<int64_t>(1, divide_up(chunks, slices));
+    geometry.wgrad_slices = std::max<int64_t>(1, divide_up(chunks, geometry.wgrad_slice_chunks));
+  };
+
+  if (small) {
+    geometry.segments = kTaps;
+    geometry.segment_depth = round_up(geometry.padded_channels, tile.depth);
+    geometry.conv_rows = 2 * tile.rows;
+    while (geometry.conv_rows > tile.rows && divide_up(images, geometry.conv_rows) * all_groups < kEnoughItems)
+      geometry.conv_rows /= 2;
+    divide_conv(divide_up(images, geometry.conv_rows));
+    geometry.wgrad_rows = round_up(std::clamp<int64_t>(images, 1, 32), tile.depth);
+    geometry.wgrad_depth = geometry.wgrad_plane = geometry.wgrad_rows;
+    geometry.wgrad_run = height * width * geometry.wgrad_rows;
+    divide_wgrad(divide_up(images, geometry.wgrad_rows), geometry.pixels());
+    return geometry;
+  }
+
+  geometry.segments = 3;
+  geometry.segment_depth = round_up(3 * geometry.padded_channels, tile.depth);
+  geometry.conv_lines = std::clamp<int64_t>(kChunkPixels / width, 1, height);
+  while (geometry.conv_lines > 1 && images * divide_up(height, geometry.conv_lines) * all_groups < kEnoughItems)
+    geometry.conv_lines = divide_up(geometry.conv_lines, 2);
+  geometry.conv_line_pixels = width + 2;
+  geometry.conv_line_rows = rows_of_line(geometry.conv_lines, width, tile);
+  geometry.conv_rows = round_up((geometry.conv_lines - 1) * geometry.conv_line_rows + width, tile.rows);
+  divide_conv(images * divide_up(height, geometry.conv_lines));
+
+  geometry.wgrad_lines = std::clamp<int64_t>(2 * kChunkPixels / width, 1, height);
+  geometry.wgrad_line_pixels = round_up(width + 2, 2);
+  const int64_t run = geometry.wgrad_lines * geometry.wgrad_line_pixels;
+  geometry.wgrad_depth = tile.flat ? round_up(run, tile.depth) : round_up(width, 2);
+  geometry.wgrad_run = tile.flat ? geometry.wgrad_depth : run;
+  // Two lines and two pixels further for the last tap; an odd number of cache lines, so that channels do not share sets.
+  constexpr int64_t kLine = 32;
+  geometry.wgrad_plane = round_up(geometry.wgrad_run + 2 * geometry.wgrad_line_pixels + 2, 2 * kLine) + kLine;
+  divide_wgrad(images * divide_up(height, geometry.wgrad_lines), geometry.pixels());
   return geometry;
 }
 

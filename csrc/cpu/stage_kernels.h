@@ -5,6 +5,6 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-const StageKernels stage_kernels = {forward, backward};
+const StageKernels stage_kernels = {forward<float>, backward<float>};
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

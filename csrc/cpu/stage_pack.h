@@ -3,16 +3,18 @@
 //   v, one output row:   [C][9] floats           a unit of work: 16 rows x 16 input channels = 16 x 144 floats,
 //   bank:                [planes][C/16][C][16]   9 KB, nine 16 x 16 transpositions in registers
 //
-//   pack_forward    rows of 16 outputs -> lanes are outputs;   the row norm is summed on the way, the scale g / ||v||
-//                   stays out of the bank and is applied by the epilogue
-//   pack_backward   lanes are inputs, depth is outputs, taps turned by 180 degrees; the scale lies along the depth
-//                   here, so it goes into the bank
+//   pack_forward    rows of 16 outputs -> lanes are outputs;   the row norm first, from the same cache lines
+//   pack_backward   lanes are inputs, depth is outputs, taps turned by 180 degrees
 //   finish_gradient adds the slices' banks in order, turns them into rows dW, and applies weight normalisation's
 //                   backward: dg = <dW, v> / ||v||,  dv = g / ||v|| (dW - v dg / ||v||)
+//
+// Banks hold effective weights w = g v / ||v||: a product of inputs with v itself could leave the range of fp32 where
+// the convolution does not. Floats, or pairs of bfloat16 along the depth (stage_pairs.h).
 //
 // Each reads v once: 36 C^2 bytes a convolution are the floor, and what a stage with one small image is bound by.
 #pragma once
 
+#include "stage_pairs.h"
 #include "stage_winograd.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -78,40 +80,102 @@ WNFUSED_INLINE void put_filter(const Geometry& geometry, const Tap& tap, float* 
   }
 }
 
-// One output block of one convolution. `norm` may be null. `scratch`: 2 * 16 * 144 floats.
+// The filters of depth `depth` and `depth` + 1 in a bank of pairs.
+template <class Tap>
+WNFUSED_INLINE void put_filter_pair(const Geometry& geometry, const Tap& even, const Tap& odd, uint16_t* bank,
+                                    int64_t output_block, int64_t depth) {
+  const bool lines = geometry.method == Method::kLines;
+  for (int k = 0; k < kTaps; ++k) {
+    const int64_t segment = lines ? k / 3 : k, offset = lines ? k % 3 * geometry.padded_channels + depth : depth;
+    store_pairs(bank + ((segment * geometry.channel_blocks + output_block) * geometry.segment_depth + offset) * kLanes,
+                even(k), odd(k));
+  }
+}
+
+// The depth that a bank of pairs has beyond its taps.
+inline void clear_padding(const Geometry& geometry, uint16_t* bank, int64_t output_block) {
+  const int64_t used = kTaps / geometry.segments * geometry.padded_channels, unused = geometry.segment_depth - used;
+  for (int64_t segment = 0; unused && segment < geometry.segments; ++segment)
+    __builtin_memset(
+        bank + ((segment * geometry.channel_blocks + output_block) * geometry.segment_depth + used) * kLanes, 0,
+        unused * kLanes * sizeof(uint16_t));
+}
+
+// The norm of one row of v. `staging` holds a row in bfloat16's case.
+inline float row_norm(const Parameter& v, const Geometry& geometry, int64_t row, float* staging) {
+  const int64_t floats = geometry.channels * kTaps;
+  const float* values = static_cast<const float*>(v.data) + row * floats;
+  if (v.bfloat16) {
+    read_run(v, row * floats, floats, staging);
+    values = staging;
+  }
+  Block squares[4] = {zero(), zero(), zero(), zero()};
+  int64_t k = 0;
+  for (; k + 4 * kLanes <= floats; k += 4 * kLanes)
+    WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
+      const Block value = load(values + k + i * kLanes);
+      squares[i] = multiply_add(value, value, squares[i]);
+    }
+  float rest = 0.0f;
+  for (; k + kLanes <= floats; k += kLanes) {
+    const Block value = load(values + k);
+    squares[0] = multiply_add(value, value, squares[0]);
+  }
+  for (; k < floats; ++k) rest += values[k] * values[k];
+  return __builtin_sqrtf(horizontal_sum((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest);
+}
+
+// One output block of one convolution. `norm` may be null. `scratch`: 2 * 16 * 144 floats and a row.
 inline void pack_forward(const StageForward& job, int64_t convolution, int64_t output_block, const Bank& bank,
                          float* norm, float* scratch) {
   const Geometry& geometry = job.geometry;
   float* staging = scratch;
   float* lanes = scratch + kLanes * kUnitFloats;  // [144][16 outputs]
   const int64_t row0 = output_block * kLanes;
-  Block squares[4] = {zero(), zero(), zero(), zero()};
+  Block scale[kLanes];
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t channel = row0 + r, index = convolution * geometry.channels + channel;
+    const bool present = channel < geometry.channels;
+    const float length = present ? row_norm(job.v, geometry, index, lanes + kLanes * kUnitFloats) : 0.0f;
+    scale[r] = splat(length != 0.0f ? read(job.g, index) / length : 0.0f);
+    bank.bias[channel] = present ? read(job.bias, index) : 0.0f;
+    if (present && norm) norm[index] = length;
+  }
   float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
+  uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
+  if (geometry.is_pairs()) clear_padding(geometry, pairs, output_block);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const Rows rows = unit_rows(job.v, geometry, convolution, row0, input_block, staging);
     for (int64_t k = 0; k < kUnitFloats; k += kLanes) {
       Block block[kLanes];
-      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(rows.data + r * rows.stride + k);
+      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(rows.data + r * rows.stride + k) * scale[r];
       transpose(block);
-      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) {
-        squares[r % 4] = multiply_add(block[r], block[r], squares[r % 4]);
+      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r)
         store(lanes + (k + r) * kLanes, job.round_operands ? round_to_bfloat16(block[r]) : block[r]);
-      }
     }
-    for (int i = 0; i < kLanes; ++i, target += kLanes) {
-      const float* taps = lanes + i * kTaps * kLanes;
-      put_filter(geometry, [taps](int k) { return load(taps + k * kLanes); }, target);
+    const auto filter = [lanes](int input) {
+      return [taps = lanes + input * kTaps * kLanes](int k) { return load(taps + k * kLanes); };
+    };
+    if (geometry.is_pairs()) {
+      for (int i = 0; i < kLanes; i += 2)
+        put_filter_pair(geometry, filter(i), filter(i + 1), pairs, output_block, input_block * kLanes + i);
+    } else {
+      for (int i = 0; i < kLanes; ++i, target += kLanes) put_filter(geometry, filter(i), target);
     }
   }
-  float sum[kLanes];
-  store(sum, (squares[0] + squares[1]) + (squares[2] + squares[3]));
-  for (int64_t r = 0; r < kLanes; ++r) {
-    const int64_t channel = row0 + r, index = convolution * geometry.channels + channel;
-    const bool present = channel < geometry.channels;
-    const float length = __builtin_sqrtf(sum[r]);
-    bank.scale[channel] = present && length != 0.0f ? read(job.g, index) / length : 0.0f;
-    bank.bias[channel] = present ? read(job.bias, index) : 0.0f;
-    if (present && norm) norm[index] = length;
+}
+
+// 16 inputs x 9 taps of one row of a unit, transposed and scaled: filter[k] is tap k of 16 inputs.
+WNFUSED_INLINE void row_filters(const float* row, const Block& scale, bool round, Block (&filter)[kLanes]) {
+  // The last input's load would pass the end of the row, so its 9 taps are copied out first.
+  float last[kLanes] = {};
+  __builtin_memcpy(last, row + (kLanes - 1) * kTaps, kTaps * sizeof(float));
+  WNFUSED_UNROLL for (int i = 0; i < kLanes - 1; ++i) filter[i] = load(row + i * kTaps);
+  filter[kLanes - 1] = load(last);
+  transpose(filter);
+  WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+    filter[k] = filter[k] * scale;
+    if (round) filter[k] = round_to_bfloat16(filter[k]);
   }
 }
 
@@ -119,30 +183,30 @@ inline void pack_forward(const StageForward& job, int64_t convolution, int64_t o
 inline void pack_backward(const StageBackward& job, int64_t convolution, int64_t output_block, float factor,
                           const Bank& bank, float* scratch) {
   const Geometry& geometry = job.geometry;
+  uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
+  Block scale[kLanes];
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t channel = output_block * kLanes + r, index = convolution * geometry.channels + channel;
+    const bool scaled = channel < geometry.channels && job.norm[index] != 0.0f;
+    scale[r] = splat(scaled ? factor * (read(job.g, index) / job.norm[index]) : 0.0f);
+  }
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
+    if (geometry.is_pairs() && output_block == 0) clear_padding(geometry, pairs, input_block);
     const Rows rows = unit_rows(job.v, geometry, convolution, output_block * kLanes, input_block, scratch);
     float* target = bank.weights + (input_block * geometry.padded_channels + output_block * kLanes) * kLanes;
-    for (int64_t r = 0; r < kLanes; ++r, target += kLanes) {
-      const int64_t channel = output_block * kLanes + r;
-      float scale = 0.0f;
-      if (channel < geometry.channels) {
-        const int64_t index = convolution * geometry.channels + channel;
-        if (job.norm[index] != 0.0f) scale = factor * (read(job.g, index) / job.norm[index]);
+    Block filter[2][kLanes];
+    const auto turned = [&filter](int which) {
+      return [&taps = filter[which]](int k) { return taps[kTaps - 1 - k]; };
+    };
+    for (int64_t r = 0; r < kLanes; r += 2) {
+      WNFUSED_UNROLL for (int i = 0; i < 2; ++i)
+        row_filters(rows.data + (r + i) * rows.stride, scale[r + i], job.round_operands, filter[i]);
+      if (geometry.is_pairs()) {
+        put_filter_pair(geometry, turned(0), turned(1), pairs, input_block, output_block * kLanes + r);
+      } else {
+        put_filter(geometry, turned(0), target + r * kLanes);
+        put_filter(geometry, turned(1), target + (r + 1) * kLanes);
       }
-      // 16 inputs x 9 taps; the last input's load would pass the end of the row, so its 9 taps are copied out first.
-      const float* filters = rows.data + r * rows.stride;
-      float last[kLanes] = {};
-      __builtin_memcpy(last, filters + (kLanes - 1) * kTaps, kTaps * sizeof(float));
-      Block block[kLanes];
-      WNFUSED_UNROLL for (int i = 0; i < kLanes - 1; ++i) block[i] = load(filters + i * kTaps);
-      block[kLanes - 1] = load(last);
-      transpose(block);
-      const Block factors = splat(scale);
-      WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
-        if (job.round_operands) block[k] = round_to_bfloat16(block[k]);
-        block[k] = block[k] * factors;
-      }
-      put_filter(geometry, [&block](int k) { return block[kTaps - 1 - k]; }, target);
     }
   }
 }
@@ -153,7 +217,7 @@ inline void sum_slices(const Geometry& geometry, const float* bank, float* targe
   for (int64_t p = 0; p < geometry.planes; ++p) {
     sum[p] = load(bank + p * geometry.plane_stride);
     for (int64_t s = 1; s < geometry.wgrad_slices; ++s)
-      sum[p] = sum[p] + load(bank + s * geometry.bank_size() + p * geometry.plane_stride);
+      sum[p] = sum[p] + load(bank + s * geometry.gradient_size() + p * geometry.plane_stride);
   }
   if (geometry.method == Method::kWinograd) {
     filter_gradient([&sum](int p) { return sum[p]; }, target);

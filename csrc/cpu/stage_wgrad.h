@@ -71,7 +71,7 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   const int64_t first_block = group * geometry.wgrad_group_blocks;
   const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.channel_blocks - first_block);
   const int64_t block_stride = geometry.padded_channels * kLanes;
-  float* bank = banks + slice * geometry.bank_size() + first_block * block_stride;
+  float* bank = banks + slice * geometry.gradient_size() + first_block * block_stride;
   float* bias_gradient = bias_gradients + slice * geometry.padded_channels;
   const int64_t begin = slice * geometry.wgrad_slice_units;
   const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);

@@ -25,10 +25,13 @@ constexpr int kParts = kLanes / kNativeLanes;
 typedef float Native __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
 typedef int32_t NativeInt __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
 typedef uint32_t NativeBits __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
+typedef uint16_t NativeHalf __attribute__((vector_size(WNFUSED_VECTOR_BITS / 16)));
 
 struct Block {
   Native part[kParts];
 };
+
+WNFUSED_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 WNFUSED_INLINE Native native_splat(float value) {
 #if WNFUSED_VECTOR_BITS == 512
@@ -145,18 +148,21 @@ WNFUSED_INLINE uint16_t to_bfloat16(float value) {
 }
 
 WNFUSED_INLINE Block load_bfloat16(const uint16_t* source) {
-  uint32_t bits[kLanes];
-  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<uint32_t>(source[i]) << 16;
   Block block;
-  __builtin_memcpy(&block, bits, sizeof bits);
+  WNFUSED_FOR_PARTS {
+    NativeHalf half;
+    __builtin_memcpy(&half, source + i * kNativeLanes, sizeof half);
+    block.part[i] = (Native)(__builtin_convertvector(half, NativeBits) << 16);
+  }
   return block;
 }
 
 WNFUSED_INLINE void store_bfloat16(uint16_t* target, const Block& block) {
   const Block rounded = round_to_bfloat16(block);
-  uint32_t bits[kLanes];
-  __builtin_memcpy(bits, &rounded, sizeof bits);
-  for (int i = 0; i < kLanes; ++i) target[i] = static_cast<uint16_t>(bits[i] >> 16);
+  WNFUSED_FOR_PARTS {
+    const NativeHalf half = __builtin_convertvector((NativeBits)rounded.part[i] >> 16, NativeHalf);
+    __builtin_memcpy(target + i * kNativeLanes, &half, sizeof half);
+  }
 }
 
 WNFUSED_INLINE float horizontal_sum(const Block& a) {

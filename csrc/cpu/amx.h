@@ -1,0 +1,10 @@
+// Whether AMX can be used.
+#pragma once
+
+namespace wnfused::cpu {
+
+// The processor has tiles and bfloat16 products, the kernel grants this process their state, and the instructions give
+// the results of their emulation. The last two are asked for once.
+bool amx_usable();
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,90 @@
+// How a convolution ends: what becomes of its output, one pixel and block of 16 channels at a time.
+#pragma once
+
+#include "stage_pairs.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+struct SavedMap {
+  void* data;  // [N, H, W, C], null: do not save
+  bool bfloat16;
+};
+
+// What becomes of a convolution's output before it is stored.
+enum class Ending {
+  kRelu,      // relu(acc + bias)                   a, from h
+  kResidual,  // factor (other + acc + bias)        the next h, from a; other is h
+  kMask,      // acc where a passed the ReLU, else 0  da, from dh
+  kAdd,       // factor other + acc                 dh of the block, from da; other is dh
+};
+
+constexpr bool is_operand(Ending ending) { return ending == Ending::kRelu || ending == Ending::kMask; }
+
+// What a convolution reads is an Operand: float, in the map's own layout, or bfloat16 (uint16_t), [N, H, W, C].
+template <class Operand>
+struct Epilogue {
+  Operand* operand;      // kRelu, kMask: the output. Else, where operands are bfloat16, the rounded copy of it
+  float* out;            // kResidual, kAdd
+  const float* other;    // kResidual, kAdd
+  const Operand* mask;   // kMask: a
+  const float* bias;     // kRelu, kResidual
+  float factor;
+  bool round;            // float operands: rounded to bfloat16 all the same
+  SavedMap saved;
+};
+
+WNFUSED_INLINE Block load_operand(const Geometry& geometry, const float* map, int64_t pixel, int64_t channel_block) {
+  return load(map + pixel * geometry.padded_channels + channel_block * kLanes);
+}
+
+WNFUSED_INLINE void store_operand(const Geometry& geometry, float* map, int64_t pixel, int64_t channel_block,
+                                  const Block& value) {
+  store(map + pixel * geometry.padded_channels + channel_block * kLanes, value);
+}
+
+inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t pixel, int64_t channel_block,
+                       const Block& value) {
+  const int64_t left = geometry.channels - channel_block * kLanes, lanes = left < kLanes ? left : kLanes;
+  const int64_t offset = pixel * geometry.channels + channel_block * kLanes;
+  if (lanes == kLanes) {
+    if (saved.bfloat16) store_bfloat16(static_cast<uint16_t*>(saved.data) + offset, value);
+    else store(static_cast<float*>(saved.data) + offset, value);
+    return;
+  }
+  float values[kLanes];
+  store(values, value);
+  if (saved.bfloat16) {
+    uint16_t* target = static_cast<uint16_t*>(saved.data) + offset;
+    for (int64_t i = 0; i < lanes; ++i) target[i] = to_bfloat16(values[i]);
+  } else {
+    __builtin_memcpy(static_cast<float*>(saved.data) + offset, values, lanes * sizeof(float));
+  }
+}
+
+// The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite.
+template <Ending kEnding, class Operand>
+WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue<Operand>& epilogue, int64_t pixel,
+                                 int64_t channel_block, const Block& accumulator, const Block& bias, Block& poison) {
+  constexpr bool kPairs = sizeof(Operand) == sizeof(uint16_t);
+  const int64_t offset = pixel * geometry.padded_channels + channel_block * kLanes;
+  Block value;
+  if constexpr (kEnding == Ending::kRelu)
+    value = relu(accumulator + bias);
+  else if constexpr (kEnding == Ending::kResidual)
+    value = splat(epilogue.factor) * (load(epilogue.other + offset) + (accumulator + bias));
+  else if constexpr (kEnding == Ending::kMask)
+    value = relu_mask(load_operand(geometry, epilogue.mask, pixel, channel_block), accumulator);
+  else
+    value = multiply_add(splat(epilogue.factor), load(epilogue.other + offset), accumulator);
+  if constexpr (is_operand(kEnding)) {
+    if (!kPairs && epilogue.round) value = round_to_bfloat16(value);
+  } else {
+    poison = multiply_add(value, zero(), poison);
+    store(epilogue.out + offset, value);
+  }
+  if constexpr (is_operand(kEnding) || kPairs)
+    store_operand(geometry, epilogue.operand, pixel, channel_block, value);
+  if (epilogue.saved.data) save_block(geometry, epilogue.saved, pixel, channel_block, value);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,94 @@
+// Products of bfloat16 matrices, two elements of the depth at a time: what the methods `lines` and `positions` are made
+// of. A row is a run of bfloat16 along the depth; the other factor keeps pairs of the depth side by side:
+//
+//   rows [..][depth]                          bank [output block][depth / 2][16 lanes][2]
+//   row r: (a0 a1) (a2 a3) ..                 pair k: (w_2k,0 w_2k+1,0) (w_2k,1 w_2k+1,1) .. 16 lanes
+//               \__ one pair to all lanes  x       -> 16 floats: accumulator [r][lane] += a_2k w_2k + a_2k+1 w_2k+1
+//
+// Convolution: rows are pixels, the depth runs over channels and taps. Lines: the three taps of a filter's row are one
+// run of 3 C elements, since neighbours lie side by side; three segments, one a row of the filter.
+// Weight gradient: rows are input channels, the depth runs over pixels; a tap is a shift of the run.
+//
+// An instruction set brings Pairs::multiply (stage_dots.h, stage_tiles.h). Products and sums are fp32; denormal operands
+// and results count as zero, as in the processor's own instructions.
+#pragma once
+
+#include "vec.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Where the rows and the bank of one part of the depth begin.
+struct Segment {
+  const uint16_t* rows;
+  const uint16_t* bank;
+};
+
+struct PairProduct {
+  const Segment* segments;
+  int64_t segment_count;
+  int64_t depth;        // of each segment; a multiple of PairTile::depth
+  int64_t row_stride;   // elements
+  int64_t bank_stride;  // elements from one output block to the next
+  float* out;           // [output block][rows][16]
+  int64_t out_stride;   // floats from one output block to the next
+  bool accumulate;      // onto what `out` holds
+};
+
+// Two Blocks as one run of 16 pairs of bfloat16: even elements of the depth in the low halves.
+WNFUSED_INLINE void store_pairs(uint16_t* target, const Block& even, const Block& odd) {
+  const Block low = round_to_bfloat16(even), high = round_to_bfloat16(odd);
+  WNFUSED_FOR_PARTS {
+    const NativeBits pairs = ((NativeBits)low.part[i] >> 16) | (NativeBits)high.part[i];
+    __builtin_memcpy(target + 2 * i * kNativeLanes, &pairs, sizeof pairs);
+  }
+}
+
+// The same of values that are bfloat16 already.
+WNFUSED_INLINE void store_exact_pairs(uint16_t* target, const Block& even, const Block& odd) {
+  WNFUSED_FOR_PARTS {
+    const NativeBits pairs = ((NativeBits)even.part[i] >> 16) | (NativeBits)odd.part[i];
+    __builtin_memcpy(target + 2 * i * kNativeLanes, &pairs, sizeof pairs);
+  }
+}
+
+// The first `count` of 16 values that are bfloat16 already.
+WNFUSED_INLINE void store_exact(uint16_t* target, const Block& block, int64_t count) {
+  uint16_t values[kLanes];
+  uint16_t* whole = count == kLanes ? target : values;
+  WNFUSED_FOR_PARTS {
+    const NativeHalf half = __builtin_convertvector((NativeBits)block.part[i] >> 16, NativeHalf);
+    __builtin_memcpy(whole + i * kNativeLanes, &half, sizeof half);
+  }
+  for (int64_t i = 0; whole == values && i < count; ++i) target[i] = values[i];
+}
+
+// Operands [N, H, W, C], bfloat16.
+
+WNFUSED_INLINE int64_t lanes_of_block(const Geometry& geometry, int64_t channel_block) {
+  const int64_t left = geometry.channels - channel_block * kLanes;
+  return left < kLanes ? left : kLanes;
+}
+
+WNFUSED_INLINE Block load_operand(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t channel_block) {
+  const uint16_t* source = map + pixel * geometry.channels + channel_block * kLanes;
+  const int64_t lanes = lanes_of_block(geometry, channel_block);
+  if (lanes == kLanes) return load_bfloat16(source);
+  uint16_t values[kLanes] = {};
+  for (int64_t i = 0; i < lanes; ++i) values[i] = source[i];
+  return load_bfloat16(values);
+}
+
+WNFUSED_INLINE void store_operand(const Geometry& geometry, uint16_t* map, int64_t pixel, int64_t channel_block,
+                                  const Block& value) {
+  uint16_t* target = map + pixel * geometry.channels + channel_block * kLanes;
+  const int64_t lanes = lanes_of_block(geometry, channel_block);
+  if (lanes == kLanes) {
+    store_bfloat16(target, value);
+    return;
+  }
+  uint16_t values[kLanes];
+  store_bfloat16(values, value);
+  for (int64_t i = 0; i < lanes; ++i) target[i] = values[i];
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

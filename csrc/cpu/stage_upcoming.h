@@ -1,0 +1,25 @@
+// Fetching ahead what the next phase reads.
+#pragma once
+
+#include "vec.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Parameters that the next phase will pack. In a network deeper than the cache they come from memory, which would
+// otherwise be idle while convolutions run.
+struct Upcoming {
+  const char* data;
+  int64_t bytes;
+
+  WNFUSED_INLINE Upcoming part(int64_t index, int64_t parts) const {
+    const int64_t begin = bytes * index / parts;
+    return {data + begin, bytes * (index + 1) / parts - begin};
+  }
+
+  WNFUSED_INLINE void prefetch() const {
+    constexpr int kSecondLevel = 2;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, kSecondLevel);
+  }
+};
+
+}  // namespace wnfused::cpu::WNFUSED_ISA
