@@ -104,7 +104,7 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
   int64_t offsets[kMaxGroups], groups = 0;
   const bool run = geometry.conv_line_rows == line;
   const PairProduct all{segments, 3, geometry.segment_depth, padded, geometry.segment_depth * kLanes, chunk.product,
-                        geometry.conv_rows * kLanes, false};
+                        geometry.conv_rows * kLanes, false, true};
   PairProduct part = all;
   const auto multiply = [&] {
     Pairs::multiply(part, offsets, groups, chunk.blocks);
@@ -150,7 +150,7 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
       segments[i] = {chunk.panel + (position + tap_shift(geometry, taps[i])) * rows * padded,
                      chunk.bank + taps[i] * geometry.channel_blocks * geometry.segment_depth * kLanes};
     const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.segment_depth * kLanes,
-                              chunk.product, rows * kLanes, false};
+                              chunk.product, rows * kLanes, false, false};
     Pairs::multiply(product, offsets, rows / geometry.pair_rows, chunk.blocks);
     for (int64_t b = 0; b < chunk.blocks; ++b) {
       const int64_t block = chunk.first_block + b;

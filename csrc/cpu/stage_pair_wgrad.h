@@ -13,39 +13,71 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// 16 channels of 16 pixels (`present` of them, the others zero), one channel's pixels side by side in the target.
-inline void transpose_pixels(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t pixel_step,
-                             int64_t present, int64_t channel_block, uint16_t* target, int64_t target_stride) {
-  Block block[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i)
-    block[i] = i < present ? load_operand(geometry, map, pixel + i * pixel_step, channel_block) : zero();
-  transpose(block);
-  for (int64_t i = 0; i < kLanes; ++i) store_exact(target + i * target_stride, block[i], present);
+constexpr int64_t kRun = 2 * kLanes;  // pixels that are transposed at once
+
+// 16 channels of up to 32 pixels, one channel's pixels side by side: run[c] are the 32 of channel c, as bits. Pixels
+// beyond `count` are zero.
+WNFUSED_INLINE void transpose_pixels(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t pixel_step,
+                                     int64_t count, int64_t channel_block, Block (&run)[kLanes]) {
+  const auto at = [&](int64_t i) {
+    return i < count ? load_operand(geometry, map, pixel + i * pixel_step, channel_block) : zero();
+  };
+  for (int64_t i = 0; i < kLanes; ++i) run[i] = exact_pairs(at(2 * i), at(2 * i + 1));
+  transpose(run);
 }
 
+// The first `count` of a run.
+WNFUSED_INLINE void store_run(uint16_t* target, const Block& run, int64_t count) {
+  if (count == kRun) return store_bits(target, run);
+  uint16_t values[kRun];
+  store_bits(values, run);
+  for (int64_t i = 0; i < count; ++i) target[i] = values[i];
+}
+
+// Lines [begin - 1, end + 1) that are in the map: their pixels follow one another there, and are cut into lines here.
 inline void gather_input_lines(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
                                uint16_t* panel) {
-  const int64_t line = geometry.wgrad_line_pixels, plane = geometry.wgrad_plane;
+  const int64_t line = geometry.wgrad_line_pixels, plane = geometry.wgrad_plane, width = geometry.width;
   clear_elements(panel, geometry.padded_channels * plane);
-  for (int64_t y = begin - 1; y < end + 1; ++y) {
-    if (y < 0 || y >= geometry.height) continue;
-    const int64_t pixel = (image * geometry.height + y) * geometry.width;
-    for (int64_t b = 0; b < geometry.channel_blocks; ++b)
-      for (int64_t x = 0; x < geometry.width; x += kLanes)
-        transpose_pixels(geometry, map, pixel + x, 1, smaller(kLanes, geometry.width - x), b,
-                         panel + b * kLanes * plane + (y - begin + 1) * line + 1 + x, plane);
-  }
+  const int64_t top = begin > 0 ? begin - 1 : 0, bottom = smaller(end + 1, geometry.height);
+  const int64_t pixels = (bottom - top) * width, first = (image * geometry.height + top) * width;
+  panel += (top - begin + 1) * line + 1;
+  // Pieces of a run that lie in one line each.
+  constexpr int64_t kPiece = 8;
+  const bool whole = width % kRun == 0, pieces = width % kPiece == 0;
+  for (int64_t b = 0; b < geometry.channel_blocks; ++b, panel += kLanes * plane)
+    for (int64_t p = 0; p < pixels; p += kRun) {
+      const int64_t count = smaller(kRun, pixels - p);
+      Block run[kLanes];
+      transpose_pixels(geometry, map, first + p, 1, count, b, run);
+      for (int64_t c = 0; c < kLanes; ++c) {
+        uint16_t* target = panel + c * plane;
+        if (whole) {
+          store_bits(target + p / width * line + p % width, run[c]);
+          continue;
+        }
+        uint16_t values[kRun];
+        store_bits(values, run[c]);
+        if (pieces) {
+          for (int64_t i = 0; i < count; i += kPiece)
+            __builtin_memcpy(target + (p + i) / width * line + (p + i) % width, values + i, kPiece * sizeof(uint16_t));
+        } else {
+          for (int64_t i = 0; i < count; ++i) target[(p + i) / width * line + (p + i) % width] = values[i];
+        }
+      }
+    }
 }
 
 inline void gather_input_positions(const Geometry& geometry, const uint16_t* map, int64_t begin, int64_t count,
                                    uint16_t* panel) {
   const int64_t pixels = geometry.height * geometry.width, rows = geometry.wgrad_rows;
-  if (count < rows) clear_elements(panel, pixels * geometry.padded_channels * rows);
   for (int64_t position = 0; position < pixels; ++position)
-    for (int64_t b = 0; b < geometry.channel_blocks; ++b)
-      for (int64_t i = 0; i < count; i += kLanes)
-        transpose_pixels(geometry, map, (begin + i) * pixels + position, pixels, smaller(kLanes, count - i), b,
-                         panel + (position * geometry.padded_channels + b * kLanes) * rows + i, rows);
+    for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
+      Block run[kLanes];
+      transpose_pixels(geometry, map, begin * pixels + position, pixels, count, b, run);
+      uint16_t* target = panel + (position * geometry.padded_channels + b * kLanes) * rows;
+      for (int64_t c = 0; c < kLanes; ++c) store_run(target + c * rows, run[c], rows);
+    }
 }
 
 // A run of `count` gradients, pairs side by side; an odd one is paired with zero.
@@ -55,7 +87,7 @@ WNFUSED_INLINE void interleave(const Geometry& geometry, const uint16_t* map, in
     const Block even = load_operand(geometry, map, pixel + i * pixel_step, channel_block);
     const Block odd = i + 1 < count ? load_operand(geometry, map, pixel + (i + 1) * pixel_step, channel_block) : zero();
     sum = sum + (even + odd);
-    store_exact_pairs(target, even, odd);
+    store_bits(target, exact_pairs(even, odd));
   }
 }
 
@@ -91,7 +123,7 @@ WNFUSED_INLINE void multiply_taps(const Geometry& geometry, const GradientChunk&
   int64_t offsets[kMaxGroups];
   const int64_t tile = geometry.pair_rows, groups = geometry.padded_channels / tile;
   PairProduct product{chunk.segments, segments, geometry.wgrad_depth, geometry.wgrad_plane, geometry.wgrad_run * kLanes,
-                      chunk.bank + tap * geometry.plane_stride, geometry.padded_channels * kLanes, chunk.accumulate};
+                      chunk.bank + tap * geometry.plane_stride, geometry.padded_channels * kLanes, chunk.accumulate, false};
   for (int64_t first = 0; first < groups; first += kMaxGroups) {
     const int64_t count = smaller(kMaxGroups, groups - first);
     for (int64_t g = 0; g < count; ++g) offsets[g] = (first + g) * tile * geometry.wgrad_plane;

@@ -32,34 +32,34 @@ struct PairProduct {
   float* out;           // [output block][rows][16]
   int64_t out_stride;   // floats from one output block to the next
   bool accumulate;      // onto what `out` holds
+  bool neighbours;      // eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r
 };
 
-// Two Blocks as one run of 16 pairs of bfloat16: even elements of the depth in the low halves.
+// Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves; denormals may become zero.
 WNFUSED_INLINE void store_pairs(uint16_t* target, const Block& even, const Block& odd) {
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  _mm512_storeu_si512(target, _mm512_permutexvar_epi16(order, halves));
+#else
   const Block low = round_to_bfloat16(even), high = round_to_bfloat16(odd);
   WNFUSED_FOR_PARTS {
     const NativeBits pairs = ((NativeBits)low.part[i] >> 16) | (NativeBits)high.part[i];
     __builtin_memcpy(target + 2 * i * kNativeLanes, &pairs, sizeof pairs);
   }
+#endif
 }
 
-// The same of values that are bfloat16 already.
-WNFUSED_INLINE void store_exact_pairs(uint16_t* target, const Block& even, const Block& odd) {
-  WNFUSED_FOR_PARTS {
-    const NativeBits pairs = ((NativeBits)even.part[i] >> 16) | (NativeBits)odd.part[i];
-    __builtin_memcpy(target + 2 * i * kNativeLanes, &pairs, sizeof pairs);
-  }
+// Pairs of values that are bfloat16 already, as bits.
+WNFUSED_INLINE Block exact_pairs(const Block& even, const Block& odd) {
+  Block pairs;
+  WNFUSED_FOR_PARTS pairs.part[i] = (Native)(((NativeBits)even.part[i] >> 16) | (NativeBits)odd.part[i]);
+  return pairs;
 }
 
-// The first `count` of 16 values that are bfloat16 already.
-WNFUSED_INLINE void store_exact(uint16_t* target, const Block& block, int64_t count) {
-  uint16_t values[kLanes];
-  uint16_t* whole = count == kLanes ? target : values;
-  WNFUSED_FOR_PARTS {
-    const NativeHalf half = __builtin_convertvector((NativeBits)block.part[i] >> 16, NativeHalf);
-    __builtin_memcpy(whole + i * kNativeLanes, &half, sizeof half);
-  }
-  for (int64_t i = 0; whole == values && i < count; ++i) target[i] = values[i];
+WNFUSED_INLINE void store_bits(uint16_t* target, const Block& bits) {
+  WNFUSED_FOR_PARTS __builtin_memcpy(target + 2 * i * kNativeLanes, &bits.part[i], sizeof(Native));
 }
 
 // Operands [N, H, W, C], bfloat16.
@@ -83,7 +83,12 @@ WNFUSED_INLINE void store_operand(const Geometry& geometry, uint16_t* map, int64
   uint16_t* target = map + pixel * geometry.channels + channel_block * kLanes;
   const int64_t lanes = lanes_of_block(geometry, channel_block);
   if (lanes == kLanes) {
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+    const __m256i converted = (__m256i)_mm512_cvtneps_pbh(value.part[0]);
+    __builtin_memcpy(target, &converted, sizeof converted);
+#else
     store_bfloat16(target, value);
+#endif
     return;
   }
   uint16_t values[kLanes];
