@@ -56,9 +56,7 @@ def weights(v: Tensor, g: Tensor, norm: Tensor, factor: float = 1.0) -> Tensor:
     return rounded(v.float() * scale[..., None, None, None])
 
 
-def forward(
-    x: Tensor, w: Tensor, bias: Tensor, maps: list[Tensor], skip_scale: float
-) -> tuple[Tensor, list[Tensor]]:
+def forward(x: Tensor, w: Tensor, bias: Tensor, maps: list[Tensor], skip_scale: float) -> tuple[Tensor, list[Tensor]]:
     """The output, not yet rounded, and the operands ``h_b, a_b``, each computed from the kernel's one before."""
     h, operands, b = x.double(), [], bias.double()
     for block in range(len(w)):
@@ -75,8 +73,9 @@ def backward(
     d = dy.double()
     da = rounded(F.conv_transpose2d(d, second, padding=1) * (a > 0))
     shape, pairs = first.shape, ((h, da), (a, skip_scale * d))
-    dw = torch.stack([torch.nn.grad.conv2d_weight(x, shape, gradient, padding=1) for x, gradient in pairs])
-    walk = torch.stack([torch.nn.grad.conv2d_weight(x**2, shape, gradient**2, padding=1).sqrt() for x, gradient in pairs])
+    weight_gradient = torch.nn.grad.conv2d_weight
+    dw = torch.stack([weight_gradient(x, shape, gradient, padding=1) for x, gradient in pairs])
+    walk = torch.stack([weight_gradient(x**2, shape, gradient**2, padding=1).sqrt() for x, gradient in pairs])
     dbias = torch.stack([gradient.sum((0, 2, 3)) for _, gradient in pairs])
     return skip_scale * d + F.conv_transpose2d(da, first, padding=1), dw, dbias, walk
 
