@@ -88,20 +88,32 @@ class Emulated {
   static void dot() {
     const Configuration& configuration = state().configuration;
     const int pairs = configuration.row_bytes[A] / 4, columns = configuration.row_bytes[C] / 4;
+    float b[2][kRows][kRows];  // even and odd depth apart
+    bool ordinary = true;
+    for (int k = 0; k < pairs; ++k)
+      for (int n = 0; n < columns; ++n)
+        for (int i = 0; i < 2; ++i) b[i][k][n] = element(state().tile[B][k], 2 * n + i, ordinary);
     for (int m = 0; m < configuration.rows[C]; ++m) {
-      double even[kRows] = {}, odd[kRows] = {};
-      for (int k = 0; k < pairs; ++k) {
-        const double a0 = element(state().tile[A][m], 2 * k), a1 = element(state().tile[A][m], 2 * k + 1);
-        for (int n = 0; n < columns; ++n) {
-          even[n] = rounded(even[n] + a0 * element(state().tile[B][k], 2 * n));
-          odd[n] = rounded(odd[n] + a1 * element(state().tile[B][k], 2 * n + 1));
+      float a[2][kRows];
+      bool all_ordinary = ordinary;
+      for (int k = 0; k < pairs; ++k)
+        for (int i = 0; i < 2; ++i) a[i][k] = element(state().tile[A][m], 2 * k + i, all_ordinary);
+      float sum[2][kRows] = {};
+      for (int i = 0; i < 2; ++i)
+        for (int k = 0; k < pairs; ++k) {
+          if (all_ordinary) {
+            for (int n = 0; n < columns; ++n) sum[i][n] += a[i][k] * b[i][k][n];
+          } else {
+            for (int n = 0; n < columns; ++n)
+              sum[i][n] = rounded(static_cast<double>(a[i][k]) * b[i][k][n] + sum[i][n]);
+          }
         }
-      }
       for (int n = 0; n < columns; ++n) {
-        float sum;
-        std::memcpy(&sum, &state().tile[C][m][4 * n], sizeof sum);
-        sum = static_cast<float>(rounded(rounded(sum) + rounded(even[n] + odd[n])));
-        std::memcpy(&state().tile[C][m][4 * n], &sum, sizeof sum);
+        float total;
+        std::memcpy(&total, &state().tile[C][m][4 * n], sizeof total);
+        const float both = rounded(static_cast<double>(sum[0][n]) + sum[1][n]);
+        total = rounded(static_cast<double>(rounded(total)) + both);
+        std::memcpy(&state().tile[C][m][4 * n], &total, sizeof total);
       }
     }
   }
@@ -117,22 +129,27 @@ class Emulated {
     return state;
   }
 
-  static double element(const unsigned char* row, int index) {
+  // The bfloat16 at `index`; clears `ordinary` unless it is 0 or its size lies between 2^-50 and 2^50. Products of
+  // ordinary elements are exact in float and multiples of 2^-114, hence so are their sums: no rounding but that of each
+  // sum, no denormal, and float arithmetic is fused multiply-add.
+  static float element(const unsigned char* row, int index, bool& ordinary) {
     uint16_t value;
     std::memcpy(&value, row + 2 * index, sizeof value);
-    if ((value & 0x7f80) == 0) value &= 0x8000;
+    const int exponent = value >> 7 & 0xff;
+    if (exponent == 0) value &= 0x8000;
+    ordinary = ordinary && (exponent == 0 || (exponent > 127 - 50 && exponent < 127 + 50));
     const uint32_t bits = static_cast<uint32_t>(value) << 16;
     float result;
     std::memcpy(&result, &bits, sizeof result);
     return result;
   }
 
-  // A sum of a float and a product of two bfloat16 is rounded once: its rounding to double, whose 53 bits exceed twice
-  // 24 by more than 2, does not change the rounding to float. Denormals are flushed after rounding.
-  static double rounded(double value) {
+  // A float plus a product of two bfloat16 is rounded once: double's 53 bits exceed twice float's 24 by more than 2, so
+  // that rounding to double first changes nothing. Denormals are flushed after rounding.
+  static float rounded(double value) {
     constexpr double kSmallest = 0x1p-126, kRoundsUp = 0x1p-126 - 0x1p-151;
     const double size = std::fabs(value);
-    if (size < kSmallest) return std::copysign(size < kRoundsUp ? 0.0 : kSmallest, value);
+    if (size < kSmallest) return static_cast<float>(std::copysign(size < kRoundsUp ? 0.0 : kSmallest, value));
     return static_cast<float>(value);
   }
 };
