@@ -139,22 +139,24 @@ def test_empty_batch_and_no_blocks(batch, blocks):
         assert_close(run(arguments, dy, 0.9, recompute), expected(arguments, dy, 0.9), 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("channels", [16, 24])
-def test_memory_formats(channels, isa):
-    arguments, dy = sample(3, channels, 6, 5), torch.randn(3, channels, 6, 5)
+def test_memory_formats(channels, dtype, isa):
+    (x, *parameters), dy = sample(3, channels, 6, 5), torch.randn(3, channels, 6, 5).to(dtype)
+    arguments = (x.to(dtype), *parameters)
     plain = run(arguments, dy)
     channels_last = {"memory_format": torch.channels_last}
     last = run((arguments[0].contiguous(**channels_last), *arguments[1:]), dy.contiguous(**channels_last))
     assert last[0].is_contiguous(**channels_last)
     assert last[1].is_contiguous(**channels_last)
-    strided = torch.randn(3, channels, 12, 10)[:, :, ::2, ::2].copy_(arguments[0])
+    strided = torch.randn(3, channels, 12, 10).to(dtype)[:, :, ::2, ::2].copy_(arguments[0])
     other = run((strided, *(t.transpose(0, 1).contiguous().transpose(0, 1) for t in arguments[1:])),
                 dy.transpose(2, 3).contiguous().transpose(2, 3))  # fmt: skip
     assert other[0].is_contiguous()
     for a, b, c in zip(plain, last, other, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-    expanded = torch.tensor(1.0).expand(3, channels, 6, 5)
+    expanded = torch.ones((), dtype=dtype).expand(3, channels, 6, 5)
     assert torch.equal(run(arguments, expanded)[1], run(arguments, expanded.contiguous())[1])
 
 
@@ -178,6 +180,21 @@ def test_huge_and_tiny_rows_and_gains(row, gain, isa):
     v, g = v * row, g * gain
     dy = torch.randn_like(x)
     assert_close(run((x, v, g, bias), dy), expected((x, v, g, bias), dy), 1)
+
+
+@pytest.mark.parametrize(("size", "row"), [(1e25, 1e15), (1e-25, 1e-15)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_product_with_v_itself_would_leave_the_range(size, row, dtype, isa):
+    """``x v`` overflows or underflows, ``x g v / ||v||`` does not."""
+    x, v, g, bias = sample(2, 16, 6, 6, blocks=2)
+    arguments = ((x * size).to(dtype), v * row, g, bias * size)
+    dy = torch.randn_like(x).to(dtype)
+    actual, reference = run(arguments, dy), expected(arguments, dy)
+    # The gradient of the bias is as large as dy, of v and g as x: rounding in bfloat16 as in test_bfloat16.
+    for name, a, r in zip(("y", "dx", "dv", "dg", "dbias"), actual, reference, strict=True):
+        assert a.isfinite().all(), name
+        scale = r.abs().max()
+        assert distance(a.double() / scale, r / scale) < (1e-5 if dtype == torch.float32 else 2**-4), name
 
 
 def test_denormal_input(isa):
@@ -208,9 +225,11 @@ def test_non_finite_values_come_out_as_from_torch(shape, value, isa):
             assert torch.equal(torch.isfinite(a), torch.isfinite(r))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(3, 16, 9, 8), (2, 64, 8, 8), (33, 32, 2, 2)], ids=str)
-def test_threads_and_runs_change_no_bit(shape):
-    arguments, dy = sample(*shape), torch.randn(shape)
+def test_threads_and_runs_change_no_bit(shape, dtype, isa):
+    (x, *parameters), dy = sample(*shape), torch.randn(shape).to(dtype)
+    arguments = (x.to(dtype), *parameters)
     threads = torch.get_num_threads()
     try:
         outcomes = []
@@ -293,6 +312,29 @@ def test_a_thousand_blocks(recompute):
     # an error of one term in the sums of its block, 1e-4 to 1e-3 of the gradient (torch's own fp32 has the same).
     for a, r in zip(actual[1:], reference[1:], strict=True):
         assert distance(a, r) < 1e-2
+
+
+def test_bfloat16_rows_of_denormals_count_as_zero_or_as_they_are(isa):
+    """Denormal operands are flushed by bfloat16 instructions: what comes out is x, to within their size."""
+    x, v, g, _ = sample(2, 16, 6, 6, blocks=2)
+    x = (x * 1e-39).bfloat16()
+    y = kernels.residual_stage(x, v, g, torch.zeros_like(g), 1.0, 0, False)[0]
+    assert (y.double() - x.double()).abs().max() < 1e-37
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("shape", [(2, 16, 8, 8), (1, 24, 7, 5), (17, 32, 2, 2), (2, 64, 8, 8)], ids=str)
+def test_bfloat16_non_finite_values_come_out_as_from_torch(shape, value, isa):
+    x, *parameters = sample(*shape, blocks=1)
+    x[0, 1, 0, 0] = value
+    x, dy = x.bfloat16(), torch.randn(shape).bfloat16()
+    reference = composite(x.float(), *parameters)
+    for recompute in (0, 1):
+        y, dx, *_ = run((x, *parameters), dy, 1.0, recompute)
+        for same in (torch.isnan, torch.isposinf, torch.isneginf):
+            assert torch.equal(same(y), same(reference))
+        assert dx.isfinite().all() or not torch.isfinite(reference).all()
 
 
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16])

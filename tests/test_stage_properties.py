@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(nat
 kernels = torch.ops.wnfused_native
 ISAS = kernels.cpu_isas().split(",") if native.unavailable() is None else ["portable"]
 
-reproducible = settings(derandomize=True, deadline=None, max_examples=200)
+reproducible = settings(derandomize=True, deadline=None, max_examples=150)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Draw:
 
 @st.composite
 def draws(draw) -> Draw:
-    channels = draw(st.sampled_from([1, 3, 15, 16, 17, 24, 32, 40, 64]))
+    channels = draw(st.sampled_from([1, 3, 15, 16, 17, 24, 32, 40, 48]))
     height, width = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     # Batches of 16 and more take other paths on small maps; on large ones they only take time.
     most = 33 if channels * channels * height * width <= 2**13 else 3

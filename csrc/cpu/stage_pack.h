@@ -232,21 +232,23 @@ inline void normalise_gradient(const StageBackward& job, int64_t index, const fl
   const int64_t floats = job.geometry.channels * kTaps, padded = job.geometry.padded_channels * kTaps;
   const float norm = job.norm[index];
   float dg = 0.0f, scale = 0.0f;
+  // <dW, v> could overflow where <dW, v / ||v||> does not.
+  const Block unit = splat(norm != 0.0f ? 1.0f / norm : 0.0f);
   if (norm != 0.0f) {
     Block dot[4] = {zero(), zero(), zero(), zero()};
     for (int64_t k = 0, i = 0; k < padded; k += kLanes, ++i)
-      dot[i % 4] = multiply_add(load(weight_gradient + k), load(row + k), dot[i % 4]);
-    dg = factor * (horizontal_sum((dot[0] + dot[1]) + (dot[2] + dot[3])) / norm);
+      dot[i % 4] = multiply_add(load(weight_gradient + k), load(row + k) * unit, dot[i % 4]);
+    dg = factor * horizontal_sum((dot[0] + dot[1]) + (dot[2] + dot[3]));
     scale = read(job.g, index) / norm;
   }
   write(job.dg, index, dg);
   if (dg - dg != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
   const bool in_place = !job.dv.bfloat16 && floats == padded;
   float* target = in_place ? static_cast<float*>(job.dv.data) + index * floats : result;
-  const Block projection = splat(norm != 0.0f ? -dg / norm : 0.0f);
+  const Block projection = splat(-dg);
   const Block scales = splat(scale), factors = splat(factor);
   for (int64_t k = 0; k < padded; k += kLanes)
-    store(target + k, scales * multiply_add(load(row + k), projection, load(weight_gradient + k) * factors));
+    store(target + k, scales * multiply_add(load(row + k) * unit, projection, load(weight_gradient + k) * factors));
   // A zero row has zero gradients even where dW is not finite.
   if (norm == 0.0f)
     for (int64_t k = 0; k < padded; ++k) target[k] = 0.0f;
