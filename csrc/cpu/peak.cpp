@@ -3,7 +3,8 @@
 //   cpu_peak_flops(bool bfloat16) -> float     FLOP/s, two a multiply-add
 //
 // 24 independent accumulators hide the latency (4 cycles at up to 3 a cycle on today's cores) and leave registers for
-// the two factors. bfloat16 counts the dot-product instruction of AVX512_BF16, two products a lane, where there is one.
+// the two factors. bfloat16 counts the instruction that the kernels multiply it with: TDPBF16PS on four accumulators, or
+// VDPBF16PS, two products a lane, or none but float's.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -15,6 +16,7 @@
 #endif
 
 #include "isa.h"
+#include "tiles.h"
 
 namespace wnfused::cpu {
 namespace {
@@ -55,6 +57,19 @@ __attribute__((target("avx512f,avx512bf16"))) double bf16_avx512() {
   WNFUSED_PEAK_LOOP(__m512, _mm512_setzero_ps(), _mm512_set1_ps(1e-3f),
                     _mm512_dpbf16_ps(s, (__m512bh)a, (__m512bh)b), 64);
 }
+
+double bf16_amx() {
+  using Tiles = tiles::Amx;
+  Tiles::configure({});
+  for (int64_t round = 0; round < kRounds; ++round) {
+    Tiles::dot<0, 4, 6>();
+    Tiles::dot<1, 4, 7>();
+    Tiles::dot<2, 5, 6>();
+    Tiles::dot<3, 5, 7>();
+  }
+  Tiles::release();
+  return double(kRounds) * 4 * 2 * tiles::kRows * tiles::kRows * tiles::kDepth;
+}
 #endif
 
 typedef float Four __attribute__((vector_size(16)));
@@ -69,7 +84,9 @@ using Loop = double (*)();
 
 Loop peak_loop(bool bfloat16) {
 #if defined(__x86_64__)
-  if (active_isa() == Isa::kAvx512) return bfloat16 && __builtin_cpu_supports("avx512bf16") ? bf16_avx512 : fp32_avx512;
+  if (bfloat16 && active_pair_products() == PairProducts::kTiles) return bf16_amx;
+  if (bfloat16 && active_pair_products() == PairProducts::kDots) return bf16_avx512;
+  if (active_isa() == Isa::kAvx512) return fp32_avx512;
   if (active_isa() == Isa::kAvx2) return fp32_avx2;
 #endif
   (void)bfloat16;
