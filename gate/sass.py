@@ -21,6 +21,8 @@ def entries(cubin: Path) -> list[Entry]:
     Spills are counted as loads and stores of local memory: a register array that is indexed at run time costs the same
     and counts too.
     """
+    if b".text." not in cubin.read_bytes():  # host code alone: cuobjdump finds nothing to disassemble
+        return []
     # cuobjdump calls nvdisasm, which must be found on PATH.
     tool("nvdisasm")
     resources = _by_function(run([tool("cuobjdump"), "-res-usage", str(cubin)]))
