@@ -159,7 +159,7 @@ class TimeIsUp(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: int | None) -> Iterator[None]:
-    """Raises :class:`TimeIsUp` in the main thread after so many seconds; no limit where there is no alarm clock."""
+    """Raises ``TimeIsUp`` in the main thread after so many seconds; no limit where there is no alarm clock."""
     if seconds is None or not hasattr(signal, "SIGALRM"):
         yield
         return

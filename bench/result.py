@@ -62,7 +62,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Result:
-        """What :meth:`to_dict` gave."""
+        """What ``to_dict`` gave."""
         made = cls(**saved)
         for name in ("seconds", "ratios"):
             setattr(made, name, {peer: Spread(**spread) for peer, spread in saved[name].items()})

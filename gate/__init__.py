@@ -4,5 +4,5 @@
 comes out and prints one table: registers, spills, shared memory, matrix instruction. It is red on a spill, on shared
 memory over the architecture's limit and where a kernel lacks the matrix instruction that its row names.
 
-A row for a kernel in CUDA C++ is added in :mod:`gate.cuda_kernels`, one for Triton in :mod:`gate.triton_kernels`.
+A row for a kernel in CUDA C++ is added in ``gate.cuda_kernels``, one for Triton in ``gate.triton_kernels``.
 """

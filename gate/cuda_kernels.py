@@ -1,7 +1,7 @@
 """The kernels in CUDA C++: what is expected of the entry functions of each ``csrc/cuda/*.cu``.
 
 Every ``.cu`` is compiled and every entry function checked for spills and shared memory, named here or not. A row in
-:data:`KERNELS` adds what the compiler cannot know: the matrix instruction that must be there, the shared memory that
+``KERNELS`` adds what the compiler cannot know: the matrix instruction that must be there, the shared memory that
 the launcher asks for. A row that matches no entry function is red, so that a kernel cannot leave unnoticed.
 """
 

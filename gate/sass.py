@@ -1,4 +1,4 @@
-"""What a cubin holds: one :class:`gate.rows.Entry` for each entry function, read off ``cuobjdump``."""
+"""What a cubin holds: one ``gate.rows.Entry`` for each entry function, read off ``cuobjdump``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Job:
     """One kernel in one configuration for one architecture; everything else is found again by the process it runs in.
 
     Args:
-        example: a name in :data:`EXAMPLES`.
+        example: a name in ``EXAMPLES``.
         element: what the product multiplies.
         tile: position in the table of tiles; None for kernels of one configuration.
     """

@@ -1,4 +1,4 @@
-"""What :mod:`wnfused.convert` and :mod:`wnfused.fold` share: one module takes another's place and loses nothing.
+"""What ``wnfused.convert`` and ``wnfused.fold`` share: one module takes another's place and loses nothing.
 
 The newcomer is the same object in another class: attributes, buffers, children, hooks and modes go with it; only the
 parameters that hold the weight differ, and the options that the other class does not know.

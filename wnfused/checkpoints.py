@@ -1,7 +1,7 @@
 """State dicts in the forms that torch knows, and back: renamed, split and stacked, never rounded.
 
 Layers and stages load all of these forms themselves, with ``strict=True``. What is here is for the way out, and for
-state dicts without a model at hand. :mod:`wnfused.nn._keys` has the table of names.
+state dicts without a model at hand. ``wnfused.nn._keys`` has the table of names.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ APIS = ("old", "new", "plain")
 def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new") -> OrderedDict[str, Any]:
     """The state dict of a model under the names of torch's layers.
 
-    The blocks of a :class:`wnfused.WNResidualStage` come out one by one, named as ``stage.unstack()`` names them:
+    The blocks of a ``wnfused.WNResidualStage`` come out one by one, named as ``stage.unstack()`` names them:
     ``0.conv1``, ``0.conv2``, ``0.shortcut`` for the transition block, then ``1.conv1``, ...
 
     Args:
         source: a model, or its state dict; one of torch's own weight-normalised models too.
         api: ``"old"`` for ``torch.nn.utils.weight_norm``, ``"new"`` for
             ``torch.nn.utils.parametrizations.weight_norm``, ``"plain"`` for layers without weight norm, whose
-            ``weight`` is what ``layer.weight`` reads and :func:`wnfused.fold` leaves.
+            ``weight`` is what ``layer.weight`` reads and ``wnfused.fold`` leaves.
 
     Returns:
         A new ordered dict, with views of the source's tensors, bit for bit; plain weights are computed. Entries that

@@ -37,7 +37,7 @@ Filter = Callable[[str, nn.Module], bool]
 
 
 class FusedActivation(nn.Identity):
-    """Stands where an activation was that its layer now applies; keeps it for :func:`wnfused.fold`."""
+    """Stands where an activation was that its layer now applies; keeps it for ``wnfused.fold``."""
 
     activation: nn.Module
     layer: nn.Module
@@ -187,7 +187,7 @@ def _stored(module: nn.Module, kind: type[nn.Module], old: list[WeightNorm], new
 
 
 def _holds_activation(module: nn.Module, name: str) -> bool:
-    """Whether ``name`` is the child that :func:`wnfused.fold` made of a fused activation."""
+    """Whether ``name`` is the child that ``wnfused.fold`` made of a fused activation."""
     return name == "activation" and apply_activation in module._forward_hooks.values()
 
 

@@ -2,7 +2,7 @@
 
 Every op of ``torch.ops.wnfused`` lands here with its arguments. A backend is a module that has a function of the
 op's name and answers ``refusal(op, arguments)`` with ``None`` or the reason why it cannot run them. On each device
-the backends are asked in the order of :func:`order`; ``use_backend`` or ``WNFUSED_BACKEND`` names one instead, and
+the backends are asked in the order of ``order``; ``use_backend`` or ``WNFUSED_BACKEND`` names one instead, and
 then nothing else will do.
 """
 

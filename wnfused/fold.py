@@ -25,16 +25,16 @@ def fold(model: nn.Module) -> nn.Module:
     """Replaces this package's layers by plain torch layers with the effective weights, for inference and export.
 
     Each layer becomes the torch layer it extends, with ``weight = g v / ||v||`` under the name ``weight``; attributes,
-    buffers, hooks, modes, shared modules and tied weights stay. A fused activation comes back where :func:`convert`
+    buffers, hooks, modes, shared modules and tied weights stay. A fused activation comes back where ``convert``
     found it; that of a layer built with ``activation=...`` becomes the layer's child module ``activation``, applied by
     a forward hook, so that names and ``weight`` stay where they were. A layer that a trace of the model sees called
     with a residual becomes a subclass of torch's that takes one. Residual blocks and stages become
-    :class:`~wnfused.nn.PlainResidualBlock`, whose layers are torch's. Subclasses of this package's layers that add
+    ``wnfused.nn.PlainResidualBlock``, whose layers are torch's. Subclasses of this package's layers that add
     more than a constructor are left alone, and named in a warning of the logger ``wnfused.fold``.
 
     Folding twice changes nothing more. ``convert(model, plain=True)`` is the way back: the same function with
     ``v = w, g = ||w||``, bit for bit in float32 and float64. The lengths of the old ``v`` are gone, and with them the
-    step size of its directions: to train on exactly as before, keep a copy, or use :func:`wnfused.frozen`, which
+    step size of its directions: to train on exactly as before, keep a copy, or use ``wnfused.frozen``, which
     folds for a while only.
 
     Args:

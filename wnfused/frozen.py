@@ -18,20 +18,20 @@ from wnfused.nn import WeightNormalised
 def frozen(model: nn.Module) -> Iterator[nn.Module]:
     """Within this context the weights of ``model`` do not change, and each effective weight is computed once.
 
-    For inference on a model that trains again later; :func:`wnfused.fold` is the way out for good. Where a gradient of
+    For inference on a model that trains again later; ``wnfused.fold`` is the way out for good. Where a gradient of
     the parameters is recorded, layers run as always. Nothing else can be trusted to tell that weights stayed the same:
     writes through ``.data`` leave no trace.
 
     ``load_state_dict`` inside the context brings the layers that it loads up to date. Every other write to a frozen
     parameter, an optimiser's step say, goes unseen until the context ends.
 
-    The weights of all layers are computed in one call on entry (:func:`wnfused.functional.weight_norm_many`).
+    The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
     Residual stages run as always: they normalise and pack a weight while the convolution before it runs. Packed ahead,
     measured on the three stages of WRN-304, they would be 0 to 5% faster for a second copy of their weights.
 
     Args:
-        model: any module; its :class:`wnfused.WNLinear` and ``WNConv`` layers are frozen.
+        model: any module; its ``wnfused.WNLinear`` and ``WNConv`` layers are frozen.
 
     Yields:
         ``model``.

@@ -92,7 +92,7 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
 def weight_norm_many(
     v: Sequence[Tensor], g: Sequence[Tensor], dim: int | None = 0, weights: bool = True
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """:func:`weight_norm` of each pair: the weights (none unless asked for), norms and scales ``s = g / ||v||``."""
+    """``weight_norm`` of each pair: the weights (none unless asked for), norms and scales ``s = g / ||v||``."""
     w, norm = (list(found) for found in zip(*map(weight_norm, v, g, [dim] * len(v)), strict=True)) if v else ([], [])
     scale = [torch.where(n == 0, 0.0, a.to(n.dtype).reshape(n.shape) / n) for a, n in zip(g, norm, strict=True)]
     return w if weights else [], norm, scale
@@ -101,7 +101,7 @@ def weight_norm_many(
 def weight_norm_many_backward(
     dw: Sequence[Tensor], v: Sequence[Tensor], g: Sequence[Tensor], norm: Sequence[Tensor], dim: int | None = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """:func:`weight_norm_backward` of each."""
+    """``weight_norm_backward`` of each."""
     found = [weight_norm_backward(*tensors, dim) for tensors in zip(dw, v, g, norm, strict=True)]
     return [dv for dv, _ in found], [dg for _, dg in found]
 
@@ -231,7 +231,7 @@ def conv_backward(
     activation: str = "none",
     negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dx, dv, dg, db, dz)`` as :func:`linear_backward` gives them."""
+    """``(dx, dv, dg, db, dz)`` as ``linear_backward`` gives them."""
     dz = activate_backward(dy, y, activation, negative_slope)
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
     if needs[0] or needs[1]:
@@ -301,7 +301,7 @@ def residual_stage(
 
 
 def empty_stage_maps(x: Tensor, blocks: int, recompute: int, save: bool) -> Tensor:
-    """Unwritten maps in the layout that :func:`residual_stage` documents, the same for every backend."""
+    """Unwritten maps in the layout that ``residual_stage`` documents, the same for every backend."""
     if not save:
         return x.new_empty(0)
     n, c, h, w = x.shape

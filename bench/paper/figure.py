@@ -79,7 +79,7 @@ class Figure(Protocol):
         """All jobs of these settings."""
 
     def run(self, parameters: Json) -> Json:
-        """Do one job, in a process with one thread. What it returns is JSON: no NaN (see :func:`number`)."""
+        """Do one job, in a process with one thread. What it returns is JSON: no NaN (see ``number``)."""
 
     def reduce(self, settings: Json, results: list[Result]) -> Json:
         """The figure's data, from the results there are: budgets and failures may leave out any of them."""

@@ -193,7 +193,7 @@ def residual_stage_backward(
 
 
 ORTHONORMAL_ROWS = 256
-"""How many rows the kernel of :func:`orthonormal_rows_` takes at most."""
+"""How many rows the kernel of ``orthonormal_rows_`` takes at most."""
 
 
 def orthonormal_rows_(a: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The C++ backend on CUDA tensors: the library ``_cuda``, what it takes and what it refuses.
 
 It has the row norm and the whole residual stage; single layers are the Triton backend's. The schemas stand in
-:mod:`wnfused.backends.native`.
+``wnfused.backends.native``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from .stations import Filter
 
 @dataclass(frozen=True, eq=False)
 class ActivationBounds(Drawable):
-    """What :func:`activation_gradient_bounds` found for n samples at L stations.
+    """What ``activation_gradient_bounds`` found for n samples at L stations.
 
     Attributes:
         names: of the stations, whose outputs are x.
@@ -86,7 +86,7 @@ def activation_gradient_bounds(
 
 @dataclass(frozen=True, eq=False)
 class ParameterBounds(Drawable):
-    """What :func:`parameter_gradient_bounds` found for S sets of parameters.
+    """What ``parameter_gradient_bounds`` found for S sets of parameters.
 
     Attributes:
         names: of the sets.
@@ -139,7 +139,7 @@ def parameter_gradient_bounds(
 
     Args:
         inputs: ``[n, ...]``; targets: classes ``[n]``.
-        sets: names of parameters under a name of your own; default: :func:`homogeneous_sets`.
+        sets: names of parameters under a name of your own; default: ``homogeneous_sets``.
         batch_size: samples differentiated at once; None: all.
 
     Raises:

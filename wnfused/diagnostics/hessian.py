@@ -34,7 +34,7 @@ from .state import forked, undisturbed
 
 @dataclass(frozen=True, eq=False)
 class HessianNorm(Drawable):
-    """What :func:`hessian_norm` found.
+    """What ``hessian_norm`` found.
 
     Attributes:
         norm: ``||H v||`` of the last iteration: a lower bound on ``||H||_2`` that grows towards it.

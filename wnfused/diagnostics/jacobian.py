@@ -3,7 +3,7 @@
     J_i = d f(x_i) / d x_i  [d_out, d_in],    singular values s_1 >= s_2 >= ...
 
 All near 1 is dynamical isometry; the mean eigenvalue of ``J J^T``, ``||J||_F^2 / d_out``, is ``chi^L`` in a wide random
-network of L layers (:mod:`wnfused.diagnostics.mean_field`). Source: Hlav (2019), eq. 1 to 7.
+network of L layers (``wnfused.diagnostics.mean_field``). Source: Hlav (2019), eq. 1 to 7.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXACT_SIDE, _EXACT_NUMBERS = 512, 2**26
 
 @dataclass(frozen=True, eq=False)
 class JacobianSpectrum(Drawable):
-    """What :func:`jacobian_spectrum` found for n samples.
+    """What ``jacobian_spectrum`` found for n samples.
 
     Attributes:
         singular_values: ``[n, r]``, falling; all ``min(d_out, d_in)`` if ``exact``, else the largest.

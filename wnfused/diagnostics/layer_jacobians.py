@@ -32,7 +32,7 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class LayerJacobians(Drawable):
-    """What :func:`layer_jacobians` found at L stations; all values are means over the samples.
+    """What ``layer_jacobians`` found at L stations; all values are means over the samples.
 
     Attributes:
         names: of the stations.
@@ -70,11 +70,11 @@ def layer_jacobians(
     with depth.
 
     Args:
-        method, probes, generator: as in :func:`wnfused.diagnostics.jacobian_spectrum`.
+        method, probes, generator: as in ``wnfused.diagnostics.jacobian_spectrum``.
         progress: True for a bar on the terminal, or a function of (stations done, None).
 
     Raises:
-        TypeError, ValueError: as :func:`wnfused.diagnostics.jacobian_spectrum`.
+        TypeError, ValueError: as ``wnfused.diagnostics.jacobian_spectrum``.
     """
     check_model(model)
     check_inputs(inputs)
@@ -109,7 +109,7 @@ def layer_jacobians(
 
 @dataclass(frozen=True, eq=False)
 class JacobianGrowth(Drawable):
-    """What :func:`jacobian_growth` found at L stations.
+    """What ``jacobian_growth`` found at L stations.
 
     Attributes:
         names: of the stations.

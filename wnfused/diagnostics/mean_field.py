@@ -259,7 +259,7 @@ class PhaseDiagram(Drawable):
 
 
 def phase_diagram(activation: Activation, *, largest_q: float = 3.0, points: int = 100) -> PhaseDiagram:
-    """:func:`order_chaos_boundary` for q* from 0 to ``largest_q``, to be drawn."""
+    """``order_chaos_boundary`` for q* from 0 to ``largest_q``, to be drawn."""
     if not largest_q > 0 or points < 2:
         raise ValueError(f"largest_q, points: {largest_q}, {points} must be above 0 and at least 2")
     name = activation if isinstance(activation, str) else getattr(activation, "__name__", "activation")

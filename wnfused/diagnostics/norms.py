@@ -43,7 +43,7 @@ class Norms:
 
 @dataclass(frozen=True, eq=False)
 class NormProfile(Drawable):
-    """What :func:`layer_norms` found for n samples at L stations. A sequence of :class:`Norms`; slices are profiles.
+    """What ``layer_norms`` found for n samples at L stations. A sequence of ``Norms``; slices are profiles.
 
     Attributes:
         names: of the stations.
@@ -173,7 +173,7 @@ def layer_norms(
             likeliest, for each sample.
         loss: from (outputs, targets) to the *sum* of the samples' losses, so that a sample's gradient does not depend
             on how many there are; default: cross-entropy.
-        filter: which modules are stations, see :mod:`wnfused.diagnostics.stations`.
+        filter: which modules are stations, see ``wnfused.diagnostics.stations``.
         progress: True for a bar on the terminal, or a function of (steps done, None): forward and backward.
 
     Raises:

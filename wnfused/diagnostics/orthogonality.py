@@ -68,7 +68,7 @@ def stationary_gap(h: Tensor, expected: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class OrthogonalityProfile(Drawable):
-    """What :func:`orthogonality` found at L stations.
+    """What ``orthogonality`` found at L stations.
 
     Attributes:
         names: of the stations.

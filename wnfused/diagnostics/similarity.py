@@ -27,7 +27,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 @dataclass(frozen=True, eq=False)
 class SimilarityProfile(Drawable):
-    """What :func:`similarity` found at L stations, over all pairs of samples.
+    """What ``similarity`` found at L stations, over all pairs of samples.
 
     Attributes:
         names: of the stations.

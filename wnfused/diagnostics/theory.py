@@ -37,7 +37,7 @@ def stage_growth(num_blocks: int) -> float:
 
 
 STAGE_BAND = (math.sqrt(2), math.sqrt(math.e))
-"""What :func:`stage_growth` is for one block, and its limit for infinitely many."""
+"""What ``stage_growth`` is for one block, and its limit for infinitely many."""
 
 
 def mlp_growth(widths: Sequence[int], *, proposed: bool = True) -> tuple[np.ndarray, np.ndarray]:

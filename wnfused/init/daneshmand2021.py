@@ -213,7 +213,7 @@ def patches_of(unit: Unit, x: Tensor) -> Tensor:
 
 
 def as_weight(unit: Unit, matrix: Tensor) -> Tensor:
-    """``[groups, d_out, d]``, which multiplies :func:`patches_of`, in the layout of the layer's weight."""
+    """``[groups, d_out, d]``, which multiplies ``patches_of``, in the layout of the layer's weight."""
     c_in, c_out = unit.channels
     kernels = matrix.reshape(unit.groups, c_out, c_in, *unit.kernel)
     if unit.transposed:

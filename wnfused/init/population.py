@@ -27,21 +27,21 @@ def initialize_population(
     generators: Sequence[torch.Generator | None] | None = None,
     **options: object,
 ) -> list[Report]:
-    """:func:`initialize` for every model of a population, whose members go from layer to layer together.
+    """``initialize`` for every model of a population, whose members go from layer to layer together.
 
     A scheme that decomposes each layer's input (``daneshmand2021``) does so for all models at once, by one batched
-    call. What comes out is what :func:`initialize` gives each alone, up to rounding.
+    call. What comes out is what ``initialize`` gives each alone, up to rounding.
 
     Args:
         models: of one architecture.
-        scheme, sample, options: as in :func:`initialize`.
+        scheme, sample, options: as in ``initialize``.
         generators: one for each model; torch's own for all if None.
 
     Returns:
         One report for each model.
 
     Raises:
-        ValueError, TypeError: as :func:`initialize`; no model, models that differ in their parameters' shapes, or
+        ValueError, TypeError: as ``initialize``; no model, models that differ in their parameters' shapes, or
             another number of generators.
     """
     population = list(models)

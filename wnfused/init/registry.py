@@ -42,7 +42,7 @@ _ROWS = 60
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`initialize` did, layer by layer; prints as a table.
+    """What ``initialize`` did, layer by layer; prints as a table.
 
     Attributes:
         scheme: the scheme's name.
@@ -138,7 +138,7 @@ def scheme(name: str, *, needs_sample: bool = False) -> Callable[[Scheme], Schem
 
 
 def schemes() -> list[str]:
-    """The names that :func:`initialize` knows."""
+    """The names that ``initialize`` knows."""
     return sorted(_schemes)
 
 
@@ -153,7 +153,7 @@ def initialize(
     roles: Mapping[str, Mapping[str, Any]] | None = None,
     **options: object,
 ) -> Report:
-    """Initialises every layer of a model, found and placed by :func:`wnfused.init.find_roles`.
+    """Initialises every layer of a model, found and placed by ``wnfused.init.find_roles``.
 
     Layers are this package's, torch's linear and convolutional ones, and these under either of torch's weight norms.
     A ``gamma`` that a layer's constructor was given goes before the one found for it; ``gammas`` goes before both.
@@ -162,22 +162,22 @@ def initialize(
 
     Args:
         model: any module; weight-normalised or not, as far as the scheme has a rule for it.
-        scheme: a name of :func:`schemes`.
+        scheme: a name of ``schemes``.
         sample: a batch of inputs, for the schemes that look at data; a tuple is taken for several arguments.
         generator: source of randomness; torch's own if None.
         gammas: factors stated by hand, by layer name, where the model's structure does not tell: 2 before a ReLU,
             ``1 / B_k`` for the last layer of a branch in a stage of ``B_k`` blocks.
-        roles: attributes of :class:`Role` stated by hand, by layer name, for the schemes that need to know more than a
+        roles: attributes of ``Role`` stated by hand, by layer name, for the schemes that need to know more than a
             gamma: ``{"tail": {"closes_branch": True, "num_blocks": 4, "block": 2}}``.
         options: of the scheme.
 
     Returns:
-        A :class:`Report` of what was set where; it names what it could not place.
+        A ``Report`` of what was set where; it names what it could not place.
 
     Raises:
         ValueError, TypeError: an unknown scheme, option, layer name or attribute; a gamma that is not finite; no
             sample for a scheme that needs one; a model that the scheme has no rule for.
-        RuntimeError: inside :func:`wnfused.frozen`.
+        RuntimeError: inside ``wnfused.frozen``.
     """
     check_request(model, scheme, options)
     return decided_by_first_process(

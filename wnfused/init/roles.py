@@ -1,6 +1,6 @@
 """Where each layer stands in a model: before a ReLU, at the end of a residual branch, the head, or none of these.
 
-Read off a trace of the model (:mod:`wnfused.init.graph`). A model that does not trace is read by its structure: the
+Read off a trace of the model (``wnfused.init.graph``). A model that does not trace is read by its structure: the
 neighbours in every ``nn.Sequential`` and this package's own blocks.
 """
 
@@ -24,7 +24,7 @@ class Role:
 
     Attributes:
         name: the module's path in the model.
-        layer: the module: a layer, weight-normalised or plain, or a :class:`wnfused.WNResidualStage`.
+        layer: the module: a layer, weight-normalised or plain, or a ``wnfused.WNResidualStage``.
         activation_gamma: 2 before a ReLU, ``2 / (1 + slope^2)`` before a leaky one, 1 otherwise.
         closes_branch: whether it is the last layer of a residual branch.
         num_blocks: ``B_k``, how many blocks its stage has; 1 outside a residual stage.
@@ -84,7 +84,7 @@ def find_roles(model: nn.Module) -> list[Role]:
     """The role of every layer of the model, in order of execution where the model traces.
 
     What a constructor states goes before what is found: a layer's ``gamma``, and ``num_blocks`` of a
-    :class:`wnfused.WNResidualBlock` where it is more than 1. (The gammas that such a block gives its own layers follow
+    ``wnfused.WNResidualBlock`` where it is more than 1. (The gammas that such a block gives its own layers follow
     from its ``num_blocks``, so they are none of the user's.)
     """
     try:

@@ -2,7 +2,7 @@
 
 A weight ``w`` is kept as it is by a plain layer, and as ``w_i = g_i v_i / ||v_i||`` by this package's layers, by both
 of torch's weight norms, and, stacked, by the two convolutions of all blocks of a residual stage. Schemes speak of
-directions, gains, weights and biases; a :class:`Unit` knows where they are.
+directions, gains, weights and biases; a ``Unit`` knows where they are.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ With L residual branches of m layers each,
     2. every other layer is He's, ``N(0, 2 / fan_in)``, the other m - 1 layers of each branch times
        ``L^(-1 / (2 m - 2))``, stem and shortcuts not;
     3. every branch has a scalar multiplier, 1, and scalar biases, 0, before each convolution, linear layer and
-       activation: :class:`wnfused.nn.FixupBlock`. Other blocks are initialised as far as they have parameters for it,
+       activation: ``wnfused.nn.FixupBlock``. Other blocks are initialised as far as they have parameters for it,
        with their ordinary biases 0, and the report says so.
 
 On a weight-normalised layer the factor is g's, ``g = ||v|| L^(-1 / (2 m - 2))``; of a layer that is to be 0 the gain is

@@ -99,7 +99,7 @@ def wrn(
         num_classes: outputs.
         in_channels: channels of the input, ``[N, in_channels, H, W]`` of any size.
         norm: ``"weight"``; ``"batch"`` for the batch-norm twin; ``"none"`` for plain convolutions.
-        recompute: of :class:`wnfused.WNResidualStage`; with ``norm="weight"``.
+        recompute: of ``wnfused.WNResidualStage``; with ``norm="weight"``.
         stack: False gives each stage as an ``nn.Sequential`` of separate blocks; with ``norm="weight"``.
 
     Raises:
@@ -114,7 +114,7 @@ def resnet(
     depth: int, width: int = 1, num_classes: int = 10, in_channels: int = 3, norm: str = "weight", *,
     recompute: int | None = None, stack: bool = True,
 ) -> ResNet:  # fmt: skip
-    """A residual network of depth ``6 n + 2`` (56, 110, 164), otherwise as :func:`wrn`.
+    """A residual network of depth ``6 n + 2`` (56, 110, 164), otherwise as ``wrn``.
 
     Source: Arpit, Campos & Bengio 2019, Table 1; the 164 layers are 27 basic blocks a stage.
     """

@@ -66,7 +66,7 @@ def stack_blocks(
 
 
 def unstack_blocks(state: State, prefix: str) -> None:
-    """The inverse of :func:`stack_blocks`, in the old form: views of the stacked tensors under each block's name."""
+    """The inverse of ``stack_blocks``, in the old form: views of the stacked tensors under each block's name."""
     transition = [name for name in state if name.startswith(f"{prefix}transition.")]
     for name in transition:
         state[f"{prefix}0.{name.removeprefix(f'{prefix}transition.')}"] = state.pop(name)

@@ -138,7 +138,7 @@ class WeightNormalised(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initialisation of Arpit, Campos & Bengio (2019): see :func:`wnfused.init.reset_layer_`."""
+        """The initialisation of Arpit, Campos & Bengio (2019): see ``wnfused.init.reset_layer_``."""
         from wnfused.init.layer import reset_layer_
 
         if "bias" not in self._parameters:  # torch's constructor assigns weight, then bias, then comes here

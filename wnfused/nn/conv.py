@@ -44,7 +44,7 @@ class _WNConv(WeightNormalised):
 
 
 class WNConv1d(_WNConv, nn.Conv1d):
-    """:class:`WNConv2d` in one spatial dim: ``weight_v [C_out, C_in / groups, k]``, ``weight_g [C_out, 1, 1]``."""
+    """``WNConv2d`` in one spatial dim: ``weight_v [C_out, C_in / groups, k]``, ``weight_g [C_out, 1, 1]``."""
 
     _op = staticmethod(functional.conv1d)
 
@@ -71,6 +71,6 @@ class WNConv2d(_WNConv, nn.Conv2d):
 
 
 class WNConv3d(_WNConv, nn.Conv3d):
-    """:class:`WNConv2d` in three spatial dims: ``weight_v [C_out, C_in / groups, k, k, k]``."""
+    """``WNConv2d`` in three spatial dims: ``weight_v [C_out, C_in / groups, k, k, k]``."""
 
     _op = staticmethod(functional.conv3d)

@@ -48,7 +48,7 @@ class _WNConvTranspose(WeightNormalised):
 
 
 class WNConvTranspose1d(_WNConvTranspose, nn.ConvTranspose1d):
-    """:class:`WNConvTranspose2d` in one spatial dim: ``weight_v [C_in, C_out / groups, k]``."""
+    """``WNConvTranspose2d`` in one spatial dim: ``weight_v [C_in, C_out / groups, k]``."""
 
     _op = staticmethod(functional.conv_transpose1d)
 
@@ -63,13 +63,13 @@ class WNConvTranspose2d(_WNConvTranspose, nn.ConvTranspose2d):
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: and
             padding_mode, device, dtype, as in ``nn.ConvTranspose2d``, in its order.
-        activation, negative_slope, gamma, init, dim: as in :class:`WNConv2d`.
+        activation, negative_slope, gamma, init, dim: as in ``WNConv2d``.
     """
 
     _op = staticmethod(functional.conv_transpose2d)
 
 
 class WNConvTranspose3d(_WNConvTranspose, nn.ConvTranspose3d):
-    """:class:`WNConvTranspose2d` in three spatial dims."""
+    """``WNConvTranspose2d`` in three spatial dims."""
 
     _op = staticmethod(functional.conv_transpose3d)

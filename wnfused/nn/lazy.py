@@ -48,7 +48,7 @@ class _Lazy(LazyModuleMixin, WeightNormalised):
             super().reset_parameters()
 
     def initialize_parameters(self, input: Tensor, *_: Any, **__: Any) -> None:
-        """Before the first forward: shapes from ``input``, then :meth:`reset_parameters` unless loaded before."""
+        """Before the first forward: shapes from ``input``, then ``reset_parameters`` unless loaded before."""
         channel = -1 if isinstance(self, nn.Linear) else -1 - len(self.kernel_size)  # type: ignore[arg-type]
         setattr(self, self._inputs, input.shape[channel])
         if self.has_uninitialized_params():
@@ -72,30 +72,30 @@ class _Lazy(LazyModuleMixin, WeightNormalised):
 
 
 class WNLazyLinear(_Lazy, WNLinear):
-    """:class:`WNLinear` that reads ``in_features`` off its first input."""
+    """``WNLinear`` that reads ``in_features`` off its first input."""
 
     _inputs, _outputs = "in_features", "out_features"
 
 
 class WNLazyConv1d(_Lazy, WNConv1d):
-    """:class:`WNConv1d` that reads ``in_channels`` off its first input."""
+    """``WNConv1d`` that reads ``in_channels`` off its first input."""
 
 
 class WNLazyConv2d(_Lazy, WNConv2d):
-    """:class:`WNConv2d` that reads ``in_channels`` off its first input."""
+    """``WNConv2d`` that reads ``in_channels`` off its first input."""
 
 
 class WNLazyConv3d(_Lazy, WNConv3d):
-    """:class:`WNConv3d` that reads ``in_channels`` off its first input."""
+    """``WNConv3d`` that reads ``in_channels`` off its first input."""
 
 
 class WNLazyConvTranspose1d(_Lazy, WNConvTranspose1d):
-    """:class:`WNConvTranspose1d` that reads ``in_channels`` off its first input."""
+    """``WNConvTranspose1d`` that reads ``in_channels`` off its first input."""
 
 
 class WNLazyConvTranspose2d(_Lazy, WNConvTranspose2d):
-    """:class:`WNConvTranspose2d` that reads ``in_channels`` off its first input."""
+    """``WNConvTranspose2d`` that reads ``in_channels`` off its first input."""
 
 
 class WNLazyConvTranspose3d(_Lazy, WNConvTranspose3d):
-    """:class:`WNConvTranspose3d` that reads ``in_channels`` off its first input."""
+    """``WNConvTranspose3d`` that reads ``in_channels`` off its first input."""

@@ -1,4 +1,4 @@
-"""torch's layers with what a weight-normalised layer does besides: what :func:`wnfused.fold` leaves behind.
+"""torch's layers with what a weight-normalised layer does besides: what ``wnfused.fold`` leaves behind.
 
 A fused activation rides on torch's own layer as a child module and a forward hook: the layer stays torch's, ``weight``
 and the names in a state dict stay where they were. Only a layer that is called with a residual needs a class.
@@ -22,7 +22,7 @@ def attach_activation(module: nn.Module, activation: nn.Module) -> None:
 
 
 def detach_activation(module: nn.Module) -> nn.Module | None:
-    """Undoes :func:`attach_activation`; the activation, or None where there is none."""
+    """Undoes ``attach_activation``; the activation, or None where there is none."""
     keys = [key for key, hook in module._forward_hooks.items() if hook is apply_activation]
     for key in keys:
         del module._forward_hooks[key]
@@ -38,7 +38,7 @@ class WithResidual(nn.Module):
 
 
 class _TransposeWithResidual(nn.Module):
-    """:class:`WithResidual` with the further argument of torch's transposed convolutions."""
+    """``WithResidual`` with the further argument of torch's transposed convolutions."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None, residual: Tensor | None = None) -> Tensor:
         y: Tensor = super().forward(input, output_size)

@@ -122,7 +122,7 @@ class StageBlock:
 class WNResidualStage(nn.Module):
     """``num_blocks`` weight-normalised residual blocks as one layer.
 
-    One transition block (``transition``, a :class:`WNResidualBlock`) if shapes change, then ``B'`` identity blocks
+    One transition block (``transition``, a ``WNResidualBlock``) if shapes change, then ``B'`` identity blocks
     with stacked parameters that one op runs: three autograd nodes for a network of 10,000 layers.
 
     Args:
@@ -134,7 +134,7 @@ class WNResidualStage(nn.Module):
 
     Parameters: ``weight_v [B', 2, C, C, 3, 3]``, ``weight_g`` and ``bias [B', 2, C]``. Elementwise optimisers see no
     difference to separate blocks; rules that look at a whole tensor (LARS, LAMB, Muon, freezing a block, ``ndim``
-    rules) do, and :meth:`unstack` is the way round.
+    rules) do, and ``unstack`` is the way round.
 
     Source: Arpit, Campos & Bengio 2019, eq. 6 and end of section 4.
     """
@@ -205,7 +205,7 @@ class WNResidualStage(nn.Module):
         )  # fmt: skip
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also loads the checkpoint of separate blocks, numbered as :meth:`unstack` numbers them."""
+        """Also loads the checkpoint of separate blocks, numbered as ``unstack`` numbers them."""
         self.adopt_keys(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -216,7 +216,7 @@ class WNResidualStage(nn.Module):
 
     @torch.no_grad()
     def unstack(self) -> nn.Sequential:
-        """The same stage as an ``nn.Sequential`` of :class:`WNResidualBlock`, with parameters of its own."""
+        """The same stage as an ``nn.Sequential`` of ``WNResidualBlock``, with parameters of its own."""
         import copy
 
         blocks: list[nn.Module] = [] if self.transition is None else [copy.deepcopy(self.transition)]

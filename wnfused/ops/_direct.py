@@ -2,7 +2,7 @@
 
 A small layer's time is Python's: the checks, the choice of a backend and the two trips through torch's dispatcher cost
 several times the arithmetic of 64 features. Where nothing watches a call and the C++ kernel is what
-:mod:`wnfused.dispatch` would choose, the public functions hand their arguments straight to it. The kernel checks them
+``wnfused.dispatch`` would choose, the public functions hand their arguments straight to it. The kernel checks them
 itself; only where it refuses are they checked again in Python, for an error that names the argument.
 """
 

@@ -1,6 +1,6 @@
 """How an op comes into being: schema, fake kernel, dispatch to a backend, and derivatives of every order.
 
-An op is a pair ``name`` and ``name_backward`` under ``torch.ops.wnfused``, whose kernels :mod:`wnfused.dispatch`
+An op is a pair ``name`` and ``name_backward`` under ``torch.ops.wnfused``, whose kernels ``wnfused.dispatch``
 chooses, and a callable that the public function uses. That callable is an ``autograd.Function`` that calls the op
 below autograd: half the cost a call of going through the op's own autograd registration, which is there all the
 same, for ``torch.compile``, ``torch.export`` and anyone who calls ``torch.ops.wnfused.*``.
@@ -30,7 +30,7 @@ _implementations: dict[str, Callable[..., Any]] = {}
 
 
 def define(schema: str, fake: Callable[..., Any], like: Sequence[int | None] = ()) -> torch._ops.OpOverload:
-    """Defines one op from its schema; its implementation on every device asks :func:`dispatch.select`.
+    """Defines one op from its schema; its implementation on every device asks ``dispatch.select``.
 
     Args:
         like: for each output the position of the argument whose memory format it keeps, None for no promise. The fake

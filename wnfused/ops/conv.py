@@ -221,7 +221,7 @@ def _conv_transpose(
         g: gain of each row, ``[C_in, 1, 1, 1]`` or ``[C_in]`` (``dim=0``), as torch's weight norm has it.
         bias: ``[C_out]`` or None.
         stride, padding, output_padding, groups, dilation: as in ``torch.nn.functional.conv_transpose2d``, in its order.
-        activation, negative_slope, residual, dim: as in :func:`conv2d`.
+        activation, negative_slope, residual, dim: as in ``conv2d``.
 
     Returns:
         ``[N, C_out, H', W']`` in the dtype of ``x``, or autocast's.
@@ -247,7 +247,7 @@ def _in_dims(spatial: int, name: str, function: Callable[Concatenate[int, P], Te
     convolution.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     convolution.__name__ = convolution.__qualname__ = f"{name}{spatial}d"
     sizes = ", ".join("DHW"[-spatial:])
-    other = f":func:`{name}2d` in {spatial} spatial dim{'s'[: spatial - 1]}: ``x [N, C_in, {sizes}]``."
+    other = f"``{name}2d`` in {spatial} spatial dim{'s'[: spatial - 1]}: ``x [N, C_in, {sizes}]``."
     convolution.__doc__ = function.__doc__ if spatial == 2 else other
     return convolution
 

@@ -95,7 +95,7 @@ def _check(vs: Tensors, gs: Tensors, dim: int | None) -> None:
 
 
 def weight_norm_many(vs: Tensors, gs: Tensors, dim: int | None = 0) -> list[Tensor]:
-    """The effective weights ``w_i = g_i v_i / ||v_i||_2`` of many tensors, as :func:`weight_norm` gives each.
+    """The effective weights ``w_i = g_i v_i / ||v_i||_2`` of many tensors, as ``weight_norm`` gives each.
 
     One call of a kernel that works on the rows of all of them: a model of thousands of layers costs what its memory
     costs, not thousands of calls.
@@ -125,7 +125,7 @@ def weight_norm_many(vs: Tensors, gs: Tensors, dim: int | None = 0) -> list[Tens
 def row_scales_many(vs: Tensors, gs: Tensors, dim: int | None = 0) -> tuple[list[Tensor], list[Tensor]]:
     """The row norms ``||v_i||`` and scales ``s_i = g_i / ||v_i||`` (0 for a zero row) of many tensors.
 
-    Takes what :func:`weight_norm_many` takes, reads each ``v`` once and writes nothing of its size.
+    Takes what ``weight_norm_many`` takes, reads each ``v`` once and writes nothing of its size.
 
     Returns:
         ``(norms, scales)``: flat, one number a row (``[]`` for ``dim=None``); float32, or float64 for float64. Not

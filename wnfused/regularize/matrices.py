@@ -87,7 +87,7 @@ def as_matrices(layer: nn.Module, w: Tensor) -> Tensor:
 
 
 def from_matrices(layer: nn.Module, matrices: Tensor, shape: torch.Size) -> Tensor:
-    """What :func:`as_matrices` takes apart."""
+    """What ``as_matrices`` takes apart."""
     if not isinstance(layer, nn.modules.conv._ConvTransposeNd):
         return matrices.reshape(shape)
     groups = matrices.shape[0]

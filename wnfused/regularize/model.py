@@ -120,7 +120,7 @@ def retract_(
         model: changed in place.
         method: ``"polar"`` or ``"qr"``.
         gain: of the matrices of plain layers.
-        filter: as in :class:`Regularizer`.
+        filter: as in ``Regularizer``.
 
     Returns:
         ``model``.

@@ -43,7 +43,7 @@ def gain_adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
 
 
 def double_soft(w: Tensor) -> Tensor:
-    """``||W^T W - I||_F^2 + ||W W^T - I||_F^2``, ``[...]``: twice :func:`soft` and the constant ``|r - c|``.
+    """``||W^T W - I||_F^2 + ||W W^T - I||_F^2``, ``[...]``: twice ``soft`` and the constant ``|r - c|``.
 
     Source: Bansal et al. 2018, section 3.2.
     """

@@ -53,7 +53,7 @@ def probe(
 
     Args:
         given: fields of ``TrainConfig`` that were asked for; the rest is the checkpoints', or the defaults.
-        what: names of :data:`MEASUREMENTS`.
+        what: names of ``MEASUREMENTS``.
         inits: schemes; ``arpit2019`` if neither these nor checkpoints are given.
         checkpoints: run folders or checkpoints of ``wnfused train``, or files with the ``state_dict`` of a model that
             ``given`` describes.

@@ -4,7 +4,7 @@ Nothing is timed at run time and nothing depends on the data, so the same call g
 stands here only if the offline gate has compiled it for every architecture without a spill and within sm_89's 99 KB of
 shared memory, the smallest of the four. Which tile is fastest is modelled, not measured: small tiles where the rows of
 the output are few, so that many multiprocessors share the weight; deep pipelines where a walk is long.
-:mod:`wnfused.backends.triton.search` measures, where asked to.
+``wnfused.backends.triton.search`` measures, where asked to.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def many_weight_norms_backward(
     ONE_RUN: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Many tensors in one launch. TABLE ``[tensors, 10]``, int64: the addresses of dw, v, g, norm, dv and dg; then as
-    :func:`many_weight_norms`."""
+    ``many_weight_norms``."""
     ENTRY = TABLE + tl.load(OWNER + tl.program_id(0)).to(tl.int64) * 10
     DW, V, DV = (
         _pointer(ENTRY, 0, VALUE, ALIGNED),
