@@ -133,7 +133,8 @@ Workspace::~Workspace() {
 Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
   int64_t elements = 1;
   for (int64_t size : sizes) elements *= size;
-  const int64_t floats = dtype == ScalarType::Float ? elements : (elements + 1) / 2;
+  const int64_t size_of = dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2;
+  const int64_t floats = (elements * size_of + 3) / 4;
   if (floats < kLargeTensor) return torch::stable::empty(sizes, dtype);
   std::unique_ptr<Tensor> buffer(tensors.take(floats, floats + floats / 2));
   if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
