@@ -57,7 +57,9 @@ def run(parameters: Json) -> Json:
 
 def reduce(settings: Json, results: list[Result]) -> Json:
     best, every = [], []
-    for (init, depth), rates in by_rate(results, lambda r: (r["init"], r["depth"])).items():
+    for (init, depth), rates in by_rate(
+        results, lambda r: (r["init"], r["depth"]), lambda r: settings["rates"]
+    ).items():
         lr = best_rate(rates)
         tests = Spread.of(r["best_test_accuracy"] for r in rates[lr])
         trains = Spread.of((r["train_accuracies"] or [0.0])[-1] if not r["diverged"] else 0.0 for r in rates[lr])

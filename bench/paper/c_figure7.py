@@ -77,12 +77,18 @@ def run(parameters: Json) -> Json:
     images, labels = centred(data), data.train.labels
     model = build(parameters["extra"], parameters["share"], parameters["pool"], data.shape, data.classes)
     generator = torch.Generator().manual_seed(parameters["seed"])
-    if parameters["init"] == "xavier":
-        wnfused.init.initialize(model, "xavier", generator=generator, distribution="uniform", gain=2**0.5)
-    else:
+    wnfused.init.initialize(model, "xavier", generator=generator, distribution="uniform", gain=2**0.5)
+    if parameters["init"] == "iterative":
+        convolutions = model[: next(i for i, layer in enumerate(model) if isinstance(layer, nn.Flatten))]
         sample = images[torch.randperm(len(images), generator=generator)[: parameters["sample"]]]
         wnfused.init.initialize(
-            model, "daneshmand2021", sample=sample, generator=generator, slice="raw", exponent=0.5, layers="square"
+            convolutions,
+            "daneshmand2021",
+            sample=sample,
+            generator=generator,
+            slice="raw",
+            exponent=0.5,
+            layers="square",
         )
     losses = sgd(
         model, images, labels, lr=parameters["lr"], batch_size=parameters["batch_size"], epochs=parameters["epochs"],

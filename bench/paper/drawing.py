@@ -43,6 +43,8 @@ def band(axis: Any, x: Any, mean: Any, std: Any, look: dict[str, Any], label: st
 def depth_ticks(axis: Any, depths: Any) -> None:
     """A logarithmic axis with these depths as its ticks."""
     depths = sorted(depths)
+    if not depths:
+        return
     axis.set_xscale("log")
     axis.set_xticks(depths, [f"{depth:,}" for depth in depths])
     axis.minorticks_off()

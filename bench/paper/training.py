@@ -46,12 +46,17 @@ def mean(values: Iterable[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def by_rate(results: Iterable[Result], cell: Callable[[Result], Any]) -> dict[Any, dict[float, list[Result]]]:
-    """``{cell: {learning rate: its seeds}}``."""
-    return {
-        key: dict(sorted(grouped(members, lambda r: r["lr"]).items()))
-        for key, members in grouped(results, cell).items()
-    }
+def by_rate(
+    results: Iterable[Result], cell: Callable[[Result], Any], grid: Callable[[Result], Iterable[float]]
+) -> dict[Any, dict[float, list[Result]]]:
+    """``{cell: {learning rate: its seeds}}``, of the cells whose whole ``grid`` of rates was run: the best of a part
+    says nothing of the best."""
+    cells = {}
+    for key, members in grouped(results, cell).items():
+        rates = dict(sorted(grouped(members, lambda r: r["lr"]).items()))
+        if rates.keys() >= set(grid(members[0])):
+            cells[key] = rates
+    return cells
 
 
 def best_rate(rates: dict[float, list[Result]], score: str = "best_val_accuracy") -> float:
