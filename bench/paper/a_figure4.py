@@ -22,7 +22,8 @@ MINUTES = 6.0
 SETTINGS: dict[str, Json] = {
     "quick": {"data": "digits", "depth": 10, "width": 1, "rates": [1e4], "seeds": 1, "seeds_a_round": 1},
     "small": {
-        "data": "digits", "depth": 40, "width": 1, "rates": [0.003, 0.01, 0.03, 0.1, 0.3], "seeds": 20, "seeds_a_round": 2,
+        "data": "digits", "depth": 40, "width": 1, "rates": [0.003, 0.01, 0.03, 0.1, 0.3], "seeds": 20,
+        "seeds_a_round": 2,
     },
     "full": {
         "data": "cifar10", "depth": 40, "width": 10, "rates": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0], "seeds": 20,
