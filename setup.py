@@ -94,6 +94,8 @@ def build_cuda(library, objects):
     generate.append(f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}")
     includes = [f"-I{ROOT / 'csrc'}", *(f"-I{path}" for path in include_paths())]
     objects.mkdir(parents=True, exist_ok=True)
+    # .cpp: code for the host alone
+    sources = sorted(p for p in (ROOT / "csrc" / "cuda").iterdir() if p.suffix in (".cu", ".cpp"))
 
     def compile(source):
         target = objects / f"{source.stem}.o"
@@ -101,7 +103,7 @@ def build_cuda(library, objects):
         return str(target)
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-        compiled = list(pool.map(compile, sorted((ROOT / "csrc" / "cuda").glob("*.cu"))))
+        compiled = list(pool.map(compile, sources))
     libraries = ["-lc10", "-ltorch_cpu", "-ltorch", *(["-ltorch_cuda", "-lc10_cuda"] if torch.version.cuda else [])]
     library.parent.mkdir(parents=True, exist_ok=True)
     link = [f"-L{Path(torch.__file__).parent / 'lib'}", *libraries, "-cudart", "static"]

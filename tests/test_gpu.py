@@ -170,6 +170,76 @@ def test_orthogonal_batched(shape: tuple[int, ...]) -> None:
     assert (product - identity).abs().max() < 1e-5 * max(rows, columns) ** 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 5), (2, 64, 576), (2, 300, 301), (1, 1500, 1500)])
+def test_cusolver_orthonormal_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Q of A = L Q with a positive diagonal is unique: against LAPACK in float64, up to the condition."""
+    from wnfused.backends import cusolver
+    from wnfused.init.orthogonal import householder
+
+    assert cusolver.refusal("qr", torch.device("cuda:0")) is None
+    a = torch.randn(shape, dtype=dtype)
+    condition = torch.linalg.cond(a.double()).max().item()
+    unit = torch.finfo(dtype).eps / 2
+    q = cusolver.orthonormal_rows(a.cuda()).cpu().double()
+    assert (q - householder(a.double())).abs().max() < 32 * unit * condition * shape[-1] ** 0.5
+    identity = torch.eye(shape[-2], dtype=torch.float64)
+    assert (q @ q.mT - identity).abs().max() < 32 * unit * shape[-1] ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 40, 40), (2, 3, 100, 100), (70_000, 3, 3)])
+def test_cusolver_eigh(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """``A V = V diag(w)`` and ``V^T V = I``, ascending; more matrices than a grid has rows too."""
+    from wnfused.backends import cusolver
+
+    assert cusolver.refusal("eigh", torch.device("cuda:0")) is None
+    a = torch.randn(shape, dtype=dtype)
+    a = a @ a.mT / shape[-1]
+    w, v = (t.cpu().double() for t in cusolver.eigh(a.cuda()))
+    bound = 64 * torch.finfo(dtype).eps * shape[-1] ** 0.5
+    largest = w.abs().amax(-1)[..., None, None].clamp_min(1)
+    assert ((a.double() @ v - v * w.unsqueeze(-2)) / largest).abs().max() < bound
+    assert (v.mT @ v - torch.eye(shape[-1], dtype=torch.float64)).abs().max() < bound
+    assert (w.diff(dim=-1) >= 0).all()
+
+
+def test_cusolver_follows_stream_and_thread() -> None:
+    """Other threads have handles of their own, and work waits for what the current stream holds already."""
+    import concurrent.futures
+
+    from wnfused.backends import cusolver
+
+    data = torch.randn(2, 128, 200, device="cuda")
+    expected = cusolver.orthonormal_rows(data.clone())
+    torch.cuda.synchronize()
+
+    def late(_: int) -> torch.Tensor:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            a = torch.zeros_like(data)
+            torch.cuda._sleep(20_000_000)
+            a.copy_(data)
+            q = cusolver.orthonormal_rows(a)
+        side.synchronize()
+        return q
+
+    for _ in range(2):  # the second pool's threads take over the handles of the first's
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            for q in pool.map(late, range(6)):
+                torch.testing.assert_close(q, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_cusolver_follows_the_tensors_device() -> None:
+    from wnfused.backends import cusolver
+
+    data = torch.randn(2, 40, 100)
+    results = [cusolver.orthonormal_rows(data.to(f"cuda:{i}")) for i in (0, 1)]
+    assert [q.device.index for q in results] == [0, 1]
+    torch.testing.assert_close(*(q.cpu() for q in results))
+
+
 def test_peak_memory_of_recomputation() -> None:
     """``recompute=k`` keeps about ``1 / (2 k)`` of the maps, in float32 instead of the operands' dtype."""
 

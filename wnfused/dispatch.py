@@ -120,6 +120,17 @@ def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
     raise AssertionError("the reference refuses nothing")
 
 
+def pass_over(function: str, backend: str, reason: str) -> None:
+    """For functions that are no ops: ``backend`` should run this one and cannot. Announces it, as :func:`select` does.
+
+    Raises:
+        BackendUnavailableError: the backend was asked for by name.
+    """
+    if requested() == backend:
+        raise BackendUnavailableError(f"{function} cannot run on backend {backend!r}: {reason}")
+    _warn_once(function, backend, reason)
+
+
 def prefers_native() -> bool:
     """Whether a call on CPU tensors goes to the native backend, unless that has no kernel for it."""
     name = requested()

@@ -53,6 +53,10 @@ for _schema in (
     "cuda_residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
     "float skip_scale, int recompute, bool parameters, bool tf32) "
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
+    # Eigenvalues, and the eigenvectors as rows in the place of symmetric a [count, n, n]; info is 0 where it converged.
+    "cuda_eigh_(Tensor(a!) a) -> (Tensor values, Tensor info)",
+    # Why cuSOLVER's "qr" or "eigh" is not to be had, empty where it is.
+    "cusolver_missing(str function) -> str",
     "cuda_stage_shapes(int precision, int device) -> str",
     "cuda_toolkit_version() -> int",
     "cuda_driver_version() -> int",
@@ -197,7 +201,7 @@ ORTHONORMAL_ROWS = 256
 
 
 def orthonormal_rows_(a: Tensor) -> Tensor:
-    """Replaces each matrix of float32 ``a [n, r, c]`` by Q of ``A = L Q``; True ``[n]`` where it could."""
+    """Replaces each matrix of float32 ``a [n, r, c]`` on the CPU by Q of ``A = L Q``; True ``[n]`` where it could."""
     return torch.ops.wnfused_native.orthonormal_rows_(a)
 
 

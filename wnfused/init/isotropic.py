@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wnfused.init.eigen import symmetric_eigh
 from wnfused.init.orthogonal import orthogonal_batched
 
 # Singular values below eps max(d, n) s_max are rounding; for the very many columns of a convolution that product would
@@ -83,7 +84,7 @@ def represent_columns(parts: Iterable[Tensor], rows: slice) -> Representation:
 
 def _eigen(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Singular values and vectors by a Gram matrix, from the largest."""
-    squares, vectors = torch.linalg.eigh(gram)
+    squares, vectors = symmetric_eigh(gram)
     return squares.clamp(min=0).sqrt().flip(-1), vectors.flip(-1)
 
 

@@ -4,7 +4,8 @@ The Q factor of a Gaussian matrix whose R has a positive diagonal is Haar-distri
 unique, so every route below draws from the same distribution and, up to rounding, gives the same Q for the same
 Gaussians. They differ in cost and in what they survive:
 
-    householder     LAPACK's or cuSOLVER's QR, matrix by matrix, signs put right afterwards: any shape
+    householder     LAPACK's or cuSOLVER's QR by torch.linalg, matrix by matrix, signs put right afterwards: any shape
+    cusolver        the same on a GPU, in place and without R (csrc/cuda/orthonormal.cu)
     cholesky_qr2    Q = L^-1 A with A A^T = L L^T, twice: a dozen batched calls for all matrices, but the condition
                     number k of A must stay below 1 / sqrt(u) (Yamamoto et al. 2015)
     native          the same on a CPU in one pass over each matrix, which stays in cache (csrc/cpu/orthonormal.h)
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from wnfused import dispatch
+from wnfused.backends import cusolver
 from wnfused.backends.native import ORTHONORMAL_ROWS, orthonormal_rows_, unavailable
 
 # Matrices are worked on in chunks of this many elements, which stay in a CPU's cache and fill a GPU.
@@ -33,6 +35,7 @@ class Route(Enum):
     """How the Q factors of one chunk are computed."""
 
     HOUSEHOLDER = "householder"
+    CUSOLVER = "cusolver"
     NATIVE = "native"
     CHOLESKY = "cholesky_qr2"
     CHOLESKY_WIDE = "cholesky_qr2 in float64"
@@ -46,24 +49,27 @@ def route(count: int, short: int, long: int, dtype: torch.dtype, device_type: st
     """The route for ``count`` matrices of ``short <= long`` in ``dtype``, one of float32 and float64.
 
     Householder's, unless the matrices are well-conditioned by their shape or on a device where matrix by matrix costs
-    a launch for each, and in plain torch are enough for a batch. ``native``: whether the C++ library may be used.
+    a launch for each, and in plain torch are enough for a batch. ``native``: whether the C++ library may be used; on a
+    GPU it calls cuSOLVER where Householder is the choice.
     """
+    matrix_by_matrix = Route.CUSOLVER if native and device_type == "cuda" and short > 0 else Route.HOUSEHOLDER
     # P(k > t) falls like t^-(long - short + 1): at twice as long, and eight longer, nobody ever meets a breakdown.
     tame = long >= 2 * short and long - short >= 8
     fits = 1 <= short <= ORTHONORMAL_ROWS and short * long <= _NATIVE_ENTRIES
     if native and device_type == "cpu" and dtype == torch.float32 and tame and fits:
         return Route.NATIVE
     if short == 0 or count < 4:
-        return Route.HOUSEHOLDER
+        return matrix_by_matrix
     if tame:
         return Route.CHOLESKY
     if device_type != "cuda" or short > 1024:
-        return Route.HOUSEHOLDER
+        return matrix_by_matrix
     return Route.CHOLESKY if dtype == torch.float64 else Route.CHOLESKY_WIDE
 
 
-def _native_is_chosen() -> bool:
-    return dispatch.requested() in (None, "native") and unavailable() is None
+def _native_is_chosen(device_type: str) -> bool:
+    """On a GPU, where the native backend is called from one route alone, it is asked there whether it can."""
+    return dispatch.requested() in (None, "native") and (device_type == "cuda" or unavailable() is None)
 
 
 @torch.no_grad()
@@ -84,6 +90,9 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     Raises:
         TypeError: ``tensor`` is not floating point.
         ValueError: it has fewer than two dims, or ``gain`` is not finite.
+        BackendUnavailableError: the native backend was asked for by name, the matrices are on a GPU and so large or few
+            that Householder's QR takes them, and the CUDA library or its cuSOLVER is not there. An automatic choice
+            takes torch.linalg then, after a :class:`wnfused.BackendWarning`.
 
     Source: Mezzadri 2007, "How to generate random matrices from the classical compact groups"; Yamamoto, Nakatsukasa,
     Yanagisawa & Fukaya 2015, "Roundoff error analysis of the CholeskyQR2 algorithm".
@@ -118,18 +127,24 @@ def orthonormal_rows(a: Tensor) -> Tensor:
 
     ``A`` is float32 or float64, and may be overwritten.
     """
-    how = route(len(a), a.shape[-2], a.shape[-1], a.dtype, a.device.type, _native_is_chosen())
+    device = a.device.type
+    how = route(len(a), a.shape[-2], a.shape[-1], a.dtype, device, _native_is_chosen(device))
     if how is Route.NATIVE:
         return native(a)
     if how is Route.CHOLESKY:
         return cholesky_qr2(a)
     if how is Route.CHOLESKY_WIDE:
         return cholesky_qr2(a.double()).to(a.dtype)
+    if how is Route.CUSOLVER:
+        reason = cusolver.refusal("qr", a.device)
+        if reason is None:
+            return cusolver.orthonormal_rows(a)
+        dispatch.pass_over("orthogonal_batched", "native", reason)
     return householder(a)
 
 
 def householder(a: Tensor) -> Tensor:
-    """By LAPACK or cuSOLVER, for any shape and condition."""
+    """By torch.linalg, for any shape and condition."""
     q, r = torch.linalg.qr(a.mT)
     # sign(0) would erase a row; a zero on R's diagonal has probability 0 but costs nothing to survive.
     q *= torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2).to(q.dtype)

@@ -1,0 +1,166 @@
+"""cuSOLVER's decompositions on a machine without a GPU: when they are chosen, what is said where they are not there."""
+
+import warnings
+
+import pytest
+import torch
+
+import wnfused
+from wnfused.backends import cusolver, native, native_cuda
+from wnfused.init import eigen, orthogonal
+from wnfused.init.orthogonal import Route, householder, route
+
+DEVICE = torch.device("cuda:0")
+REASON = "libcusolver.so.12 has no function"
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2), dtype=dtype)
+
+
+def test_the_route_of_orthonormal_rows():
+    """cuSOLVER takes from Householder, on a GPU alone, and nothing from the batched routes."""
+    f32, f64 = torch.float32, torch.float64
+    assert route(4, 4096, 4096, f32, "cuda", native=True) is Route.CUSOLVER
+    assert route(1, 64, 576, f64, "cuda", native=True) is Route.CUSOLVER, "few matrices"
+    assert route(4, 4096, 4096, f32, "cuda") is Route.HOUSEHOLDER
+    assert route(4, 4096, 4096, f32, "cpu", native=True) is Route.HOUSEHOLDER
+    assert route(3000, 64, 64, f32, "cuda", native=True) is Route.CHOLESKY_WIDE
+    assert route(3000, 64, 64, f64, "cuda", native=True) is Route.CHOLESKY
+    assert route(3, 0, 4, f32, "cuda", native=True) is Route.HOUSEHOLDER, "cuSOLVER takes no empty matrices"
+
+
+def test_the_route_of_eigenvectors():
+    assert eigen.batched_eigh_pays(2, 33, "cuda")
+    assert not eigen.batched_eigh_pays(2, 32, "cuda"), "torch has them batched"
+    assert not eigen.batched_eigh_pays(1, 500, "cuda")
+    assert not eigen.batched_eigh_pays(2, 33, "cpu")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The choices fall as on a GPU; the reason of cuSOLVER's absence is whatever the test sets."""
+    monkeypatch.setattr(orthogonal, "route", lambda *arguments: Route.CUSOLVER)
+    monkeypatch.setattr(eigen, "batched_eigh_pays", lambda *arguments: True)
+    return lambda reason: monkeypatch.setattr(cusolver, "refusal", lambda function, device: reason)
+
+
+def calls():
+    """Of each function that may call cuSOLVER: its name in messages, itself, and what torch.linalg gives."""
+    a = randn(2, 5, 7, dtype=torch.float64)
+    gram = a @ a.mT
+    return [
+        ("orthogonal_batched", lambda: orthogonal.orthonormal_rows(a), householder(a)),
+        ("symmetric_eigh", lambda: eigen.symmetric_eigh(gram)[0], torch.linalg.eigh(gram)[0]),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_missing_library_is_announced_once(which, on_a_gpu, forget_warnings):
+    on_a_gpu(REASON)
+    name, call, expected = calls()[which]
+    with pytest.warns(wnfused.BackendWarning, match=f"{name} passes over backend 'native': {REASON}"):
+        assert torch.equal(call(), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(call(), expected)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_missing_library_asked_for_by_name_is_an_error(which, on_a_gpu):
+    on_a_gpu(REASON)
+    name, call, _ = calls()[which]
+    with (
+        wnfused.use_backend("native"),
+        pytest.raises(wnfused.BackendUnavailableError, match=f"{name} cannot run on backend 'native': {REASON}"),
+    ):
+        call()
+
+
+def test_another_backend_by_name_never_asks_for_it(monkeypatch):
+    """``use_backend("reference")`` is torch.linalg, without a word."""
+    monkeypatch.setattr(eigen, "batched_eigh_pays", lambda *arguments: True)
+    monkeypatch.setattr(cusolver, "refusal", lambda *arguments: pytest.fail("asked"))
+    with wnfused.use_backend("reference"):
+        assert not orthogonal._native_is_chosen("cuda")
+        _, call, expected = calls()[1]
+        assert torch.equal(call(), expected)
+
+
+def test_where_it_is_there_it_is_called(on_a_gpu, monkeypatch):
+    on_a_gpu(None)
+    seen = []
+    monkeypatch.setattr(cusolver, "orthonormal_rows", lambda a: seen.append(a) or a)
+    monkeypatch.setattr(cusolver, "eigh", lambda a: seen.append(a) or (a, a))
+    for _, call, _ in calls():
+        call()
+    assert [tuple(a.shape) for a in seen] == [(2, 5, 7), (2, 5, 5)]
+
+
+def test_refusals_name_the_reason(monkeypatch):
+    def refusal(unavailable=None, missing="", capability=(9, 0)):
+        monkeypatch.setattr(native_cuda, "unavailable", lambda: unavailable)
+        monkeypatch.setattr(cusolver, "_missing", lambda function, index: missing or None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        native_cuda._refused_device.cache_clear()
+        return cusolver.refusal("qr", DEVICE)
+
+    try:
+        assert refusal() is None
+        assert refusal(unavailable="torch is a CPU build") == "torch is a CPU build"
+        assert refusal(missing=REASON) == REASON
+        assert "compute capability 8.0, cuda:0 has 7.5" in refusal(capability=(7, 5))
+    finally:
+        native_cuda._refused_device.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_reason_is_that():
+    assert cusolver.refusal("eigh", DEVICE) == native_cuda.unavailable() is not None
+
+
+@pytest.fixture
+def columns():
+    """The op as cuSOLVER would run it, by LAPACK: eigenvectors as columns of column-major matrices, info for NaN."""
+
+    def run(a):
+        finite = a.isfinite().all((-2, -1))
+        values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], a, 0.0))
+        a.copy_(vectors.mT)
+        return values, (~finite).int()
+
+    library = torch.library.Library("wnfused_native", "IMPL")
+    library.impl("cuda_eigh_", run, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (3, 6, 6), (2, 3, 5, 5), (2, 1, 1)])
+def test_eigenvectors_are_columns(columns, shape):
+    a = randn(*shape, dtype=torch.float64)
+    a = a + a.mT
+    before = a.clone()
+    values, vectors = cusolver.eigh(a)
+    assert torch.equal(a, before), "only a copy is overwritten"
+    torch.testing.assert_close(a @ vectors, vectors * values.unsqueeze(-2))
+    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(shape[-1], dtype=a.dtype).expand(shape))
+    assert (values.diff(dim=-1) >= 0).all()
+
+
+def test_no_convergence_is_an_error(columns):
+    a = torch.eye(4).repeat(3, 1, 1)
+    a[1, 2, 2] = float("nan")
+    with pytest.raises(torch.linalg.LinAlgError, match="matrix 1 did not converge"):
+        cusolver.eigh(a)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="needs the C++ library")
+def test_rows_are_made_orthonormal_through_the_op(monkeypatch):
+    """The op of the CPU's library has the same schema: strides that are not contiguous, and its refusal."""
+    a = randn(7, 20, 3).mT
+    assert not a.is_contiguous()
+    expected = householder(a.double())
+    torch.testing.assert_close(cusolver.orthonormal_rows(a).double(), expected, rtol=0, atol=1e-5)
+    a = torch.zeros(2, 3, 20)
+    with pytest.raises(RuntimeError, match=r"refused a QR decomposition of \[2, 3, 20\]"):
+        cusolver.orthonormal_rows(a)

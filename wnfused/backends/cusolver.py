@@ -1,0 +1,55 @@
+"""Dense decompositions on CUDA tensors by cuSOLVER itself, called from the library ``_cuda``.
+
+What torch.linalg does around the same decompositions is left away: copies, R, and for eigenvectors a call for each
+matrix of more than 32 rows (pytorch issue 175585). cuSOLVER is the copy that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from wnfused.backends import native_cuda
+
+
+def refusal(function: str, device: torch.device) -> str | None:
+    """Why ``function``, ``"qr"`` or ``"eigh"``, cannot run on a CUDA device; None if it can."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return native_cuda.unavailable() or native_cuda._refused_device(index) or _missing(function, index)
+
+
+@functools.cache
+def _missing(function: str, index: int) -> str | None:
+    # torch loads its part that is linked with cuSOLVER when it first needs it, and its folder is known to torch alone.
+    torch.linalg.qr(torch.ones(1, 1, device=f"cuda:{index}"))
+    return torch.ops.wnfused_native.cusolver_missing(function) or None
+
+
+def orthonormal_rows(a: Tensor) -> Tensor:
+    """``Q [n, r, c]`` of ``A = L Q``, ``r <= c``, with a positive diagonal of L, in the place of ``A`` if contiguous.
+
+    ``A`` is float32 or float64. Matrix by matrix (``Xgeqrf``, ``orgqr``); the host waits once, for the statuses of all.
+    """
+    q = a.contiguous()
+    if not torch.ops.wnfused_native.orthonormal_rows_(q).all():
+        raise RuntimeError(f"cuSOLVER refused a QR decomposition of {list(a.shape)} matrices")
+    return q
+
+
+def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending eigenvalues ``[..., n]`` and eigenvectors ``[..., n, n]``, as columns, of symmetric ``A``.
+
+    Float32 or float64. All matrices at once (``XsyevBatched``).
+
+    Raises:
+        torch.linalg.LinAlgError: it did not converge, as for matrices that are not finite.
+    """
+    rows = a.reshape(-1, *a.shape[-2:]).clone(memory_format=torch.contiguous_format)
+    values, info = torch.ops.wnfused_native.cuda_eigh_(rows)
+    if info.any():
+        number = int(info.ne(0).nonzero()[0])
+        raise torch.linalg.LinAlgError(f"cuSOLVER's eigenvalues of matrix {number} did not converge; is it finite?")
+    # Eigenvectors are columns to cuSOLVER, which are rows here.
+    return values.reshape(a.shape[:-1]), rows.reshape(a.shape).mT
