@@ -121,7 +121,7 @@ def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
 
 
 def pass_over(function: str, backend: str, reason: str) -> None:
-    """For functions that are no ops: ``backend`` should run this one and cannot. Announces it, as :func:`select` does.
+    """For functions that are no ops: ``backend`` should run this one and cannot. Announces it, as ``select`` does.
 
     Raises:
         BackendUnavailableError: the backend was asked for by name.

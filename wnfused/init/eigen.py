@@ -18,7 +18,7 @@ def symmetric_eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     """Ascending eigenvalues ``[..., n]`` and eigenvectors ``[..., n, n]``, as columns, of symmetric ``A [..., n, n]``.
 
     By torch.linalg.eigh; by cuSOLVER's batched solver where that pays and the native backend may be used. Where it is
-    missing, torch.linalg does after a :class:`wnfused.BackendWarning`.
+    missing, torch.linalg does after a ``wnfused.BackendWarning``.
 
     Args:
         a: float32 or float64.

@@ -92,7 +92,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
         ValueError: it has fewer than two dims, or ``gain`` is not finite.
         BackendUnavailableError: the native backend was asked for by name, the matrices are on a GPU and so large or few
             that Householder's QR takes them, and the CUDA library or its cuSOLVER is not there. An automatic choice
-            takes torch.linalg then, after a :class:`wnfused.BackendWarning`.
+            takes torch.linalg then, after a ``wnfused.BackendWarning``.
 
     Source: Mezzadri 2007, "How to generate random matrices from the classical compact groups"; Yamamoto, Nakatsukasa,
     Yanagisawa & Fukaya 2015, "Roundoff error analysis of the CholeskyQR2 algorithm".
