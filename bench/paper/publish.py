@@ -76,8 +76,8 @@ Campos & Bengio 2019, *How to Initialize your Network?*; (b) Zhang, Dauphin & Ma
 Joudaki & Bach 2021, *Batch Normalization Orthogonalizes Representations*; (d) Hlav 2019, *Dynamic Isometry*.
 
 Everything is scaled down, mostly to scikit-learn's 8x8 digits; each section says how, and `--full` runs the paper's
-own settings. A verdict is a predicate on the data that stands in the figure's file, written before the run; a
-disagreement is a result too. ± is the standard deviation over seeds.
+own settings. A verdict is a predicate on the data that stands in the figure's file, written from the paper
+before the run; where it was changed after a first look, the section says so. A disagreement is a result too. ± is the standard deviation over seeds.
 """
 
 
