@@ -3,7 +3,8 @@
 (a) Arpit, Campos & Bengio 2019; (b) Zhang, Dauphin & Ma (ZeroInit, Fixup); (c) Daneshmand, Joudaki & Bach 2021;
 (d) Hlav 2019. Each file says what it reproduces and what its small size leaves out, splits the work into seeded,
 independent jobs, reduces their results to the figure's data, and judges the paper's claims by predicates that were
-written from the paper; where one was changed after a first look at data, the figure's note says so. ``FIGURES`` lists them in the order in which they are made.
+written from the paper; where one was changed after a first look at data, the figure's note says so.
+``FIGURES`` lists them in the order in which they are made.
 """
 
 FIGURES = (

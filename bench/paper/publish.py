@@ -77,7 +77,8 @@ Joudaki & Bach 2021, *Batch Normalization Orthogonalizes Representations*; (d) H
 
 Everything is scaled down, mostly to scikit-learn's 8x8 digits; each section says how, and `--full` runs the paper's
 own settings. A verdict is a predicate on the data that stands in the figure's file, written from the paper
-before the run; where it was changed after a first look, the section says so. A disagreement is a result too. ± is the standard deviation over seeds.
+before the run; where it was changed after a first look, the section says so. A disagreement is a result too.
+± is the standard deviation over seeds.
 """
 
 
