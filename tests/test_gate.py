@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the gate is part of the checkout, not of the package
 
@@ -39,6 +40,16 @@ __global__ void indexed(float* x, const int* at) {
   for (int i = 0; i < 64; ++i) x[i] = held[at[i] & 63];
 }
 """
+
+
+@pytest.fixture(autouse=True)
+def _flags_put_back():
+    """A job compiles for the precision it names, by torch's own flags, in a process that ends with it."""
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [flag.fp32_precision for flag in flags]
+    yield
+    for flag, precision in zip(flags, before, strict=True):
+        flag.fp32_precision = precision
 
 
 @pytest.fixture(scope="module")

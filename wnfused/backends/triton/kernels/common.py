@@ -35,6 +35,7 @@ def activate(z, slope, ACTIVATION: tl.constexpr):
 @triton.jit
 def mask(dy, y, slope, ACTIVATION: tl.constexpr):
     """``wnfused.reference.activate_backward``: the mask is read off the output's sign."""
+    y = y.to(tl.float32)  # some interpreters compare the bits of bfloat16 as integers
     if ACTIVATION == RELU:
         dy = tl.where(y <= 0, 0.0, dy)
     if ACTIVATION == LEAKY_RELU:

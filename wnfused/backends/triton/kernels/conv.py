@@ -127,7 +127,7 @@ def input_gradient(
     at = m.to(tl.int64)[:, None] * C + c[None, :]
     within = (m[:, None] < pixels) & (c[None, :] < C)
     if A is not None:
-        acc = tl.where(tl.load(A + at, mask=within, other=0.0) <= 0, 0.0, acc)
+        acc = tl.where(tl.load(A + at, mask=within, other=0.0).to(tl.float32) <= 0, 0.0, acc)
     if R is not None:
         acc += tl.load(R + at, mask=within, other=0.0).to(tl.float32)
     tl.store(DX + at, acc.to(DX.dtype.element_ty), mask=within)
