@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -103,9 +104,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _save_pictures(results: list[Result], facts: dict[str, Any], folder: Path) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         print("no pictures: matplotlib is not installed")
         return
     for path in (*picture.ratio_bars(results, facts, folder), *picture.cost_per_layer(results, facts, folder)):

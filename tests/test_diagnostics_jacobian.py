@@ -148,7 +148,10 @@ def test_lanczos_on_known_matrices(shape: tuple[int, int]) -> None:
 def test_lanczos_with_equal_and_missing_singular_values() -> None:
     """A Krylov space holds one direction of each; what is exhausted leaves zeros."""
     a = torch.diag(torch.tensor([3.0, 3.0, 2.0, 0.0, 0.0], dtype=torch.float64))[None]
-    multiply = lambda v: (a @ v[..., None])[..., 0]  # noqa: E731
+
+    def multiply(v: torch.Tensor) -> torch.Tensor:
+        return (a @ v[..., None])[..., 0]
+
     found = largest_singular_values(multiply, multiply, gaussian(1, 5), 3)
     assert found[0].tolist() == pytest.approx([3, 2, 0], abs=1e-12)
 

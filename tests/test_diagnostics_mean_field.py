@@ -26,7 +26,10 @@ def mean(f: Callable[[float], float], q: float) -> float:
     """``E f(sqrt(q) z)``, with the kinks at 0 and +-1 as end points."""
     s = math.sqrt(q)
     ends = sorted({-12.0, *(k / s for k in (-5, -1, 0, 1, 5) if abs(k / s) < 12), 12.0})
-    density = lambda z: f(s * z) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)  # noqa: E731
+
+    def density(z: float) -> float:
+        return f(s * z) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
     return sum(quad(density, a, b, epsabs=1e-13, epsrel=1e-12)[0] for a, b in itertools.pairwise(ends))
 
 

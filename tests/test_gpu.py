@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_stage(channels: int, size: int, batch: int, dtype: torch.dtype, recompu
     from tests.samples import composite_stage
 
     tensors = stage_tensors(4, batch, channels, size)
-    run = lambda *t: wnfused.functional.residual_stage(*t, recompute=recompute)  # noqa: E731
+    run = functools.partial(wnfused.functional.residual_stage, recompute=recompute)
     compare(run, composite_stage, tensors, dtype, "native")
 
 
