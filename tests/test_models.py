@@ -74,12 +74,15 @@ def test_all_norms_compute_the_same_function_where_they_can():
     torch.testing.assert_close(plain(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_batch_norm_twin_puts_the_shortcut_behind_the_first_norm():
-    block = wrn(10, 2, norm="batch").stages[0][0]
+def test_the_batch_norm_twin_normalises_its_branches_and_the_shortcuts_that_change_shape():
+    first, second = wrn(16, 2, norm="batch").stages[0]
     x = torch.randn(4, 16, 6, 6)
-    z = block.bn1(x)
-    expected = block.shortcut(z) + block.conv2(torch.relu(block.bn2(block.conv1(torch.relu(z)))))
-    torch.testing.assert_close(block(x), expected)
+    z = first.bn1(x)
+    expected = first.shortcut(z) + first.conv2(torch.relu(first.bn2(first.conv1(torch.relu(z)))))
+    torch.testing.assert_close(first(x), expected)
+    x = torch.randn(4, 32, 6, 6)
+    expected = x + second.conv2(torch.relu(second.bn2(second.conv1(torch.relu(second.bn1(x))))))
+    torch.testing.assert_close(second(x), expected)
 
 
 def test_ten_thousand_layers_build_print_pickle_and_copy():

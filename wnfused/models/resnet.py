@@ -13,7 +13,10 @@ STEM_CHANNELS = 16
 
 
 class BatchNormBlock(nn.Module):
-    """``skip_scale (shortcut(z) + conv2(relu(bn2(conv1(relu(z))))))``, ``z = bn1(x)``: the block under batch norm.
+    """``skip_scale (shortcut + conv2(relu(bn2(conv1(relu(z))))))``, ``z = bn1(x)``: the block under batch norm.
+
+    The shortcut is x itself, or a 1x1 convolution of z where shapes change. An identity that carried z instead would
+    be normalised anew in every block, and the gradient would grow geometrically with depth.
 
     Source: the published code of Arpit, Campos & Bengio 2019.
     """
@@ -32,7 +35,8 @@ class BatchNormBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.bn1(x)
-        y = self.shortcut(z) + self.conv2(self.relu(self.bn2(self.conv1(self.relu(z)))))
+        shortcut: Tensor = x if isinstance(self.shortcut, nn.Identity) else self.shortcut(z)
+        y = shortcut + self.conv2(self.relu(self.bn2(self.conv1(self.relu(z)))))
         return y if self.skip_scale == 1.0 else self.skip_scale * y
 
 
