@@ -7,13 +7,29 @@ so, but for operands that lie so near the middle of two bfloat16 numbers that th
 more often, so every step starts from the kernel's own operands where it can be seen, and the backward has one block.
 The tolerances are a sixteenth to an eighth of the error that rounding operands makes: a wrong product, tap, row or
 border shows.
+
+A thousand blocks are compared so, and with float64 arithmetic that rounds nothing. Rounding to 8 bits is off by
+``u = 2^-9`` of an operand, as the root of the mean square over mantissas. An increment of the stream takes four
+(``h, w_1, a, w_2``; backward ``dh, w_2, da, w_1``), so it is off by ``2 u``. Those of different blocks are independent,
+add up in quadrature as the increments do themselves, and are carried on by the blocks after as the stream is: whatever
+the depth, the stream is off by ``2 u`` of itself at most, and its rounded end by ``sqrt(5) u``. On given masks,
+``dW_1 = (h, da)`` has three roundings of its own and the stream's error, ``sqrt(7) u``, ``dW_2`` and ``dbias`` less:
+all within ``GIVEN_MASKS = 4 u``.
+
+Masks that are computed are wrong where an activation lies within its error of zero. It is off by ``sqrt(6) u`` of its
+spread (the stream, ``h`` and ``w_1``), so by the Gaussian's angle a share ``p = sqrt(6) u / pi`` changes sign, beside
+the half that pass: ``da`` is off by ``sqrt(2 p) = 2^-4.2``, the stream of gradients by as much at most, and ``dW_1`` by
+both in quadrature, ``2^-3.7``.
 """
+
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wnfused import reference
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -23,6 +39,8 @@ ISAS = kernels.cpu_isas().split(",") if native.unavailable() is None else []
 TOLERANCE = 2**-12
 # dx is rounded after an operand was: its difference of 2^-14 tips over a share of 2^-14 / 2^-9.
 ROUNDED_TWICE = 2**-11
+GIVEN_MASKS = 2**-7
+COMPUTED_MASKS = 2**-3.5
 
 # (N, C, H, W): chunks of lines that are whole tiles or not, several chunks an image, positions of small maps with full
 # and incomplete groups of images, channels that fill a block and that do not.
@@ -118,3 +136,50 @@ def test_backward_rounds_operands_alone(shape, dtype, isa):
     assert_within("dv", dv[0].double() / scale, across, walk, tolerance)
     assert_within("dg", dg[0], expected_dg, walk, tolerance)
     assert_within("dbias", dbias[0], expected_dbias, dy.double(), tolerance)
+
+
+DEPTH = 1000
+DEEP_SHAPES = [(1, 16, 8, 8), (20, 16, 2, 2)]  # one for each way of multiplying pairs, by lines and by positions
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("shape", DEEP_SHAPES, ids=str)
+def test_a_thousand_blocks_round_operands_alone(shape, isa):
+    """The stream, summed in fp32, has walked off by ``2^-24 sqrt(1000)`` in the end, tipping over a share of 2^-10."""
+    x, v, g, bias = sample(*shape, DEPTH, torch.float32)
+    y, norm, maps = kernels.residual_stage(x, v, g, bias, 1.0, 0, True)
+    saved = [t.double().movedim(-1, 1) for t in maps.flatten(0, 1)]
+    expected, operands = forward(x, weights(v, g, norm), bias, saved, 1.0)
+    assert_within("y", y, rounded(expected), expected, TOLERANCE)
+    for name, first in (("h", 0), ("a", 1)):
+        assert_within(name, torch.stack(saved[first::2]), torch.stack(operands[first::2]), 0.0, TOLERANCE)
+
+
+@functools.cache
+def exact(shape: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensor, Tensor, tuple[Tensor, ...]]:
+    """Arguments of a thousand blocks with ``dy``, and in float64 the output, the norms and the gradients."""
+    torch.manual_seed(0)
+    arguments = *sample(*shape, DEPTH, torch.float32), torch.randn(shape).bfloat16()
+    x, *parameters, dy = (t.double() for t in arguments)
+    y, norm, maps = reference.residual_stage(x, *parameters)
+    return arguments, y, norm, reference.residual_stage_backward(dy, *parameters, norm, maps)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("shape", DEEP_SHAPES, ids=str)
+def test_a_thousand_blocks_against_exact_arithmetic(shape, isa):
+    (x, v, g, bias, dy), expected, exact_norm, on_computed_masks = exact(shape)
+    y, norm, maps = kernels.residual_stage(x, v, g, bias, 1.0, 0, True)
+    gradients = kernels.residual_stage_backward(dy, v, g, bias, norm, maps, 1.0, 0, True)
+
+    parameters = [t.double() for t in (v, g, bias)]
+    on_given_masks = reference.residual_stage_backward(dy.double(), *parameters, exact_norm, maps.double())
+    assert_within("y", y, expected, 0.0, GIVEN_MASKS)
+    for wanted, tolerance in ((on_given_masks, GIVEN_MASKS), (on_computed_masks, COMPUTED_MASKS)):
+        for name, actual, gradient in zip(("dx", "dv", "dg", "dbias"), gradients, wanted, strict=True):
+            assert_within(name, actual, gradient, 0.0, tolerance)
+
+    again, norm, maps = kernels.residual_stage(x, v, g, bias, 1.0, 32, True)
+    recomputed = kernels.residual_stage_backward(dy, v, g, bias, norm, maps, 1.0, 32, True)
+    for actual, same in zip((again, *recomputed), (y, *gradients), strict=True):
+        assert torch.equal(actual, same)

@@ -302,6 +302,7 @@ def test_out_of_memory_raises_and_leaves_a_working_stage():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("recompute", [0, 32])
 def test_a_thousand_blocks(recompute):
     blocks = 1000
