@@ -15,6 +15,7 @@ import torch
 import wnfused
 from bench import cases, machine, picture, report, workloads
 from bench.result import Result
+from wnfused.cli import OneLineParser
 
 DEFAULT_FOLDER = Path("build") / "bench"
 # Seconds of measuring a case; the gates and the compiler come on top.
@@ -22,7 +23,7 @@ BUDGET, QUICK_BUDGET = 5.0, 1.5
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    made = OneLineParser(prog="wnfused bench", description=__doc__)
     groups = f"{', '.join(workloads.GROUPS)}; may be repeated"
     seconds = f"measuring time of a case, default {BUDGET:g}, with --quick {QUICK_BUDGET:g}"
     made.add_argument("--quick", action="store_true", help="a small selection, in under two minutes on two cores")
@@ -41,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 if a peer failed its gate or nothing of ours could be measured; 2 for a wrong argument."""
     options = parser().parse_args(arguments)
     if options.threads is not None and options.threads < 1:
-        parser().error(f"--threads: {options.threads} must be at least 1")
+        parser().error(f"--threads {options.threads}: must be 1 or more")
     if options.seconds is not None and not options.seconds >= 0:
-        parser().error(f"--seconds: {options.seconds} must not be negative")
+        parser().error(f"--seconds {options.seconds}: must be 0 or more")
     try:
         chosen = workloads.select(options.quick, tuple(options.group), options.match)
     except ValueError as error:
@@ -53,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{w.group:<8} {w.name}  ({', '.join(w.passes)})" for w in chosen))
         return 0
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser().error(f"--out {options.out}: cannot be written: {error.strerror}")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     budget = options.seconds if options.seconds is not None else QUICK_BUDGET if options.quick else BUDGET
@@ -64,8 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             report.merged(options.out, facts, [])
         except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
+            parser().error(str(error))
     results: list[Result] = []
     report.print_groups(_run(chosen, budget, results))
     kept = report.merged(options.out, facts, results) if adds else results
@@ -92,8 +96,7 @@ def _show(folder: Path) -> int:
     try:
         facts, results = report.load_json(folder)
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        parser().error(f"--out {folder}: {error}")
     _print_facts(facts)
     report.print_groups((name, list(found)) for name, found in groupby(results, lambda result: result.group))
     return 0

@@ -269,8 +269,9 @@ def select(quick: bool = False, groups: tuple[str, ...] = (), text: str = "") ->
     """
     for group in groups:
         if group not in GROUPS:
-            raise ValueError(f"--group: unknown {group!r}; one of {', '.join(GROUPS)} is right")
+            raise ValueError(f"--group {group}: is no group; there are {', '.join(GROUPS)}")
     found = [w for w in WORKLOADS if (not groups or w.group in groups) and text in w.name and (w.quick or not quick)]
     if not found:
-        raise ValueError(f"no workload is left of --group {' '.join(groups) or 'all'} with --match {text!r}")
+        asked = [*(f"--group {group}" for group in groups), *([f"--match {text}"] if text else [])]
+        raise ValueError(f"{' '.join(asked)}: leaves no workload{' of --quick' if quick else ''}; --list names them")
     return found

@@ -228,7 +228,8 @@ def test_groups_are_added_to_a_run_and_shown(monkeypatch, tmp_path, capsys):
     document = json.loads((tmp_path / "bench.json").read_text())
     document["machine"]["commit"] = "another"
     (tmp_path / "bench.json").write_text(json.dumps(document))
-    assert command.main([*run, "--add"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        command.main([*run, "--add"])
     assert "was measured with commit 'another'" in capsys.readouterr().err
 
 
@@ -254,12 +255,28 @@ def test_an_epoch_is_as_many_images_as_digits_has(monkeypatch):
     assert sizes == [64] * 22 + [29]
 
 
-@pytest.mark.parametrize("arguments", [["--group", "nothing"], ["--match", "no such"], ["--threads", "0"]])
-def test_wrong_arguments_are_named(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--group", "nothing"], "--group nothing: is no group; there are linear, "),
+        (["--match", "no such"], "--match no such: leaves no workload; --list names them"),
+        (["--quick", "--group", "deep"], "--group deep: leaves no workload of --quick; --list names them"),
+        (["--threads", "0"], "--threads 0: must be 1 or more"),
+        (["--threads", "two"], "argument --threads: invalid int value: 'two'"),
+        (["--seconds", "-1"], "--seconds -1.0: must be 0 or more"),
+        (["--out", "/proc/bench"], "--out /proc/bench: cannot be written: "),
+        (["--show", "--out", "/proc/bench"], "--out /proc/bench: /proc/bench/bench.json: there is no such run"),
+        (["--gruop", "stage"], "unrecognized arguments: --gruop stage"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_arguments_are_named_in_one_line(arguments, says, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)
     assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"wnfused bench: error: {says}")
+    assert printed.count("\n") == 1
 
 
 def test_every_workload_names_known_peers_and_is_named_once():

@@ -78,7 +78,7 @@ def _show_warning(
         print(f"wnfused: warning: {message}", file=file or sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """argparse's own errors in one line, without the usage text before it."""
 
     def error(self, message: str) -> NoReturn:
@@ -86,7 +86,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="wnfused", description="Fused weight-normalised layers and very deep networks of them.")
+    description = "Fused weight-normalised layers and very deep networks of them."
+    parser = OneLineParser(prog="wnfused", description=description)
     parser.add_argument("--version", action="version", version=f"wnfused {wnfused.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | demo | train | probe | bench")
     for add in (_add_info, _add_demo, _add_train, _add_probe, _add_bench):
