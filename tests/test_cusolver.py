@@ -1,13 +1,18 @@
 """cuSOLVER's decompositions on a machine without a GPU: when they are chosen, what is said where they are not there."""
 
+import importlib.util
+import os
+import shutil
+import subprocess
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 import wnfused
 from wnfused.backends import cusolver, native, native_cuda
-from wnfused.init import eigen, orthogonal
+from wnfused.init import eigen, orthogonal, singular
 from wnfused.init.orthogonal import Route, householder, route
 
 DEVICE = torch.device("cuda:0")
@@ -37,11 +42,24 @@ def test_the_route_of_eigenvectors():
     assert not eigen.batched_eigh_pays(2, 33, "cpu")
 
 
+def test_the_route_of_singular_vectors():
+    assert singular.batched_svd_pays(2, 32, 31, "cuda")
+    assert singular.batched_svd_pays(2, 1, 32, "cuda")
+    assert not singular.batched_svd_pays(2, 33, 32, "cuda"), "the library takes no more than 32"
+    assert not singular.batched_svd_pays(2, 16, 33, "cuda")
+    assert not singular.batched_svd_pays(2, 16, 16, "cuda"), "torch has square ones batched"
+    assert not singular.batched_svd_pays(1, 16, 8, "cuda")
+    assert not singular.batched_svd_pays(0, 16, 8, "cuda")
+    assert not singular.batched_svd_pays(2, 0, 8, "cuda"), "cuSOLVER takes no empty matrices"
+    assert not singular.batched_svd_pays(2, 16, 8, "cpu")
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """The choices fall as on a GPU; the reason of cuSOLVER's absence is whatever the test sets."""
     monkeypatch.setattr(orthogonal, "route", lambda *arguments: Route.CUSOLVER)
     monkeypatch.setattr(eigen, "batched_eigh_pays", lambda *arguments: True)
+    monkeypatch.setattr(singular, "batched_svd_pays", lambda *arguments: True)
     return lambda reason: monkeypatch.setattr(cusolver, "refusal", lambda function, device: reason)
 
 
@@ -52,10 +70,11 @@ def calls():
     return [
         ("orthogonal_batched", lambda: orthogonal.orthonormal_rows(a), householder(a)),
         ("symmetric_eigh", lambda: eigen.symmetric_eigh(gram)[0], torch.linalg.eigh(gram)[0]),
+        ("economy_svd", lambda: singular.economy_svd(a)[1], torch.linalg.svd(a, full_matrices=False)[1]),
     ]
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_missing_library_is_announced_once(which, on_a_gpu, forget_warnings):
     on_a_gpu(REASON)
     name, call, expected = calls()[which]
@@ -66,7 +85,7 @@ def test_a_missing_library_is_announced_once(which, on_a_gpu, forget_warnings):
         assert torch.equal(call(), expected)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_missing_library_asked_for_by_name_is_an_error(which, on_a_gpu):
     on_a_gpu(REASON)
     name, call, _ = calls()[which]
@@ -80,11 +99,12 @@ def test_a_missing_library_asked_for_by_name_is_an_error(which, on_a_gpu):
 def test_another_backend_by_name_never_asks_for_it(monkeypatch):
     """``use_backend("reference")`` is torch.linalg, without a word."""
     monkeypatch.setattr(eigen, "batched_eigh_pays", lambda *arguments: True)
+    monkeypatch.setattr(singular, "batched_svd_pays", lambda *arguments: True)
     monkeypatch.setattr(cusolver, "refusal", lambda *arguments: pytest.fail("asked"))
     with wnfused.use_backend("reference"):
         assert not orthogonal._native_is_chosen("cuda")
-        _, call, expected = calls()[1]
-        assert torch.equal(call(), expected)
+        for _, call, expected in calls()[1:]:
+            assert torch.equal(call(), expected)
 
 
 def test_where_it_is_there_it_is_called(on_a_gpu, monkeypatch):
@@ -92,9 +112,10 @@ def test_where_it_is_there_it_is_called(on_a_gpu, monkeypatch):
     seen = []
     monkeypatch.setattr(cusolver, "orthonormal_rows", lambda a: seen.append(a) or a)
     monkeypatch.setattr(cusolver, "eigh", lambda a: seen.append(a) or (a, a))
+    monkeypatch.setattr(cusolver, "svd", lambda a: seen.append(a) or (a, a, a))
     for _, call, _ in calls():
         call()
-    assert [tuple(a.shape) for a in seen] == [(2, 5, 7), (2, 5, 5)]
+    assert [tuple(a.shape) for a in seen] == [(2, 5, 7), (2, 5, 5), (2, 5, 7)]
 
 
 def test_refusals_name_the_reason(monkeypatch):
@@ -121,16 +142,27 @@ def test_without_a_device_the_reason_is_that():
 
 @pytest.fixture
 def columns():
-    """The op as cuSOLVER would run it, by LAPACK: eigenvectors as columns of column-major matrices, info for NaN."""
+    """The ops as cuSOLVER would run them, by LAPACK: column-major matrices, vectors as columns, info for NaN."""
 
-    def run(a):
+    def finite_part(a):
         finite = a.isfinite().all((-2, -1))
-        values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], a, 0.0))
+        return torch.where(finite[:, None, None], a, 0.0), (~finite).int()
+
+    def run_eigh(a):
+        here, info = finite_part(a)
+        values, vectors = torch.linalg.eigh(here)
         a.copy_(vectors.mT)
-        return values, (~finite).int()
+        return values, info
+
+    def run_svd(a):
+        here, info = finite_part(a)
+        left, values, right = torch.linalg.svd(here.mT)  # [r, c] in rows is [c, r] in columns
+        a.fill_(float("nan"))
+        return right.contiguous(), values, left.mT.contiguous(), info
 
     library = torch.library.Library("wnfused_native", "IMPL")
-    library.impl("cuda_eigh_", run, "CPU")
+    library.impl("cuda_eigh_", run_eigh, "CPU")
+    library.impl("cuda_svd_", run_svd, "CPU")
     yield
     library._destroy()
 
@@ -147,11 +179,26 @@ def test_eigenvectors_are_columns(columns, shape):
     assert (values.diff(dim=-1) >= 0).all()
 
 
-def test_no_convergence_is_an_error(columns):
+@pytest.mark.parametrize("shape", [(6, 4), (3, 4, 6), (2, 3, 5, 2), (2, 1, 7), (0, 3, 2)])
+def test_singular_vectors_are_the_first_of_the_full_factors(columns, shape):
+    a = randn(*shape, dtype=torch.float64)
+    before = a.clone()
+    u, s, vt = cusolver.svd(a)
+    assert torch.equal(a, before), "only a copy is overwritten"
+    expected = torch.linalg.svd(a, full_matrices=False)
+    assert [t.shape for t in (u, s, vt)] == [t.shape for t in expected]
+    torch.testing.assert_close(u * s.unsqueeze(-2) @ vt, a)
+    torch.testing.assert_close(s, expected.S)
+    for orthonormal in (u.mT @ u, vt @ vt.mT):
+        torch.testing.assert_close(orthonormal, torch.eye(s.shape[-1], dtype=a.dtype).expand_as(orthonormal))
+
+
+@pytest.mark.parametrize("function", ["eigh", "svd"])
+def test_no_convergence_is_an_error(columns, function):
     a = torch.eye(4).repeat(3, 1, 1)
     a[1, 2, 2] = float("nan")
     with pytest.raises(torch.linalg.LinAlgError, match="matrix 1 did not converge"):
-        cusolver.eigh(a)
+        getattr(cusolver, function)(a)
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason="needs the C++ library")
@@ -164,3 +211,37 @@ def test_rows_are_made_orthonormal_through_the_op(monkeypatch):
     a = torch.zeros(2, 3, 20)
     with pytest.raises(RuntimeError, match=r"refused a QR decomposition of \[2, 3, 20\]"):
         cusolver.orthonormal_rows(a)
+
+
+PROTOTYPES = Path(__file__).with_name("cusolver_prototypes.cpp")
+
+
+def compiler_and_headers():
+    """g++ with the folders of this repository, torch and CUDA; cuSOLVER's too where its wheel is installed."""
+    from torch.utils.cpp_extension import include_paths
+
+    compiler, nvcc = shutil.which("g++"), shutil.which("nvcc", path=f"/usr/local/cuda/bin:{os.environ['PATH']}")
+    if compiler is None or nvcc is None:
+        pytest.skip("needs g++ and a CUDA toolkit's headers")
+    folders = [PROTOTYPES.parents[1] / "csrc", *include_paths(), Path(nvcc).resolve().parents[1] / "include"]
+    folders.append(Path("/usr/local/cuda/include"))
+    wheels = importlib.util.find_spec("nvidia")
+    for place in wheels.submodule_search_locations or () if wheels else ():
+        folders += sorted({header.parent for header in Path(place).glob("*/include/cu*.h")})
+    return [compiler, "-std=c++17", "-fsyntax-only", "-DTORCH_TARGET_VERSION=0x020b000000000000",
+            "-DTORCH_STABLE_ONLY", "-DUSE_CUDA", *(f"-I{folder}" for folder in folders)]  # fmt: skip
+
+
+def test_prototypes_are_those_of_the_header(tmp_path):
+    """Against the ``cusolverDn.h`` that the compiler finds, in the wheel ``nvidia-cusolver`` or along ``CPATH``."""
+    command = compiler_and_headers()
+    probe = tmp_path / "probe.cpp"
+    probe.write_text("#include <cusolverDn.h>\n")
+    if subprocess.run([*command, str(probe)], capture_output=True).returncode != 0:
+        pytest.skip("no cusolverDn.h: neither installed nor along CPATH")
+    done = subprocess.run([*command, str(PROTOTYPES)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wrong = tmp_path / "wrong.cpp"
+    wrong.write_text(PROTOTYPES.read_text().replace("sgesvdj_batched, cusolverDnS", "sgesvdj_batched, cusolverDnD"))
+    done = subprocess.run([*command, f"-I{PROTOTYPES.parent}", str(wrong)], capture_output=True, text=True)
+    assert "sgesvdj_batched differs" in done.stderr

@@ -205,6 +205,33 @@ def test_cusolver_eigh(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert (w.diff(dim=-1) >= 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 32, 32), (5, 32, 16), (2, 3, 9, 31), (2, 1, 7), (70_000, 3, 2)])
+def test_cusolver_svd(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """``A = U diag(s) V^T`` with orthonormal factors, from the largest; more matrices than a grid has rows too."""
+    from wnfused.backends import cusolver
+
+    assert cusolver.refusal("svd", torch.device("cuda:0")) is None
+    a = torch.randn(shape, dtype=dtype)
+    u, s, vt = (t.cpu().double() for t in cusolver.svd(a.cuda()))
+    bound = 64 * torch.finfo(dtype).eps * max(shape[-2:]) ** 0.5
+    largest = s.amax(-1)[..., None, None]
+    assert ((u * s.unsqueeze(-2) @ vt - a.double()) / largest).abs().max() < bound
+    identity = torch.eye(min(shape[-2:]), dtype=torch.float64)
+    assert (u.mT @ u - identity).abs().max() < bound
+    assert (vt @ vt.mT - identity).abs().max() < bound
+    assert (s.diff(dim=-1) <= 0).all()
+
+
+def test_cusolver_svd_of_a_nan_is_an_error() -> None:
+    from wnfused.backends import cusolver
+
+    a = torch.randn(3, 8, 5, device="cuda")
+    a[1] = float("nan")
+    with pytest.raises(torch.linalg.LinAlgError, match="matrix 1 did not converge"):
+        cusolver.svd(a)
+
+
 def test_cusolver_follows_stream_and_thread() -> None:
     """Other threads have handles of their own, and work waits for what the current stream holds already."""
     import concurrent.futures

@@ -20,7 +20,8 @@ Library opened() {
   if (!file) file = dlopen(kName, RTLD_NOW);
   if (!file) {
     const char* error = dlerror();
-    library.no_qr = library.no_eigh = std::string("cuSOLVER does not load: ") + (error ? error : kName);
+    library.no_qr = library.no_eigh = library.no_svd =
+        std::string("cuSOLVER does not load: ") + (error ? error : kName);
     return library;
   }
   const auto find = [file](auto*& function, const char* name, std::string& reason) {
@@ -31,7 +32,7 @@ Library opened() {
   find(library.create, "cusolverDnCreate", none);
   find(library.set_stream, "cusolverDnSetStream", none);
   find(library.create_parameters, "cusolverDnCreateParams", none);
-  library.no_qr = library.no_eigh = none;
+  library.no_qr = library.no_eigh = library.no_svd = none;
   find(library.geqrf_size, "cusolverDnXgeqrf_bufferSize", library.no_qr);
   find(library.geqrf, "cusolverDnXgeqrf", library.no_qr);
   find(library.sorgqr_size, "cusolverDnSorgqr_bufferSize", library.no_qr);
@@ -40,6 +41,14 @@ Library opened() {
   find(library.dorgqr, "cusolverDnDorgqr", library.no_qr);
   find(library.syev_batched_size, "cusolverDnXsyevBatched_bufferSize", library.no_eigh);
   find(library.syev_batched, "cusolverDnXsyevBatched", library.no_eigh);
+  find(library.create_jacobi, "cusolverDnCreateGesvdjInfo", library.no_svd);
+  find(library.destroy_jacobi, "cusolverDnDestroyGesvdjInfo", library.no_svd);
+  find(library.set_tolerance, "cusolverDnXgesvdjSetTolerance", library.no_svd);
+  find(library.set_sort, "cusolverDnXgesvdjSetSortEig", library.no_svd);
+  find(library.sgesvdj_batched_size, "cusolverDnSgesvdjBatched_bufferSize", library.no_svd);
+  find(library.sgesvdj_batched, "cusolverDnSgesvdjBatched", library.no_svd);
+  find(library.dgesvdj_batched_size, "cusolverDnDgesvdjBatched_bufferSize", library.no_svd);
+  find(library.dgesvdj_batched, "cusolverDnDgesvdjBatched", library.no_svd);
   return library;
 }
 
@@ -81,8 +90,9 @@ struct OfThread {
 };
 
 std::string missing(std::string function) {
-  STD_TORCH_CHECK(function == "qr" || function == "eigh", "cusolver_missing: unknown function ", function);
-  return function == "qr" ? library().no_qr : library().no_eigh;
+  STD_TORCH_CHECK(function == "qr" || function == "eigh" || function == "svd", "cusolver_missing: unknown function ",
+                  function);
+  return function == "qr" ? library().no_qr : function == "eigh" ? library().no_eigh : library().no_svd;
 }
 
 }  // namespace

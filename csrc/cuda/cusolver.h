@@ -1,7 +1,7 @@
 // The few functions of cuSOLVER that are used here, opened at run time: torch has its copy loaded, which may not be the
 // toolkit's, and a build needs neither its headers nor its library. Types, values and prototypes are those of
 // cusolverDn.h and cublas_api.h in cuSOLVER 12.0.4 (CUDA 13.0); 11.7.1 (CUDA 12.6.2), with which syevBatched came, and
-// 12.4.1 have the same.
+// 12.4.1 have the same. tests/test_cusolver.py compiles them against a cusolverDn.h where it finds one.
 //
 // Matrices are column-major: what is [r, c] in torch is its transpose [c, r] here, with leading dimension c.
 #pragma once
@@ -19,6 +19,7 @@ namespace wnfused::gpu::cusolver {
 
 struct DenseContext;  // cusolverDnContext
 struct Parameters;    // cusolverDnParams
+struct Jacobi;        // gesvdjInfo
 using Handle = DenseContext*;
 
 enum class Status : int { kSuccess = 0 };
@@ -52,6 +53,19 @@ using SyevBatched = Status(Handle handle, Parameters* parameters, EigenMode mode
                            cudaDataType compute, void* device_work, size_t device_bytes, void* host_work,
                            size_t host_bytes, int* info, int64_t batch);
 
+// A = U diag(s) V^T of many matrices [batch, n, m] of at most 32 rows and columns, by Jacobi's rotations: U [batch, m, m]
+// and V [batch, n, n], columns as rows of memory, and s [batch, min(m, n)]; `size` counts numbers, not bytes.
+using CreateJacobi = Status(Jacobi** jacobi);
+using DestroyJacobi = Status(Jacobi* jacobi);
+using SetTolerance = Status(Jacobi* jacobi, double tolerance);
+using SetSort = Status(Jacobi* jacobi, int descending);
+template <class T>
+using GesvdjBatchedSize = Status(Handle handle, EigenMode mode, int m, int n, const T* a, int lda, const T* s,
+                                 const T* u, int ldu, const T* v, int ldv, int* size, Jacobi* jacobi, int batch);
+template <class T>
+using GesvdjBatched = Status(Handle handle, EigenMode mode, int m, int n, T* a, int lda, T* s, T* u, int ldu, T* v,
+                             int ldv, T* work, int size, int* info, Jacobi* jacobi, int batch);
+
 struct Library {
   Create* create;
   SetStream* set_stream;
@@ -64,9 +78,17 @@ struct Library {
   Orgqr<double>* dorgqr;
   SyevBatchedSize* syev_batched_size;
   SyevBatched* syev_batched;
+  CreateJacobi* create_jacobi;
+  DestroyJacobi* destroy_jacobi;
+  SetTolerance* set_tolerance;
+  SetSort* set_sort;
+  GesvdjBatchedSize<float>* sgesvdj_batched_size;
+  GesvdjBatched<float>* sgesvdj_batched;
+  GesvdjBatchedSize<double>* dgesvdj_batched_size;
+  GesvdjBatched<double>* dgesvdj_batched;
 
-  // Why there is no QR decomposition, or no batched eigensolver; empty where there is.
-  std::string no_qr, no_eigh;
+  // Why there is no QR decomposition, no batched eigensolver or no batched SVD; empty where there is.
+  std::string no_qr, no_eigh, no_svd;
 };
 
 // Opened at the first call, and for good.

@@ -1,7 +1,8 @@
 """Dense decompositions on CUDA tensors by cuSOLVER itself, called from the library ``_cuda``.
 
-What torch.linalg does around the same decompositions is left away: copies, R, and for eigenvectors a call for each
-matrix of more than 32 rows (pytorch issue 175585). cuSOLVER is the copy that torch has loaded.
+What torch.linalg does around the same decompositions is left away: copies, R, and a call for each matrix, which are the
+eigenvectors' of more than 32 rows (pytorch issue 175585) and the singular vectors' where only ``min(r, c)`` are asked
+for. cuSOLVER is the copy that torch has loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from wnfused.backends import native_cuda
 
 
 def refusal(function: str, device: torch.device) -> str | None:
-    """Why ``function``, ``"qr"`` or ``"eigh"``, cannot run on a CUDA device; None if it can."""
+    """Why ``function``, ``"qr"``, ``"eigh"`` or ``"svd"``, cannot run on a CUDA device; None if it can."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return native_cuda.unavailable() or native_cuda._refused_device(index) or _missing(function, index)
 
@@ -53,3 +54,21 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
         raise torch.linalg.LinAlgError(f"cuSOLVER's eigenvalues of matrix {number} did not converge; is it finite?")
     # Eigenvectors are columns to cuSOLVER, which are rows here.
     return values.reshape(a.shape[:-1]), rows.reshape(a.shape).mT
+
+
+def svd(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``U [..., r, k]``, ``s [..., k]`` from the largest, ``V^T [..., k, c]`` of ``A [..., r, c]``; ``k = min(r, c)``.
+
+    Float32 or float64, r and c from 1 to 32. All matrices at once (``gesvdjBatched``).
+
+    Raises:
+        torch.linalg.LinAlgError: it did not converge, as for matrices that are not finite.
+    """
+    rows = a.reshape(-1, *a.shape[-2:]).clone(memory_format=torch.contiguous_format)
+    left, values, right, info = torch.ops.wnfused_native.cuda_svd_(rows)
+    if info.any():
+        number = int(info.ne(0).nonzero()[0])
+        raise torch.linalg.LinAlgError(f"cuSOLVER's SVD of matrix {number} did not converge; is it finite?")
+    (*batch, r, c), k = a.shape, values.shape[-1]
+    # Singular vectors are columns to cuSOLVER, which are rows here, and A is its own transpose there.
+    return left[:, :k].reshape(*batch, k, r).mT, values.reshape(*batch, k), right[:, :k].reshape(*batch, k, c)

@@ -55,7 +55,9 @@ for _schema in (
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
     # Eigenvalues, and the eigenvectors as rows in the place of symmetric a [count, n, n]; info is 0 where it converged.
     "cuda_eigh_(Tensor(a!) a) -> (Tensor values, Tensor info)",
-    # Why cuSOLVER's "qr" or "eigh" is not to be had, empty where it is.
+    # Of each a [count, r, c], r and c at most 32: left [count, r, r] and right [count, c, c] singular vectors as rows.
+    "cuda_svd_(Tensor(a!) a) -> (Tensor left, Tensor values, Tensor right, Tensor info)",
+    # Why cuSOLVER's "qr", "eigh" or "svd" is not to be had, empty where it is.
     "cusolver_missing(str function) -> str",
     "cuda_stage_shapes(int precision, int device) -> str",
     "cuda_toolkit_version() -> int",

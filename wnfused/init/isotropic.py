@@ -23,6 +23,7 @@ from torch import Tensor
 
 from wnfused.init.eigen import symmetric_eigh
 from wnfused.init.orthogonal import orthogonal_batched
+from wnfused.init.singular import economy_svd
 
 # Singular values below eps max(d, n) s_max are rounding; for the very many columns of a convolution that product would
 # throw away what is still accurate, so it is not let grow beyond this.
@@ -52,7 +53,7 @@ def represent(h: Tensor, rows: slice) -> Representation:
     costs half the digits and those left, 1e-8, are more than the data has.
     """
     if h.dtype == torch.float64:
-        u, s, vt = torch.linalg.svd(h, full_matrices=False)
+        u, s, vt = economy_svd(h)
         return Representation(u, s, vt[..., :, rows].mT, _tolerance(h.dtype, h.shape[-2:]))
     if h.shape[-1] >= h.shape[-2]:
         return represent_columns([h], rows)
@@ -134,7 +135,7 @@ def _left(v: Tensor, out_features: int, kind: str, generator: torch.Generator | 
         return v
     if v.shape[-2] < out_features:
         return orthogonal_batched(v.new_empty(*v.shape[:-2], out_features, v.shape[-1]), generator=generator)
-    left, _, right = torch.linalg.svd(v, full_matrices=False)
+    left, _, right = economy_svd(v)
     return left @ right
 
 
