@@ -88,10 +88,8 @@ class Job:
         return found
 
     def _key(self) -> str:
-        headers = sorted(p for suffix in ("*.h", "*.cuh") for p in (ROOT / "csrc").rglob(suffix))
-        headers += sorted(self.source.parent.glob("*.cuh"))
-        texts = [p.read_bytes() for p in (self.source, *headers)]
-        return cache.key(version("nvcc"), " ".join(FLAGS), _torch()[0], str(self.capability), *texts)
+        parts = [part for file in included(self.source) for part in (file.name, file.read_bytes())]
+        return cache.key(version("nvcc"), " ".join(FLAGS), _torch()[0], str(self.capability), *parts)
 
     def _compile(self) -> list[Entry]:
         from gate.sass import entries
@@ -103,6 +101,20 @@ class Job:
             generated = f"-gencode=arch=compute_{target},code=sm_{target}"
             run([tool("nvcc"), *FLAGS, *includes, generated, "-cubin", str(self.source), "-o", str(cubin)])
             return entries(cubin)
+
+
+def included(source: Path) -> list[Path]:
+    """A source and the headers of this repository that it includes, directly or not, whichever way its macros go."""
+    found: dict[Path, None] = {}
+    queue = [source]
+    while queue:
+        file = queue.pop()
+        if file in found:
+            continue
+        found[file] = None
+        for name in re.findall(r'^\s*#\s*include\s*"(.*)"', file.read_text(), re.MULTILINE):
+            queue += [path for folder in (file.parent, ROOT / "csrc") if (path := folder / name).exists()]
+    return sorted(found)
 
 
 def _torch() -> tuple[str, list[str]]:

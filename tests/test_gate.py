@@ -122,6 +122,34 @@ def test_a_missing_tool_is_named_and_has_its_own_exit_code(monkeypatch, capsys, 
     assert f"NOT CHECKED: the cuda kernels: {absent} is not on this machine" in capsys.readouterr().out
 
 
+def test_a_compilation_is_known_by_what_it_includes(source, tmp_path, monkeypatch):
+    """A header that is included by one that is included counts, one that merely lies there does not."""
+    monkeypatch.setattr(cuda_kernels, "ROOT", tmp_path)
+    folder = tmp_path / "csrc" / "cuda"
+    folder.mkdir(parents=True)
+    unit = folder / "a.cu"
+    unit.write_text('#include "cuda/b.h"\n')
+    (folder / "b.h").write_text('#ifdef ON\n#  include "c.h"\n#endif\n#include <vector>\n')
+    (folder / "c.h").write_text('#include "cuda/b.h"\n')
+    (folder / "other.h").write_text("")
+    assert [path.name for path in cuda_kernels.included(unit)] == ["a.cu", "b.h", "c.h"]
+
+    def key():
+        return cuda_kernels.Job(unit, 90)._key()
+
+    before = key()
+    (folder / "other.h").write_text("changed")
+    assert key() == before
+    (folder / "c.h").write_text("// changed\n")
+    assert key() != before
+
+
+def test_a_source_is_known_by_its_own_headers():
+    names = {path.name for path in cuda_kernels.included(cuda_kernels.SOURCES / "stage_tf32.cu")}
+    assert {"stage_kernel.h", "precision.h", "primitives.h", "gradient_rows.h"} <= names
+    assert "row_norm.h" not in names
+
+
 # ---------------------------------------------------------------------------------------------- Triton's kernels
 
 

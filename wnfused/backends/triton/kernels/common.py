@@ -44,6 +44,15 @@ def mask(dy, y, slope, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def masked_gradient(DY, Y, at, within, slope, ACTIVATION: tl.constexpr):
+    """``mask dy`` in the dtype of DY, 0 where not ``within``; Y, the layer's output, is read for the mask alone."""
+    dy = tl.load(DY + at, mask=within, other=0.0)
+    if ACTIVATION != 0:
+        dy = mask(dy.to(tl.float32), tl.load(Y + at, mask=within, other=0.0), slope, ACTIVATION).to(dy.dtype)
+    return dy
+
+
+@triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a b`` in float32. Triton's interpreter multiplies bfloat16 by its bits: there, operands are widened."""
     if INTERPRETED:

@@ -15,7 +15,7 @@ taps meet in L1. Row norms are summed beside the forward product, as in `wnfused
 import triton
 import triton.language as tl
 
-from wnfused.backends.triton.kernels.common import activate, mask, product, row_scale
+from wnfused.backends.triton.kernels.common import activate, masked_gradient, product, row_scale
 
 
 @triton.jit
@@ -82,14 +82,6 @@ def forward(
 
 
 @triton.jit
-def _masked(DY, Y, at, within, slope, ACTIVATION: tl.constexpr):
-    dy = tl.load(DY + at, mask=within, other=0.0)
-    if ACTIVATION != 0:
-        dy = mask(dy.to(tl.float32), tl.load(Y + at, mask=within, other=0.0), slope, ACTIVATION).to(dy.dtype)
-    return dy
-
-
-@triton.jit
 def input_gradient(
     DY, Y, V, G, NORM, A, R, DX, pixels, C, H, W, F, OH, OW, v_c, v_t, slope,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
@@ -116,7 +108,7 @@ def input_gradient(
         if SW > 1:
             inside = inside & (right % SW == 0)
         at = ((image.to(tl.int64)[:, None] * OH + oy) * OW + ox) * F + f[None, :]
-        dz = _masked(DY, Y, at, inside, slope, ACTIVATION)
+        dz = masked_gradient(DY, Y, at, inside, slope, ACTIVATION)
         rows = step < K
         v_at = f.to(tl.int64) * (C * KH * KW) + tap * v_t
         w = tl.load(V + v_at[:, None] + (c * v_c)[None, :], mask=rows[:, None] & (c[None, :] < C), other=0.0)
@@ -155,7 +147,7 @@ def weight_gradient(
     for start in range(part * span, last, BM):
         m = start + tl.arange(0, BM)
         within = (f[:, None] < F) & (m[None, :] < last)
-        dz = _masked(DY, Y, m.to(tl.int64)[None, :] * F + f[:, None], within, slope, ACTIVATION)
+        dz = masked_gradient(DY, Y, m.to(tl.int64)[None, :] * F + f[:, None], within, slope, ACTIVATION)
         image, oy, ox = _place(m, OH, OW)
         y, x = (oy * SH - PH)[:, None] + (ky * DH)[None, :], (ox * SW - PW)[:, None] + (kx * DW)[None, :]
         inside = (m[:, None] < last) & (step[None, :] < K) & (y >= 0) & (y < H) & (x >= 0) & (x < W)

@@ -12,7 +12,7 @@ applied to dy as it is loaded. Floor: the bytes of x, v and y once; 2 M N K FLOP
 import triton
 import triton.language as tl
 
-from wnfused.backends.triton.kernels.common import activate, inverse, mask, product, row_scale
+from wnfused.backends.triton.kernels.common import activate, inverse, masked_gradient, product, row_scale
 
 
 @triton.jit
@@ -63,14 +63,6 @@ def forward(
 
 
 @triton.jit
-def _masked(DY, Y, at, within, slope, ACTIVATION: tl.constexpr):
-    dy = tl.load(DY + at, mask=within, other=0.0)
-    if ACTIVATION != 0:
-        dy = mask(dy.to(tl.float32), tl.load(Y + at, mask=within, other=0.0), slope, ACTIVATION).to(dy.dtype)
-    return dy
-
-
-@triton.jit
 def input_gradient(
     DY, Y, V, G, NORM, DX, M, N, K, v_n, v_k, slope,
     SCALED: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
@@ -85,7 +77,7 @@ def input_gradient(
     for start in range(0, N, BK):
         n = start + tl.arange(0, BK)
         within = (m[:, None] < M) & (n[None, :] < N)
-        dz = _masked(DY, Y, row_at + n[None, :], within, slope, ACTIVATION)
+        dz = masked_gradient(DY, Y, row_at + n[None, :], within, slope, ACTIVATION)
         inside = (n[:, None] < N) & (k[None, :] < K)
         w = tl.load(V + n.to(tl.int64)[:, None] * v_n + k[None, :] * v_k, mask=inside, other=0.0)
         if SCALED:
@@ -110,7 +102,7 @@ def _weight_gradient_tile(
         m = start + tl.arange(0, BM)
         rows = (m < M) & (m < last)
         within = (n[:, None] < N) & rows[None, :]
-        dz = _masked(DY, Y, m.to(tl.int64)[None, :] * N + n[:, None], within, slope, ACTIVATION)
+        dz = masked_gradient(DY, Y, m.to(tl.int64)[None, :] * N + n[:, None], within, slope, ACTIVATION)
         inside = rows[:, None] & (k[None, :] < K)
         x = tl.load(X + m.to(tl.int64)[:, None] * x_m + k[None, :] * x_k, mask=inside, other=0.0)
         acc = product(dz.to(x.dtype), x, acc, PRECISION)
