@@ -1,18 +1,16 @@
 """Haar matrices: both routes against each other, the distribution, seeds, every layout and dtype."""
 
 import math
+import warnings
 
 import pytest
 import torch
+from drawn import generator
 
 import wnfused
+from wnfused.backends import native
 from wnfused.init import orthogonal, orthogonal_batched
 from wnfused.init.orthogonal import Route, cholesky_qr2, householder, route
-
-
-def generator(seed: int = 1) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
 
 # The last two go by CholeskyQR2 on a CPU.
 SHAPES = [(7, 4), (4, 7), (5, 5), (3, 2, 6, 4), (2, 3, 4, 9), (0, 4, 4), (2, 1, 5), (5, 4, 20), (2, 3, 30, 6)]
@@ -114,6 +112,30 @@ def test_the_route_is_chosen_by_shape():
     assert route(9, 300, 900, f32, "cpu", native=True) is Route.CHOLESKY, "too many rows for the kernel"
     assert route(9, 200, 4000, f32, "cpu", native=True) is Route.CHOLESKY, "too large for a core's cache"
     assert route(9, 64, 64, f32, "cpu", native=True) is Route.HOUSEHOLDER
+
+
+def test_without_the_library_it_says_so_or_raises(monkeypatch, forget_warnings):
+    """Only where the kernel would have run: other matrices are LAPACK's by design."""
+    monkeypatch.setattr(native, "unavailable", lambda: "it was not built")
+    for shape in [(3, 4, 20), (20, 4)]:
+        with wnfused.use_backend("native"), pytest.raises(
+            wnfused.BackendUnavailableError, match="orthogonal_batched cannot run on backend 'native': it was not built"
+        ):  # fmt: skip
+            orthogonal_batched(torch.empty(shape))
+    with pytest.warns(
+        wnfused.BackendWarning, match="orthogonal_batched passes over backend 'native': it was not built"
+    ):
+        q = orthogonal_batched(torch.empty(5, 4, 20), generator=generator())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = orthogonal_batched(torch.empty(5, 4, 20), generator=generator())
+        with wnfused.use_backend("reference"):
+            plain = orthogonal_batched(torch.empty(5, 4, 20), generator=generator())
+        with wnfused.use_backend("native"):
+            orthogonal_batched(torch.empty(3, 4, 4))
+            orthogonal_batched(torch.empty(3, 4, 20, dtype=torch.float64))
+    assert torch.equal(again, q)
+    assert torch.equal(plain, q)
 
 
 @pytest.mark.parametrize("shape", [(20, 5, 5), (8, 4, 36)])

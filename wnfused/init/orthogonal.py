@@ -25,7 +25,7 @@ from torch import Tensor
 
 from wnfused import dispatch
 from wnfused.backends import cusolver
-from wnfused.backends.native import ORTHONORMAL_ROWS, orthonormal_rows_, unavailable
+from wnfused.backends import native as library
 
 # Matrices are worked on in chunks of this many elements, which stay in a CPU's cache and fill a GPU.
 _CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
@@ -49,13 +49,13 @@ def route(count: int, short: int, long: int, dtype: torch.dtype, device_type: st
     """The route for ``count`` matrices of ``short <= long`` in ``dtype``, one of float32 and float64.
 
     Householder's, unless the matrices are well-conditioned by their shape or on a device where matrix by matrix costs
-    a launch for each, and in plain torch are enough for a batch. ``native``: whether the C++ library may be used; on a
+    a launch for each, and in plain torch are enough for a batch. ``native``: whether the C++ library is asked for; on a
     GPU it calls cuSOLVER where Householder is the choice.
     """
     matrix_by_matrix = Route.CUSOLVER if native and device_type == "cuda" and short > 0 else Route.HOUSEHOLDER
     # P(k > t) falls like t^-(long - short + 1): at twice as long, and eight longer, nobody ever meets a breakdown.
     tame = long >= 2 * short and long - short >= 8
-    fits = 1 <= short <= ORTHONORMAL_ROWS and short * long <= _NATIVE_ENTRIES
+    fits = 1 <= short <= library.ORTHONORMAL_ROWS and short * long <= _NATIVE_ENTRIES
     if native and device_type == "cpu" and dtype == torch.float32 and tame and fits:
         return Route.NATIVE
     if short == 0 or count < 4:
@@ -65,11 +65,6 @@ def route(count: int, short: int, long: int, dtype: torch.dtype, device_type: st
     if device_type != "cuda" or short > 1024:
         return matrix_by_matrix
     return Route.CHOLESKY if dtype == torch.float64 else Route.CHOLESKY_WIDE
-
-
-def _native_is_chosen(device_type: str) -> bool:
-    """On a GPU, where the native backend is called from one route alone, it is asked there whether it can."""
-    return dispatch.requested() in (None, "native") and (device_type == "cuda" or unavailable() is None)
 
 
 @torch.no_grad()
@@ -90,9 +85,10 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     Raises:
         TypeError: ``tensor`` is not floating point.
         ValueError: it has fewer than two dims, or ``gain`` is not finite.
-        BackendUnavailableError: the native backend was asked for by name, the matrices are on a GPU and so large or few
-            that Householder's QR takes them, and the CUDA library or its cuSOLVER is not there. An automatic choice
-            takes torch.linalg then, after a ``wnfused.BackendWarning``.
+        BackendUnavailableError: the native backend was asked for by name and the library that has the route is not
+            there: on a CPU, for float32 matrices at least twice as long as wide, the C++ library; on a GPU, for ones so
+            large or few that Householder's QR takes them, the CUDA library or its cuSOLVER. An automatic choice takes
+            plain torch then, after a ``wnfused.BackendWarning``.
 
     Source: Mezzadri 2007, "How to generate random matrices from the classical compact groups"; Yamamoto, Nakatsukasa,
     Yanagisawa & Fukaya 2015, "Roundoff error analysis of the CholeskyQR2 algorithm".
@@ -127,19 +123,18 @@ def orthonormal_rows(a: Tensor) -> Tensor:
 
     ``A`` is float32 or float64, and may be overwritten.
     """
-    device = a.device.type
-    how = route(len(a), a.shape[-2], a.shape[-1], a.dtype, device, _native_is_chosen(device))
-    if how is Route.NATIVE:
-        return native(a)
+    shape = len(a), a.shape[-2], a.shape[-1], a.dtype, a.device.type
+    how = route(*shape, dispatch.requested() in (None, "native"))
+    if how in (Route.NATIVE, Route.CUSOLVER):
+        reason = library.unavailable() if how is Route.NATIVE else cusolver.refusal("qr", a.device)
+        if reason is None:
+            return native(a) if how is Route.NATIVE else cusolver.orthonormal_rows(a)
+        dispatch.pass_over("orthogonal_batched", "native", reason)
+        how = route(*shape)
     if how is Route.CHOLESKY:
         return cholesky_qr2(a)
     if how is Route.CHOLESKY_WIDE:
         return cholesky_qr2(a.double()).to(a.dtype)
-    if how is Route.CUSOLVER:
-        reason = cusolver.refusal("qr", a.device)
-        if reason is None:
-            return cusolver.orthonormal_rows(a)
-        dispatch.pass_over("orthogonal_batched", "native", reason)
     return householder(a)
 
 
@@ -154,7 +149,7 @@ def householder(a: Tensor) -> Tensor:
 def native(a: Tensor) -> Tensor:
     """By the C++ kernel, in place; what is too ill-conditioned for it goes to Householder."""
     q = a.contiguous()
-    solved = orthonormal_rows_(q)
+    solved = library.orthonormal_rows_(q)
     if not solved.all():
         q[~solved] = householder(q[~solved])
     return q
