@@ -17,7 +17,7 @@ endif
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test install bench paper lint gate docs sanitize clean
+.PHONY: demo test install bench paper lint gate docs portable sanitize clean
 
 install: $(STAMP)
 
@@ -55,6 +55,10 @@ lint: install
 # Every GPU kernel compiled for every architecture, no GPU needed. 77: a tool is missing, which the output names.
 gate: install
 	$(PYTHON) -m gate || test $$? -eq 77
+
+# csrc/cpu compiled by clang, and for aarch64, in a few minutes; 77 as above.
+portable: install
+	$(PYTHON) -m gate.portable || test $$? -eq 77
 
 # build/site/index.html; a warning is an error. mkdocstrings reads the sources and imports nothing.
 docs: install

@@ -195,4 +195,5 @@ def declarations():
     return hashlib.sha256((ROOT / "csrc" / "ops.h").read_bytes()).hexdigest()
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": build_ext_class(), "build_py": BuildPy})
+if __name__ == "__main__":
+    setup(ext_modules=extensions(), cmdclass={"build_ext": build_ext_class(), "build_py": BuildPy})

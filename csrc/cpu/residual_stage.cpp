@@ -10,38 +10,19 @@
 #include "isa.h"
 #include "parallel.h"
 #include "stage.h"
+#include "stage_arguments.h"
 #include "workspace.h"
 
 namespace wnfused::cpu {
 namespace {
 
+using stage::checked_parameters;
+using stage::empty_map_like;
+using stage::is_bfloat16;
+using stage::Parameters;
+using stage::SavedShape;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-bool is_bfloat16(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::BFloat16; }
-
-void check_dtype(const Tensor& tensor, const char* name) {
-  STD_TORCH_CHECK(is_bfloat16(tensor) || tensor.scalar_type() == ScalarType::Float, "residual_stage: ", name,
-                  " must be float32 or bfloat16");
-}
-
-// Contiguous as channels_last, and not contiguous in the default order (sizes of 1 make some tensors both).
-bool is_channels_last(const Tensor& x) {
-  if (x.is_contiguous()) return false;
-  const int64_t order[] = {1, 3, 2, 0};
-  int64_t expected = 1;
-  for (int64_t dim : order) {
-    if (x.size(dim) != 1 && x.stride(dim) != expected) return false;
-    expected *= x.size(dim);
-  }
-  return true;
-}
-
-Tensor empty_map_like(const Tensor& x) {
-  const auto format = is_channels_last(x) ? torch::headeronly::MemoryFormat::ChannelsLast
-                                          : torch::headeronly::MemoryFormat::Contiguous;
-  return torch::stable::empty(x.sizes(), x.scalar_type(), std::nullopt, std::nullopt, std::nullopt, format);
-}
 
 Tensor empty_of(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
@@ -52,34 +33,6 @@ ExternalMap external_map(const Tensor& x) {
 }
 
 Parameter parameter(const Tensor& tensor) { return {tensor.mutable_data_ptr(), is_bfloat16(tensor)}; }
-
-Tensor make_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
-struct Parameters {
-  Tensor v, g, bias;
-};
-
-// What memory safety needs; the rest is checked in Python.
-Parameters checked_parameters(const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& bias,
-                              int64_t recompute) {
-  STD_TORCH_CHECK(x.dim() == 4, "residual_stage: x must have 4 dimensions");
-  STD_TORCH_CHECK(v.dim() == 6 && v.size(1) == 2 && v.size(2) == x.size(1) && v.size(3) == x.size(1) &&
-                      v.size(4) == 3 && v.size(5) == 3,
-                  "residual_stage: v must be [B, 2, C, C, 3, 3] with x [N, C, H, W]");
-  for (const Tensor* tensor : {&g, &bias})
-    STD_TORCH_CHECK(tensor->dim() == 3 && tensor->size(0) == v.size(0) && tensor->size(1) == 2 &&
-                        tensor->size(2) == x.size(1),
-                    "residual_stage: g and bias must be [B, 2, C]");
-  STD_TORCH_CHECK(x.size(1) >= 1 && x.size(2) >= 1 && x.size(3) >= 1, "residual_stage: empty channels or maps");
-  STD_TORCH_CHECK(recompute >= 0, "residual_stage: recompute must not be negative");
-  check_dtype(x, "x");
-  check_dtype(v, "v");
-  check_dtype(g, "g");
-  check_dtype(bias, "bias");
-  return {make_contiguous(v), make_contiguous(g), make_contiguous(bias)};
-}
 
 // Saved maps in which the kernels read and write what they need.
 bool in_place(const Geometry& geometry, const SavedMaps& saved) {
@@ -225,12 +178,11 @@ std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor&
                                                   const Tensor& bias, double skip_scale, int64_t recompute,
                                                   bool save) {
   const Parameters parameters = checked_parameters(x, v, g, bias, recompute);
-  const int64_t blocks = v.size(0), saved_blocks = recompute ? (blocks + recompute - 1) / recompute : blocks;
+  const int64_t blocks = v.size(0);
+  const SavedShape saved(x, blocks, recompute);
   Tensor y = empty_map_like(x);
   Tensor norm = empty_of({blocks, 2, x.size(1)}, ScalarType::Float);
-  const ScalarType saved_dtype = recompute ? ScalarType::Float : x.scalar_type();
-  const int64_t saved_sizes[] = {saved_blocks, recompute ? 1 : 2, x.size(0), x.size(2), x.size(3), x.size(1)};
-  Tensor maps = save ? recycled_empty({saved_sizes, 6}, saved_dtype) : empty_of({0}, saved_dtype);
+  Tensor maps = save ? recycled_empty({saved.sizes, 6}, saved.dtype) : empty_of({0}, saved.dtype);
 
   StageForward job{};
   job.x = external_map(x);
@@ -240,7 +192,7 @@ std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor&
   job.bias = parameter(parameters.bias);
   job.skip_scale = static_cast<float>(skip_scale);
   job.norm = static_cast<float*>(norm.mutable_data_ptr());
-  job.saved = {save ? maps.mutable_data_ptr() : nullptr, saved_dtype == ScalarType::BFloat16, recompute, false};
+  job.saved = {save ? maps.mutable_data_ptr() : nullptr, is_bfloat16(maps), recompute, false};
   run_stage(x, blocks, job, false, lay_out_forward, &StageKernels::forward);
   return {y, norm, maps};
 }
@@ -249,12 +201,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
     const Tensor& dy, const Tensor& v, const Tensor& g, const Tensor& bias, const Tensor& norm, const Tensor& maps,
     double skip_scale, int64_t recompute, bool parameter_gradients) {
   const Parameters parameters = checked_parameters(dy, v, g, bias, recompute);
-  const int64_t blocks = v.size(0), saved_blocks = recompute ? (blocks + recompute - 1) / recompute : blocks;
-  STD_TORCH_CHECK(norm.scalar_type() == ScalarType::Float && norm.is_contiguous() && norm.numel() == g.numel(),
-                  "residual_stage_backward: norm must be the forward's");
-  STD_TORCH_CHECK(maps.scalar_type() == (recompute ? ScalarType::Float : dy.scalar_type()) && maps.is_contiguous() &&
-                      maps.numel() == saved_blocks * (recompute ? 1 : 2) * dy.numel(),
-                  "residual_stage_backward: maps must be those the forward saved with the same recompute");
+  const int64_t blocks = v.size(0);
+  stage::check_saved(norm, maps, g, SavedShape(dy, blocks, recompute));
   Tensor dx = empty_map_like(dy);
   const bool wanted = parameter_gradients;
   Tensor dv = wanted ? recycled_empty(v.sizes(), v.scalar_type()) : empty_of({0}, v.scalar_type());
@@ -273,7 +221,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
   job.parameters = wanted;
   job.skip_scale = static_cast<float>(skip_scale);
   job.norm = static_cast<const float*>(norm.const_data_ptr());
-  job.saved = {maps.mutable_data_ptr(), maps.scalar_type() == ScalarType::BFloat16, recompute, false};
+  job.saved = {maps.mutable_data_ptr(), is_bfloat16(maps), recompute, false};
   run_stage(dy, blocks, job, wanted, lay_out_backward, &StageKernels::backward);
   return {dx, dv, dg, dbias};
 }

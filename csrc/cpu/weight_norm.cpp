@@ -94,7 +94,7 @@ void run_rows(const Task<T, W>& task, int64_t begin, int64_t end) {
 template <class T, class W>
 void run_columns(const Task<T, W>& task) {
   const auto& on = kernels<T>();
-  const auto [outer, rows, inner] = task.shape;
+  const int64_t outer = task.shape.outer, rows = task.shape.rows, inner = task.shape.inner;
   const int64_t length = rows * inner;
   if (length == 0) return;
   constexpr int64_t kMaxChunks = 64;

@@ -1,0 +1,57 @@
+"""``python -m gate.portable``: csrc/cpu by clang, and by GCC for aarch64, where no test runs.
+
+Every file is compiled to machine code, since what an instruction set's functions may inline and what their assembly
+means shows no earlier. Warnings are errors. Answers with 0, with 1 where a file does not compile, and with 77 where a
+compiler is missing (Debian: clang, g++-aarch64-linux-gnu).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch.utils.cpp_extension import include_paths
+
+from setup import CPU_FLAGS, STABLE_ABI
+
+ROOT = Path(__file__).parents[1]
+COMPILERS = ("clang++", "aarch64-linux-gnu-g++")
+SYSTEM = [f"-isystem{path}" for path in include_paths()]  # torch's own warnings are torch's
+
+
+def errors(compiler: str, source: Path, folder: str) -> str | None:
+    """What ``compiler`` has against ``source``, or None."""
+    target = Path(folder) / f"{compiler}-{source.stem}.o"
+    command = [compiler, *CPU_FLAGS, "-O1", "-Werror", *STABLE_ABI, "-fPIC", f"-I{ROOT / 'csrc'}", *SYSTEM]
+    done = subprocess.run([*command, "-c", "-o", str(target), str(source)], capture_output=True, text=True)
+    return done.stderr if done.returncode else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gate.portable", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default: 2)")
+    options = parser.parse_args(arguments)
+    found = [compiler for compiler in COMPILERS if shutil.which(compiler)]
+    sources = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
+    work = [(compiler, source) for compiler in found for source in sources]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        said = list(pool.map(lambda pair: errors(*pair, folder), work))
+    for (compiler, source), text in zip(work, said, strict=True):
+        if text is not None:
+            print(f"{compiler} {source.relative_to(ROOT)}:\n{text}")
+    red = sum(text is not None for text in said)
+    print(f"{len(work)} files compiled by {' and '.join(found) or 'no compiler'}, {red} of them red")
+    for compiler in COMPILERS:
+        if compiler not in found:
+            print(f"NOT CHECKED: {compiler} is not on PATH")
+    return 1 if red else 0 if len(found) == len(COMPILERS) else 77
+
+
+if __name__ == "__main__":
+    sys.exit(main())
