@@ -220,6 +220,15 @@ def on_top(api: str) -> str:
     return "a second norm on the first"
 
 
+def spectral_hook_on_top(api: str) -> str:
+    m = layer(api)
+    try:
+        nn.utils.spectral_norm(m)
+    finally:
+        assert same(m, layer(api)) == "works", "a refusal must leave the layer as it was"
+    return "a second norm on the first"
+
+
 def pruned(api: str) -> str:
     m = layer(api)
     prune.l1_unstructured(m, "weight", 0.5)
@@ -256,6 +265,8 @@ ROWS = [
     Row("out again, twice", folded_twice, "raises ValueError", "raises ValueError", "nothing more"),
     Row("weight norm on top of weight norm", on_top, "raises RuntimeError", "a second norm on the first",
         "raises RuntimeError"),
+    Row("the old hook `nn.utils.spectral_norm` on top", spectral_hook_on_top, "raises KeyError", "raises KeyError",
+        "raises KeyError"),
     Row("pruning `weight`", pruned, "raises TypeError", "raises TypeError", "raises RuntimeError"),
 ]  # fmt: skip
 

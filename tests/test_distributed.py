@@ -46,8 +46,10 @@ def test_wrapped_models_are_refused(tmp_path):
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(wnfused.WNLinear(2, 2)))
         for function in (wnfused.convert, wnfused.fold):
-            with pytest.raises(ValueError, match=rf"{function.__name__} the module first and wrap it then"):
-                function(wrapped)
+            for model, path in ((wrapped, "model"), (nn.ModuleDict({"body": wrapped}), "model.body")):
+                way_out = f"wrap anew: DistributedDataParallel(wnfused.{function.__name__}({path}.module), ...)"
+                with pytest.raises(ValueError, match=re.escape(way_out)):
+                    function(model)
     finally:
         dist.destroy_process_group()
 

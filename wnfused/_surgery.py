@@ -56,11 +56,12 @@ def checked(model: nn.Module, what: str) -> nn.Module:
     """``model``, or an error where the parameters of its layers are bound to something outside."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
+            path = f"model.{name}" if name else "model"
             raise ValueError(
-                f"model: its {type(module).__name__} reduces the gradients of the parameters it was built with; "
-                f"{what} the module first and wrap it then"
+                f"model: {path} is a DistributedDataParallel, which reduces gradients of the parameters that it was "
+                f"built with; wrap anew: DistributedDataParallel(wnfused.{what}({path}.module), ...)"
             )
     return model
 
