@@ -32,3 +32,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def on_the_reference(one_thread):
+    """For what is observed by hooks, on float64 and tiny maps: which kernels run is another matter."""
+    with dispatch.use_backend("reference"):
+        yield

@@ -1,35 +1,22 @@
-"""What a model has besides its weights goes through ``convert`` and ``fold`` unharmed, or is named and left alone."""
+"""What a model has besides its weights goes through ``convert`` and ``fold`` unharmed."""
 
 import copy
-import logging
 import pickle
-import random
 from collections import OrderedDict
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 import wnfused
-from wnfused import WNConv2d, WNLinear
+from wnfused import WNLinear
 from wnfused.convert import FusedActivation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 old, new = nn.utils.weight_norm, parametrizations.weight_norm
-
-
-def left_alone(model, caplog, **keywords):
-    """Converts; the log's names and reasons of what stayed."""
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "wnfused.convert"):
-        wnfused.convert(model, **keywords)
-    return [record.getMessage() for record in caplog.records]
-
-
-# ------------------------------------------------------------------------------------------------- what goes with it
 
 
 @pytest.mark.parametrize("wrap", [lambda layer: layer, old, new])
@@ -102,16 +89,6 @@ def test_tied_weights_stay_tied():
     wnfused.fold(model)
     assert model.first.weight is model.second.weight
     torch.testing.assert_close(model(x), expected)
-
-
-def test_a_weight_tied_to_an_embedding_stays_as_it_is(caplog):
-    model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7), "other": nn.Linear(4, 4)})
-    model["head"].weight = model["embed"].weight
-    assert left_alone(model, caplog, plain=True) == [
-        "head: left alone, its weight is tied to that of embed, which stays"
-    ]
-    assert type(model["head"]) is nn.Linear
-    assert type(model["other"]) is WNLinear
 
 
 def test_modules_in_plain_containers_are_replaced_there_too():
@@ -265,167 +242,6 @@ def test_one_layer_twice_in_a_sequence():
     torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(wnfused.fold(model)(x), expected)
     assert model[0] is model[2]
-
-
-# ---------------------------------------------------------------------------------------------------- the look inside
-
-
-class SideEffects(nn.Module):
-    """A ``forward`` that remembers, counts, draws and branches."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
-        self.calls, self.last, self.seen = 0, None, []
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        self.steps = self.steps + 1
-        self.last = x
-        self.seen.append(x)
-        return self.body(x) + 0 * random.random() + 0 * torch.rand(())
-
-
-def test_looking_for_activations_leaves_no_trace():
-    model = SideEffects()
-    before = torch.get_rng_state(), random.getstate()
-    wnfused.convert(model)
-    assert (model.calls, model.last, model.seen, model.steps.item()) == (0, None, [], 0)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert model.body[0].activation == "relu"
-    pickle.dumps(model)
-
-
-def test_a_model_that_cannot_be_traced_is_converted_without_fusing(caplog):
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
-
-        def forward(self, x):
-            return self.body(x) if x.sum() > 0 else -self.body(x)
-
-    model, x = Branching(), torch.randn(2, 4)
-    expected = model(x)
-    with caplog.at_level(logging.INFO, "wnfused.convert"):
-        wnfused.convert(model)
-    assert "activations are not fused: the model does not trace" in caplog.text
-    assert "body.0: now WNLinear" in caplog.text
-    assert model.body[0].activation is None
-    torch.testing.assert_close(model(x), expected)
-
-
-def test_fold_keeps_layers_that_are_called_with_a_residual():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = WNConv2d(4, 4, 3, padding=1, activation="relu"), WNConv2d(4, 4, 3, padding=1)
-            self.c = wnfused.WNConvTranspose2d(4, 4, 1, activation="relu")
-
-        def forward(self, x):
-            return self.c(self.b(self.a(x), residual=x), None, x)
-
-    model, x = Block(), torch.randn(2, 4, 5, 5)
-    expected = model(x)
-    weight = model.b.weight.detach().clone()
-    folded = wnfused.fold(copy.deepcopy(model))
-    torch.testing.assert_close(folded(x), expected)
-    assert type(folded.a) is nn.Conv2d
-    assert isinstance(folded.b, nn.Conv2d)
-    torch.testing.assert_close(folded.b.weight.detach(), weight.as_subclass(torch.Tensor))
-    back = wnfused.convert(folded, plain=True)
-    assert [type(m) for m in back.children()] == [WNConv2d, WNConv2d, wnfused.WNConvTranspose2d]
-    torch.testing.assert_close(back(x), expected)
-
-
-# ------------------------------------------------------------------------------------------------------- left alone
-
-
-class Doubled(nn.Module):
-    def forward(self, w):
-        return 2 * w
-
-
-def with_option_name():
-    layer = nn.Linear(4, 4)
-    layer.gamma = 3
-    return layer
-
-
-def with_own_forward():
-    layer = nn.Linear(4, 4)
-    layer.forward = lambda x: x
-    return layer
-
-
-def two_parametrisations():
-    layer = new(nn.Linear(4, 4))
-    return parametrize.register_parametrization(layer, "weight", Doubled())
-
-
-def parametrised_bias():
-    return parametrize.register_parametrization(new(nn.Linear(4, 4)), "bias", Doubled())
-
-
-def compiled_alone():
-    layer = new(nn.Linear(4, 4))
-    layer.compile(backend="eager")
-    return layer
-
-
-class Reset(nn.Linear):
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight)
-
-
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (lambda: old(nn.GRU(3, 4), "weight_hh_l0"), "no layer here replaces GRU"),
-        (lambda: new(nn.LSTM(3, 4), "weight_ih_l0"), "no layer here replaces LSTM"),
-        (lambda: old(nn.Embedding(3, 4)), "no layer here replaces Embedding"),
-        (lambda: new(nn.Bilinear(3, 4, 5)), "no layer here replaces Bilinear"),
-        (lambda: old(nn.Linear(4, 4), "bias", dim=None), "its weight norm is on 'bias'"),
-        (two_parametrisations, "its weight is parametrised by _WeightNorm, Doubled"),
-        (parametrised_bias, "its bias is parametrised"),
-        (with_option_name, "its own attribute 'gamma' means something else here"),
-        (with_own_forward, "its own attribute 'forward' means something else here"),
-        (compiled_alone, "it was compiled by itself; convert first, compile then"),
-        (lambda: nn.LazyLinear(4), "LazyLinear is torch's own subclass of Linear"),
-        (lambda: old(Reset(4, 4)), "Reset is a subclass of Linear with its own reset_parameters"),
-        (lambda: nn.Linear(4, 4, dtype=torch.complex64), "its parameters are torch.complex64"),
-    ],
-)
-def test_what_cannot_be_replaced_is_named_with_the_reason(module, reason, caplog):
-    model = nn.Sequential(nn.Linear(4, 4), module())
-    stays = model[1]
-    assert left_alone(model, caplog, plain=True) == [f"1: left alone, {reason}"]
-    assert model[1] is stays
-    assert type(model[0]) is WNLinear
-    assert left_alone(stays, caplog, plain=True) == [f"the model: left alone, {reason}"]
-
-
-def test_a_subclass_that_only_has_a_constructor_is_replaced():
-    class Same(nn.Conv2d):
-        """3x3 with padding."""
-
-        def __init__(self, channels):
-            super().__init__(channels, channels, 3, padding=1)
-
-    class Ours(WNConv2d):
-        def __init__(self, channels):
-            super().__init__(channels, channels, 1)
-
-    model, x = nn.Sequential(old(Same(4)), Same(4), Ours(4)), torch.randn(1, 4, 5, 5)
-    expected = model(x)
-    wnfused.convert(model, plain=True)
-    assert [type(m) for m in model] == [WNConv2d, WNConv2d, Ours]
-    torch.testing.assert_close(model(x), expected)
-    wnfused.fold(model)
-    assert [type(m) for m in model] == [nn.Conv2d] * 3
-    torch.testing.assert_close(model(x), expected)
 
 
 # --------------------------------------------------------------------------------------------------------- wrappers

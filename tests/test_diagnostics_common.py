@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import wnfused
 from wnfused.diagnostics import jacobian_growth, layer_jacobians, layer_norms, orthogonality, similarity
 from wnfused.diagnostics.progress import advancing
 from wnfused.diagnostics.stations import Call, observed
 from wnfused.optional import MissingDependencyError
 
-
-@pytest.fixture(autouse=True)
-def reference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with wnfused.use_backend("reference"):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("on_the_reference")
 
 
 class Remembering(nn.Linear):

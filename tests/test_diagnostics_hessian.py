@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +22,7 @@ IMAGES = torch.randn(10, 2, 3, 3, generator=torch.Generator().manual_seed(1), dt
 TARGETS = torch.arange(10) % 3
 
 
-@pytest.fixture(autouse=True)
-def reference() -> Iterator[None]:
-    """Second derivatives are the reference's on every backend, and float64 has no kernel."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with wnfused.use_backend("reference"):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("on_the_reference")
 
 
 def normalised(v: Tensor, g: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import gaussian
 from torch import Tensor, nn
 
 import wnfused
@@ -22,19 +22,7 @@ from wnfused.diagnostics import (
     stationary_gap,
 )
 
-
-@pytest.fixture(autouse=True)
-def reference() -> Iterator[None]:
-    """What is measured here are hooks, on float64 and tiny maps; which kernels run is another matter."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with wnfused.use_backend("reference"):
-        yield
-    torch.set_num_threads(threads)
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+pytestmark = pytest.mark.usefixtures("on_the_reference")
 
 
 def scaled_values(h: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import generator
 from torch import nn
 
 import wnfused
@@ -13,10 +14,6 @@ from wnfused.init import find_roles, initialize, initialize_population
 from wnfused.init.daneshmand2021 import as_weight, patches_of, representation_of
 from wnfused.init.isotropic import isotropic_weight, represent, represent_columns
 from wnfused.init.units import units_of
-
-
-def generator(seed: int = 1) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def by_the_formula(h, rows, exponent, polar):

@@ -1,7 +1,6 @@
 """Norms over the layers, against norms computed by hand on the same network."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,14 +14,7 @@ IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0), dty
 TARGETS = torch.tensor([0, 1, 2, 3, 4, 5])
 
 
-@pytest.fixture(autouse=True)
-def reference() -> Iterator[None]:
-    """What is measured here are hooks, on float64 and tiny maps; which kernels run is another matter."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with wnfused.use_backend("reference"):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("on_the_reference")
 
 
 def mean_norm(x: Tensor) -> float:

@@ -1,0 +1,118 @@
+"""What ``convert`` cannot replace stays as it is and is named with the reason."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import wnfused
+from wnfused import WNConv2d, WNLinear
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+old, new = nn.utils.weight_norm, parametrizations.weight_norm
+
+
+def left_alone(model, caplog, **keywords):
+    """Converts; the log's names and reasons of what stayed."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "wnfused.convert"):
+        wnfused.convert(model, **keywords)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_weight_tied_to_an_embedding_stays_as_it_is(caplog):
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7), "other": nn.Linear(4, 4)})
+    model["head"].weight = model["embed"].weight
+    assert left_alone(model, caplog, plain=True) == [
+        "head: left alone, its weight is tied to that of embed, which stays"
+    ]
+    assert type(model["head"]) is nn.Linear
+    assert type(model["other"]) is WNLinear
+
+
+class Doubled(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def with_option_name():
+    layer = nn.Linear(4, 4)
+    layer.gamma = 3
+    return layer
+
+
+def with_own_forward():
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: x
+    return layer
+
+
+def two_parametrisations():
+    layer = new(nn.Linear(4, 4))
+    return parametrize.register_parametrization(layer, "weight", Doubled())
+
+
+def parametrised_bias():
+    return parametrize.register_parametrization(new(nn.Linear(4, 4)), "bias", Doubled())
+
+
+def compiled_alone():
+    layer = new(nn.Linear(4, 4))
+    layer.compile(backend="eager")
+    return layer
+
+
+class Reset(nn.Linear):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (lambda: old(nn.GRU(3, 4), "weight_hh_l0"), "no layer here replaces GRU"),
+        (lambda: new(nn.LSTM(3, 4), "weight_ih_l0"), "no layer here replaces LSTM"),
+        (lambda: old(nn.Embedding(3, 4)), "no layer here replaces Embedding"),
+        (lambda: new(nn.Bilinear(3, 4, 5)), "no layer here replaces Bilinear"),
+        (lambda: old(nn.Linear(4, 4), "bias", dim=None), "its weight norm is on 'bias'"),
+        (two_parametrisations, "its weight is parametrised by _WeightNorm, Doubled"),
+        (parametrised_bias, "its bias is parametrised"),
+        (with_option_name, "its own attribute 'gamma' means something else here"),
+        (with_own_forward, "its own attribute 'forward' means something else here"),
+        (compiled_alone, "it was compiled by itself; convert first, compile then"),
+        (lambda: nn.LazyLinear(4), "LazyLinear is torch's own subclass of Linear"),
+        (lambda: old(Reset(4, 4)), "Reset is a subclass of Linear with its own reset_parameters"),
+        (lambda: nn.Linear(4, 4, dtype=torch.complex64), "its parameters are torch.complex64"),
+    ],
+)
+def test_what_cannot_be_replaced_is_named_with_the_reason(module, reason, caplog):
+    model = nn.Sequential(nn.Linear(4, 4), module())
+    stays = model[1]
+    assert left_alone(model, caplog, plain=True) == [f"1: left alone, {reason}"]
+    assert model[1] is stays
+    assert type(model[0]) is WNLinear
+    assert left_alone(stays, caplog, plain=True) == [f"the model: left alone, {reason}"]
+
+
+def test_a_subclass_that_only_has_a_constructor_is_replaced():
+    class Same(nn.Conv2d):
+        """3x3 with padding."""
+
+        def __init__(self, channels):
+            super().__init__(channels, channels, 3, padding=1)
+
+    class Ours(WNConv2d):
+        def __init__(self, channels):
+            super().__init__(channels, channels, 1)
+
+    model, x = nn.Sequential(old(Same(4)), Same(4), Ours(4)), torch.randn(1, 4, 5, 5)
+    expected = model(x)
+    wnfused.convert(model, plain=True)
+    assert [type(m) for m in model] == [WNConv2d, WNConv2d, Ours]
+    torch.testing.assert_close(model(x), expected)
+    wnfused.fold(model)
+    assert [type(m) for m in model] == [nn.Conv2d] * 3
+    torch.testing.assert_close(model(x), expected)

@@ -1,0 +1,88 @@
+"""The look that ``convert`` and ``fold`` take into a model's ``forward``: activations, residuals, no trace left."""
+
+import copy
+import logging
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import wnfused
+from wnfused import WNConv2d
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+old, new = nn.utils.weight_norm, parametrizations.weight_norm
+
+
+class SideEffects(nn.Module):
+    """A ``forward`` that remembers, counts, draws and branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
+        self.calls, self.last, self.seen = 0, None, []
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.steps = self.steps + 1
+        self.last = x
+        self.seen.append(x)
+        return self.body(x) + 0 * random.random() + 0 * torch.rand(())
+
+
+def test_looking_for_activations_leaves_no_trace():
+    model = SideEffects()
+    before = torch.get_rng_state(), random.getstate()
+    wnfused.convert(model)
+    assert (model.calls, model.last, model.seen, model.steps.item()) == (0, None, [], 0)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert model.body[0].activation == "relu"
+    pickle.dumps(model)
+
+
+def test_a_model_that_cannot_be_traced_is_converted_without_fusing(caplog):
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
+
+        def forward(self, x):
+            return self.body(x) if x.sum() > 0 else -self.body(x)
+
+    model, x = Branching(), torch.randn(2, 4)
+    expected = model(x)
+    with caplog.at_level(logging.INFO, "wnfused.convert"):
+        wnfused.convert(model)
+    assert "activations are not fused: the model does not trace" in caplog.text
+    assert "body.0: now WNLinear" in caplog.text
+    assert model.body[0].activation is None
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_fold_keeps_layers_that_are_called_with_a_residual():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = WNConv2d(4, 4, 3, padding=1, activation="relu"), WNConv2d(4, 4, 3, padding=1)
+            self.c = wnfused.WNConvTranspose2d(4, 4, 1, activation="relu")
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x), residual=x), None, x)
+
+    model, x = Block(), torch.randn(2, 4, 5, 5)
+    expected = model(x)
+    weight = model.b.weight.detach().clone()
+    folded = wnfused.fold(copy.deepcopy(model))
+    torch.testing.assert_close(folded(x), expected)
+    assert type(folded.a) is nn.Conv2d
+    assert isinstance(folded.b, nn.Conv2d)
+    torch.testing.assert_close(folded.b.weight.detach(), weight.as_subclass(torch.Tensor))
+    back = wnfused.convert(folded, plain=True)
+    assert [type(m) for m in back.children()] == [WNConv2d, WNConv2d, wnfused.WNConvTranspose2d]
+    torch.testing.assert_close(back(x), expected)

@@ -1,0 +1,159 @@
+"""Init schemes that look at residual branches: Fixup, and half scaling of the sums."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drawn import generator
+from init_weights import effective
+from torch import nn
+
+import wnfused
+from wnfused.init import initialize
+from wnfused.nn import FixupBlock, PlainResidualBlock
+
+
+@pytest.mark.parametrize("norm", ["weight", "none"])
+def test_zhang_starts_shallow_and_learns_to_be_deep(norm):
+    model = wnfused.models.wrn(40, in_channels=1, norm=norm, stack=False)
+    report = initialize(model, "zhang2019", generator=generator())
+    assert any("no scalar multipliers" in note for note in report.notes)
+    branches = 18
+    x = torch.randn(8, 1, 8, 8)
+    assert (model(x) == 0).all()
+    shallow = model.stem(x)
+    for stage in model.stages:
+        shallow = stage[0].shortcut(shallow)
+    torch.testing.assert_close(model.stages(model.stem(x)), shallow)
+    for stage in model.stages:
+        for block in stage:
+            fan_in = block.conv1.weight[0].numel()
+            std = math.sqrt(2 / fan_in) * branches**-0.5
+            assert abs(effective(block.conv1).std() / std - 1) < 6 / math.sqrt(2 * block.conv1.weight.numel())
+            assert (effective(block.conv2) == 0).all()
+            if norm == "weight":
+                assert (block.conv2.weight_v != 0).any()
+    # One step on the head lets gradients into the branches: into the gains, not into the directions.
+    with torch.no_grad():
+        model.head.weight.normal_()
+    F.cross_entropy(model(x), torch.arange(8)).backward()
+    last = model.stages[1][2].conv2
+    if norm == "weight":
+        assert (last.weight_v.grad == 0).all()
+        assert (last.weight_g.grad != 0).all()
+    else:
+        assert (last.weight.grad != 0).any()
+
+
+def test_zhang_inside_stages_agrees():
+    model = wnfused.models.wrn(40, in_channels=1)
+    initialize(model, "zhang2019")
+    stage = model.stages[2]
+    assert (stage.weight_g[:, 1] == 0).all()
+    expected = math.sqrt(2) * 18**-0.5
+    assert abs(stage.weight_g[:, 0].square().mean().sqrt() / expected - 1) < 0.02
+    assert abs(stage.transition.conv1.weight_g.square().mean().sqrt() / expected - 1) < 0.05
+
+
+class Bottleneck(nn.Module):
+    """Three layers in the branch: the first two times ``L^(-1/4)``."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(c, c, 1), nn.Conv2d(c, c, 3, padding=1), nn.Conv2d(c, c, 1)
+
+    def forward(self, x):
+        return F.relu(x + self.c(F.relu(self.b(F.relu(self.a(x))))))
+
+
+def test_zhang_counts_the_layers_of_a_branch():
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3),
+        *(Bottleneck(32) for _ in range(16)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 5),
+    )
+    initialize(model, "zhang2019", generator=generator())
+    assert (model[-1].weight == 0).all()
+    assert abs(model[0].weight.std() / math.sqrt(2 / 27) - 1) < 0.1
+    for block in model[1:17]:
+        assert (block.c.weight == 0).all()
+        for conv in (block.a, block.b):
+            expected = math.sqrt(2 / conv.weight[0].numel()) * 16**-0.25
+            assert abs(conv.weight.std() / expected - 1) < 6 / math.sqrt(2 * conv.weight.numel())
+
+
+def test_the_fixup_block():
+    block = FixupBlock(4, 6, 2, num_branches=4)
+    x = torch.randn(3, 4, 8, 8)
+    torch.testing.assert_close(block(x), torch.relu(block.shortcut(x)))
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_()
+    shifted = x + block.bias1
+    y = torch.relu(F.conv2d(shifted, block.conv1.weight, stride=2, padding=1) + block.bias2) + block.bias3
+    y = block.scale * F.conv2d(y, block.conv2.weight, padding=1)
+    torch.testing.assert_close(
+        block(x), torch.relu(y + F.conv2d(shifted, block.shortcut.weight, stride=2) + block.bias4)
+    )
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), FixupBlock(6, 6), FixupBlock(6, 6), nn.Flatten(), nn.Linear(6, 2))
+    with torch.no_grad():
+        model[1].scale.zero_()
+    report = initialize(model, "zhang2019", generator=generator())
+    assert not report.notes
+    assert model[1].scale.item() == 1
+    assert {r.name: (r.closes_branch, r.num_blocks, r.block) for r in wnfused.init.find_roles(model) if r.branch} == {
+        "1.conv1": (False, 2, 1), "1.conv2": (True, 2, 1), "2.conv1": (False, 2, 2), "2.conv2": (True, 2, 2),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="stride: 0 must be an int of at least 1"):
+        FixupBlock(2, 2, 0)
+
+
+@pytest.mark.parametrize("norm", ["weight", "batch", "none"])
+def test_half_scaling_changes_the_forward_pass(norm):
+    model = wnfused.models.wrn(16, in_channels=1, norm=norm)
+    report = initialize(model, "half_scaling", generator=generator())
+    blocks = [m for m in model.modules() if hasattr(m, "skip_scale")]
+    assert len(blocks) >= 3
+    assert all(block.skip_scale == math.sqrt(0.5) for block in blocks)
+    assert any("sum times sqrt(1/2)" in entry.role for entry in report)
+    if norm == "none":
+        h = torch.randn(2, 16, 8, 8)
+        block = model.stages[0][1]
+        expected = math.sqrt(0.5) * (h + block.conv2(torch.relu(block.conv1(h))))
+        torch.testing.assert_close(block(h), expected)
+    if norm == "weight":
+        h = torch.randn(2, 16, 8, 8)
+        expected = h
+        for block in model.stages[0].blocks():
+            weights = [
+                block.weight_v[i] * (block.weight_g[i] / block.weight_v[i].flatten(1).norm(dim=1)).reshape(-1, 1, 1, 1)
+                for i in (0, 1)
+            ]
+            inner = torch.relu(F.conv2d(expected, weights[0], padding=1))
+            expected = math.sqrt(0.5) * (expected + F.conv2d(inner, weights[1], padding=1))
+        torch.testing.assert_close(model.stages[0](h), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_other_schemes_put_the_forward_pass_back():
+    model = wnfused.models.wrn(16, in_channels=1)
+    model.stages[1].skip_scale = 0.9
+    blocks = [m for m in model.modules() if hasattr(m, "skip_scale")]
+    before = [block.skip_scale for block in blocks]
+    for _ in range(2):
+        initialize(model, "half_scaling")
+    initialize(model, "he")
+    assert [block.skip_scale for block in blocks] == before
+
+
+def test_half_scaling_refuses_what_it_cannot_scale():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Bottleneck(8))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"the residual branch that '1.c' closes has no skip_scale"):
+        initialize(model, "half_scaling")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    block = PlainResidualBlock(4, 4)
+    initialize(block, "half_scaling")
+    assert block.skip_scale == math.sqrt(0.5)
