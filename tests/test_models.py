@@ -23,7 +23,7 @@ def layers(model):
     return count
 
 
-@pytest.mark.parametrize("norm", ["weight", "batch", "none"])
+@pytest.mark.parametrize("norm", ["weight", "batch", "none", "fixup"])
 @pytest.mark.parametrize("depth", [10, 16, 40])
 def test_wrn_has_its_depth(depth, norm):
     assert layers(wrn(depth, norm=norm)) == depth
@@ -85,6 +85,38 @@ def test_the_batch_norm_twin_normalises_its_branches_and_the_shortcuts_that_chan
     torch.testing.assert_close(second(x), expected)
 
 
+def test_the_resnet_twin_alone_normalises_after_the_stem_and_before_the_pooling():
+    x = torch.randn(4, 3, 8, 8)
+    model = resnet(8, norm="batch")
+    *blocks, last = model.stages
+    h = nn.Sequential(*blocks)(nn.BatchNorm2d(16)(model.stem[0](x)))
+    torch.testing.assert_close(model(x), model.head(nn.BatchNorm2d(64)(h).mean((2, 3))))
+    assert isinstance(last, nn.BatchNorm2d)
+    assert len(wrn(10, norm="batch").stages) == 3
+
+
+def test_the_fixup_variant_has_a_scalar_before_every_layer_and_activation():
+    """It starts as stem, ReLU and shortcuts under a head of 0, and every parameter is reached by training."""
+    model = wrn(16, in_channels=1, norm="fixup")
+    report = wnfused.init.initialize(model, "zhang2019")
+    assert not report.notes
+    assert layers(model) == 16
+    assert all(conv.bias is None for conv in model.modules() if isinstance(conv, nn.Conv2d))
+    # Two in the stem, one in the head, four biases and a multiplier in each of six blocks.
+    assert sum(p.shape == (1,) for p in model.parameters()) == 2 + 1 + 5 * 6
+    x = torch.randn(3, 1, 8, 8)
+    assert (model(x) == 0).all()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.1)
+    b1, conv, b2, _ = model.stem
+    h = model.stages(torch.relu(conv(x + b1.bias) + b2.bias)).mean((2, 3))
+    head_bias, head = model.head
+    torch.testing.assert_close(model(x), head(h + head_bias.bias))
+    wnfused.init.initialize(model, "zhang2019")
+    assert (model(x) == 0).all()
+
+
 def test_ten_thousand_layers_build_print_pickle_and_copy():
     start = time.monotonic()
     model = wrn(10_000, in_channels=1)
@@ -112,7 +144,8 @@ def test_separate_blocks_are_deep_too():
         (lambda: wrn(4), "nearest are 10 and 16"),
         (lambda: resnet(57), "nearest are 56 and 62"),
         (lambda: wrn(10, 0), "width: 0 must be an int of at least 1"),
-        (lambda: wrn(10, norm="layer"), "norm: unknown 'layer'; use 'weight', 'batch' or 'none'"),
+        (lambda: wrn(10, norm="layer"), "norm: unknown 'layer'; use 'weight', 'batch', 'none' or 'fixup'"),
+        (lambda: cnn(3, norm="fixup"), "norm: unknown 'fixup'; use 'weight', 'batch' or 'none'"),
         (lambda: cnn(1), "depth: 1 must be at least 2"),
         (lambda: mlp(0), "depth: 0 must be"),
         (lambda: wrn(10, num_classes=2.5), "num_classes: 2.5 must be an int"),

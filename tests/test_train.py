@@ -113,6 +113,30 @@ def test_the_optimiser_follows_the_schedule(tmp_path: Path) -> None:
     assert used == pytest.approx([schedule.at(epoch, i, 4) for epoch in range(3) for i in range(4)])
 
 
+def test_fixup_scalars_have_a_tenth_of_the_rate(tmp_path: Path) -> None:
+    seen: list[tuple[int, float, float]] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        others, scalars = optimizer.param_groups
+        assert all(p.shape == (1,) for p in scalars["params"])
+        assert not any(p.shape == (1,) for p in others["params"])
+        seen.append((len(scalars["params"]), scalars["lr"], others["lr"]))
+
+    hook = register_optimizer_step_pre_hook(note)
+    try:
+        config = TrainConfig(
+            depth=10, norm="fixup", init="zhang2019", epochs=2, batch_size=256, lr=0.1, milestones=(1,)
+        )
+        result = train(config, tmp_path / "run")
+    finally:
+        hook.remove()
+    assert not result["diverged"]
+    assert {count for count, _, _ in seen} == {2 + 1 + 5 * 3}
+    assert [(round(a, 9), round(b, 9)) for _, a, b in (seen[0], seen[-1])] == [(0.01, 0.1), (0.001, 0.01)]
+    with pytest.raises(UsageError, match="--norm fixup: is for the residual blocks"):
+        TrainConfig(model="cnn", depth=5, norm="fixup")
+
+
 def test_accumulated_mini_batches_are_one_batch(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, result = finished
     halves = train(replace(SMALL, batch_size=32, accumulate=2), tmp_path / "run")

@@ -6,8 +6,9 @@ With L residual branches of m layers each,
     2. every other layer is He's, ``N(0, 2 / fan_in)``, the other m - 1 layers of each branch times
        ``L^(-1 / (2 m - 2))``, stem and shortcuts not;
     3. every branch has a scalar multiplier, 1, and scalar biases, 0, before each convolution, linear layer and
-       activation: ``wnfused.nn.FixupBlock``. Other blocks are initialised as far as they have parameters for it,
-       with their ordinary biases 0, and the report says so.
+       activation: ``wnfused.nn.FixupBlock`` and ``ScalarBias``, as in ``wnfused.models.wrn(norm="fixup")``. Other
+       blocks are initialised as far as they have parameters for it, with their ordinary biases 0, and the report
+       says so.
 
 On a weight-normalised layer the factor is g's, ``g = ||v|| L^(-1 / (2 m - 2))``; of a layer that is to be 0 the gain is
 0 and v is not: then v has no gradient and g has, and the layer starts to train.
@@ -22,16 +23,18 @@ from collections.abc import Iterator
 
 from wnfused.init.he2015 import draw_he_
 from wnfused.init.registry import Context, Entry, describe_unit, scheme
-from wnfused.nn import FixupBlock
+from wnfused.nn import FixupBlock, ScalarBias
 
 
 @scheme("zhang2019")
 def zhang2019(context: Context) -> Iterator[Entry]:
     branches = context.num_branches
-    inside = {id(part) for block in _fixup_blocks(context) for part in block.modules()}
+    modules = list(context.model.modules())
+    inside = {id(part) for block in modules if isinstance(block, FixupBlock) for part in block.modules()}
     scalars = False
-    for block in _fixup_blocks(context):
-        block.reset_scalars()
+    for module in modules:
+        if isinstance(module, (FixupBlock, ScalarBias)):
+            module.reset_scalars()
     for unit in context.units:
         role, words = unit.role, describe_unit(unit)
         draw_he_(unit, context)
@@ -48,7 +51,3 @@ def zhang2019(context: Context) -> Iterator[Entry]:
         context.notes.append("branches outside of FixupBlock have no scalar multipliers and biases")
     if not any(unit.role.head for unit in context.units):
         context.notes.append("no classification layer was found to be set to 0")
-
-
-def _fixup_blocks(context: Context) -> list[FixupBlock]:
-    return [module for module in context.model.modules() if isinstance(module, FixupBlock)]

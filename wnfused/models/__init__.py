@@ -1,4 +1,4 @@
-"""The papers' networks (Arpit, Campos & Bengio 2019, section 5 and supplement), each in three normalisations."""
+"""The papers' networks (Arpit, Campos & Bengio 2019, section 5 and supplement), weight-normalised and otherwise."""
 
 from wnfused.models.cnn import CNN, cnn
 from wnfused.models.mlp import MLP, mlp

@@ -7,11 +7,13 @@ from torch import nn
 from wnfused.nn import WNConv2d, WNLinear
 
 NORMS = ("weight", "batch", "none")
+RESIDUAL_NORMS = (*NORMS, "fixup")
 
 
-def checked_norm(norm: str) -> str:
-    if norm not in NORMS:
-        raise ValueError(f"norm: unknown {norm!r}; use 'weight', 'batch' or 'none'")
+def checked_norm(norm: str, norms: tuple[str, ...] = NORMS) -> str:
+    if norm not in norms:
+        *first, last = map(repr, norms)
+        raise ValueError(f"norm: unknown {norm!r}; use {', '.join(first)} or {last}")
     return norm
 
 

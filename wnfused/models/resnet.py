@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from torch import Tensor, nn
 
-from wnfused.models._common import checked_norm, positive
-from wnfused.nn import PlainResidualBlock, WNConv2d, WNResidualStage
+from wnfused.models._common import RESIDUAL_NORMS, checked_norm, positive
+from wnfused.nn import FixupBlock, PlainResidualBlock, ScalarBias, WNConv2d, WNResidualStage
 
 STEM_CHANNELS = 16
 
@@ -44,18 +45,24 @@ class ResNet(nn.Module):
     """3x3 stem to 16 channels, three stages of ``blocks`` residual blocks, global average pooling, a plain head.
 
     Stages have ``16 width``, ``32 width`` and ``64 width`` channels; the first convolution of stages 2 and 3 has
-    stride 2. No non-linearity after the stem or after a block's sum.
+    stride 2. No non-linearity after the stem or after a block's sum, but with ``norm="fixup"``, whose blocks take an
+    input that was rectified. ``outer_norms``: batch norm after the stem and before the pooling, too.
     """
 
     def __init__(
         self, blocks: int, width: int, num_classes: int, in_channels: int, norm: str, recompute: int | None,
-        stack: bool,
+        stack: bool, outer_norms: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         if norm == "weight":
             self.stem: nn.Module = WNConv2d(in_channels, STEM_CHANNELS, 3, padding=1, gamma=1.0)
+        elif norm == "fixup":
+            conv = nn.Conv2d(in_channels, STEM_CHANNELS, 3, padding=1, bias=False)
+            self.stem = nn.Sequential(ScalarBias(), conv, ScalarBias(), nn.ReLU())
         else:
             self.stem = nn.Conv2d(in_channels, STEM_CHANNELS, 3, padding=1, bias=norm == "none")
+        if outer_norms:
+            self.stem = nn.Sequential(self.stem, nn.BatchNorm2d(STEM_CHANNELS))
         channels = [STEM_CHANNELS, *(width * c for c in (16, 32, 64))]
         stages: list[nn.Module] = []
         for i, (before, after) in enumerate(itertools.pairwise(channels)):
@@ -64,14 +71,21 @@ class ResNet(nn.Module):
                 stage = WNResidualStage(before, after, blocks, stride, recompute=recompute)
                 stages.append(stage if stack else stage.unstack())
             else:
-                block = BatchNormBlock if norm == "batch" else PlainResidualBlock
+                block = _BLOCKS[norm]
                 first = block(before, after, stride)
                 stages.append(nn.Sequential(first, *(block(after, after) for _ in range(blocks - 1))))
+        if outer_norms:
+            stages.append(nn.BatchNorm2d(channels[-1]))
         self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(channels[-1], num_classes)
+        self.head: nn.Module = nn.Linear(channels[-1], num_classes)
+        if norm == "fixup":
+            self.head = nn.Sequential(ScalarBias(), self.head)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(x)).mean((2, 3)))
+
+
+_BLOCKS: dict[str, Any] = {"batch": BatchNormBlock, "none": PlainResidualBlock, "fixup": FixupBlock}
 
 
 def _build(
@@ -88,7 +102,9 @@ def _build(
         )
     if recompute is not None:
         positive(recompute=recompute)
-    return ResNet(blocks, width, num_classes, in_channels, checked_norm(norm), recompute, stack)
+    outer_norms = name == "resnet" and norm == "batch"
+    norm = checked_norm(norm, RESIDUAL_NORMS)
+    return ResNet(blocks, width, num_classes, in_channels, norm, recompute, stack, outer_norms)
 
 
 def wrn(
@@ -102,7 +118,9 @@ def wrn(
         width: the factor k of the stages' 16k, 32k, 64k channels; with k > 1 stage 1 opens with a 1x1 shortcut too.
         num_classes: outputs.
         in_channels: channels of the input, ``[N, in_channels, H, W]`` of any size.
-        norm: ``"weight"``; ``"batch"`` for the batch-norm twin; ``"none"`` for plain convolutions.
+        norm: ``"weight"``; ``"batch"`` for the batch-norm twin; ``"none"`` for plain convolutions;
+            ``"fixup"`` for those with Fixup's scalars, ``wnfused.nn.FixupBlock``, which are to be initialised by
+            ``"zhang2019"``.
         recompute: of ``wnfused.WNResidualStage``; with ``norm="weight"``.
         stack: False gives each stage as an ``nn.Sequential`` of separate blocks; with ``norm="weight"``.
 
@@ -119,6 +137,9 @@ def resnet(
     recompute: int | None = None, stack: bool = True,
 ) -> ResNet:  # fmt: skip
     """A residual network of depth ``6 n + 2`` (56, 110, 164), otherwise as ``wrn``.
+
+    Its batch-norm twin normalises after the stem and before the pooling, too, as the published code has it in this
+    family alone; without that, features, and with them the logits, grow with the number of blocks.
 
     Source: Arpit, Campos & Bengio 2019, Table 1; the 164 layers are 27 basic blocks a stage.
     """

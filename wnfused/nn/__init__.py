@@ -4,7 +4,7 @@ from wnfused.nn._layer import WeightNormalised
 from wnfused.nn._weight import EffectiveWeight
 from wnfused.nn.conv import WNConv1d, WNConv2d, WNConv3d
 from wnfused.nn.conv_transpose import WNConvTranspose1d, WNConvTranspose2d, WNConvTranspose3d
-from wnfused.nn.fixup import FixupBlock
+from wnfused.nn.fixup import FixupBlock, ScalarBias, fixup_scalars
 from wnfused.nn.lazy import (
     WNLazyConv1d,
     WNLazyConv2d,
@@ -21,6 +21,7 @@ __all__ = [
     "EffectiveWeight",
     "FixupBlock",
     "PlainResidualBlock",
+    "ScalarBias",
     "StageBlock",
     "WNConv1d",
     "WNConv2d",
@@ -39,4 +40,5 @@ __all__ = [
     "WNResidualBlock",
     "WNResidualStage",
     "WeightNormalised",
+    "fixup_scalars",
 ]

@@ -1,4 +1,4 @@
-"""``FixupBlock``: a residual block without normalisation, with the scalars that Fixup puts in its place."""
+"""Fixup's scalars, in place of normalisation: a residual block with them, and a bias for outside of blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def fixup_scalars(model: nn.Module) -> list[nn.Parameter]:
+    """The scalar multipliers and biases of a model, in its order; the published code trains them at a tenth of the
+    learning rate."""
+    holders = (module for module in model.modules() if isinstance(module, (FixupBlock, ScalarBias)))
+    return [parameter for holder in holders for parameter in holder.parameters(recurse=False)]
+
+
+class ScalarBias(nn.Module):
+    """``x + b``, one b for all elements, which starts at 0: stands before a layer or an activation outside of blocks.
+
+    Parameter: ``bias [1]``. Source: Zhang, Dauphin & Ma 2019, section 3, rule 3.
+    """
+
+    def __init__(self, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+
+    @torch.no_grad()
+    def reset_scalars(self) -> None:
+        """Bias 0."""
+        self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
 
 
 class FixupBlock(nn.Module):

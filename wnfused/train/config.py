@@ -11,7 +11,7 @@ from typing import Any
 from .errors import UsageError
 
 MODELS = ("wrn", "resnet", "cnn", "mlp")
-NORMS = ("weight", "batch", "none")
+NORMS = ("weight", "batch", "none", "fixup")
 PRECISIONS = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 # The model families whose depth is a*N + b, with one N >= 1 for every stage.
 _DEPTHS = {"wrn": (6, 4), "resnet": (6, 2)}
@@ -36,7 +36,7 @@ class TrainConfig:
         None,
         "wrn, resnet: channels of the first stage over 16; mlp, cnn: units or channels; default: the model's",
     )
-    norm: str = _option("weight", "normalisation of the layers", NORMS)
+    norm: str = _option("weight", "normalisation of the layers; fixup: its scalars, in wrn and resnet", NORMS)
     stack: bool = _option(True, "run the blocks of a stage as one op")
     recompute: int | None = _option(
         None,
@@ -88,6 +88,8 @@ class TrainConfig:
             raise UsageError("cuda_graph", True, "needs one CUDA device: device cuda, devices 1")
         if self.recompute is not None and (self.model not in _DEPTHS or self.norm != "weight"):
             raise UsageError("recompute", self.recompute, "is for the weight-normalised stages of wrn and resnet")
+        if self.norm == "fixup" and self.model not in _DEPTHS:
+            raise UsageError("norm", self.norm, "is for the residual blocks of wrn and resnet")
         self._check_depth()
 
     def _at_least(self, name: str, least: int) -> None:

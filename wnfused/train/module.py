@@ -8,6 +8,8 @@ import lightning.pytorch as lightning
 import torch
 from torch import Tensor, nn
 
+from wnfused.nn import fixup_scalars
+
 from . import random
 from .batches import Batch
 from .config import TrainConfig
@@ -21,6 +23,19 @@ _UPDATES_BETWEEN_CHECKS = 50
 
 class DivergedError(RuntimeError):
     """A loss was NaN or infinite. Raised on all processes at the same mini-batch."""
+
+
+# Of the learning rate, for Fixup's scalars, as in its published code.
+_SCALARS_SHARE = 0.1
+
+
+def _groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    scalars = fixup_scalars(model)
+    if not scalars:
+        return [{"params": list(model.parameters())}]
+    known = {id(parameter) for parameter in scalars}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    return [{"params": others}, {"params": scalars, "lr": lr * _SCALARS_SHARE}]
 
 
 class TrainingModule(lightning.LightningModule):
@@ -51,7 +66,7 @@ class TrainingModule(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         config = self.config
         optimizer = torch.optim.SGD(
-            self.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            _groups(self.model, config.lr), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
         n = self.updates_per_epoch
         ramp = torch.optim.lr_scheduler.LambdaLR(

@@ -100,7 +100,7 @@ def _one(
                 raise UsageError("samples", 1, f"is too few for {name}: {error}") from None
             raise UsageError("what", name, f"cannot be measured: {error}") from error
     before = "" if trained else ", before training"
-    norm = {"weight": "weight-normalised ", "batch": "batch-normalised ", "none": ""}[config.norm]
+    norm = {"weight": "weight-normalised ", "batch": "batch-normalised ", "none": "", "fixup": "Fixup "}[config.norm]
     title = f"{measurement.title}\n{norm}{config.model}, {config.depth:,} layers, {config.data}{before}"
     try:
         save_together(results, out, title=title, legend_title="initialisation" if before else None)
