@@ -97,12 +97,18 @@ def build_cuda(library, objects):
     # .cpp: code for the host alone
     sources = sorted(p for p in (ROOT / "csrc" / "cuda").iterdir() if p.suffix in (".cu", ".cpp"))
 
+    jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
+
     def compile(source):
         target = objects / f"{source.stem}.o"
-        run([nvcc(), *NVCC_FLAGS, *STABLE_ABI, *generate, *includes, "-c", "-o", str(target), str(source)])
+        # x_sm90a.cu: instructions that one architecture alone has, and no later one either.
+        only = re.fullmatch(r".*_sm(\d+a)", source.stem)
+        here = [f"-gencode=arch=compute_{only[1]},code=sm_{only[1]}"] if only else generate
+        flags = [*NVCC_FLAGS, f"--threads={min(jobs, len(here))}", *STABLE_ABI, *here, *includes]
+        run([nvcc(), *flags, "-c", "-o", str(target), str(source)])
         return str(target)
 
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         compiled = list(pool.map(compile, sources))
     libraries = ["-lc10", "-ltorch_cpu", "-ltorch", *(["-ltorch_cuda", "-lc10_cuda"] if torch.version.cuda else [])]
     library.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import wnfused
+from wnfused.backends import native_cuda
 
 
 def main() -> None:
@@ -19,6 +20,11 @@ def main() -> None:
                     y = stage(x)
                 y.sum().backward()
                 assert torch.isfinite(x.grad).all()
+    if torch.cuda.get_device_capability() == (9, 0):
+        native_cuda.use_warpgroup_stage(True)
+        stage = wnfused.WNResidualStage(64, 64, 5, recompute=2, device="cuda", dtype=torch.bfloat16)
+        stage(torch.randn(6, 64, 8, 8, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        native_cuda.use_warpgroup_stage(False)
     layer = wnfused.WNLinear(48, 40, activation="relu", device="cuda")
     layer(torch.randn(7, 48, device="cuda")).sum().backward()
     torch.cuda.synchronize()

@@ -35,6 +35,11 @@ def _networks() -> list[Workload]:
     return found
 
 
+def _warpgroup(channels: int, precision: str) -> tuple[str, ...]:
+    """The other kernel for the same stage, where there is one."""
+    return ("warpgroup *",) if (channels, precision) == (64, "bf16") else ()
+
+
 def _stages() -> list[Workload]:
     return [
         Stage(
@@ -45,12 +50,13 @@ def _stages() -> list[Workload]:
             batch=batch,
             blocks=50,
             ours=_peers(precision, "native *", "triton *"),
-            peers=_peers(precision, "native * graph", "eager *", "eager * graph", "plain * graph"),
+            peers=_peers(precision, *_warpgroup(channels, precision), "native * graph", "eager *", "eager * graph",
+                         "plain * graph"),
         )
         for channels, size in ((16, 32), (32, 16), (64, 8))
         for batch in (16, 128)
         for precision in PRECISIONS
-    ]
+    ]  # fmt: skip
 
 
 def _linear() -> list[Workload]:

@@ -18,6 +18,7 @@ import wnfused
 from bench import gate, models, parameters
 from bench.measure import Runner
 from bench.workloads import BACKWARD, DIGITS, EPOCH, FORWARD, STEP
+from wnfused.backends import native_cuda
 
 COMPILE_SECONDS = 60  # for a pass of a compiled peer
 
@@ -32,7 +33,7 @@ class Peer:
 
     ``precision``: ``"fp32"``, ``"tf32"`` (CUDA only) or ``"bf16"``, by autocast with parameters in float32 unless
     ``pure``: then parameters and input are bfloat16 themselves. ``captured``: the pass is recorded as a CUDA graph once
-    and replayed.
+    and replayed. ``warpgroup``: stages by wgmma, which have to be switched on.
     """
 
     form: str
@@ -43,6 +44,7 @@ class Peer:
     precision: str = "fp32"
     captured: bool = False
     pure: bool = False
+    warpgroup: bool = False
 
 
 def _on_cuda() -> dict[str, Peer]:
@@ -60,6 +62,8 @@ def _on_cuda() -> dict[str, Peer]:
                 key = f"cuda {name} {precision}" + " graph" * graph
                 text = f"{title}, {precision}" + ", captured as a CUDA graph" * graph
                 found[key] = Peer(form, text, backend, precision=precision, captured=graph, channels_last=True)
+    text = "this package, CUDA kernels, stages by wgmma, bf16"
+    found["cuda warpgroup bf16"] = Peer("ours", text, "native", precision="bf16", channels_last=True, warpgroup=True)
     for precision in ("fp32", "tf32", "bf16"):
         text = f"torch.compile of parametrizations.weight_norm, {precision}"
         found[f"cuda compile {precision}"] = Peer("eager", text, compiled=True, precision=precision, channels_last=True)
@@ -113,6 +117,9 @@ class Subject:
                 stack.enter_context(wnfused.use_backend(self.peer.backend))
             if self.x.is_cuda:
                 stack.enter_context(tensor_float_32(self.peer.precision == "tf32"))
+            if self.peer.warpgroup:
+                native_cuda.use_warpgroup_stage(True)
+                stack.callback(native_cuda.use_warpgroup_stage, False)
             yield
 
     @property
@@ -131,6 +138,11 @@ def subject(problem: gate.Problem, name: str) -> Subject:
         raise Unavailable("torch.compile needs a C++ compiler")
     if peer.backend and (reason := wnfused.backend_status()[peer.backend]):
         raise Unavailable(reason)
+    if peer.warpgroup:
+        try:
+            native_cuda.use_warpgroup_stage(False)
+        except RuntimeError as error:
+            raise Unavailable(str(error)) from None
     module = parameters.fill(models.FORMS[peer.form](workload), models.blocks(workload)).to(problem.device)
     x = problem.x
     if peer.channels_last or workload.channels_last:

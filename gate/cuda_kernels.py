@@ -51,10 +51,26 @@ class CudaKernel(Expectation):
 STAGE_SHARED = 99 * 1024
 """The most that a kernel of the residual stage asks for; ``stage_table.h`` asserts it."""
 
-KERNELS: tuple[CudaKernel, ...] = tuple(
-    CudaKernel(source=f"stage_{precision}.cu", entry=entry, instruction="HMMA", dynamic_shared=STAGE_SHARED)
-    for precision in ("bfloat16", "tf32", "float32")
-    for entry in ("StageKernel<.*, false>", "StageKernel<.*, true>", "GradientKernel<")
+WARPGROUP_SHARED = 227 * 1024
+"""The most that sm_90's own kernels ask for; ``stage_sm90a.cu`` asserts it."""
+
+KERNELS: tuple[CudaKernel, ...] = (
+    *(
+        CudaKernel(source=f"stage_{precision}.cu", entry=entry, instruction="HMMA", dynamic_shared=STAGE_SHARED)
+        for precision in ("bfloat16", "tf32", "float32")
+        for entry in ("StageKernel<.*, false>", "StageKernel<.*, true>", "GradientKernel<")
+    ),
+    *(
+        CudaKernel(
+            source="stage_sm90a.cu",
+            entry=entry,
+            instruction="HGMMA",
+            dynamic_shared=WARPGROUP_SHARED,
+            multicast=True,
+        )
+        for entry in ("WarpgroupStageKernel<.*, false>", "WarpgroupStageKernel<.*, true>")
+    ),
+    CudaKernel(source="stage_sm90a.cu", entry="GradientKernel<", instruction="HMMA", dynamic_shared=WARPGROUP_SHARED),
 )
 """One row for each family of kernels."""
 
@@ -134,5 +150,8 @@ def _short(name: str) -> str:
 
 def jobs(capabilities: list[int]) -> Iterator[Job]:
     for source in sorted(SOURCES.glob("*.cu")):
+        # x_sm90a.cu is for that architecture alone.
+        only = re.fullmatch(r".*_sm(\d+a)", source.stem)
         for capability in capabilities:
-            yield Job(source, capability)
+            if only is None or ARCHITECTURES[capability].target == only[1]:
+                yield Job(source, capability)

@@ -36,6 +36,9 @@ ARCHITECTURES = {
 MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA")
 """SASS of the tensor cores for half precision and TF32: sm_80's of one warp, sm_90's of a warpgroup, sm_100's."""
 
+MULTICAST = "UBLKCP.MULTICAST"
+"""SASS of sm_90's copy engine where it writes to several blocks of a cluster at once."""
+
 Instruction = str | Mapping[int, str] | None
 
 
@@ -47,10 +50,12 @@ class Expectation:
         instruction: the matrix instruction that must be there: one name, or one for each capability; None for none.
         dynamic_shared: bytes of shared memory asked for at launch, beyond what the compiler reports; a function of
             the capability where the launcher chooses by it.
+        multicast: whether copies to a whole cluster must be there.
     """
 
     instruction: Instruction = None
     dynamic_shared: int | Callable[[int], int] = 0
+    multicast: bool = False
 
     def instruction_for(self, capability: int) -> str | None:
         if isinstance(self.instruction, Mapping):
@@ -106,6 +111,8 @@ def judge(kernel: str, configuration: str, capability: int, entry: Entry, expect
     if wanted is not None and not entry.instructions.get(wanted):
         found = ", ".join(sorted(entry.instructions)) or "no matrix instruction"
         faults.append(f"no {wanted}; found {found}")
+    if expected.multicast and not entry.instructions.get(MULTICAST):
+        faults.append(f"no {MULTICAST}")
     return Verdict(kernel, configuration, capability, entry, shared, tuple(faults))
 
 

@@ -7,12 +7,13 @@ import re
 import subprocess
 from pathlib import Path
 
-from gate.rows import MATRIX_INSTRUCTIONS, Entry
+from gate.rows import MATRIX_INSTRUCTIONS, MULTICAST, Entry
 from gate.tools import run, tool
 
 _FUNCTION = re.compile(r"^\s*Function\s*:?\s*([\w$.]+):?\s*$", re.M)
 _LOCAL = re.compile(r"\b(?:LDL|STL)\b")
 _MATRIX = re.compile(r"\b(" + "|".join(MATRIX_INSTRUCTIONS) + r")\b")
+_MULTICAST = re.compile(r"\bUBLKCP(?:\.\w+)*\.MULTICAST\b")
 
 
 def entries(cubin: Path) -> list[Entry]:
@@ -55,7 +56,7 @@ def _demangle(names: list[str]) -> list[str]:
 
 def _entry(name: str, resources: str, sass: str) -> Entry:
     used = {key: int(number) for key, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", resources)}
-    found = _MATRIX.findall(sass)
+    found = _MATRIX.findall(sass) + [MULTICAST] * len(_MULTICAST.findall(sass))
     return Entry(
         name=name,
         registers=used["REG"],

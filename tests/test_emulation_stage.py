@@ -172,6 +172,20 @@ def test_emulation_huge_and_tiny_rows(module, row, gain):
     assert check(case, module) == []
 
 
+@pytest.mark.parametrize("images", [1, 4, 5])
+def test_emulation_warpgroups_fill_clusters_and_rings(module, images):
+    """Blocks without an image, and more chunks of weights than go round the ring three times."""
+    facts = entry(module, "bfloat16 64x8x8 sm_90a")
+    case = Case(facts, images, blocks=5, parameters=False)
+    assert check(case, module) == []
+    expected = case.run(module)[0]
+    for reverse, recompute in ((True, 0), (False, 3)):
+        out, faults = Case(facts, images, blocks=5, recompute=recompute, reverse=reverse, parameters=False).run(module)
+        assert faults == []
+        for key in ("y", "dx", "norm"):
+            assert torch.equal(out[key], expected[key]), key
+
+
 @pytest.mark.parametrize("gradient_blocks", [1, 7])
 @pytest.mark.parametrize("name", SMALL)
 def test_emulation_cuts_the_batch_for_the_weight_gradient(module, name, gradient_blocks):

@@ -88,6 +88,16 @@ def test_a_missing_matrix_instruction_is_red(source):
     assert faults(source, 80, row(instruction={90: "HGMMA"}))["product<64>"] == ()
 
 
+def test_a_missing_copy_to_the_cluster_is_red(source):
+    assert faults(source, 90, row(multicast=True))["product<64>"] == ("no UBLKCP.MULTICAST",)
+
+
+def test_a_source_of_one_architecture_is_compiled_for_that_alone():
+    compiled = {(job.source.name, job.capability) for job in cuda_kernels.jobs(list(ARCHITECTURES))}
+    assert [capability for name, capability in compiled if name == "stage_sm90a.cu"] == [90]
+    assert {capability for name, capability in compiled if name == "stage_tf32.cu"} == set(ARCHITECTURES)
+
+
 def test_a_row_without_a_kernel_is_red(source):
     gone = cuda_kernels.CudaKernel(source="planted.cu", entry="renamed")
     assert "no entry function matches" in faults(source, 80, gone)["renamed"][0]

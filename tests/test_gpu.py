@@ -76,6 +76,35 @@ def test_stage(channels: int, size: int, batch: int, dtype: torch.dtype, recompu
     compare(run, composite_stage, tensors, dtype, "native")
 
 
+@pytest.fixture
+def warpgroup_stage():
+    from wnfused.backends import native_cuda
+
+    try:
+        native_cuda.use_warpgroup_stage(True)
+    except RuntimeError as reason:
+        pytest.skip(str(reason))
+    yield
+    native_cuda.use_warpgroup_stage(False)
+
+
+@pytest.mark.parametrize("recompute", [None, 2])
+@pytest.mark.parametrize("batch", [1, 4, 7, 300])
+def test_stage_by_warpgroups(batch: int, recompute: int | None, warpgroup_stage) -> None:
+    """Whole clusters, and blocks of threads that have no image."""
+    from tests.samples import composite_stage
+
+    run = functools.partial(wnfused.functional.residual_stage, recompute=recompute)
+    compare(run, composite_stage, stage_tensors(9, batch, 64, 8), torch.bfloat16, "native")
+
+
+def test_stage_by_warpgroups_is_bitwise_equal_from_run_to_run(warpgroup_stage) -> None:
+    x, v, g, bias = (t.cuda() for t in stage_tensors(40, 130, 64, 8))
+    with wnfused.use_backend("native"):
+        runs = [wnfused.functional.residual_stage(x.bfloat16(), v, g, bias) for _ in range(20)]
+    assert all(torch.equal(runs[0], y) for y in runs[1:])
+
+
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_bitwise_equal_from_run_to_run(backend: str) -> None:
     def once() -> list[torch.Tensor]:

@@ -47,8 +47,11 @@ def device(monkeypatch):
     native_cuda._refused_device.cache_clear()
 
 
-def test_stage_that_fits_is_taken(device):
-    assert native_cuda.refusal("residual_stage", stage_arguments(Elsewhere("cuda:0"))) is None
+@pytest.mark.parametrize("images", [0, 1, 2, 4096])
+def test_stage_that_fits_is_taken(device, images):
+    """For any batch: one that does not fill the chip takes no longer than one that does."""
+    arguments = stage_arguments(Elsewhere("cuda:0", shape=(images, 16, 32, 32)))
+    assert native_cuda.refusal("residual_stage", arguments) is None
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,30 @@ def test_stage_that_fits_is_taken(device):
 )
 def test_refusals_name_the_reason(device, op, arguments, words):
     assert words in native_cuda.refusal(op, arguments)
+
+
+def test_the_warpgroup_stage_needs_its_architecture(device, monkeypatch):
+    capabilities = [(8, 0), (10, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    with pytest.raises(RuntimeError, match=r"it takes a device of capability 9\.0; here is 8\.0, 10\.0"):
+        native_cuda.use_warpgroup_stage(True)
+    capabilities.append((9, 0))
+    seen = []
+    library = torch.library.Library("wnfused_native", "IMPL")
+    try:
+        library.impl("set_cuda_warpgroup_stage", seen.append, "CompositeExplicitAutograd")
+        native_cuda.use_warpgroup_stage(True)
+        native_cuda.use_warpgroup_stage(False)
+    finally:
+        library._destroy()
+    assert seen == [True, False]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_warpgroup_stage_needs_the_library():
+    with pytest.raises(RuntimeError, match=f"use_warpgroup_stage: {native.cuda_unavailable()}"):
+        native_cuda.use_warpgroup_stage(True)
 
 
 def test_an_older_driver_is_named():

@@ -14,13 +14,14 @@ import torch
 from emulator import Case, Tree, entry, load
 from test_emulation_stage import check
 
-KERNEL, CONV, PACK = "cuda/stage_kernel.h", "cuda/stage_conv.h", "cuda/stage_pack.h"
+KERNEL, TILE, CONV = "cuda/stage_kernel.h", "cuda/stage_tile.h", "cuda/stage_conv.h"
 GRADIENT, ROWS, CONFIG = "cuda/gradient_kernel.h", "cuda/gradient_rows.h", "cuda/stage_config.h"
+PACK, WARPGROUP, HOPPER = "cuda/stage_pack.h", "cuda/stage_warpgroup.h", "cuda/hopper.h"
 
 # What is broken: (file, the text, what takes its place).
 BUGS = {
     "the halo's row is left out": (CONFIG, "kCentre = kPaddedWidth + 1", "kCentre = 1"),
-    "the border is not cleared": (KERNEL, "store_shared(shared + i, Bytes16{});", ";"),
+    "the border is not cleared": (TILE, "store_shared(shared + i, Bytes16{});", ";"),
     "a copy overwrites the slot in use": (
         KERNEL, "fetch_chunk(chunk + Config::kSlots - 1)", "fetch_chunk(chunk + Config::kSlots)",
     ),
@@ -34,15 +35,15 @@ BUGS = {
         KERNEL, "kernel.clear_operands();\n    block_barrier();", "kernel.clear_operands();",
     ),
     "one buffer without its barrier": (KERNEL, "if (Config::kBuffers == 1) block_barrier();", ";"),
-    "both convolutions work in one buffer": (KERNEL, "operand = next_operand;", ""),
-    "sums go on to the next convolution": (KERNEL, "sums[i][j][k] = 0.0f;\n    return value;", "return value;"),
+    "both convolutions work in one buffer": (TILE, "operand = next_operand;", ""),
+    "sums go on to the next convolution": (TILE, "sums[i][j][k] = 0.0f;\n    return value;", "return value;"),
     "the mask is the operand of the other convolution": (
-        KERNEL, "activations + map_offset(conv) : nullptr", "activations + map_offset(conv - 1) : nullptr",
+        TILE, "activations + map_offset(conv) : nullptr", "activations + map_offset(conv - 1) : nullptr",
     ),
-    "the mask lets zero through": (KERNEL, "Precision::low(a) <= 0.0f", "Precision::low(a) < 0.0f"),
-    "the gradient is scaled once too often": (KERNEL, "kBackward && last ? 1.0f", "kBackward && false ? 1.0f"),
+    "the mask lets zero through": (TILE, "Precision::low(a) <= 0.0f", "Precision::low(a) < 0.0f"),
+    "the gradient is scaled once too often": (TILE, "kBackward && last ? 1.0f", "kBackward && false ? 1.0f"),
     "a ragged batch writes past its end": (
-        KERNEL, "left < Config::kPixels ? static_cast<int>(left) : Config::kPixels", "Config::kPixels",
+        TILE, "left < Config::kPixels ? static_cast<int>(left) : Config::kPixels", "Config::kPixels",
     ),
     "halves of the k-step swapped": (
         CONV, "operand + lane_index() / 16 * Config::kPlaneBytes + warp.window(0",
@@ -53,10 +54,10 @@ BUGS = {
         PACK, "n / 8 % 2 * 2 + depth / (4 * kPerRegister)", "n / 8 % 2 + depth / (4 * kPerRegister) * 2",
     ),
     "taps of the backward not flipped": (
-        PACK, "packed_index<Precision, kChannels>(k, n, 8 - tap)", "packed_index<Precision, kChannels>(k, n, tap)",
+        PACK, "Weights::index(k, n, 8 - tap)", "Weights::index(k, n, tap)",
     ),
     "channels of the backward not exchanged": (
-        PACK, "packed_index<Precision, kChannels>(k, n, 8 - tap)", "packed_index<Precision, kChannels>(n, k, 8 - tap)",
+        PACK, "Weights::index(k, n, 8 - tap)", "Weights::index(n, k, 8 - tap)",
     ),
     "a slice of the batch counted twice": (ROWS, "for (int slice = 0;", "for (int slice = -(params.slices > 1);"),
     "the warps of a tile do not wait for each other's sums": (
@@ -73,8 +74,62 @@ BUGS = {
     ),
 }  # fmt: skip
 
+WARPGROUP_BUGS = {
+    "rows of the map a row of the operand too far apart": (
+        WARPGROUP, "kRowBytes = Config::kPaddedWidth * 16", "kRowBytes = Config::kWidth * 16",
+    ),
+    "the strides of a descriptor exchanged": (
+        HOPPER, "(depth_stride >> 4) << 16 | static_cast<uint64_t>(row_stride >> 4) << 32",
+        "(row_stride >> 4) << 16 | static_cast<uint64_t>(depth_stride >> 4) << 32",
+    ),
+    "the stride of the weights is that of the operand": (
+        WARPGROUP, "Config::kChannels * 16, 128));", "Config::kChannels * 16, kRowBytes));",
+    ),
+    "the k-step's plane is passed over": (WARPGROUP, "2 * depth * kPlaneBytes, kPlane", "depth * kPlaneBytes, kPlane"),
+    "channels of packed weights exchanged": (PACK, "Weights::index(n, k, tap)", "Weights::index(k, n, tap)"),
+    "the parity of a full slot does not flip": (
+        WARPGROUP, "wait_for_phase(full(chunk), phase_of(chunk) % 2)", "wait_for_phase(full(chunk), 0)",
+    ),
+    "the parity of an empty slot is that of its next phase": (
+        WARPGROUP, "(phase_of(index) - 1) % 2", "phase_of(index) % 2",
+    ),
+    "a slot is filled again without waiting": (
+        WARPGROUP, "if (index >= Config::kSlots) wait_for_phase", "if (0) wait_for_phase",
+    ),
+    "nobody waits for a chunk": (WARPGROUP, "wait_for_phase(full(chunk), phase_of(chunk) % 2);", ""),
+    "a chunk is released before its products are done": (
+        WARPGROUP, "wait_products<1>();\n        release_chunk(chunk - 1);", "release_chunk(chunk - 1);",
+    ),
+    "sums are used before the products are done": (
+        WARPGROUP, "wait_products<0>();\n    release", "wait_products<1>();\n    release",
+    ),
+    "products are never committed": (WARPGROUP, "commit_products();", ""),
+    "sums are not fenced": (WARPGROUP, "begin_products();", ""),
+    "the operand is not published": (WARPGROUP, "publish_to_products();", ""),
+    "the operand's barrier is missing": (WARPGROUP, "block_barrier();  // the operand is complete", ""),
+    "a block expects its own share alone": (
+        WARPGROUP, "arrive_expecting(full(index), Config::kChunkBytes)", "arrive_expecting(full(index), kShareBytes)",
+    ),
+    "one block of the cluster is left out": (WARPGROUP, "(1 << Config::kCluster) - 1", "(1 << Config::kCluster) - 2"),
+    "every block sends the first share": (WARPGROUP, "cluster_rank() * kShareBytes", "0 * kShareBytes"),
+    "a slot counts its own block's warps alone": (
+        WARPGROUP, "Config::kWarps * Config::kCluster);", "Config::kWarps);",
+    ),
+    "barriers are used before the others have made theirs": (
+        WARPGROUP, "kernel.clear_operands();\n    cluster_barrier();", "kernel.clear_operands();\n    block_barrier();",
+    ),
+    "a block ends while others arrive at its barriers": (
+        WARPGROUP, "cluster_barrier();  // others arrive", "// others arrive",
+    ),
+    "a block past the batch writes": (WARPGROUP, "kEmptyBlocks = kCluster > 1", "kEmptyBlocks = false"),
+}  # fmt: skip
+
 # A regular map with row reuse, bands and two buffers; one with several images a block; a ragged one with one buffer.
 CONFIGURATIONS = ("bfloat16 16x32x32", "bfloat16 32x4x4", "tf32 64x7x7")
+
+
+# A whole cluster and a block of the next; the ring goes round four times.
+WARPGROUP_CONFIGURATION = "bfloat16 64x8x8 sm_90a"
 
 
 def cases(module):
@@ -85,7 +140,12 @@ def cases(module):
             yield Case(facts, images, blocks=2, reverse=reverse)
 
 
-def noticed(module):
+def warpgroup_cases(module):
+    for reverse in (False, True):
+        yield Case(entry(module, WARPGROUP_CONFIGURATION), 5, blocks=5, reverse=reverse, parameters=False)
+
+
+def noticed(module, cases=cases):
     """Whether any case shows the bug; in a child, since a bug may never end."""
     child = os.fork()
     if child == 0:
@@ -106,7 +166,7 @@ def noticed(module):
 @pytest.fixture(scope="module")
 def tree():
     pytest.importorskip("pybind11")
-    return Tree.original().only(set(CONFIGURATIONS))
+    return Tree.original().only({*CONFIGURATIONS, WARPGROUP_CONFIGURATION})
 
 
 def test_planted_nothing_is_noticed_without_a_bug(tree):
@@ -116,3 +176,12 @@ def test_planted_nothing_is_noticed_without_a_bug(tree):
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_noticed(tree, bug):
     assert noticed(load(tree.replaced(*BUGS[bug]).build()))
+
+
+def test_planted_nothing_is_noticed_in_the_warpgroups_without_a_bug(tree):
+    assert not noticed(load(tree.build()), warpgroup_cases)
+
+
+@pytest.mark.parametrize("bug", WARPGROUP_BUGS)
+def test_planted_bug_of_the_warpgroups_is_noticed(tree, bug):
+    assert noticed(load(tree.replaced(*WARPGROUP_BUGS[bug]).build()), warpgroup_cases)

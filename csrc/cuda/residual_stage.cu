@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <tuple>
 
@@ -23,18 +24,35 @@ Precision precision_of(const Tensor& x, bool tf32) {
   return is_bfloat16(x) ? Precision::kBfloat16 : tf32 ? Precision::kTf32 : Precision::kFloat32;
 }
 
-int64_t shared_limit(int device) {
-  int bytes = 0;
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes;
+int attribute_of(int device, cudaDeviceAttr attribute) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+int64_t shared_limit(int device) { return attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+
+// Whether the stages that stage_sm90a.cu has run by it, on devices of that architecture.
+std::atomic<bool> warpgroup_stage{false};
+
+bool is_sm90(int device) {
+  return attribute_of(device, cudaDevAttrComputeCapabilityMajor) == 9 &&
+         attribute_of(device, cudaDevAttrComputeCapabilityMinor) == 0;
 }
 
 // Kernels count images, convolutions and their pieces in 32 bits.
 constexpr int64_t kMaxCount = int64_t{1} << 24;
 
 const StageEntry& entry_for(const Tensor& x, int64_t blocks, bool tf32) {
-  const StageEntry* entry = find_entry(precision_of(x, tf32), x.size(1), x.size(2), x.size(3),
-                                       shared_limit(x.get_device_index()));
+  const int device = x.get_device_index();
+  const int64_t limit = shared_limit(device);
+  const auto find = [&](const StageEntry* table) {
+    return find_entry(table, x.size(1), x.size(2), x.size(3), limit);
+  };
+  const Precision precision = precision_of(x, tf32);
+  const StageEntry* entry = nullptr;
+  if (warpgroup_stage && precision == Precision::kBfloat16 && is_sm90(device)) entry = find(stage_sm90a);
+  if (!entry) entry = find(stage_table(precision));
   STD_TORCH_CHECK(entry, "residual_stage: no CUDA kernel for ", x.size(1), " channels on ", x.size(2), " x ", x.size(3),
                   " maps on this device");
   STD_TORCH_CHECK(x.size(0) < kMaxCount && blocks < kMaxCount, "residual_stage: more than ", kMaxCount,
@@ -106,6 +124,8 @@ std::string stage_shapes(int64_t precision, int64_t device) {
   return shapes;
 }
 
+void set_warpgroup_stage(bool on) { warpgroup_stage = on; }
+
 int64_t toolkit_version() { return CUDART_VERSION; }
 
 int64_t driver_version() {
@@ -124,6 +144,7 @@ STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
   m.impl("cuda_stage_shapes", TORCH_BOX(&wnfused::gpu::stage_shapes));
+  m.impl("set_cuda_warpgroup_stage", TORCH_BOX(&wnfused::gpu::set_warpgroup_stage));
   m.impl("cuda_toolkit_version", TORCH_BOX(&wnfused::gpu::toolkit_version));
   m.impl("cuda_driver_version", TORCH_BOX(&wnfused::gpu::driver_version));
 }

@@ -1,12 +1,9 @@
 // The inner loops of a stage: one chunk of taps of one convolution, from shared memory into the warp's sums.
 #pragma once
 
-#include "cuda/stage_config.h"
+#include "cuda/stage_tile.h"
 
 namespace wnfused::gpu {
-
-template <class Config>
-using Sums = float[Config::kTiles][Config::kColumns][4];
 
 // The B fragments of `tap` of a chunk and 16 or 8 input channels, for all columns of this warp.
 template <class Config>

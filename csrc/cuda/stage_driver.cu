@@ -215,9 +215,9 @@ Status enqueue(const StageEntry& entry, const StageBackwardCall& call, char* wor
   return Backward(entry, call, workspace, queue).run();
 }
 
-const StageEntry* find_entry(Precision precision, int64_t channels, int64_t height, int64_t width,
+const StageEntry* find_entry(const StageEntry* table, int64_t channels, int64_t height, int64_t width,
                              int64_t shared_limit) {
-  for (const StageEntry* entry = stage_table(precision); entry->name; ++entry)
+  for (const StageEntry* entry = table; entry->name; ++entry)
     if (entry->channels == channels && entry->height == height && entry->width == width &&
         entry->shared_bytes <= shared_limit)
       return entry;

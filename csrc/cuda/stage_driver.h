@@ -43,8 +43,8 @@ int64_t workspace_bytes(const StageEntry& entry, const StageBackwardCall& call);
 Status enqueue(const StageEntry& entry, const StageForwardCall& call, char* workspace, Queue queue);
 Status enqueue(const StageEntry& entry, const StageBackwardCall& call, char* workspace, Queue queue);
 
-// The configuration for these maps whose kernels need at most `shared_limit` bytes a block, or null.
-const StageEntry* find_entry(Precision precision, int64_t channels, int64_t height, int64_t width,
+// The configuration of a table for these maps whose kernels need at most `shared_limit` bytes a block, or null.
+const StageEntry* find_entry(const StageEntry* table, int64_t channels, int64_t height, int64_t width,
                              int64_t shared_limit);
 
 }  // namespace wnfused::gpu

@@ -5,8 +5,9 @@
 //            same with taps flipped and channels exchanged for the backward, last convolution first; the row norms; the
 //            bias in fp32
 //
-// A packed convolution is [tap][C / depth][C / 16][lane][4 registers]: the four registers are the B fragments of two tiles
-// of 8 output channels, so that a lane reads 16 bytes and a warp 512 in a row. Taps are numbered column by column.
+// The order is the kernel's own; taps are numbered column by column. For mma a packed convolution is
+// [tap][C / depth][C / 16][lane][4 registers]: the four registers are the B fragments of two tiles of 8 output channels,
+// so that a lane reads 16 bytes and a warp 512 in a row.
 #pragma once
 
 #include "cuda/memory.h"
@@ -23,20 +24,28 @@ struct PackParams {
   int64_t convs;
 };
 
-// Where the weight of output channel `n` and input channel `k` stands in its tap, in values.
-template <class Precision, int kChannels>
-WNFUSED_DEVICE int packed_index(int n, int k, int tap) {
-  constexpr int kPerRegister = 4 / Precision::kBytes;
-  const int fragment = (tap * (kChannels / Precision::kDepth) + k / Precision::kDepth) * (kChannels / 16) + n / 16;
-  const int depth = k % Precision::kDepth;
-  const int lane = n % 8 * 4 + depth % (4 * kPerRegister) / kPerRegister;
-  const int reg = n / 8 % 2 * 2 + depth / (4 * kPerRegister);
-  return ((fragment * 32 + lane) * 4 + reg) * kPerRegister + depth % kPerRegister;
-}
+// Packed weights as the fragments of mma.
+template <class Precision_, int kChannels_>
+struct FragmentWeights {
+  using Precision = Precision_;
+  static constexpr int kChannels = kChannels_;
 
-template <class Precision, int kChannels>
+  // Where the weight of output channel `n`, input channel `k` and tap `tap` stands, in values.
+  WNFUSED_DEVICE static int index(int n, int k, int tap) {
+    constexpr int kPerRegister = 4 / Precision::kBytes;
+    const int fragment = (tap * (kChannels / Precision::kDepth) + k / Precision::kDepth) * (kChannels / 16) + n / 16;
+    const int depth = k % Precision::kDepth;
+    const int lane = n % 8 * 4 + depth % (4 * kPerRegister) / kPerRegister;
+    const int reg = n / 8 % 2 * 2 + depth / (4 * kPerRegister);
+    return ((fragment * 32 + lane) * 4 + reg) * kPerRegister + depth % kPerRegister;
+  }
+};
+
+template <class Weights>
 struct PackKernel {
   using Params = PackParams;
+  using Precision = typename Weights::Precision;
+  static constexpr int kChannels = Weights::kChannels;
   static constexpr int kThreads = 256, kSharedBytes = 0, kBlocksPerMultiprocessor = 4;
   static constexpr int kRows = kThreads / 32, kRowSize = kChannels * 9;
   static constexpr int64_t kConvValues = int64_t{kRowSize} * kChannels;
@@ -62,9 +71,9 @@ struct PackKernel {
       // A zero row has zero weights, also where the gain is infinite.
       const float weight = norm == 0.0f ? 0.0f : scale * load_value(params.v, row * kRowSize + i);
       const int k = i / 9, tap = i % 3 * 3 + i % 9 / 3;
-      if (params.forward) store_weight(params.forward, conv, packed_index<Precision, kChannels>(n, k, tap), weight);
+      if (params.forward) store_weight(params.forward, conv, Weights::index(n, k, tap), weight);
       if (params.backward)
-        store_weight(params.backward, params.convs - 1 - conv, packed_index<Precision, kChannels>(k, n, 8 - tap), weight);
+        store_weight(params.backward, params.convs - 1 - conv, Weights::index(k, n, 8 - tap), weight);
     }
   }
 

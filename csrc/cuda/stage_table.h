@@ -31,17 +31,19 @@ struct StageEntry {
 constexpr int kSharedLimit = 99 * 1024;
 
 // Forward and backward may be cut differently: a backward needs a few registers more.
-template <class Forward, class Backward, class Gradient>
+template <class Forward, class Backward, class Gradient, template <class, bool> class Kernel = StageKernel,
+          int kLimit = kSharedLimit>
 constexpr StageEntry stage_entry(const char* name) {
   using Precision = typename Forward::Precision;
   static_assert(Forward::kChannels == Backward::kChannels && Forward::kChannels == Gradient::kChannels);
   static_assert(Forward::kHeight == Backward::kHeight && Forward::kHeight == Gradient::kHeight);
   static_assert(Forward::kWidth == Backward::kWidth && Forward::kWidth == Gradient::kWidth);
   static_assert(Forward::kImages == Backward::kImages);
-  using Pack = PackKernel<Precision, Forward::kChannels>;
-  constexpr int kShared[] = {Forward::kSharedBytes, Backward::kSharedBytes, Gradient::kSharedBytes};
+  using Pack = PackKernel<typename Kernel<Forward, false>::Weights>;
+  constexpr int kShared[] = {Kernel<Forward, false>::kSharedBytes, Kernel<Backward, true>::kSharedBytes,
+                             Gradient::kSharedBytes};
   constexpr int kLarger = kShared[0] > kShared[1] ? kShared[0] : kShared[1];
-  static_assert(kLarger <= kSharedLimit && kShared[2] <= kSharedLimit);
+  static_assert(kLarger <= kLimit && kShared[2] <= kLimit);
   return {name,
           Precision::kPrecision,
           Forward::kChannels,
@@ -54,14 +56,15 @@ constexpr StageEntry stage_entry(const char* name) {
           Gradient::kImages,
           Pack::kRows,
           launch<Pack>,
-          launch<StageKernel<Forward, false>>,
-          launch<StageKernel<Backward, true>>,
+          launch<Kernel<Forward, false>>,
+          launch<Kernel<Backward, true>>,
           launch<GradientKernel<Gradient>>,
           launch<GradientSumKernel<Forward::kChannels>>};
 }
 
-// The table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each.
-extern const StageEntry stage_bfloat16[], stage_tf32[], stage_float32[];
+// A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each, and stage_sm90a.cu
+// what that architecture has besides.
+extern const StageEntry stage_bfloat16[], stage_tf32[], stage_float32[], stage_sm90a[];
 
 inline const StageEntry* stage_table(Precision precision) {
   const StageEntry* tables[] = {stage_bfloat16, stage_tf32, stage_float32};

@@ -1,10 +1,11 @@
-// How the host build "launches" a kernel: block after block on one machine.
+// How the host build "launches" a kernel: cluster after cluster, which are single blocks mostly, on one machine.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "cuda/cluster.h"
 #include "emulation/machine.h"
 
 namespace wnfused::gpu {
@@ -19,8 +20,9 @@ using Status = int;
 
 template <class Kernel>
 Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue) {
-  emulation::Machine machine(Kernel::kThreads, Kernel::kSharedBytes, queue->order);
-  for (int64_t block = 0; block < blocks && machine.findings().empty(); ++block)
+  constexpr int kCluster = kClusterOf<Kernel>;
+  emulation::Machine machine(Kernel::kThreads, Kernel::kSharedBytes, queue->order, kCluster);
+  for (int64_t block = 0; block < blocks && machine.findings().empty(); block += kCluster)
     machine.run(static_cast<int>(block), [&](char* shared) { Kernel::run(params, shared); });
   for (const std::string& finding : machine.findings()) queue->findings.push_back(finding);
   return 0;

@@ -33,11 +33,11 @@ ExternalMap map_of(const py::array& array) {
   return {values_of(array), stride(0), stride(1), stride(2), stride(3)};
 }
 
-const Precision precisions[] = {Precision::kBfloat16, Precision::kTf32, Precision::kFloat32};
+const StageEntry* const tables[] = {stage_bfloat16, stage_tf32, stage_float32, stage_sm90a};
 
 const StageEntry& entry_named(const std::string& name) {
-  for (Precision precision : precisions)
-    for (const StageEntry* entry = stage_table(precision); entry->name; ++entry)
+  for (const StageEntry* table : tables)
+    for (const StageEntry* entry = table; entry->name; ++entry)
       if (name == entry->name) return *entry;
   throw std::invalid_argument("no configuration is named " + name);
 }
@@ -66,8 +66,8 @@ std::vector<std::string> run(const StageEntry& entry, const Call& call, bool rev
 
 py::list entries() {
   py::list all;
-  for (Precision precision : precisions)
-    for (const StageEntry* entry = stage_table(precision); entry->name; ++entry) {
+  for (const StageEntry* table : tables)
+    for (const StageEntry* entry = table; entry->name; ++entry) {
       py::dict facts;
       facts["name"] = entry->name;
       facts["precision"] = static_cast<int>(entry->precision);

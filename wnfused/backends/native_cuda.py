@@ -104,6 +104,25 @@ def _shapes(precision: int, device: int) -> tuple[str, ...]:
     return tuple(torch.ops.wnfused_native.cuda_stage_shapes(precision, device).split())
 
 
+def use_warpgroup_stage(on: bool) -> None:
+    """Whether bfloat16 stages of 64 channels on 8 x 8 maps run by wgmma on devices of capability 9.0, in this process.
+
+    Off unless it is called: that kernel is compiled and emulated and has never run on a GPU. Every other stage and
+    device runs as before. Sums are rounded in another order, so results differ from the other kernel's in that.
+
+    Raises:
+        RuntimeError: the CUDA library cannot be used, or no device has capability 9.0.
+    """
+    reason = unavailable()
+    if reason is None:
+        capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+        has = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+        reason = None if (9, 0) in capabilities else f"it takes a device of capability 9.0; here is {has}"
+    if reason is not None:
+        raise RuntimeError(f"use_warpgroup_stage: {reason}")
+    torch.ops.wnfused_native.set_cuda_warpgroup_stage(on)
+
+
 _MOST = 2**24  # what the kernels count in 32 bits with room to spare
 
 

@@ -1,0 +1,98 @@
+// The primitives of hopper.h as PTX for sm_90a. emulation/hopper_primitives.h declares the same names.
+//
+// A phase barrier ("mbarrier") is 8 bytes of shared memory that count arrivals and the bytes of copies; when all that a
+// phase expects have come, the next phase begins. Waiting names the parity of the phase to be over: 0, 1, 0, ...
+#pragma once
+
+#include "cuda/primitives.h"
+
+namespace wnfused::gpu {
+
+constexpr int kPhaseBarrierBytes = 8;
+
+// This block's number in its cluster.
+WNFUSED_DEVICE int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// For all threads of all blocks of the cluster; what they wrote before it is seen after it, also in each other's memory.
+WNFUSED_DEVICE void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// By one thread; a cluster_barrier() follows before anyone uses it.
+WNFUSED_DEVICE void create_phase_barrier(char* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(
+                   shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// An arrival at this block's own barrier, which also makes the phase wait for so many bytes of copies.
+WNFUSED_DEVICE void arrive_expecting(char* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// An arrival at the barrier that stands at the same place of block `rank` of the cluster.
+WNFUSED_DEVICE void arrive_at_block(char* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+// By whole warps.
+WNFUSED_DEVICE void wait_for_phase(char* barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred over;\n"
+      "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(
+          shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// By one thread: copies to the same place of every block of the cluster that is in `blocks`, a bit each, and reports the
+// bytes to each one's barrier. All multiples of 16 bytes.
+WNFUSED_DEVICE void copy_to_blocks(char* shared, const void* global, int bytes, char* barrier, int blocks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(blocks))
+      : "memory");
+}
+
+// What this thread stored in shared memory before it may be read by products of a warpgroup after the next barrier.
+WNFUSED_DEVICE void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Before the first product, and wherever sums were used between products.
+WNFUSED_DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Closes the group of the products since the last commit.
+WNFUSED_DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most `kPending` groups of products are under way. Their sums must not be touched before.
+template <int kPending>
+WNFUSED_DEVICE void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// c += a b on a 64x16 by 16x64 tile of bf16 in shared memory, by the four warps of a warpgroup, sums in fp32. Warp w has
+// rows 16 w to 16 w + 15 of c, tile j of 8 columns in c[j] as mma leaves it.
+WNFUSED_DEVICE void multiply_warpgroup(float (&c)[8][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, 1, 1, 1, 0, 0;"
+      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
+        "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),
+        "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),
+        "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),
+        "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])
+      : "l"(a), "l"(b));
+}
+
+}  // namespace wnfused::gpu
