@@ -1,21 +1,24 @@
 """The runner of the papers' figures: budgets, resuming, verdicts; and every figure at its quick size."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import toy_figure
 
-from bench.paper import FIGURES, a_figure1, a_figure4, figure, publish
+from bench.paper import FIGURES, a_figure1, a_figure4, b_figure2, figure, publish
 from bench.paper import __main__ as command
 from bench.paper.figure import Job, Result, Spread, Verdict, all_known, slope
 from bench.paper.schedule import Schedule
 from bench.paper.store import Store
+from bench.paper.training import larger
 
 SETTINGS = toy_figure.SETTINGS["quick"]
 
@@ -113,6 +116,20 @@ def test_a_figure_is_run_reduced_judged_and_drawn_once(toy, capsys):
     assert "agrees: the paper: squares are not negative; here: at least 0" in capsys.readouterr().out
     assert toy.make() == 0
     assert toy.log == list(range(6))
+
+
+def test_without_jobs_the_published_data_is_judged_as_the_file_has_it_now(toy, monkeypatch, tmp_path):
+    again = functools.partial(command.make, ["toy_figure"], "quick", None, 0, tmp_path / "no jobs")
+    assert again(tmp_path / "nothing", toy.target) == 0
+    assert toy.make() == 0
+    monkeypatch.setattr(toy_figure, "NOTE", "in other words")
+    monkeypatch.setattr(toy_figure, "verdicts", lambda data: [Verdict("claim", str(data), False, "known")])
+    assert again(toy.results, toy.target) == 0
+    content = json.loads((toy.results / "toy_figure.json").read_text())
+    assert (content["note"], content["jobs_done"]) == ("in other words", 6)
+    page = toy.target.read_text()
+    assert "in other words" in page
+    assert "- **disagrees**: *claim*. The cause: known" in page
 
 
 def test_a_failed_job_is_told_and_tried_again_the_next_time(toy, capsys):
@@ -229,6 +246,27 @@ def test_verdicts_can_fall_either_way():
 # -------------------------------------------------------------------------------------------------- small helpers
 
 
+def test_shares_of_few_images_are_told_apart_from_two_standard_errors_on():
+    assert larger(0.95, 0.90, 360) is True
+    assert larger(0.90, 0.95, 360) is False
+    assert larger(0.95, 0.94, 360) is None
+    assert larger(0.95, 0.94, 10_000) is True
+
+
+def test_zeroinit_is_as_good_only_where_the_test_images_say_so():
+    def first(*pairs):
+        points = [
+            {"method": method, "depth": depth, "accuracy": accuracy, "images": 360, "seeds": 1}
+            for depth, pair in enumerate(pairs)
+            for method, accuracy in zip(b_figure2.METHODS, pair, strict=False)
+        ]
+        return b_figure2.verdicts({"points": points})[0].agrees
+
+    assert first((0.96, 0.95), (0.95, 0.95)) is True
+    assert first((0.96, 0.95), (0.94, 0.95)) is None
+    assert first((0.94, 0.95), (0.85, 0.95)) is False
+
+
 def test_helpers():
     assert Spread.of([1.0, None, 3.0, float("nan")]) == Spread(2.0, 2**0.5, 2)
     assert str(Spread.of([])) == "no finite value"
@@ -265,3 +303,6 @@ def test_committed_results_belong_to_the_page():
         target.unlink(missing_ok=True)
     for path in command.PUBLISHED.glob("*.json"):
         assert path.with_suffix(".png").exists()
+        module, content = figure.load(path.stem), json.loads(path.read_text())
+        assert content["note"] == module.NOTE
+        assert content["verdicts"] == [asdict(verdict) for verdict in module.verdicts(content["data"])]

@@ -28,7 +28,11 @@ def parser() -> argparse.ArgumentParser:
     size.add_argument("--full", action="store_true", help="the papers' own settings, without a budget; days on a GPU")
     made.add_argument("--only", action="append", default=[], metavar="FIGURE", help="may be repeated")
     made.add_argument("--list", action="store_true", help="name the figures and end")
-    made.add_argument("--report", action="store_true", help="run nothing; reduce, judge and draw what there is")
+    made.add_argument(
+        "--report",
+        action="store_true",
+        help="run nothing; judge and draw what there is: jobs' results, or published data",
+    )
     made.add_argument(
         "--minutes", type=float, metavar="M", help=f"of two cores, for all figures together; default {MINUTES:g}"
     )
@@ -77,6 +81,8 @@ def make(
     def finished(work: runner.Work) -> None:
         try:
             content = publish.publish(work, size, results)
+            if content is None and workers == 0:
+                content = publish.rejudge(work.name, results)
         except Exception as error:  # one figure's reduction or picture is no reason to lose the others
             work.errors["reduction"] = str(error)
             traceback.print_exception(error)

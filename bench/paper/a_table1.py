@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.paper import drawing
 from bench.paper.figure import Job, Json, Result, Spread, Verdict, all_known
-from bench.paper.training import best_rate, by_rate, steps_at, trained
+from bench.paper.training import TEST_IMAGES, best_rate, by_rate, larger, steps_at, trained
 
 TITLE = "Test error of weight norm, with and without warm-up, and of batch norm"
 SOURCE = "(a), Table 1"
@@ -61,7 +61,6 @@ METHODS = {
     "batch norm": ("batch", "he", False),
 }
 LITERATURE = 0.1
-TEST_IMAGES = {"digits": 360, "cifar10": 10_000, "cifar100": 10_000}
 # (a), Table 1: test error in %, for the columns of METHODS.
 PAPER = {
     "ResNet-56": (9.19, 7.87, 7.20, 6.97),
@@ -134,16 +133,14 @@ def verdicts(data: Json) -> list[Verdict]:
         close = None if (larger := _larger(warmed, batch)) is None else not larger
         # Errors that the test images cannot tell apart are close, but not in an order.
         order.append(True if close is None else close)
-        made.append(Verdict(_claim(network), f"{network}: {shown}", all_known(order)))
+        reason = "the test images do not tell all of these errors apart." if None in order else ""
+        made.append(Verdict(_claim(network), f"{network}: {shown}", all_known(order), reason))
     return made or [Verdict(_claim("ResNet-56"), "too little was run", None)]
 
 
 def _larger(a: Json, b: Json) -> bool | None:
-    """Whether a's error is larger; None within two standard errors of the difference, of so many test images."""
-    variances = [p * (1 - p) / (row["images"] * row["seeds"]) for row in (a, b) for p in [row["error"] / 100]]
-    if abs(a["error"] - b["error"]) <= 200 * sum(variances) ** 0.5:
-        return None
-    return a["error"] > b["error"]
+    """Whether a's error is larger; None where so many test images, those of the fewer seeds, cannot tell."""
+    return larger(a["error"] / 100, b["error"] / 100, a["images"] * min(a["seeds"], b["seeds"]))
 
 
 def _claim(network: str) -> str:

@@ -145,6 +145,8 @@ def verdicts(data: Json) -> list[Verdict]:
                         for g in gains)
             + f"; at equal lambda adjusted is better in {sum(better)} of {len(better)} cells",
             all(best[g, "adjusted"] > best[g, "soft"] for g in gains),
+            "the short sequences. Over 8 steps a gain of 1.1 makes a factor of 2.1 that soft regularisation loses (14 "
+            "over MNIST's 28 rows), and all methods are within 0.2 points, less than one of the 144 validation images.",
         ),
     ]  # fmt: skip
 

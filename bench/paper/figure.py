@@ -47,11 +47,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the paper says, what came out, and whether the one supports the other; None: too little was run to tell."""
+    """What the paper says, what came out, and whether the one supports the other; None: what was run cannot tell.
+
+    ``reason``: where it does not, what was found of the cause.
+    """
 
     paper: str
     outcome: str
     agrees: bool | None
+    reason: str = ""
 
     @property
     def word(self) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from bench import machine
 from bench.paper import FIGURES
-from bench.paper.figure import Json, Verdict
+from bench.paper import figure as figures
+from bench.paper.figure import Figure, Json, Verdict
 from bench.paper.runner import Work
 from wnfused.train.files import write_atomically, write_json
 
@@ -24,9 +25,6 @@ def publish(work: Work, size: str, folder: Path) -> Json | None:
     facts = machine.facts()
     content = {
         "figure": work.name,
-        "title": work.module.TITLE,
-        "source": work.module.SOURCE,
-        "note": work.module.NOTE,
         "size": size,
         "settings": work.settings,
         "full_settings": work.module.SETTINGS["full"],
@@ -37,18 +35,42 @@ def publish(work: Work, size: str, folder: Path) -> Json | None:
         "budget_core_minutes": None if work.schedule.budget is None else round(work.schedule.budget / 60, 2),
         "commits": sorted({found.commit or "unknown" for found in done}),
         "machine": {key: facts[key] for key in ("date", "cpu", "instruction_set", "torch", "wnfused")},
-        "verdicts": [asdict(verdict) for verdict in work.module.verdicts(data)],
+        **_judged(work.module, data),
         "data": data,
     }
+    _write(content, work.module, folder)
+    return content
+
+
+def rejudge(name: str, folder: Path) -> Json | None:
+    """The figure from the data published in ``folder``, its words, verdicts and picture as its file has them now."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    module, content = figures.load(name), json.loads(path.read_text())
+    content |= _judged(module, content["data"])
+    _write(content, module, folder)
+    return content
+
+
+def _judged(module: Figure, data: Json) -> Json:
+    return {
+        "title": module.TITLE,
+        "source": module.SOURCE,
+        "note": module.NOTE,
+        "verdicts": [asdict(verdict) for verdict in module.verdicts(data)],
+    }
+
+
+def _write(content: Json, module: Figure, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    figure = work.module.draw(data)
+    picture = module.draw(content["data"])
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(picture)
     # Without a date and versions inside, so that equal data gives equal bytes.
-    figure.savefig(folder / f"{work.name}.png", dpi=130, metadata={"Software": None})
-    write_json(folder / f"{work.name}.json", content)
-    return content
+    picture.savefig(folder / f"{content['figure']}.png", dpi=130, metadata={"Software": None})
+    write_json(folder / f"{content['figure']}.json", content)
 
 
 def lines(content: Json) -> list[str]:
@@ -77,7 +99,8 @@ Joudaki & Bach 2021, *Batch Normalization Orthogonalizes Representations*; (d) H
 
 Everything is scaled down, mostly to scikit-learn's 8x8 digits; each section says how, and `--full` runs the paper's
 own settings. A verdict is a predicate on the data that stands in the figure's file, written from the paper
-before the run; where it was changed after a first look, the section says so. A disagreement is a result too.
+before the run; where it was changed after a first look, the section says so. A disagreement is a result too, and the
+section says what was found of its cause.
 ± is the standard deviation over seeds.
 """
 
@@ -100,6 +123,13 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def _reasons(content: Json) -> list[str]:
+    """Why what came out is not what the paper says, each claim once."""
+    verdicts = [Verdict(**v) for v in content["verdicts"]]
+    told = dict.fromkeys((v.word, v.paper, v.reason) for v in verdicts if v.reason and v.agrees is not True)
+    return [line for word, paper, reason in told for line in (f"- **{word}**: *{paper}*. The cause: {reason}", "")]
+
+
 def _section(content: Json, pictures: Path) -> str:
     budget = content["budget_core_minutes"]
     limit = "no budget" if budget is None else f"a budget of {budget:g}"
@@ -115,6 +145,7 @@ def _section(content: Json, pictures: Path) -> str:
             "",
             content["note"],
             "",
+            *_reasons(content),
             f"Run: {content['jobs_done']} of {content['jobs_planned']} jobs, {content['core_minutes']:g} core-minutes "
             f"of {limit}; {facts['cpu']}, torch {facts['torch']}, commit {', '.join(content['commits'])}, "
             f"{facts['date'][:10]}.{failed}",

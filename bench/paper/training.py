@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -17,6 +18,10 @@ from wnfused.train import TrainConfig, train
 scratch = Path(tempfile.gettempdir())
 
 KEPT = ("test_accuracy", "best_test_accuracy", "best_val_accuracy", "train_loss", "diverged", "epochs_finished")
+
+
+# Of which a test accuracy is the share.
+TEST_IMAGES = {"digits": 360, "mnist": 10_000, "cifar10": 10_000, "cifar100": 10_000}
 
 
 def trained(options: Json) -> Json:
@@ -44,6 +49,14 @@ def steps_at(epochs: int, shares: Iterable[float]) -> list[int]:
 def mean(values: Iterable[float]) -> float | None:
     values = list(values)
     return sum(values) / len(values) if values else None
+
+
+def larger(a: float, b: float, images: int) -> bool | None:
+    """Whether the share a of so many images is larger than the share b of as many others; None within two standard
+    errors of the difference."""
+    if abs(a - b) <= 2 * math.sqrt((a * (1 - a) + b * (1 - b)) / images):
+        return None
+    return a > b
 
 
 def by_rate(
