@@ -16,9 +16,10 @@ int worker_limit();
 // Calls run(worker) once on each of at most `workers` workers, which share the items of one WorkQueue.
 template <class Run>
 void run_workers(int64_t workers, const Run& run) {
-  WorkQueue queue;
-  const auto task = [&](int64_t, int64_t) {
-    Worker worker(queue);
+  WorkQueue queue(workers);
+  // A task may be handed several workers' places: it takes the first, and helps with the others' shares.
+  const auto task = [&](int64_t begin, int64_t) {
+    Worker worker(queue, begin);
     run(worker);
   };
   if (workers <= 1) task(0, 1);

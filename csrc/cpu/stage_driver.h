@@ -82,7 +82,7 @@ inline void forward_hidden(const StageForward& job, const BlockMaps<Operand>& ma
   epilogue.bias = bank.bias;
   epilogue.round = job.round_operands;
   epilogue.saved = maps.saved_hidden;
-  worker.phase(geometry.conv_items() + pack_items, [&](int64_t item) {
+  worker.phase({geometry.conv_items(), pack_items}, [&](int64_t item) {
     if (item < geometry.conv_items())
       convolution_item<Ending::kRelu>(geometry, item, maps.stream.operand, job.round_operands, job.scratch.zeros,
                                       bank.weights, epilogue, upcoming_weights(job.v, geometry, pack_convolution + 1),
@@ -105,7 +105,7 @@ inline void forward_stream(const StageForward& job, const BlockMaps<Operand>& ma
   epilogue.bias = bank.bias;
   epilogue.factor = job.skip_scale;
   epilogue.saved = maps.saved_next;
-  worker.phase(geometry.conv_items() + pack_items, [&](int64_t item) {
+  worker.phase({geometry.conv_items(), pack_items}, [&](int64_t item) {
     if (item < geometry.conv_items())
       convolution_item<Ending::kResidual>(geometry, item, maps.hidden, false, job.scratch.zeros, bank.weights,
                                           epilogue, upcoming_weights(job.v, geometry, pack_convolution + 1), scratch,
@@ -150,7 +150,7 @@ inline void forward(const StageForward& job, Worker& worker) {
   };
 
   const int64_t first_pack = count_of(blocks > 0, banks);
-  worker.phase(first_pack + map_items(geometry), [&](int64_t item) {
+  worker.phase({first_pack, map_items(geometry)}, [&](int64_t item) {
     if (item < first_pack) {
       pack_forward(job, 0, item, job.scratch.bank[0], job.norm, scratch);
       return;
@@ -166,7 +166,7 @@ inline void forward(const StageForward& job, Worker& worker) {
     forward_hidden(job, maps, worker, scratch, banks, job.scratch.bank[1], 2 * b + 1, job.norm);
     forward_stream(job, maps, worker, scratch, count_of(b + 1 < blocks, banks), 2 * b + 2, job.norm);
   }
-  worker.phase(map_items(geometry), [&](int64_t item) { write_map(geometry, stream(blocks).sum, item, job.y); });
+  worker.phase({map_items(geometry)}, [&](int64_t item) { write_map(geometry, stream(blocks).sum, item, job.y); });
 }
 
 // Where the backward finds h_b and a_b.
@@ -191,7 +191,7 @@ class Backward {
 
   void run() {
     const int64_t segment = job_.saved.every;
-    worker_.phase(map_items(geometry_), [&](int64_t item) {
+    worker_.phase({map_items(geometry_)}, [&](int64_t item) {
       read_map(geometry_, job_.dy, item, gradient_.sum);
       round_stream(geometry_, gradient_, item);
     });
@@ -202,7 +202,7 @@ class Backward {
         recomputed_segment((end - 1) / segment * segment, end);
     }
     finish_phase();
-    worker_.phase(map_items(geometry_), [&](int64_t item) { write_map(geometry_, gradient_.sum, item, job_.dx); });
+    worker_.phase({map_items(geometry_)}, [&](int64_t item) { write_map(geometry_, gradient_.sum, item, job_.dx); });
   }
 
  private:
@@ -212,7 +212,7 @@ class Backward {
     const int64_t last = geometry_.blocks - 1;
     const bool convert = !saved.in_place;
     const int64_t items = count_of(convert, map_items(geometry_));
-    worker_.phase(items + banks_, [&](int64_t item) {
+    worker_.phase({items, banks_}, [&](int64_t item) {
       if (item < items) read_saved(geometry_, saved_map(saved, geometry_, 2 * last + 1), item, job_.scratch.saved_hidden);
       else pack(2 * last + 1, item - items);
     });
@@ -243,7 +243,7 @@ class Backward {
     const SavedMap none{nullptr, false};
     const SavedMap start = saved_map(job_.saved, geometry_, begin / job_.saved.every);
     finish_phase();
-    worker_.phase(banks_ + map_items(geometry_), [&](int64_t item) {
+    worker_.phase({banks_, map_items(geometry_)}, [&](int64_t item) {
       if (item < banks_) return pack_forward(forward, 2 * begin, item, job_.scratch.bank[0], nullptr, scratch_);
       read_saved(geometry_, start, item - banks_, stream(begin).sum);
       round_stream(geometry_, stream(begin), item - banks_);
@@ -255,7 +255,7 @@ class Backward {
                      nullptr);
       if (!last) forward_stream(forward, maps, worker_, scratch_, banks_, 2 * b + 2, nullptr);
     }
-    worker_.phase(banks_, [&](int64_t item) { pack(2 * end - 1, item); });
+    worker_.phase({banks_}, [&](int64_t item) { pack(2 * end - 1, item); });
     for (int64_t b = end - 1; b >= begin; --b) {
       const BackwardMaps<Operand> maps{stream(b).operand, hidden(b)};
       hidden_phase(b, maps, 0, [](int64_t) {});
@@ -271,7 +271,7 @@ class Backward {
     epilogue.mask = maps.hidden;
     epilogue.round = job_.round_operands;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
-    worker_.phase(gradients + geometry_.conv_items() + read_items + banks_ + finish, [&](int64_t item) {
+    worker_.phase({gradients, geometry_.conv_items(), read_items, banks_, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(1, item, maps.hidden, gradient_.operand);
       if ((item -= gradients) < geometry_.conv_items())
         return convolution_item<Ending::kMask>(geometry_, item, gradient_.operand, job_.round_operands,
@@ -296,7 +296,7 @@ class Backward {
     epilogue.factor = job_.skip_scale;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
     const int64_t packs = count_of(pack_next, banks_);
-    worker_.phase(gradients + geometry_.conv_items() + read_items + packs + finish, [&](int64_t item) {
+    worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(0, item, maps.stream, hidden_gradient_);
       if ((item -= gradients) < geometry_.conv_items())
         return convolution_item<Ending::kAdd>(geometry_, item, hidden_gradient_, false, job_.scratch.zeros,
@@ -343,7 +343,7 @@ class Backward {
   }
 
   void finish_phase() {
-    worker_.phase(pending_items(), [&](int64_t item) { finish_pending(item); });
+    worker_.phase({pending_items()}, [&](int64_t item) { finish_pending(item); });
     pending_ = -1;
   }
 
