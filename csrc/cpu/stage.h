@@ -17,6 +17,7 @@
 // stage_conv.h), two pairs of bfloat16 (see stage_pairs.h), where the processor has an instruction for it:
 //   direct     9 planes, one row a pixel         9 C multiply-adds a pixel, exact zero padding: maps under 4x4
 //   winograd   16 planes, one row a 2x2 tile     4 C multiply-adds a pixel: F(2x2, 3x3), errors within 2x of direct
+//              36 planes, one row a 4x4 tile     2.25 C: F(4x4, 3x3), errors within 3x of direct
 //   lines      rows are neighbours in a line     9 C multiply-adds a pixel, two an instruction and lane
 //   positions  rows are one pixel of many images  the same without the taps outside the map: small maps
 // Differences (Winograd) and products with padding turn an infinity into NaN where a convolution would not, so a call
@@ -32,12 +33,12 @@ namespace wnfused::cpu {
 
 constexpr int kLanes = 16;
 constexpr int kTaps = 9;
-constexpr int kPositions = 16;
+constexpr int kMaxPositions = 36;
 constexpr int kMaxPanelRows = 64;
 constexpr int kMaxGroups = 16;      // register tiles of one call of a pair product
 constexpr int kMaxGroupBlocks = 2;  // output blocks of a weight gradient's item
 
-enum class Method { kDirect, kWinograd, kLines, kPositions };
+enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions };
 
 // How an instruction set multiplies pairs of bfloat16: rows of a panel at once, and what the depth must be a multiple of.
 // Tiles sum over a whole chunk at once, dot products line by line.
@@ -51,8 +52,9 @@ struct Geometry {
   int64_t channel_blocks, padded_channels;
   Method method;
 
-  // Rows of the matrix products, numbered `units`: pixels, or tiles of a grid of tile_rows x tile_cols an image.
-  int64_t tile_rows, tile_cols, units;
+  // Rows of the matrix products, numbered `units`: pixels, or tiles (tile x tile pixels) of a grid of tile_rows x
+  // tile_cols an image.
+  int64_t tile, tile_rows, tile_cols, units;
   int64_t planes, plane_stride;  // of a bank; the stride is padded so that planes do not share cache sets
 
   // A convolution: chunks of panel rows x groups of output blocks.
@@ -68,6 +70,7 @@ struct Geometry {
   int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
   bool wgrad_flat;
 
+  bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
   bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
   int64_t pixels() const { return images * height * width; }
   int64_t map_size() const { return pixels() * padded_channels; }
@@ -99,7 +102,7 @@ Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile);
 
-// The method that needs less work on such maps, of the first two.
+// The method of those for floats that needs the least work on such maps.
 Method preferred_method(int64_t images, int64_t height, int64_t width);
 
 // A tensor [N, C, H, W] of the caller in any strides, or a parameter in its own order.

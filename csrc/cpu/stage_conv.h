@@ -5,12 +5,13 @@
 //        zeros    [step][rows][16]      with bank  [plane][block][rows][16]        epilogue
 //        outside
 //
-//   Winograd: a row is a 2x2 tile, 4x4 pixels are transformed into 16 planes of depth C; 16 products, transformed back.
+//   Winograd: a row is a tile, its patch is transformed into 16 (or 36) planes of depth C; as many products, transformed
+//             back.
 //   direct:   a row is a pixel, the taps that touch the map lie one after another along the depth; one product.
 //
-// Cache: at C = 16 and 16 rows panel, product and bank are 16 KB each, the first-level cache; with more channels the
+// Cache: at C = 16, 2x2 tiles and 16 rows panel, product and bank are 16 KB each, the first-level cache; otherwise the
 // planes of a bank stream from the second level, 64 bytes to each 16 (or 32) rows of multiply-adds.
-// Floor per convolution: 4 C^2 (direct: 9 C^2) multiply-adds and 8 C bytes a pixel.
+// Floor per convolution: 4 C^2 or 2.25 C^2 (direct: 9 C^2) multiply-adds and 8 C bytes a pixel.
 #pragma once
 
 #include "stage_epilogue.h"
@@ -45,20 +46,20 @@ struct Unit {
 // Winograd numbers tiles image by image. The direct method numbers pixels position by position, all images at one
 // position in turn, so that a panel of many small images skips the taps outside the map altogether.
 WNFUSED_INLINE Unit unit_at(const Geometry& geometry, int64_t index) {
-  if (geometry.method == Method::kWinograd) {
+  if (geometry.is_winograd()) {
     const int64_t column = index % geometry.tile_cols, rest = index / geometry.tile_cols;
-    return {rest / geometry.tile_rows, 2 * (rest % geometry.tile_rows), 2 * column};
+    return {rest / geometry.tile_rows, geometry.tile * (rest % geometry.tile_rows), geometry.tile * column};
   }
   const int64_t position = index / geometry.images;
   return {index % geometry.images, position / geometry.width, position % geometry.width};
 }
 
 WNFUSED_INLINE void advance(const Geometry& geometry, Unit& unit) {
-  if (geometry.method == Method::kWinograd) {
-    unit.x += 2;
+  if (geometry.is_winograd()) {
+    unit.x += geometry.tile;
     if (unit.x < geometry.width) return;
     unit.x = 0;
-    unit.y += 2;
+    unit.y += geometry.tile;
     if (unit.y < geometry.height) return;
     unit.y = 0;
     ++unit.image;
@@ -91,62 +92,57 @@ struct TileRun {
 
 WNFUSED_INLINE TileRun run_at(const Geometry& geometry, int64_t first, int64_t row, int64_t count) {
   const Unit unit = unit_at(geometry, first + row);
-  return {row, smaller(count - row, geometry.tile_cols - unit.x / 2), unit};
+  return {row, smaller(count - row, geometry.tile_cols - unit.x / geometry.tile), unit};
 }
 
-// 4x4 patches of `count` tiles, transformed: plane p of block b, row t. Neighbours in a run overlap in two columns,
-// which are loaded and transformed once.
-template <bool Round>
+// Patches of `count` tiles, transformed: plane p of block b, row t. Neighbours in a run overlap in two columns, which are
+// loaded and transformed once.
+template <int M, bool Round>
 inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                          const Panel& panel) {
+  constexpr int kPatch = M + 2;
   const int64_t channels = geometry.padded_channels, line = geometry.width * channels, width = geometry.width;
   for (int64_t row = 0; row < count;) {
     const TileRun run = run_at(geometry, first, row, count);
     // A line outside the map is a pixel of zeros, repeated.
-    const float* lines[4];
-    int64_t step[4];
-    for (int i = 0; i < 4; ++i) {
+    const float* lines[kPatch];
+    int64_t step[kPatch];
+    for (int i = 0; i < kPatch; ++i) {
       const int64_t y = run.unit.y - 1 + i;
       const bool inside = y >= 0 && y < geometry.height;
       lines[i] = inside ? map + (run.unit.image * geometry.height + y) * line : zeros;
       step[i] = inside ? channels : 0;
     }
-    const bool more_below = run.unit.y + 4 < geometry.height;
-    const float* below = map + (run.unit.image * geometry.height + run.unit.y + 3) * line;
+    const bool more_below = run.unit.y + 2 * M < geometry.height;
+    const float* below = map + (run.unit.image * geometry.height + run.unit.y + M + 1) * line;
     for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
       float* target = panel.at(0, b, row);
       const int64_t lanes = b * kLanes;
-      Four left[2];
-      WNFUSED_UNROLL for (int j = 0; j < 2; ++j) {
-        const int64_t x = run.unit.x - 1 + j;
-        left[j] = x < 0 ? Four{{zero(), zero(), zero(), zero()}}
-                        : input_column<Round>(lines[0] + x * step[0] + lanes, lines[1] + x * step[1] + lanes,
-                                              lines[2] + x * step[2] + lanes, lines[3] + x * step[3] + lanes);
-      }
-      for (int64_t t = 0, x = run.unit.x + 1; t < run.tiles; ++t, x += 2, target += kLanes) {
-        Four right[2];
-        WNFUSED_UNROLL for (int j = 0; j < 2; ++j)
-          right[j] = x + j >= width
-                         ? Four{{zero(), zero(), zero(), zero()}}
-                         : input_column<Round>(lines[0] + (x + j) * step[0] + lanes,
-                                               lines[1] + (x + j) * step[1] + lanes,
-                                               lines[2] + (x + j) * step[2] + lanes,
-                                               lines[3] + (x + j) * step[3] + lanes);
-        input_transform_rows(left[0], left[1], right[0], right[1], target, panel.plane_stride);
-        // The two lines that the row of tiles below adds: far ahead for the processor, and saved maps come from memory.
+      const auto column_at = [&](int64_t x) {
+        const float* pixels[kPatch];
+        WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) pixels[i] = lines[i] + x * step[i] + lanes;
+        return input_column<M, Round>(pixels);
+      };
+      Patch<M> columns[kPatch] = {};
+      if (run.unit.x > 0) columns[0] = column_at(run.unit.x - 1);
+      columns[1] = column_at(run.unit.x);
+      for (int64_t t = 0, x = run.unit.x + 1; t < run.tiles; ++t, x += M, target += kLanes) {
+        WNFUSED_UNROLL for (int j = 0; j < M; ++j) columns[2 + j] = x + j < width ? column_at(x + j) : Patch<M>{};
+        input_transform_rows<M>(columns, target, panel.plane_stride);
+        // The lines that the row of tiles below adds: far ahead for the processor, and saved maps come from memory.
         if (more_below) {
-          WNFUSED_UNROLL for (int j = -1; j < 1; ++j) {
-            __builtin_prefetch(below + (x + j) * channels + lanes);
-            __builtin_prefetch(below + line + (x + j) * channels + lanes);
+          WNFUSED_UNROLL for (int i = 0; i < M; ++i) {
+            WNFUSED_UNROLL for (int j = -1; j < M - 1; ++j)
+              __builtin_prefetch(below + i * line + (x + j) * channels + lanes);
           }
         }
-        left[0] = right[0];
-        left[1] = right[1];
+        columns[0] = columns[M];
+        columns[1] = columns[M + 1];
       }
     }
     row += run.tiles;
   }
-  clear_rows(panel, kPositions, geometry.channel_blocks, count, round_up_rows(count));
+  clear_rows(panel, kPatch * kPatch, geometry.channel_blocks, count, round_up_rows(count));
 }
 
 // Pixels of one tap, for `count` units; returns false where the tap lies outside the map for every one of them.
@@ -175,34 +171,27 @@ inline bool gather_tap(const Geometry& geometry, const float* map, int64_t first
   return true;
 }
 
-// Block `b` of the product, which is output block `channel_block`, for `count` units. False if not all is finite.
-template <Ending kEnding>
-inline bool scatter(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
-                    int64_t channel_block, int64_t b, const Epilogue<float>& shared_epilogue) {
+// Block `b` of the product, which is output block `channel_block`, for `count` tiles. False if not all is finite.
+template <int M, Ending kEnding>
+inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
+                          int64_t channel_block, int64_t b, const Epilogue<float>& shared_epilogue) {
   // Copies of its own: the compiler must not fear that the stores change them.
   const Geometry geometry = shared_geometry;
   const Epilogue<float> epilogue = shared_epilogue;
   const int64_t plane_stride = product.plane_stride;
   const Block bias = epilogue.bias ? load(epilogue.bias + channel_block * kLanes) : zero();
   Block poison = zero();
-  if (geometry.method == Method::kDirect) {
-    Unit unit = unit_at(geometry, first);
-    for (int64_t t = 0; t < count; ++t, advance(geometry, unit))
-      finish_pixel<kEnding>(geometry, epilogue, pixel_index(geometry, unit), channel_block, load(product.at(0, b, t)),
-                            bias, poison);
-    return horizontal_sum(poison) == 0.0f;
-  }
   for (int64_t row = 0; row < count;) {
     const TileRun run = run_at(geometry, first, row, count);
-    const bool two_rows = run.unit.y + 1 < geometry.height;
+    const int64_t lines = geometry.height - run.unit.y;
     const float* source = product.at(0, b, row);
     int64_t pixel = pixel_index(geometry, run.unit), x = run.unit.x;
-    for (int64_t t = 0; t < run.tiles; ++t, x += 2, pixel += 2, source += kLanes) {
-      Block tile[2][2];
-      output_transform(source, plane_stride, tile);
-      WNFUSED_UNROLL for (int i = 0; i < 2; ++i) {
-        WNFUSED_UNROLL for (int j = 0; j < 2; ++j) {
-          if ((i && !two_rows) || x + j >= geometry.width) continue;
+    for (int64_t t = 0; t < run.tiles; ++t, x += M, pixel += M, source += kLanes) {
+      Block tile[M][M];
+      output_transform<M>(source, plane_stride, tile);
+      WNFUSED_UNROLL for (int i = 0; i < M; ++i) {
+        WNFUSED_UNROLL for (int j = 0; j < M; ++j) {
+          if (i >= lines || x + j >= geometry.width) continue;
           finish_pixel<kEnding>(geometry, epilogue, pixel + i * geometry.width + j, channel_block, tile[i][j], bias,
                                 poison);
         }
@@ -213,6 +202,30 @@ inline bool scatter(const Geometry& shared_geometry, const Panel& product, int64
   return horizontal_sum(poison) == 0.0f;
 }
 
+// The same for `count` pixels.
+template <Ending kEnding>
+inline bool scatter_pixels(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
+                           int64_t channel_block, int64_t b, const Epilogue<float>& shared_epilogue) {
+  const Geometry geometry = shared_geometry;
+  const Epilogue<float> epilogue = shared_epilogue;
+  const Block bias = epilogue.bias ? load(epilogue.bias + channel_block * kLanes) : zero();
+  Block poison = zero();
+  Unit unit = unit_at(geometry, first);
+  for (int64_t t = 0; t < count; ++t, advance(geometry, unit))
+    finish_pixel<kEnding>(geometry, epilogue, pixel_index(geometry, unit), channel_block, load(product.at(0, b, t)),
+                          bias, poison);
+  return horizontal_sum(poison) == 0.0f;
+}
+
+template <Ending kEnding>
+inline bool scatter(const Geometry& geometry, const Panel& product, int64_t first, int64_t count,
+                    int64_t channel_block, int64_t b, const Epilogue<float>& epilogue) {
+  const auto run = geometry.method == Method::kWinograd4   ? scatter_tiles<4, kEnding>
+                   : geometry.method == Method::kWinograd2 ? scatter_tiles<2, kEnding>
+                                                           : scatter_pixels<kEnding>;
+  return run(geometry, product, first, count, channel_block, b, epilogue);
+}
+
 // Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
 template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
@@ -221,10 +234,11 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
   const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
   bank += first_block * col_stride;
-  if (geometry.method == Method::kWinograd) {
-    gather_tiles<Round>(geometry, map, zeros, first, count, panel);
-    for (int64_t p = 0; p < kPositions; ++p) {
-      upcoming.part(p, kPositions).prefetch();
+  if (geometry.is_winograd()) {
+    const auto gather = geometry.tile == 4 ? gather_tiles<4, Round> : gather_tiles<2, Round>;
+    gather(geometry, map, zeros, first, count, panel);
+    for (int64_t p = 0; p < geometry.planes; ++p) {
+      upcoming.part(p, geometry.planes).prefetch();
       const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride};
       multiply_rows(&plane, 1, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
     }
@@ -253,7 +267,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   const Panel panel(scratch, geometry.conv_rows, geometry.channel_blocks);
   // With one block of channels a row's product depends on that row alone and may take its place, which keeps panel and
   // bank together in the first-level cache.
-  const bool overwrite = geometry.channel_blocks == 1 && geometry.method == Method::kWinograd;
+  const bool overwrite = geometry.channel_blocks == 1 && geometry.is_winograd();
   const Panel product(overwrite ? scratch : scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
   const Upcoming upcoming = all_upcoming.part(item, geometry.conv_items());
   const auto run = round_map ? convolve<true> : convolve<false>;

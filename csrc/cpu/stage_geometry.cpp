@@ -23,8 +23,10 @@ Method preferred_method(int64_t images, int64_t height, int64_t width) {
   // Multiply-adds in units of C^2 an image. A panel of one pixel of many images skips the taps that fall outside the
   // map; a panel that mixes pixels multiplies by zeros. Transforms cost Winograd about 40% on top.
   const int64_t direct = images >= kLanes ? (3 * height - 2) * (3 * width - 2) : kTaps * height * width;
-  const int64_t winograd = kPositions * divide_up(height, 2) * divide_up(width, 2);
-  return winograd * 14 < direct * 10 ? Method::kWinograd : Method::kDirect;
+  const int64_t winograd2 = 16 * divide_up(height, 2) * divide_up(width, 2);
+  const int64_t winograd4 = 36 * divide_up(height, 4) * divide_up(width, 4);
+  if (std::min(winograd2, winograd4) * 14 >= direct * 10) return Method::kDirect;
+  return winograd4 < winograd2 ? Method::kWinograd4 : Method::kWinograd2;
 }
 
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method) {
@@ -37,11 +39,11 @@ Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t
   geometry.channel_blocks = divide_up(channels, kLanes);
   geometry.padded_channels = geometry.channel_blocks * kLanes;
   geometry.method = method;
-  geometry.tile_rows = divide_up(height, 2);
-  geometry.tile_cols = divide_up(width, 2);
-  const bool winograd = method == Method::kWinograd;
-  geometry.units = winograd ? images * geometry.tile_rows * geometry.tile_cols : images * height * width;
-  geometry.planes = winograd ? kPositions : kTaps;
+  geometry.tile = method == Method::kWinograd4 ? 4 : method == Method::kWinograd2 ? 2 : 1;
+  geometry.tile_rows = divide_up(height, geometry.tile);
+  geometry.tile_cols = divide_up(width, geometry.tile);
+  geometry.units = images * geometry.tile_rows * geometry.tile_cols;
+  geometry.planes = geometry.is_winograd() ? (geometry.tile + 2) * (geometry.tile + 2) : kTaps;
   geometry.plane_stride = geometry.padded_channels * geometry.padded_channels + kLanes;
 
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams

@@ -73,8 +73,10 @@ inline Rows unit_rows(const Parameter& v, const Geometry& geometry, int64_t conv
 // Filters in the bank: plane p of one (depth, output block) at target + p * plane_stride.
 template <class Tap>
 WNFUSED_INLINE void put_filter(const Geometry& geometry, const Tap& tap, float* target) {
-  if (geometry.method == Method::kWinograd) {
-    filter_transform(tap, target, geometry.plane_stride);
+  if (geometry.method == Method::kWinograd4) {
+    filter_transform<4>(tap, target, geometry.plane_stride);
+  } else if (geometry.method == Method::kWinograd2) {
+    filter_transform<2>(tap, target, geometry.plane_stride);
   } else {
     WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) store(target + k * geometry.plane_stride, tap(k));
   }
@@ -213,14 +215,17 @@ inline void pack_backward(const StageBackward& job, int64_t convolution, int64_t
 
 // dW of one (input, output block), the slices' banks summed in order; taps at target.
 inline void sum_slices(const Geometry& geometry, const float* bank, float* target) {
-  Block sum[kPositions];
+  Block sum[kMaxPositions];
   for (int64_t p = 0; p < geometry.planes; ++p) {
     sum[p] = load(bank + p * geometry.plane_stride);
     for (int64_t s = 1; s < geometry.wgrad_slices; ++s)
       sum[p] = sum[p] + load(bank + s * geometry.gradient_size() + p * geometry.plane_stride);
   }
-  if (geometry.method == Method::kWinograd) {
-    filter_gradient([&sum](int p) { return sum[p]; }, target);
+  const auto position = [&sum](int p) { return sum[p]; };
+  if (geometry.method == Method::kWinograd4) {
+    filter_gradient<4>(position, target);
+  } else if (geometry.method == Method::kWinograd2) {
+    filter_gradient<2>(position, target);
   } else {
     for (int k = 0; k < kTaps; ++k) store(target + k * kLanes, sum[k]);
   }

@@ -5,7 +5,7 @@
 //                                                                          +--> outer products, bank of the slice
 //        dy map   --gather-->  gradient  [plane][output block][rows][16] --+    [plane][output block][input][16]
 //
-//   Winograd: the input's panel is that of the forward; output gradients of a 2x2 tile become A y A', 16 planes.
+//   Winograd: the input's panel is that of the forward; output gradients of a tile become A y A', 16 or 36 planes.
 //   direct:   one plane of gradients meets the panels of nine taps.
 //
 // Eight (or 16) inputs x 2 (or 1) output blocks are held in registers over the rows of a panel; the bank is read and
@@ -17,36 +17,49 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Gradients of `count` units for output blocks [first_block, first_block + blocks), added to bias_gradient too.
-template <bool Round>
-inline void gather_gradients(const Geometry& geometry, const float* map, int64_t first, int64_t count,
-                             int64_t first_block, int64_t blocks, const Panel& panel, float* bias_gradient) {
+// Gradients of `count` tiles for output blocks [first_block, first_block + blocks), added to bias_gradient too.
+template <int M, bool Round>
+inline void gather_tile_gradients(const Geometry& geometry, const float* map, int64_t first, int64_t count,
+                                  int64_t first_block, int64_t blocks, const Panel& panel, float* bias_gradient) {
   const int64_t channels = geometry.padded_channels;
   for (int64_t b = 0; b < blocks; ++b) {
     const float* source = map + (first_block + b) * kLanes;
-    const auto at = [&](int64_t pixel) {
-      const Block value = load(source + pixel * channels);
-      return Round ? round_to_bfloat16(value) : value;
-    };
     Block sum = zero();
     Unit unit = unit_at(geometry, first);
     for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
-      const int64_t pixel = pixel_index(geometry, unit);
-      if (geometry.method == Method::kDirect) {
-        const Block value = at(pixel);
-        sum = sum + value;
-        store(panel.at(0, b, t), value);
-        continue;
+      const int64_t lines = geometry.height - unit.y, columns = geometry.width - unit.x;
+      const float* corner = source + pixel_index(geometry, unit) * channels;
+      Block tile[M][M];
+      WNFUSED_UNROLL for (int i = 0; i < M; ++i) {
+        Block line = zero();
+        WNFUSED_UNROLL for (int j = 0; j < M; ++j) {
+          tile[i][j] = i < lines && j < columns ? load(corner + (i * geometry.width + j) * channels) : zero();
+          if constexpr (Round) tile[i][j] = round_to_bfloat16(tile[i][j]);
+          line = line + tile[i][j];
+        }
+        sum = sum + line;
       }
-      const bool two_rows = unit.y + 1 < geometry.height, two_columns = unit.x + 1 < geometry.width;
-      const int64_t below = pixel + geometry.width;
-      Block tile[2][2];
-      tile[0][0] = at(pixel);
-      tile[0][1] = two_columns ? at(pixel + 1) : zero();
-      tile[1][0] = two_rows ? at(below) : zero();
-      tile[1][1] = two_rows && two_columns ? at(below + 1) : zero();
-      sum = sum + ((tile[0][0] + tile[0][1]) + (tile[1][0] + tile[1][1]));
-      gradient_transform(tile, panel.at(0, b, t), panel.plane_stride);
+      gradient_transform<M>(tile, panel.at(0, b, t), panel.plane_stride);
+    }
+    float* target = bias_gradient + (first_block + b) * kLanes;
+    store(target, load(target) + sum);
+  }
+}
+
+// The same for `count` pixels.
+template <bool Round>
+inline void gather_pixel_gradients(const Geometry& geometry, const float* map, int64_t first, int64_t count,
+                                   int64_t first_block, int64_t blocks, const Panel& panel, float* bias_gradient) {
+  const int64_t channels = geometry.padded_channels;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const float* source = map + (first_block + b) * kLanes;
+    Block sum = zero();
+    Unit unit = unit_at(geometry, first);
+    for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
+      Block value = load(source + pixel_index(geometry, unit) * channels);
+      if constexpr (Round) value = round_to_bfloat16(value);
+      sum = sum + value;
+      store(panel.at(0, b, t), value);
     }
     float* target = bias_gradient + (first_block + b) * kLanes;
     store(target, load(target) + sum);
@@ -83,12 +96,16 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
 
   const Panel panel(scratch, geometry.wgrad_rows, geometry.channel_blocks);
   const Panel gradients(scratch + geometry.planes * panel.plane_stride, geometry.wgrad_rows, blocks);
+  const auto gather_inputs = geometry.tile == 4 ? gather_tiles<4, RoundX> : gather_tiles<2, RoundX>;
+  const auto gather_gradients = direct               ? gather_pixel_gradients<RoundGradient>
+                                : geometry.tile == 4 ? gather_tile_gradients<4, RoundGradient>
+                                                     : gather_tile_gradients<2, RoundGradient>;
   for (int64_t first = begin; first < end; first += geometry.wgrad_rows) {
     const int64_t count = smaller(geometry.wgrad_rows, end - first);
-    gather_gradients<RoundGradient>(geometry, dy, first, count, first_block, blocks, gradients, bias_gradient);
-    if (geometry.method == Method::kWinograd) {
-      gather_tiles<RoundX>(geometry, x, zeros, first, count, panel);
-      for (int64_t p = 0; p < kPositions; ++p)
+    gather_gradients(geometry, dy, first, count, first_block, blocks, gradients, bias_gradient);
+    if (geometry.is_winograd()) {
+      gather_inputs(geometry, x, zeros, first, count, panel);
+      for (int64_t p = 0; p < geometry.planes; ++p)
         multiply_plane(geometry, panel, p, gradients, p, count, blocks, first > begin, bank + p * geometry.plane_stride);
     } else {
       for (int tap = 0; tap < kTaps; ++tap)
