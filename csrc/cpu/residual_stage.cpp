@@ -102,7 +102,7 @@ int64_t worker_floats(const Geometry& geometry) {
 
 // Pieces that the forward and the backward share.
 void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& scratch) {
-  scratch.zeros = arena.take(geometry.padded_channels);
+  scratch.zeros = arena.take(geometry.width * geometry.padded_channels);
   for (Bank& bank : scratch.bank)
     bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_channels)};
   scratch.stream = arena.take(geometry.map_size());
@@ -144,7 +144,7 @@ bool run_once(Job& job, bool parameters, const LayOut& lay_out, const Run& run) 
   const Workspace workspace(measure.used());
   Arena arena(workspace.data());
   lay_out(arena, job, workers, job.scratch);
-  std::fill_n(job.scratch.zeros, job.geometry.padded_channels, 0.0f);
+  std::fill_n(job.scratch.zeros, job.geometry.width * job.geometry.padded_channels, 0.0f);
   std::atomic<bool> poisoned{false};
   job.poisoned = &poisoned;
   run_workers(workers, [&](Worker& worker) { run(job, worker); });
@@ -158,12 +158,12 @@ void run_stage(const Tensor& x, int64_t blocks, Job& job, bool parameters, const
                Run StageKernels::*run) {
   const int64_t images = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
   const auto float_geometry = [&](Method method) {
-    return make_geometry(images, channels, height, width, blocks, method);
+    return make_geometry(images, channels, height, width, blocks, method, worker_limit());
   };
   const bool bfloat16 = is_bfloat16(x);
   Method method = preferred_method(images, height, width);
   if (const StagePairKernels* pairs = bfloat16 ? pair_kernels() : nullptr) {
-    job.geometry = make_pair_geometry(images, channels, height, width, blocks, pairs->tile);
+    job.geometry = make_pair_geometry(images, channels, height, width, blocks, pairs->tile, worker_limit());
     if (run_once(job, parameters, lay_out, pairs->kernels.*run)) return;
     method = Method::kDirect;
   }

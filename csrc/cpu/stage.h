@@ -47,6 +47,11 @@ struct PairTile {
   bool flat;
 };
 
+// A piece of a phase's work: a part of the maps (a chunk, or a slice) and a group of output blocks.
+struct Item {
+  int64_t part, group;
+};
+
 struct Geometry {
   int64_t images, channels, height, width, blocks;
   int64_t channel_blocks, padded_channels;
@@ -57,6 +62,9 @@ struct Geometry {
   int64_t tile, tile_rows, tile_cols, units;
   int64_t planes, plane_stride;  // of a bank; the stride is padded so that planes do not share cache sets
 
+  // Neighbouring items, which one worker gets, share their output blocks and so their weights, or else their chunk or
+  // slice of the maps: whichever is more memory stays in that worker's cache.
+  bool weights_stay;
   // A convolution: chunks of panel rows x groups of output blocks.
   int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
   // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
@@ -94,13 +102,22 @@ struct Geometry {
 
   int64_t conv_items() const { return conv_chunks * conv_groups; }
   int64_t wgrad_items() const { return wgrad_slices * wgrad_groups; }
+  Item conv_item(int64_t index) const { return item(index, conv_chunks, conv_groups); }
+  Item wgrad_item(int64_t index) const { return item(index, wgrad_slices, wgrad_groups); }
+
+ private:
+  Item item(int64_t index, int64_t parts, int64_t groups) const {
+    return weights_stay ? Item{index % parts, index / parts} : Item{index / groups, index % groups};
+  }
 };
 
-// Depends on the shape alone, never on the number of threads: chunks and slices fix the order of every sum.
-Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method);
+// Slices, which fix the order of every sum, depend on the shape alone; how a convolution is divided depends on the
+// number of workers too, and changes no result.
+Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
+                       int64_t workers);
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
-                            const PairTile& tile);
+                            const PairTile& tile, int64_t workers);
 
 // The method of those for floats that needs the least work on such maps.
 Method preferred_method(int64_t images, int64_t height, int64_t width);
@@ -132,7 +149,7 @@ struct Bank {
 };
 
 struct Scratch {
-  float* zeros;          // one pixel of zeros, what lies outside the map
+  float* zeros;          // one line of zeros, what lies above and below the map
   Bank bank[2];          // of a block's two convolutions: each is packed while the other one is in use
   float* stream;         // h, or dh
   float* operand;        // pairs: h, or dh, rounded

@@ -96,48 +96,47 @@ WNFUSED_INLINE TileRun run_at(const Geometry& geometry, int64_t first, int64_t r
 }
 
 // Patches of `count` tiles, transformed: plane p of block b, row t. Neighbours in a run overlap in two columns, which are
-// loaded and transformed once.
+// loaded and transformed once: the columns of B' d wait in a ring.
 template <int M, bool Round>
 inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                          const Panel& panel) {
   constexpr int kPatch = M + 2;
   const int64_t channels = geometry.padded_channels, line = geometry.width * channels, width = geometry.width;
+  const int64_t plane_stride = panel.plane_stride;
+  alignas(64) float ring[kPatch][kPatch * kLanes];
   for (int64_t row = 0; row < count;) {
     const TileRun run = run_at(geometry, first, row, count);
-    // A line outside the map is a pixel of zeros, repeated.
     const float* lines[kPatch];
-    int64_t step[kPatch];
     for (int i = 0; i < kPatch; ++i) {
       const int64_t y = run.unit.y - 1 + i;
-      const bool inside = y >= 0 && y < geometry.height;
-      lines[i] = inside ? map + (run.unit.image * geometry.height + y) * line : zeros;
-      step[i] = inside ? channels : 0;
+      lines[i] = y >= 0 && y < geometry.height ? map + (run.unit.image * geometry.height + y) * line : zeros;
     }
     const bool more_below = run.unit.y + 2 * M < geometry.height;
     const float* below = map + (run.unit.image * geometry.height + run.unit.y + M + 1) * line;
     for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
-      float* target = panel.at(0, b, row);
-      const int64_t lanes = b * kLanes;
-      const auto column_at = [&](int64_t x) {
-        const float* pixels[kPatch];
-        WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) pixels[i] = lines[i] + x * step[i] + lanes;
-        return input_column<M, Round>(pixels);
+      float* columns[kPatch];
+      for (int j = 0; j < kPatch; ++j) columns[j] = ring[j];
+      const auto put_column = [&](int64_t x, float* target) {
+        const int64_t offset = x * channels + b * kLanes;
+        const Patch<M> column = x >= 0 && x < width ? input_column<M, Round>(lines, offset) : Patch<M>{};
+        WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) store(target + i * kLanes, column.at[i]);
       };
-      Patch<M> columns[kPatch] = {};
-      if (run.unit.x > 0) columns[0] = column_at(run.unit.x - 1);
-      columns[1] = column_at(run.unit.x);
+      put_column(run.unit.x - 1, columns[0]);
+      put_column(run.unit.x, columns[1]);
+      float* target = panel.at(0, b, row);
       for (int64_t t = 0, x = run.unit.x + 1; t < run.tiles; ++t, x += M, target += kLanes) {
-        WNFUSED_UNROLL for (int j = 0; j < M; ++j) columns[2 + j] = x + j < width ? column_at(x + j) : Patch<M>{};
-        input_transform_rows<M>(columns, target, panel.plane_stride);
+        for (int j = 0; j < M; ++j) put_column(x + j, columns[2 + j]);
         // The lines that the row of tiles below adds: far ahead for the processor, and saved maps come from memory.
-        if (more_below) {
-          WNFUSED_UNROLL for (int i = 0; i < M; ++i) {
+        if (more_below)
+          for (int i = 0; i < M; ++i)
             WNFUSED_UNROLL for (int j = -1; j < M - 1; ++j)
-              __builtin_prefetch(below + i * line + (x + j) * channels + lanes);
-          }
-        }
-        columns[0] = columns[M];
-        columns[1] = columns[M + 1];
+              __builtin_prefetch(below + i * line + (x + j) * channels + b * kLanes);
+        for (int i = 0; i < kPatch; ++i)
+          input_transform_row<M>(columns, i, target + i * kPatch * plane_stride, plane_stride);
+        float* const kept[2] = {columns[M], columns[M + 1]};
+        WNFUSED_UNROLL for (int j = kPatch - 1; j >= 2; --j) columns[j] = columns[j - 2];
+        columns[0] = kept[0];
+        columns[1] = kept[1];
       }
     }
     row += run.tiles;
@@ -260,7 +259,7 @@ template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
                              const float* zeros, const float* bank, const Epilogue<float>& epilogue,
                              const Upcoming& all_upcoming, float* scratch, std::atomic<bool>& poisoned) {
-  const int64_t chunk = item / geometry.conv_groups, group = item % geometry.conv_groups;
+  const auto [chunk, group] = geometry.conv_item(item);
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);

@@ -97,6 +97,11 @@ inline void multiply_columns(const PlanePair* planes, int64_t plane_count, const
   for (; r + Rows <= rows; r += Rows)
     rows_tile<Rows, Cols>(planes, plane_count, depth, r * kLanes, bank_offset, bank_col_stride, product + r * kLanes,
                           product_col_stride);
+  if constexpr (Rows > 2 * kRowMultiple) {
+    for (; r + Rows / 2 <= rows; r += Rows / 2)
+      rows_tile<Rows / 2, Cols>(planes, plane_count, depth, r * kLanes, bank_offset, bank_col_stride,
+                                product + r * kLanes, product_col_stride);
+  }
   for (; r < rows; r += kRowMultiple)
     rows_tile<kRowMultiple, Cols>(planes, plane_count, depth, r * kLanes, bank_offset, bank_col_stride,
                                   product + r * kLanes, product_col_stride);

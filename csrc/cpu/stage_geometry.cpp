@@ -14,22 +14,31 @@ constexpr int64_t kGroupBlocks = kMaxGroupBlocks;
 // Fewer items than this a phase leave cores idle: cut the output channels too.
 constexpr int64_t kEnoughItems = 8;
 
+// Items of a convolution that a worker should have, and rows of a panel below which register tiles are not full.
+constexpr int64_t kItemsEach = 2;
+constexpr int64_t kMinRows = 8;
+
 // Slices of a weight gradient: each costs a bank of memory and one more term of the final sum.
 constexpr int64_t kMaxSlices = 16;
 
 }  // namespace
 
 Method preferred_method(int64_t images, int64_t height, int64_t width) {
-  // Multiply-adds in units of C^2 an image. A panel of one pixel of many images skips the taps that fall outside the
-  // map; a panel that mixes pixels multiplies by zeros. Transforms cost Winograd about 40% on top.
-  const int64_t direct = images >= kLanes ? (3 * height - 2) * (3 * width - 2) : kTaps * height * width;
-  const int64_t winograd2 = 16 * divide_up(height, 2) * divide_up(width, 2);
-  const int64_t winograd4 = 36 * divide_up(height, 4) * divide_up(width, 4);
-  if (std::min(winograd2, winograd4) * 14 >= direct * 10) return Method::kDirect;
-  return winograd4 < winograd2 ? Method::kWinograd4 : Method::kWinograd2;
+  // Multiply-adds in units of C^2, and what a plane of the bank costs to pack and to finish, as if it were rows more. A
+  // panel of one pixel of many images skips the taps that fall outside the map; a panel that mixes pixels multiplies by
+  // zeros. Transforms cost Winograd about 40% on top.
+  constexpr int64_t kPack = 6;
+  const int64_t pixels = images >= kLanes ? (3 * height - 2) * (3 * width - 2) : kTaps * height * width;
+  const int64_t direct = images * pixels + kTaps * kPack;
+  const auto winograd = [&](int64_t tile) {
+    return (tile + 2) * (tile + 2) * (images * divide_up(height, tile) * divide_up(width, tile) + kPack);
+  };
+  if (std::min(winograd(2), winograd(4)) * 14 >= direct * 10) return Method::kDirect;
+  return winograd(4) < winograd(2) ? Method::kWinograd4 : Method::kWinograd2;
 }
 
-Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method) {
+Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
+                       int64_t workers) {
   Geometry geometry{};
   geometry.images = images;
   geometry.channels = channels;
@@ -46,20 +55,31 @@ Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t
   geometry.planes = geometry.is_winograd() ? (geometry.tile + 2) * (geometry.tile + 2) : kTaps;
   geometry.plane_stride = geometry.padded_channels * geometry.padded_channels + kLanes;
 
+  // Each worker packs and finishes the weights of its own output blocks then, at the price of gathering all inputs.
+  geometry.weights_stay = workers > 1 && geometry.channel_blocks > 1 &&
+                          geometry.gradient_size() > 2 * geometry.map_size();
+
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams
   // past from the second level, and 32 rows halve that stream.
-  geometry.conv_rows = geometry.channel_blocks <= 1 ? 16 : 32;
-  if (geometry.units <= 32 * kEnoughItems) geometry.conv_rows = 16;
-  geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
-  const bool split = geometry.conv_chunks < kEnoughItems;
-  geometry.conv_group_blocks = split ? std::min(kGroupBlocks, geometry.channel_blocks) : geometry.channel_blocks;
+  geometry.conv_rows = geometry.channel_blocks <= 1 || geometry.tile == 4 ? 16 : 32;
+  const auto chunks = [&] { return divide_up(geometry.units, geometry.conv_rows); };
+  if (geometry.weights_stay) {
+    geometry.conv_rows = 16;
+    geometry.conv_group_blocks = divide_up(geometry.channel_blocks, std::min(workers, geometry.channel_blocks));
+  } else {
+    while (geometry.conv_rows > kMinRows && chunks() < kItemsEach * workers) geometry.conv_rows /= 2;
+    const bool split = chunks() < workers;
+    geometry.conv_group_blocks = split ? std::min(kGroupBlocks, geometry.channel_blocks) : geometry.channel_blocks;
+  }
+  geometry.conv_chunks = chunks();
   geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
 
   geometry.wgrad_rows = 32;
-  geometry.wgrad_group_blocks = std::min(kGroupBlocks, geometry.channel_blocks);
+  geometry.wgrad_group_blocks =
+      std::min(kGroupBlocks, geometry.weights_stay ? geometry.conv_group_blocks : geometry.channel_blocks);
   geometry.wgrad_groups = divide_up(geometry.channel_blocks, geometry.wgrad_group_blocks);
-  const int64_t slices =
-      std::clamp<int64_t>(geometry.units / (4 * geometry.padded_channels), 1, kMaxSlices);
+  const int64_t slice_units = (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels;
+  const int64_t slices = std::clamp<int64_t>(geometry.units / slice_units, 1, kMaxSlices);
   geometry.wgrad_slice_units =
       std::max<int64_t>(1, divide_up(divide_up(geometry.units, slices), geometry.wgrad_rows)) * geometry.wgrad_rows;
   geometry.wgrad_slices = std::max<int64_t>(1, divide_up(geometry.units, geometry.wgrad_slice_units));
@@ -82,8 +102,9 @@ constexpr int64_t kChunkPixels = 128;
 }  // namespace
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
-                            const PairTile& tile) {
-  Geometry geometry = make_geometry(images, channels, height, width, blocks, Method::kDirect);
+                            const PairTile& tile, int64_t workers) {
+  Geometry geometry = make_geometry(images, channels, height, width, blocks, Method::kDirect, workers);
+  geometry.weights_stay = false;
   geometry.pair_rows = tile.rows;
   geometry.wgrad_flat = tile.flat;
   // Products in units of C^2: lines multiply by their padding, positions by missing images of a group, and with fewer

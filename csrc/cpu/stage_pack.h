@@ -54,20 +54,25 @@ inline Rows unit_rows(const Parameter& v, const Geometry& geometry, int64_t conv
   const int64_t first = (convolution * channels + row0) * row_floats + input0 * kTaps;
   const int64_t rows = channels - row0 < kLanes ? channels - row0 : kLanes;
   const int64_t inputs = channels - input0 < kLanes ? channels - input0 : kLanes;
-  if (!v.bfloat16 && rows == kLanes && inputs == kLanes) {
-    // Sixteen short runs in turn are no stream that a processor would recognise: fetch the next unit ahead.
-    const float* data = static_cast<const float*>(v.data) + first;
-    if (input_block + 1 < geometry.channel_blocks)
-      for (int64_t r = 0; r < kLanes; ++r)
-        for (int64_t k = kUnitFloats; k < 2 * kUnitFloats; k += kLanes) __builtin_prefetch(data + r * row_floats + k);
-    return {data, row_floats};
-  }
+  if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
+    return {static_cast<const float*>(v.data) + first, row_floats};
   for (int64_t r = 0; r < kLanes; ++r) {
     const int64_t present = r < rows ? inputs * kTaps : 0;
     if (present) read_run(v, first + r * row_floats, present, staging + r * kUnitFloats);
     for (int64_t i = present; i < kUnitFloats; ++i) staging[r * kUnitFloats + i] = 0.0f;
   }
   return {staging, kUnitFloats};
+}
+
+// Fetches a unit ahead: sixteen short runs in turn are no stream that a processor would recognise.
+inline void fetch_unit(const Parameter& v, const Geometry& geometry, int64_t convolution, int64_t row0,
+                       int64_t input_block) {
+  const int64_t channels = geometry.channels, row_floats = channels * kTaps, input0 = input_block * kLanes;
+  if (v.bfloat16 || row0 + kLanes > channels || input0 + kLanes > channels) return;
+  const float* data =
+      static_cast<const float*>(v.data) + (convolution * channels + row0) * row_floats + input0 * kTaps;
+  for (int64_t r = 0; r < kLanes; ++r)
+    for (int64_t k = 0; k < kUnitFloats; k += kLanes) __builtin_prefetch(data + r * row_floats + k);
 }
 
 // Filters in the bank: plane p of one (depth, output block) at target + p * plane_stride.
@@ -148,6 +153,7 @@ inline void pack_forward(const StageForward& job, int64_t convolution, int64_t o
   if (geometry.is_pairs()) clear_padding(geometry, pairs, output_block);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const Rows rows = unit_rows(job.v, geometry, convolution, row0, input_block, staging);
+    if (input_block + 1 < geometry.channel_blocks) fetch_unit(job.v, geometry, convolution, row0, input_block + 1);
     for (int64_t k = 0; k < kUnitFloats; k += kLanes) {
       Block block[kLanes];
       WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(rows.data + r * rows.stride + k) * scale[r];
@@ -181,33 +187,35 @@ WNFUSED_INLINE void row_filters(const float* row, const Block& scale, bool round
   }
 }
 
-// One depth block (16 outputs) of one convolution, for all input blocks. `scratch`: 16 * 144 floats.
-inline void pack_backward(const StageBackward& job, int64_t convolution, int64_t output_block, float factor,
+// One block of 16 inputs of one convolution, the outputs of its data gradient. `scratch`: 16 * 144 floats.
+inline void pack_backward(const StageBackward& job, int64_t convolution, int64_t input_block, float factor,
                           const Bank& bank, float* scratch) {
   const Geometry& geometry = job.geometry;
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
-  Block scale[kLanes];
-  for (int64_t r = 0; r < kLanes; ++r) {
-    const int64_t channel = output_block * kLanes + r, index = convolution * geometry.channels + channel;
-    const bool scaled = channel < geometry.channels && job.norm[index] != 0.0f;
-    scale[r] = splat(scaled ? factor * (read(job.g, index) / job.norm[index]) : 0.0f);
-  }
-  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
-    if (geometry.is_pairs() && output_block == 0) clear_padding(geometry, pairs, input_block);
+  if (geometry.is_pairs()) clear_padding(geometry, pairs, input_block);
+  float* target = bank.weights + input_block * geometry.padded_channels * kLanes;
+  for (int64_t output_block = 0; output_block < geometry.channel_blocks; ++output_block) {
     const Rows rows = unit_rows(job.v, geometry, convolution, output_block * kLanes, input_block, scratch);
-    float* target = bank.weights + (input_block * geometry.padded_channels + output_block * kLanes) * kLanes;
+    Block scale[kLanes];
+    for (int64_t r = 0; r < kLanes; ++r) {
+      const int64_t channel = output_block * kLanes + r, index = convolution * geometry.channels + channel;
+      const bool scaled = channel < geometry.channels && job.norm[index] != 0.0f;
+      scale[r] = splat(scaled ? factor * (read(job.g, index) / job.norm[index]) : 0.0f);
+    }
+    if (output_block + 1 < geometry.channel_blocks)
+      fetch_unit(job.v, geometry, convolution, (output_block + 1) * kLanes, input_block);
     Block filter[2][kLanes];
     const auto turned = [&filter](int which) {
       return [&taps = filter[which]](int k) { return taps[kTaps - 1 - k]; };
     };
-    for (int64_t r = 0; r < kLanes; r += 2) {
+    for (int64_t r = 0; r < kLanes; r += 2, target += 2 * kLanes) {
       WNFUSED_UNROLL for (int i = 0; i < 2; ++i)
         row_filters(rows.data + (r + i) * rows.stride, scale[r + i], job.round_operands, filter[i]);
       if (geometry.is_pairs()) {
         put_filter_pair(geometry, turned(0), turned(1), pairs, input_block, output_block * kLanes + r);
       } else {
-        put_filter(geometry, turned(0), target + r * kLanes);
-        put_filter(geometry, turned(1), target + (r + 1) * kLanes);
+        put_filter(geometry, turned(0), target);
+        put_filter(geometry, turned(1), target + kLanes);
       }
     }
   }

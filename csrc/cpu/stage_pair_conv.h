@@ -168,7 +168,8 @@ template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const uint16_t* map, bool, const float*,
                              const float* bank, const Epilogue<uint16_t>& epilogue, const Upcoming& upcoming,
                              float* scratch, std::atomic<bool>& poisoned) {
-  const int64_t first_block = item % geometry.conv_groups * geometry.conv_group_blocks;
+  const auto [part, group] = geometry.conv_item(item);
+  const int64_t first_block = group * geometry.conv_group_blocks;
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);
   const ConvolutionChunk chunk{
       first_block, blocks,
@@ -176,7 +177,6 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
       reinterpret_cast<uint16_t*>(scratch), scratch + panel_floats(geometry.conv_panel())};
   upcoming.part(item, geometry.conv_items()).prefetch();
   Block poison = zero();
-  const int64_t part = item / geometry.conv_groups;
   if (geometry.method == Method::kLines) convolve_lines<kEnding>(geometry, map, part, epilogue, chunk, poison);
   else convolve_positions<kEnding>(geometry, map, part, epilogue, chunk, poison);
   if (horizontal_sum(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);

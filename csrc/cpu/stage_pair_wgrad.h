@@ -173,7 +173,7 @@ inline void position_gradients(const Geometry& geometry, int64_t item, const uin
 // Item `item` of a weight gradient: one slice, one group of output blocks.
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const uint16_t* x, const uint16_t* dy,
                                  float* banks, float* bias_gradients, float* scratch) {
-  const int64_t slice = item / geometry.wgrad_groups, group = item % geometry.wgrad_groups;
+  const auto [slice, group] = geometry.wgrad_item(item);
   const int64_t first_block = group * geometry.wgrad_group_blocks;
   const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.channel_blocks - first_block);
   const int64_t block_stride = geometry.padded_channels * kLanes;

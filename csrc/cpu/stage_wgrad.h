@@ -80,7 +80,7 @@ inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t
 template <bool RoundX, bool RoundGradient>
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, float* scratch) {
-  const int64_t slice = item / geometry.wgrad_groups, group = item % geometry.wgrad_groups;
+  const auto [slice, group] = geometry.wgrad_item(item);
   const int64_t first_block = group * geometry.wgrad_group_blocks;
   const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.channel_blocks - first_block);
   const int64_t block_stride = geometry.padded_channels * kLanes;

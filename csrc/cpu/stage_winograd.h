@@ -116,27 +116,24 @@ struct Winograd<4> {
 template <int M>
 using Patch = Blocks<Winograd<M>::kPatch>;
 
-// One column of B' d: d is 16 channels of the patch's pixels one below the other.
+// One column of B' d: d is 16 channels of the patch's pixels one below the other, a line each.
 template <int M, bool Round>
-WNFUSED_INLINE Patch<M> input_column(const float* const (&pixels)[M + 2]) {
+WNFUSED_INLINE Patch<M> input_column(const float* const (&lines)[M + 2], int64_t offset) {
   Patch<M> column;
   WNFUSED_UNROLL for (int i = 0; i < M + 2; ++i) {
-    column.at[i] = load(pixels[i]);
+    column.at[i] = load(lines[i] + offset);
     if constexpr (Round) column.at[i] = round_to_bfloat16(column.at[i]);
   }
   return Winograd<M>::input(column);
 }
 
-// (B' d) B from the columns of B' d; position p goes to target + p * stride.
+// Row i of (B' d) B from the columns of B' d; a position goes to the next multiple of the stride.
 template <int M>
-WNFUSED_INLINE void input_transform_rows(const Patch<M> (&columns)[M + 2], float* target, int64_t stride) {
-  constexpr int kPatch = M + 2;
-  WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) {
-    Patch<M> row;
-    WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) row.at[j] = columns[j].at[i];
-    row = Winograd<M>::input(row);
-    WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) store(target + (kPatch * i + j) * stride, row.at[j]);
-  }
+WNFUSED_INLINE void input_transform_row(float* const (&columns)[M + 2], int64_t i, float* target, int64_t stride) {
+  Patch<M> row;
+  WNFUSED_UNROLL for (int j = 0; j < M + 2; ++j) row.at[j] = load(columns[j] + i * kLanes);
+  row = Winograd<M>::input(row);
+  WNFUSED_UNROLL for (int j = 0; j < M + 2; ++j) store(target + j * stride, row.at[j]);
 }
 
 // A' m A: the output tile of a product, position p at source + p * stride; tile[row][column].
