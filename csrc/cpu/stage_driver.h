@@ -6,7 +6,8 @@
 //              | dW_0 from (h, da), conv dh from da, pack v[b-1,1], finish dW_1 of block b        | ... | store dx
 //
 // '|' are the phase boundaries, two to a block. A bank is packed while the other convolution's bank is in use, so two
-// banks and two gradients suffice and stay in the cache. Within a phase the long items are handed out first.
+// banks and two gradients suffice and stay in the cache. Within a phase every worker takes
+// the long items of its share first (work_queue.h).
 //
 // With recomputation the backward walks segments of `every` blocks: it loads the segment's first h, runs the forward
 // into the scratch maps of the segment, then goes back through it.

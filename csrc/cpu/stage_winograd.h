@@ -7,7 +7,7 @@
 // The matrices evaluate and interpolate polynomials at M + 1 points and at infinity (Toom and Cook):
 //
 //   M = 2: 0, 1, -1            16 multiplications a tile instead of 36; every constant is a power of two
-//   M = 4: 0, +-5/8, +-3/2     36 instead of 144. The points usual for it, 0, +-1, +-2, lose four times as much: pairs
+//   M = 4: 0, +-5/8, +-3/2     36 instead of 144. The points usual for it, 0, +-1, +-2, lose twice as much: pairs
 //                              whose product is near 1 keep the powers near 1, and with these the constants of B' and A
 //                              are exact (errors: bench/winograd_error.py)
 //
@@ -15,7 +15,7 @@
 //
 // Lavin and Gray, Fast Algorithms for Convolutional Neural Networks (2016), section 4.1; the choice of points as in
 // Barabasz, Anderson, Soodhalter and Gregg, Error Analysis and Improving the Accuracy of Winograd Convolution for DNNs
-// (2020), section 5.
+// (2020).
 #pragma once
 
 #include "vec.h"
