@@ -17,7 +17,8 @@ from bench.paper.training import TEST_IMAGES, best_rate, by_rate, larger, steps_
 TITLE = "Test error of weight norm, with and without warm-up, and of batch norm"
 SOURCE = "(a), Table 1"
 NOTE = (
-    "Digits, ResNet-56 and ResNet-110 only, fewer epochs in batches of 64, without augmentation. "
+    "Digits, ResNet-56 and ResNet-110 only, fewer epochs in batches of 64, without augmentation. In a first run batch "
+    "norm had errors of 18% and 89%, by a fault of its block, whose identity shortcuts carried the normalised stream. "
     "Errors are told apart if they differ by two standard errors of that many test images (360 a seed); a first "
     "predicate took the bare order, in which one image decides."
 )
@@ -134,6 +135,8 @@ def verdicts(data: Json) -> list[Verdict]:
         # Errors that the test images cannot tell apart are close, but not in an order.
         order.append(True if close is None else close)
         reason = "the test images do not tell all of these errors apart." if None in order else ""
+        if _larger(warmed, batch):
+            reason = "batch norm is ahead by more than the test images explain, after twelve epochs; why is not known."
         made.append(Verdict(_claim(network), f"{network}: {shown}", all_known(order), reason))
     return made or [Verdict(_claim("ResNet-56"), "too little was run", None)]
 
@@ -164,5 +167,6 @@ def draw(data: Json) -> Any:
     axis.grid(False, axis="x")
     axis.set_ylabel("test error (%)")
     axis.margins(y=0.3)
+    axis.set_ylim(bottom=0)
     drawing.legend(axis, ncols=2, loc="upper left")
     return figure
