@@ -114,6 +114,15 @@ def test_training_and_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "holds a finished run already" in refused(capsys, *TRAIN, "--out", out)
 
 
+@pytest.fixture
+def heeds_signals() -> Iterator[None]:
+    """A shell's background job ignores SIGINT, and so would the test-suite in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_run_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
@@ -142,6 +151,7 @@ def test_a_stopped_run_says_how_to_go_on(
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_other_commands_stop_with_the_signal_s_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int

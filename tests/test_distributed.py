@@ -25,7 +25,12 @@ def test_examples_learn_what_one_process_learns(line):
     """The scripts compare their weights with those of one process, and fail where they differ."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(line)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    # On a busy machine a process that is done aborts once in some fifty runs while gloo's threads end, and torchrun then
+    # stops the other one: such a run says nothing, and is made once more.
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     parts = 2 if "pipeline" in line else 1
     assert len(re.findall(r"largest difference to one process \d", done.stdout)) == parts, done.stdout
