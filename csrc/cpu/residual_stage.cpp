@@ -104,8 +104,13 @@ int64_t worker_floats(const Geometry& geometry) {
 // Pieces that the forward and the backward share.
 void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& scratch) {
   scratch.zeros = arena.take(geometry.width * geometry.padded_channels);
-  for (Bank& bank : scratch.bank)
-    bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_channels)};
+  if (geometry.own_banks) {
+    scratch.own_bank_stride = geometry.bank_size() + geometry.padded_channels + kLanes;
+    scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
+  } else {
+    for (Bank& bank : scratch.bank)
+      bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_channels)};
+  }
   scratch.stream = arena.take(geometry.map_size());
   if (geometry.is_pairs()) scratch.operand = arena.take(geometry.operand_size());
   // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share

@@ -65,6 +65,9 @@ struct Geometry {
   // Neighbouring items, which one worker gets, share their output blocks and so their weights, or else their chunk or
   // slice of the maps: whichever is more memory stays in that worker's cache.
   bool weights_stay;
+  // Every worker packs banks of its own (stage_banks.h); in how many parts the items of one worker fetch v ahead.
+  bool own_banks;
+  int64_t fetch_parts;
   // A convolution: chunks of panel rows x groups of output blocks.
   int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
   // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
@@ -150,7 +153,9 @@ struct Bank {
 
 struct Scratch {
   float* zeros;          // one line of zeros, what lies above and below the map
-  Bank bank[2];          // of a block's two convolutions: each is packed while the other one is in use
+  Bank bank[2];          // shared, of a block's two convolutions: each is packed while the other one is in use
+  float* own_bank;       // or one to a worker, `own_bank_stride` floats each
+  int64_t own_bank_stride;
   float* stream;         // h, or dh
   float* operand;        // pairs: h, or dh, rounded
   float* hidden;         // a, or da

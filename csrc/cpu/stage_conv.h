@@ -111,7 +111,8 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
       const int64_t y = run.unit.y - 1 + i;
       lines[i] = y >= 0 && y < geometry.height ? map + (run.unit.image * geometry.height + y) * line : zeros;
     }
-    const bool more_below = run.unit.y + 2 * M < geometry.height;
+    // Not the next chunk's: those lines may be another core's, and would have to be called back.
+    const bool more_below = row + run.tiles < count && run.unit.y + 2 * M < geometry.height;
     const float* below = map + (run.unit.image * geometry.height + run.unit.y + M + 1) * line;
     for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
       float* columns[kPatch];
@@ -258,7 +259,7 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
                              const float* zeros, const float* bank, const Epilogue<float>& epilogue,
-                             const Upcoming& all_upcoming, float* scratch, std::atomic<bool>& poisoned) {
+                             const Upcoming& upcoming, float* scratch, std::atomic<bool>& poisoned) {
   const auto [chunk, group] = geometry.conv_item(item);
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
@@ -268,7 +269,6 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   // bank together in the first-level cache.
   const bool overwrite = geometry.channel_blocks == 1 && geometry.is_winograd();
   const Panel product(overwrite ? scratch : scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
-  const Upcoming upcoming = all_upcoming.part(item, geometry.conv_items());
   const auto run = round_map ? convolve<true> : convolve<false>;
   run(geometry, map, zeros, first, count, bank, first_block, blocks, upcoming, panel, product);
   for (int64_t b = 0; b < blocks; ++b)

@@ -17,6 +17,7 @@
 // and all saved maps are operands.
 #pragma once
 
+#include "stage_banks.h"
 #include "stage_maps.h"
 #include "stage_wgrad.h"
 
@@ -30,13 +31,6 @@ WNFUSED_INLINE SavedMap saved_map(const SavedMaps& saved, const Geometry& geomet
 template <class Operand>
 Operand* saved_in_place(const SavedMaps& saved, const Geometry& geometry, int64_t index) {
   return static_cast<Operand*>(saved_map(saved, geometry, index).data);
-}
-
-// v of one convolution, if there is such a one.
-WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution) {
-  if (convolution < 0 || convolution >= 2 * geometry.blocks) return {static_cast<const char*>(v.data), 0};
-  const int64_t bytes = geometry.channels * geometry.channels * kTaps * (v.bfloat16 ? 2 : 4);
-  return {static_cast<const char*>(v.data) + convolution * bytes, bytes};
 }
 
 WNFUSED_INLINE int64_t count_of(bool wanted, int64_t items) { return wanted ? items : 0; }
@@ -72,49 +66,71 @@ struct BlockMaps {
   SavedMap saved_hidden, saved_next;
 };
 
-// First convolution of a block, together with the packing of the second one's bank.
+// The convolutions of a forward, each with what is to be prepared in its phase: the next one's bank, if that is shared,
+// otherwise its own norms.
 template <class Operand>
-inline void forward_hidden(const StageForward& job, const BlockMaps<Operand>& maps, Worker& worker, float* scratch,
-                           int64_t pack_items, const Bank& pack_bank, int64_t pack_convolution, float* norm) {
-  const Geometry& geometry = job.geometry;
-  const Bank& bank = job.scratch.bank[0];
-  Epilogue<Operand> epilogue{};
-  epilogue.operand = maps.hidden;
-  epilogue.bias = bank.bias;
-  epilogue.round = job.round_operands;
-  epilogue.saved = maps.saved_hidden;
-  worker.phase({geometry.conv_items(), pack_items}, [&](int64_t item) {
-    if (item < geometry.conv_items())
-      convolution_item<Ending::kRelu>(geometry, item, maps.stream.operand, job.round_operands, job.scratch.zeros,
-                                      bank.weights, epilogue, upcoming_weights(job.v, geometry, pack_convolution + 1),
-                                      scratch, *job.poisoned);
-    else
-      pack_forward(job, pack_convolution, item - geometry.conv_items(), pack_bank, norm, scratch);
-  });
-}
+class Forward {
+ public:
+  // `norm` may be null.
+  Forward(const StageForward& job, Worker& worker, Banks& banks, float* scratch, float* norm)
+      : job_(job), geometry_(job.geometry), worker_(worker), banks_(banks), scratch_(scratch), norm_(norm) {}
 
-// Second convolution of a block and the residual sum, together with the packing of the next block's first bank.
-template <class Operand>
-inline void forward_stream(const StageForward& job, const BlockMaps<Operand>& maps, Worker& worker, float* scratch,
-                           int64_t pack_items, int64_t pack_convolution, float* norm) {
-  const Geometry& geometry = job.geometry;
-  const Bank& bank = job.scratch.bank[1];
-  Epilogue<Operand> epilogue{};
-  epilogue.operand = maps.next.operand;
-  epilogue.out = maps.next.sum;
-  epilogue.other = maps.stream.sum;
-  epilogue.bias = bank.bias;
-  epilogue.factor = job.skip_scale;
-  epilogue.saved = maps.saved_next;
-  worker.phase({geometry.conv_items(), pack_items}, [&](int64_t item) {
-    if (item < geometry.conv_items())
-      convolution_item<Ending::kResidual>(geometry, item, maps.hidden, false, job.scratch.zeros, bank.weights,
-                                          epilogue, upcoming_weights(job.v, geometry, pack_convolution + 1), scratch,
-                                          *job.poisoned);
-    else
-      pack_forward(job, pack_convolution, item - geometry.conv_items(), job.scratch.bank[0], norm, scratch);
-  });
-}
+  // Items to be prepared before convolution `first`.
+  int64_t first_items() const { return geometry_.own_banks ? 0 : geometry_.channel_blocks; }
+
+  void prepare_first(int64_t first, int64_t item) const { pack(first, item, job_.scratch.bank[first % 2]); }
+
+  // First convolution of block b; after it, unless it is the last one, comes the second.
+  void hidden(int64_t b, const BlockMaps<Operand>& maps, bool last) {
+    Epilogue<Operand> epilogue{};
+    epilogue.operand = maps.hidden;
+    epilogue.round = job_.round_operands;
+    epilogue.saved = maps.saved_hidden;
+    phase<Ending::kRelu>(2 * b, maps.stream.operand, job_.round_operands, epilogue, last);
+  }
+
+  // Second convolution of block b and the residual sum; after it, unless it is the last one, comes the next block.
+  void stream(int64_t b, const BlockMaps<Operand>& maps, bool last) {
+    Epilogue<Operand> epilogue{};
+    epilogue.operand = maps.next.operand;
+    epilogue.out = maps.next.sum;
+    epilogue.other = maps.stream.sum;
+    epilogue.factor = job_.skip_scale;
+    epilogue.saved = maps.saved_next;
+    phase<Ending::kResidual>(2 * b + 1, maps.hidden, false, epilogue, last);
+  }
+
+ private:
+  template <Ending kEnding>
+  void phase(int64_t convolution, const Operand* map, bool round_map, Epilogue<Operand>& epilogue, bool last) {
+    const bool own = geometry_.own_banks;
+    const int64_t prepared = count_of(own ? norm_ != nullptr : !last, geometry_.channel_blocks);
+    worker_.phase({geometry_.conv_items(), prepared}, [&](int64_t item) {
+      if (item < geometry_.conv_items()) {
+        const Bank& bank = banks_.of(convolution, item,
+                                     [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
+        epilogue.bias = bank.bias;
+        convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
+                                  upcoming_weights(job_.v, geometry_, convolution, 1, item), scratch_, *job_.poisoned);
+      } else if (own) {
+        measure_norms(job_, convolution, item - geometry_.conv_items(), norm_, scratch_);
+      } else {
+        pack(convolution + 1, item - geometry_.conv_items(), job_.scratch.bank[(convolution + 1) % 2]);
+      }
+    });
+  }
+
+  void pack(int64_t convolution, int64_t block, const Bank& bank) const {
+    pack_forward(job_, convolution, block, bank, geometry_.own_banks ? nullptr : norm_, scratch_);
+  }
+
+  const StageForward& job_;
+  const Geometry& geometry_;
+  Worker& worker_;
+  Banks& banks_;
+  float* scratch_;
+  float* norm_;
+};
 
 // The rounded copy of a stream map.
 template <class Operand>
@@ -126,8 +142,10 @@ template <class Operand>
 inline void forward(const StageForward& job, Worker& worker) {
   const Geometry& geometry = job.geometry;
   const SavedMaps& saved = job.saved;
-  const int64_t blocks = geometry.blocks, banks = geometry.channel_blocks;
+  const int64_t blocks = geometry.blocks;
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
+  Banks banks(geometry, job.scratch, worker.index());
+  Forward<Operand> convolutions(job, worker, banks, scratch, job.norm);
   const SavedMap none{nullptr, false};
   // Saved maps that are operands are written in place, others as copies.
   const bool in_place = saved.in_place;
@@ -150,13 +168,10 @@ inline void forward(const StageForward& job, Worker& worker) {
     return saved.data && !in_place && saved.every == 0 ? saved_map(saved, geometry, 2 * b + 1) : none;
   };
 
-  const int64_t first_pack = count_of(blocks > 0, banks);
-  worker.phase({first_pack, map_items(geometry)}, [&](int64_t item) {
-    if (item < first_pack) {
-      pack_forward(job, 0, item, job.scratch.bank[0], job.norm, scratch);
-      return;
-    }
-    item -= first_pack;
+  const int64_t first = count_of(blocks > 0, convolutions.first_items());
+  worker.phase({first, map_items(geometry)}, [&](int64_t item) {
+    if (item < first) return convolutions.prepare_first(0, item);
+    item -= first;
     read_map(geometry, job.x, item, stream(0).sum);
     round_stream(geometry, stream(0), item);
     const SavedMap copy = saved_stream(0);
@@ -164,8 +179,8 @@ inline void forward(const StageForward& job, Worker& worker) {
   });
   for (int64_t b = 0; b < blocks; ++b) {
     const BlockMaps<Operand> maps{stream(b), hidden(b), stream(b + 1), saved_hidden(b), saved_stream(b + 1)};
-    forward_hidden(job, maps, worker, scratch, banks, job.scratch.bank[1], 2 * b + 1, job.norm);
-    forward_stream(job, maps, worker, scratch, count_of(b + 1 < blocks, banks), 2 * b + 2, job.norm);
+    convolutions.hidden(b, maps, false);
+    convolutions.stream(b, maps, b + 1 == blocks);
   }
   worker.phase({map_items(geometry)}, [&](int64_t item) { write_map(geometry, stream(blocks).sum, item, job.y); });
 }
@@ -188,7 +203,7 @@ class Backward {
         scratch_(job.scratch.worker + worker.index() * job.scratch.worker_stride),
         gradient_(scratch_stream<Operand>(job.scratch)),
         hidden_gradient_(as_operand<Operand>(job.scratch.hidden)),
-        banks_(geometry_.channel_blocks) {}
+        banks_(geometry_, job.scratch, worker.index()) {}
 
   void run() {
     const int64_t segment = job_.saved.every;
@@ -213,9 +228,9 @@ class Backward {
     const int64_t last = geometry_.blocks - 1;
     const bool convert = !saved.in_place;
     const int64_t items = count_of(convert, map_items(geometry_));
-    worker_.phase({items, banks_}, [&](int64_t item) {
+    worker_.phase({items, shared_items()}, [&](int64_t item) {
       if (item < items) read_saved(geometry_, saved_map(saved, geometry_, 2 * last + 1), item, job_.scratch.saved_hidden);
-      else pack(2 * last + 1, item - items);
+      else pack_shared(2 * last + 1, item - items);
     });
     for (int64_t b = last; b >= 0; --b) {
       const BackwardMaps<Operand> maps{
@@ -243,20 +258,22 @@ class Backward {
     };
     const SavedMap none{nullptr, false};
     const SavedMap start = saved_map(job_.saved, geometry_, begin / job_.saved.every);
+    Forward<Operand> convolutions(forward, worker_, banks_, scratch_, nullptr);
+    const int64_t first = convolutions.first_items();
     finish_phase();
-    worker_.phase({banks_, map_items(geometry_)}, [&](int64_t item) {
-      if (item < banks_) return pack_forward(forward, 2 * begin, item, job_.scratch.bank[0], nullptr, scratch_);
-      read_saved(geometry_, start, item - banks_, stream(begin).sum);
-      round_stream(geometry_, stream(begin), item - banks_);
+    worker_.phase({first, map_items(geometry_)}, [&](int64_t item) {
+      if (item < first) return convolutions.prepare_first(2 * begin, item);
+      read_saved(geometry_, start, item - first, stream(begin).sum);
+      round_stream(geometry_, stream(begin), item - first);
     });
     for (int64_t b = begin; b < end; ++b) {
       const bool last = b + 1 == end;
       const BlockMaps<Operand> maps{stream(b), hidden(b), last ? stream(b) : stream(b + 1), none, none};
-      forward_hidden(forward, maps, worker_, scratch_, count_of(!last, banks_), job_.scratch.bank[1], 2 * b + 1,
-                     nullptr);
-      if (!last) forward_stream(forward, maps, worker_, scratch_, banks_, 2 * b + 2, nullptr);
+      convolutions.hidden(b, maps, last);
+      if (!last) convolutions.stream(b, maps, false);
     }
-    worker_.phase({banks_}, [&](int64_t item) { pack(2 * end - 1, item); });
+    banks_.forget();
+    worker_.phase({shared_items()}, [&](int64_t item) { pack_shared(2 * end - 1, item); });
     for (int64_t b = end - 1; b >= begin; --b) {
       const BackwardMaps<Operand> maps{stream(b).operand, hidden(b)};
       hidden_phase(b, maps, 0, [](int64_t) {});
@@ -272,16 +289,14 @@ class Backward {
     epilogue.mask = maps.hidden;
     epilogue.round = job_.round_operands;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
-    worker_.phase({gradients, geometry_.conv_items(), read_items, banks_, finish}, [&](int64_t item) {
+    const int64_t packs = shared_items();
+    worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(1, item, maps.hidden, gradient_.operand);
       if ((item -= gradients) < geometry_.conv_items())
-        return convolution_item<Ending::kMask>(geometry_, item, gradient_.operand, job_.round_operands,
-                                               job_.scratch.zeros, job_.scratch.bank[1].weights, epilogue,
-                                               upcoming_weights(job_.v, geometry_, 2 * b - 1), scratch_,
-                                               *job_.poisoned);
+        return convolution<Ending::kMask>(2 * b + 1, item, gradient_.operand, job_.round_operands, epilogue);
       if ((item -= geometry_.conv_items()) < read_items) return read(item);
-      if ((item -= read_items) < banks_) return pack(2 * b, item);
-      finish_pending(item - banks_);
+      if ((item -= read_items) < packs) return pack_shared(2 * b, item);
+      finish_pending(item - packs);
     });
     pending_ = 2 * b + 1;
   }
@@ -296,16 +311,13 @@ class Backward {
     epilogue.other = gradient_.sum;
     epilogue.factor = job_.skip_scale;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
-    const int64_t packs = count_of(pack_next, banks_);
+    const int64_t packs = count_of(pack_next, shared_items());
     worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(0, item, maps.stream, hidden_gradient_);
       if ((item -= gradients) < geometry_.conv_items())
-        return convolution_item<Ending::kAdd>(geometry_, item, hidden_gradient_, false, job_.scratch.zeros,
-                                              job_.scratch.bank[0].weights, epilogue,
-                                              upcoming_weights(job_.v, geometry_, 2 * b - 2), scratch_,
-                                              *job_.poisoned);
+        return convolution<Ending::kAdd>(2 * b, item, hidden_gradient_, false, epilogue);
       if ((item -= geometry_.conv_items()) < read_items) return read(item);
-      if ((item -= read_items) < packs) return pack(2 * b - 1, item);
+      if ((item -= read_items) < packs) return pack_shared(2 * b - 1, item);
       finish_pending(item - packs);
     });
     pending_ = 2 * b;
@@ -330,12 +342,26 @@ class Backward {
   // What dh is scaled by before the second convolution's output gradient; the first convolution's is da itself.
   float factor(int64_t convolution) const { return convolution % 2 ? job_.skip_scale : 1.0f; }
 
-  void pack(int64_t convolution, int64_t item) {
-    pack_backward(job_, convolution, item, factor(convolution), job_.scratch.bank[convolution % 2], scratch_);
+  int64_t shared_items() const { return count_of(!geometry_.own_banks, geometry_.channel_blocks); }
+
+  void pack_shared(int64_t convolution, int64_t item) { pack(convolution, item, job_.scratch.bank[convolution % 2]); }
+
+  void pack(int64_t convolution, int64_t block, const Bank& bank) {
+    pack_backward(job_, convolution, block, factor(convolution), bank, scratch_);
+  }
+
+  // An item of the data gradient of `convolution`.
+  template <Ending kEnding>
+  void convolution(int64_t convolution, int64_t item, const Operand* map, bool round_map,
+                   const Epilogue<Operand>& epilogue) {
+    const Bank& bank = banks_.of(convolution, item,
+                                 [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
+    convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
+                              upcoming_weights(job_.v, geometry_, convolution, -1, item), scratch_, *job_.poisoned);
   }
 
   // The convolution whose weight gradient the last phase summed is finished in the next one.
-  int64_t pending_items() const { return count_of(pending_ >= 0 && job_.parameters, banks_); }
+  int64_t pending_items() const { return count_of(pending_ >= 0 && job_.parameters, geometry_.channel_blocks); }
 
   void finish_pending(int64_t item) {
     const int which = pending_ % 2;
@@ -367,7 +393,7 @@ class Backward {
   float* scratch_;
   StreamMap<Operand> gradient_;  // dh
   Operand* hidden_gradient_;     // da
-  int64_t banks_;
+  Banks banks_;
   int64_t pending_ = -1;
 };
 

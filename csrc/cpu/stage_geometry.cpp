@@ -18,8 +18,22 @@ constexpr int64_t kEnoughItems = 8;
 constexpr int64_t kItemsEach = 2;
 constexpr int64_t kMinRows = 8;
 
+// How much longer packing takes where the bank is read by other cores (measured on two): with more workers than that to
+// divide it, one bank for all is packed sooner than one each.
+constexpr int64_t kSharingCost = 5;
+
+// Weights stay with a worker where a bank is so many times as much memory as a map: all workers gather all inputs then,
+// and the lines of a map that one of them wrote go to every other one.
+constexpr int64_t kStay = 6;
+
 // Slices of a weight gradient: each costs a bank of memory and one more term of the final sum.
 constexpr int64_t kMaxSlices = 16;
+
+void choose_banks(Geometry& geometry, int64_t workers) {
+  geometry.own_banks = geometry.weights_stay || std::min(workers, geometry.channel_blocks) < kSharingCost;
+  const int64_t items = std::max<int64_t>(geometry.conv_items(), 1);
+  geometry.fetch_parts = geometry.own_banks && !geometry.weights_stay ? divide_up(items, workers) : items;
+}
 
 }  // namespace
 
@@ -57,7 +71,7 @@ Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t
 
   // Each worker packs and finishes the weights of its own output blocks then, at the price of gathering all inputs.
   geometry.weights_stay = workers > 1 && geometry.channel_blocks > 1 &&
-                          geometry.gradient_size() > 2 * geometry.map_size();
+                          geometry.gradient_size() > kStay * geometry.map_size();
 
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams
   // past from the second level, and 32 rows halve that stream.
@@ -73,16 +87,19 @@ Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t
   }
   geometry.conv_chunks = chunks();
   geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
+  choose_banks(geometry, workers);
 
   geometry.wgrad_rows = 32;
   geometry.wgrad_group_blocks =
       std::min(kGroupBlocks, geometry.weights_stay ? geometry.conv_group_blocks : geometry.channel_blocks);
-  geometry.wgrad_groups = divide_up(geometry.channel_blocks, geometry.wgrad_group_blocks);
   const int64_t slice_units = (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels;
   const int64_t slices = std::clamp<int64_t>(geometry.units / slice_units, 1, kMaxSlices);
   geometry.wgrad_slice_units =
       std::max<int64_t>(1, divide_up(divide_up(geometry.units, slices), geometry.wgrad_rows)) * geometry.wgrad_rows;
   geometry.wgrad_slices = std::max<int64_t>(1, divide_up(geometry.units, geometry.wgrad_slice_units));
+  if (geometry.wgrad_slices * divide_up(geometry.channel_blocks, geometry.wgrad_group_blocks) < workers)
+    geometry.wgrad_group_blocks = 1;
+  geometry.wgrad_groups = divide_up(geometry.channel_blocks, geometry.wgrad_group_blocks);
   return geometry;
 }
 
@@ -120,6 +137,7 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
     geometry.conv_group_blocks =
         chunks < kEnoughItems ? std::min(kGroupBlocks, geometry.channel_blocks) : geometry.channel_blocks;
     geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
+    choose_banks(geometry, workers);
   };
   const auto divide_wgrad = [&](int64_t chunks, int64_t pixels) {
     const int64_t slices = std::clamp<int64_t>(pixels / (4 * geometry.padded_channels), 1, kMaxSlices);

@@ -132,6 +132,16 @@ inline float row_norm(const Parameter& v, const Geometry& geometry, int64_t row,
   return __builtin_sqrtf(horizontal_sum((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest);
 }
 
+// The norms of one output block's rows. `staging` holds a row.
+inline void measure_norms(const StageForward& job, int64_t convolution, int64_t output_block, float* norm,
+                          float* staging) {
+  const int64_t end = smaller((output_block + 1) * kLanes, job.geometry.channels);
+  for (int64_t channel = output_block * kLanes; channel < end; ++channel) {
+    const int64_t index = convolution * job.geometry.channels + channel;
+    norm[index] = row_norm(job.v, job.geometry, index, staging);
+  }
+}
+
 // One output block of one convolution. `norm` may be null. `scratch`: 2 * 16 * 144 floats and a row.
 inline void pack_forward(const StageForward& job, int64_t convolution, int64_t output_block, const Bank& bank,
                          float* norm, float* scratch) {

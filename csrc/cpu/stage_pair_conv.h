@@ -175,7 +175,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
       first_block, blocks,
       reinterpret_cast<const uint16_t*>(bank) + first_block * geometry.segment_depth * kLanes,
       reinterpret_cast<uint16_t*>(scratch), scratch + panel_floats(geometry.conv_panel())};
-  upcoming.part(item, geometry.conv_items()).prefetch();
+  upcoming.prefetch();
   Block poison = zero();
   if (geometry.method == Method::kLines) convolve_lines<kEnding>(geometry, map, part, epilogue, chunk, poison);
   else convolve_positions<kEnding>(geometry, map, part, epilogue, chunk, poison);

@@ -6,9 +6,10 @@
 //        group 0                group 1       group 2
 //   | 0 1 2 3 : 4 5 6 7 |  8 9 10 : 11 12 |   : 13  |       share of worker 0 : share of worker 1
 //
-// A worker takes its own share first and then helps with what is left of the others'. Groups of the same shape are cut at
-// the same places in every phase, so a worker finds the maps that it reads in its own cache, where it wrote them: half the
-// time of two threads was another core's cache lines when items went to whoever came first.
+// A worker takes its own share first. Groups of the same shape are cut at the same places in every phase, so a worker finds
+// the memory that it reads and writes in its own cache: an item whose lines must be called back from another core takes
+// up to three times as long, there and in the next phase at home. So a worker that is done with its share gives the others
+// a few microseconds to end theirs, and only then helps with what they have not begun.
 //
 // An item that was taken is being run by a worker that is running, so nobody waits for a task that the pool has yet to
 // start: one worker alone finishes everything, and a late one finds nothing left and leaves. Which worker runs an item
@@ -18,6 +19,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <initializer_list>
 #include <vector>
@@ -29,6 +31,11 @@ class WorkQueue {
   explicit WorkQueue(int64_t workers) : shares_(workers) {}
 
   int64_t workers() const { return static_cast<int64_t>(shares_.size()); }
+
+  void arrive() { present_.fetch_add(1, std::memory_order_relaxed); }
+
+  // Whether every worker has come: the pool may have too few threads for that, or start them late.
+  bool complete() const { return present_.load(std::memory_order_relaxed) == workers(); }
 
   // The next position of a share of `size` items in phase `phase`, counted from 1; -1 if none is left. The caller has
   // seen every phase before this one done.
@@ -49,13 +56,20 @@ class WorkQueue {
   void count_done(int64_t items) { done_.fetch_add(items, std::memory_order_acq_rel); }
 
   // Spins for a few microseconds, the length of a short item; then gives the core away, since with more threads than
-  // cores the awaited worker may be waiting for this very core.
-  void wait_until_done(int64_t items) const {
-    constexpr int kSpins = 512;
+  // cores the awaited worker may be waiting for this very core. False if give_up() ended the wait.
+  template <class GiveUp>
+  bool wait_until_done(int64_t items, const GiveUp& give_up) const {
+    constexpr int kSpins = 512, kBetween = 8;
     for (int spins = 0; done_.load(std::memory_order_acquire) < items; ++spins) {
+      if (spins % kBetween == 0 && give_up()) return false;
       if (spins < kSpins) pause();
       else sched_yield();
     }
+    return true;
+  }
+
+  void wait_until_done(int64_t items) const {
+    wait_until_done(items, [] { return false; });
   }
 
  private:
@@ -72,12 +86,13 @@ class WorkQueue {
   }
 
   std::vector<Share> shares_;
+  std::atomic<int64_t> present_{0};
   alignas(64) std::atomic<int64_t> done_{0};
 };
 
 class Worker {
  public:
-  Worker(WorkQueue& queue, int64_t index) : queue_(queue), index_(index) {}
+  Worker(WorkQueue& queue, int64_t index) : queue_(queue), index_(index) { queue.arrive(); }
 
   // Distinct for every worker of a call, below the number of workers; names its private scratch.
   int64_t index() const { return index_; }
@@ -88,18 +103,26 @@ class Worker {
   void phase(std::initializer_list<int64_t> groups, const Run& run) {
     ++phase_;
     queue_.wait_until_done(start_);
-    const int64_t workers = queue_.workers();
-    int64_t taken = 0;
-    for (int64_t i = 0; i < workers; ++i) {
-      const int64_t share = (index_ + i) % workers, size = share_size(groups, share);
-      for (int64_t position; (position = queue_.take(share, phase_, size)) >= 0; ++taken)
-        run(item_of(groups, share, position));
-    }
-    if (taken) queue_.count_done(taken);
+    run_share(groups, index_, run);
     for (const int64_t items : groups) start_ += items;
+    const Clock::time_point patience = Clock::now() + kPatience;
+    if (queue_.wait_until_done(start_, [&] { return !queue_.complete() || Clock::now() >= patience; })) return;
+    for (int64_t i = 1; i < queue_.workers(); ++i) run_share(groups, (index_ + i) % queue_.workers(), run);
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr Clock::duration kPatience = std::chrono::microseconds(5);
+
+  template <class Run>
+  void run_share(std::initializer_list<int64_t> groups, int64_t share, const Run& run) {
+    const int64_t size = share_size(groups, share);
+    int64_t taken = 0;
+    for (int64_t position; (position = queue_.take(share, phase_, size)) >= 0; ++taken)
+      run(item_of(groups, share, position));
+    if (taken) queue_.count_done(taken);
+  }
+
   int64_t share_begin(int64_t items, int64_t share) const { return items * share / queue_.workers(); }
 
   int64_t share_size(std::initializer_list<int64_t> groups, int64_t share) const {

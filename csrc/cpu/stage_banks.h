@@ -1,0 +1,67 @@
+// Where the convolutions of a phase find their weights.
+//
+//   shared  items of the phase before packed the bank, for all workers, while the other convolution's was in use
+//   own     each worker packs the bank, or the group of output blocks that it works on, for itself, when it first needs
+//           it: always into the same memory, which no other core has ever touched
+//
+// Memory that one core writes and another one reads, in turns, makes packing five times as slow, since each line must be
+// called back first, and what reads it twice as slow. So a bank is shared only where five or more workers divide the
+// packing (make_geometry).
+#pragma once
+
+#include "stage_pack.h"
+#include "stage_upcoming.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+class Banks {
+ public:
+  Banks(const Geometry& geometry, const Scratch& scratch, int64_t worker)
+      : geometry_(geometry), shared_(scratch.bank) {
+    if (!geometry.own_banks) return;
+    own_.weights = scratch.own_bank + worker * scratch.own_bank_stride;
+    own_.bias = own_.weights + geometry.bank_size();
+  }
+
+  // What item `item` of convolution `convolution` multiplies by. pack(block, bank) packs one block of it, if need be.
+  template <class Pack>
+  const Bank& of(int64_t convolution, int64_t item, const Pack& pack) {
+    if (!geometry_.own_banks) return shared_[convolution % 2];
+    const int64_t group = geometry_.weights_stay ? geometry_.conv_item(item).group : 0;
+    if (convolution != convolution_ || group != group_) {
+      const int64_t blocks = geometry_.weights_stay ? geometry_.conv_group_blocks : geometry_.channel_blocks;
+      const int64_t end = smaller((group + 1) * blocks, geometry_.channel_blocks);
+      for (int64_t block = group * blocks; block < end; ++block) pack(block, own_);
+      convolution_ = convolution;
+      group_ = group;
+    }
+    return own_;
+  }
+
+  // The backward of a convolution has another bank than its forward.
+  void forget() { convolution_ = -1; }
+
+ private:
+  const Geometry& geometry_;
+  const Bank* shared_;
+  Bank own_{};
+  int64_t convolution_ = -1, group_ = 0;
+};
+
+// v of one convolution, if there is such a one.
+WNFUSED_INLINE Upcoming weights_of(const Parameter& v, const Geometry& geometry, int64_t convolution) {
+  if (convolution < 0 || convolution >= 2 * geometry.blocks) return {static_cast<const char*>(v.data), 0};
+  const int64_t bytes = geometry.channels * geometry.channels * kTaps * (v.bfloat16 ? 2 : 4);
+  return {static_cast<const char*>(v.data) + convolution * bytes, bytes};
+}
+
+// The part of v that item `item` of convolution `convolution` fetches ahead, `step` (1 or -1) being the way the walk
+// goes: of the convolution that is packed in the phase after this one, all of it for every worker that packs it all.
+WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution,
+                                         int64_t step, int64_t item) {
+  const Upcoming all = weights_of(v, geometry, convolution + (geometry.own_banks ? step : 2 * step));
+  const int64_t parts = geometry.fetch_parts;
+  return all.part(item % parts, parts);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA
