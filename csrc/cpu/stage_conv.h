@@ -226,11 +226,32 @@ inline bool scatter(const Geometry& geometry, const Panel& product, int64_t firs
   return run(geometry, product, first, count, channel_block, b, epilogue);
 }
 
+// The lines that a chunk of tiles will write, called to the first level while the chunk is multiplied. Saved maps are
+// written to memory that is in no cache, and a store that misses keeps all that come after it waiting.
+struct OutputLines {
+  float* map;  // null: in a cache already
+  int64_t first, count, first_block, blocks;
+
+  WNFUSED_INLINE void prefetch(const Geometry& geometry, int64_t part, int64_t parts) const {
+    if (!map) return;
+    const int64_t tile = geometry.tile, channels = geometry.padded_channels, pieces = count * tile;
+    for (int64_t piece = pieces * part / parts; piece < pieces * (part + 1) / parts; ++piece) {
+      const Unit unit = unit_at(geometry, first + piece / tile);
+      const int64_t y = unit.y + piece % tile;
+      if (y >= geometry.height) continue;
+      const float* line = map + pixel_index(geometry, {unit.image, y, unit.x}) * channels + first_block * kLanes;
+      const int64_t columns = smaller(tile, geometry.width - unit.x);
+      for (int64_t j = 0; j < columns; ++j)
+        for (int64_t b = 0; b < blocks; ++b) prefetch_for_writing(line + j * channels + b * kLanes);
+    }
+  }
+};
+
 // Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
 template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                      const float* bank, int64_t first_block, int64_t blocks, const Upcoming& upcoming,
-                     const Panel& panel, const Panel& product) {
+                     const OutputLines& outputs, const Panel& panel, const Panel& product) {
   const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
   const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
   bank += first_block * col_stride;
@@ -239,6 +260,7 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
     gather(geometry, map, zeros, first, count, panel);
     for (int64_t p = 0; p < geometry.planes; ++p) {
       upcoming.part(p, geometry.planes).prefetch();
+      outputs.prefetch(geometry, p, geometry.planes);
       const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride};
       multiply_rows(&plane, 1, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
     }
@@ -269,8 +291,9 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   // bank together in the first-level cache.
   const bool overwrite = geometry.channel_blocks == 1 && geometry.is_winograd();
   const Panel product(overwrite ? scratch : scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
+  const OutputLines outputs{epilogue.fresh, first, count, first_block, blocks};
   const auto run = round_map ? convolve<true> : convolve<false>;
-  run(geometry, map, zeros, first, count, bank, first_block, blocks, upcoming, panel, product);
+  run(geometry, map, zeros, first, count, bank, first_block, blocks, upcoming, outputs, panel, product);
   for (int64_t b = 0; b < blocks; ++b)
     if (!scatter<kEnding>(geometry, product, first, count, first_block + b, b, epilogue))
       poisoned.store(true, std::memory_order_relaxed);

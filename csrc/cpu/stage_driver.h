@@ -84,6 +84,7 @@ class Forward {
   void hidden(int64_t b, const BlockMaps<Operand>& maps, bool last) {
     Epilogue<Operand> epilogue{};
     epilogue.operand = maps.hidden;
+    epilogue.fresh = fresh(maps.hidden, true);
     epilogue.round = job_.round_operands;
     epilogue.saved = maps.saved_hidden;
     phase<Ending::kRelu>(2 * b, maps.stream.operand, job_.round_operands, epilogue, last);
@@ -95,6 +96,7 @@ class Forward {
     epilogue.operand = maps.next.operand;
     epilogue.out = maps.next.sum;
     epilogue.other = maps.stream.sum;
+    epilogue.fresh = fresh(maps.next.operand, b + 1 < geometry_.blocks);
     epilogue.factor = job_.skip_scale;
     epilogue.saved = maps.saved_next;
     phase<Ending::kResidual>(2 * b + 1, maps.hidden, false, epilogue, last);
@@ -118,6 +120,13 @@ class Forward {
         pack(convolution + 1, item - geometry_.conv_items(), job_.scratch.bank[(convolution + 1) % 2]);
       }
     });
+  }
+
+  // A map that is written into saved memory. Lines that workers share are called back when they are needed, not before:
+  // another worker may not have read them yet.
+  float* fresh(Operand* map, bool saved) const {
+    if constexpr (is_pair<Operand>()) return nullptr;
+    else return saved && job_.saved.in_place && !geometry_.weights_stay ? map : nullptr;
   }
 
   void pack(int64_t convolution, int64_t block, const Bank& bank) const {

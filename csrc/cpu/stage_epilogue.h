@@ -28,6 +28,7 @@ struct Epilogue {
   const float* other;    // kResidual, kAdd
   const Operand* mask;   // kMask: a
   const float* bias;     // kRelu, kResidual
+  float* fresh;          // the output again, where it is memory that no worker's cache holds; else null
   float factor;
   bool round;            // float operands: rounded to bfloat16 all the same
   SavedMap saved;

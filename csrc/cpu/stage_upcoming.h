@@ -1,4 +1,4 @@
-// Fetching ahead what the next phase reads.
+// Fetching ahead what will be read, or written.
 #pragma once
 
 #include "vec.h"
@@ -21,5 +21,14 @@ struct Upcoming {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, kSecondLevel);
   }
 };
+
+// As the only core's that has it. Processors without the instruction do nothing.
+WNFUSED_INLINE void prefetch_for_writing(const void* line) {
+#if defined(__x86_64__)
+  __asm__ __volatile__("prefetchw %0" : : "m"(*static_cast<const char*>(line)));
+#else
+  __builtin_prefetch(line, 1);
+#endif
+}
 
 }  // namespace wnfused::cpu::WNFUSED_ISA
