@@ -15,6 +15,7 @@
 #pragma once
 
 #include "stage_pairs.h"
+#include "stage_upcoming.h"
 #include "stage_winograd.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -279,6 +280,17 @@ inline void normalise_gradient(const StageBackward& job, int64_t index, const fl
   for (int64_t k = 0; k < floats; ++k) write(job.dv, index * floats + k, result[k]);
 }
 
+// A row of v, and of its gradient, ahead of normalise_gradient.
+inline void fetch_row(const StageBackward& job, int64_t index) {
+  const int64_t floats = job.geometry.channels * kTaps;
+  if (!job.v.bfloat16)
+    for (int64_t k = 0; k < floats; k += kLanes)
+      __builtin_prefetch(static_cast<const float*>(job.v.data) + index * floats + k);
+  if (!job.dv.bfloat16)
+    for (int64_t k = 0; k < floats; k += kLanes)
+      prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
+}
+
 inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.padded_channels * kTaps; }
 
 // dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
@@ -291,6 +303,7 @@ inline void finish_gradient(const StageBackward& job, int64_t convolution, int64
   float* gradients = lanes + kLanes * kUnitFloats;
   float* row = gradients + kLanes * row_floats;
   float* result = row + row_floats;
+  fetch_row(job, convolution * channels + output_block * kLanes);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const int64_t input0 = input_block * kLanes;
     const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
@@ -307,6 +320,7 @@ inline void finish_gradient(const StageBackward& job, int64_t convolution, int64
     const int64_t channel = output_block * kLanes + r, index = convolution * channels + channel;
     const int64_t floats = channels * kTaps;
     const float* values = row;
+    if (r + 1 < kLanes && channel + 1 < channels) fetch_row(job, index + 1);
     if (!job.v.bfloat16 && floats == row_floats) {
       values = static_cast<const float*>(job.v.data) + index * floats;
     } else {
