@@ -1,13 +1,13 @@
 // The stage, block by block: which items run in which phase.
 //
-//   forward    load x, pack v[0,0] | conv a_0 from h_0, pack v[0,1] | conv h_1 from a_0, pack v[1,0] | ... | store y
-//   backward   load dy, pack v[B-1,1]
-//              | dW_1 from (a, dh), conv da from dh, pack v[b,0],   finish dW_0 of block b+1
-//              | dW_0 from (h, da), conv dh from da, pack v[b-1,1], finish dW_1 of block b        | ... | store dx
+//   forward    load x | conv a_0 from h_0 | conv h_1 from a_0 | ... | store y
+//   backward   load dy
+//              | dW_1 from (a, dh), conv da from dh, finish dW_0 of block b+1
+//              | dW_0 from (h, da), conv dh from da, finish dW_1 of block b        | ... | store dx
 //
-// '|' are the phase boundaries, two to a block. A bank is packed while the other convolution's bank is in use, so two
-// banks and two gradients suffice and stay in the cache. Within a phase every worker takes
-// the long items of its share first (work_queue.h).
+// '|' are the phase boundaries, two to a block. Workers pack a convolution's weights for themselves when they come to it;
+// where they share a bank, it is packed in the phase before, while the other convolution's is in use, so that two banks
+// suffice (stage_banks.h). Within a phase every worker takes the long items of its share first (work_queue.h).
 //
 // With recomputation the backward walks segments of `every` blocks: it loads the segment's first h, runs the forward
 // into the scratch maps of the segment, then goes back through it.
