@@ -1,7 +1,12 @@
-"""What the documentation shows runs: every Python block, page by page; every command's arguments; every link."""
+"""What the documentation shows runs: every Python block, page by page; every command's arguments; every link.
+
+And the reference leaves no public name out.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import wnfused
 from wnfused import cli
 
 ROOT = Path(__file__).parents[1]
@@ -66,3 +72,25 @@ def test_links_and_pictures_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if not target.startswith(("http", "#")):
             assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
+
+
+def members(page: Path) -> set[str]:
+    """The names of the options ``members`` of a page of the reference, all of its directives together."""
+    lists = re.findall(r"^ +members:(?: \[(.*)\]|((?:\n +- \w+)+))$", page.read_text(), re.M)
+    return {name for inline, column in lists for name in re.findall(r"\w+", inline or column)}
+
+
+@pytest.mark.parametrize("page", ["init", "diagnostics", "train"])
+def test_listed_members_are_the_public_names(page: str) -> None:
+    module = importlib.import_module(f"wnfused.{page}")
+    public = {name for name in module.__all__ if not inspect.ismodule(getattr(module, name))}
+    assert members(ROOT / "docs" / "reference" / f"{page}.md") == public
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    for name in wnfused.__all__:
+        assert re.search(rf"^::: wnfused\.{name}$", pages, re.M) or name in ("__version__", "nn"), name
+    # The lazy layers are told of together.
+    for name in (name for name in wnfused.nn.__all__ if "Lazy" not in name):
+        assert re.search(rf"^::: wnfused(\.nn)?\.{name}$", pages, re.M), name

@@ -1,17 +1,17 @@
 """What the papers measure of a network. Each result is a dataclass of plain arrays that can draw itself.
 
-hessian_norm                  spectral norm of the loss's Hessian, by power iteration
-orthogonality                 the gap V(H) over the layers, beside its bounds
-similarity                    cosines between samples' representations over the layers
-jacobian_spectrum             singular values of a network's input-output Jacobian
-layer_jacobians               of every layer's own
-jacobian_growth               the mean eigenvalue of J J^T from the input to every layer
-layer_norms                   norms of activations and gradients over the layers, beside the theory's
-activation_gradient_bounds, parameter_gradient_bounds     gradients beside their lower bounds
-
-layer_constant, stage_growth, STAGE_BAND, mlp_growth, resnet_growth     closed forms for norms
-q_map, fixed_point, chi, order_chaos_boundary, phase_diagram, jacobian_theory      mean-field theory
-orthogonality_gap, gaussian_distance, gap_bound, stationary_gap      the same quantities of tensors
+- ``layer_norms``: norms of activations and gradients over the layers, beside the theory's
+- ``hessian_norm``: spectral norm of the loss's Hessian, by power iteration
+- ``jacobian_spectrum``: singular values of a network's input-output Jacobian
+- ``layer_jacobians``: of every layer's own
+- ``jacobian_growth``: the mean eigenvalue of J J^T from the input to every layer
+- ``orthogonality``: the gap V(H) over the layers, beside its bounds
+- ``similarity``: cosines between samples' representations over the layers
+- ``activation_gradient_bounds``, ``parameter_gradient_bounds``: gradients beside their lower bounds
+- ``layer_constant``, ``stage_growth``, ``STAGE_BAND``, ``mlp_growth``, ``resnet_growth``: closed forms for norms
+- ``q_map``, ``fixed_point``, ``chi``, ``order_chaos_boundary``, ``phase_diagram``,
+  ``jacobian_theory``: mean-field theory
+- ``orthogonality_gap``, ``gaussian_distance``, ``gap_bound``, ``stationary_gap``: the same quantities of tensors
 """
 
 from wnfused.optional import require

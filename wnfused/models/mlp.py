@@ -6,7 +6,8 @@ import itertools
 
 from torch import Tensor, nn
 
-from wnfused.models._common import checked_norm, linear_relu, positive
+from wnfused._numbers import positive
+from wnfused.models._common import checked_norm, linear_relu
 
 
 class MLP(nn.Module):
@@ -26,7 +27,7 @@ def mlp(
     depth: int, width: int = 512, num_classes: int = 10, in_channels: int = 1, norm: str = "weight", *,
     image_size: int = 28, in_features: int | None = None,
 ) -> MLP:  # fmt: skip
-    """An MLP with ``depth`` hidden layers (PAPERS' Table 3: 2 to 200, width 512 or 1024, on MNIST).
+    """An MLP of ``depth`` hidden layers (Arpit, Campos & Bengio 2019, Table 3: 2 to 200, width 512 or 1024; MNIST).
 
     Args:
         depth: number of hidden layers, at least 1.

@@ -1,11 +1,11 @@
 """Orthogonal regularisation: penalties, retractions and proxies, on tensors and over whole models.
 
-soft, gain_adjusted, double_soft, mutual_coherence, srip      penalties, one number a matrix
-qr_retraction, polar_retraction, singular_value_margin        the nearest ways back to orthogonal matrices
-cayley_step                                                   a descent step that never leaves them
-Regularizer                                                   a penalty over all layers: ``regularizer.loss(model)``
-retract_                                                      a retraction of all layers, after an optimiser's step
-orthogonal_proxy                                              torch's own parametrisation by orthogonal matrices
+- ``Regularizer``: a penalty over all layers, ``regularizer.loss(model)``
+- ``soft``, ``gain_adjusted``, ``double_soft``, ``mutual_coherence``, ``srip``: penalties, one number a matrix
+- ``retract_``: a retraction of all layers, after an optimiser's step
+- ``qr_retraction``, ``polar_retraction``, ``singular_value_margin``: the nearest ways back to orthogonal matrices
+- ``cayley_step``: a descent step that never leaves them
+- ``orthogonal_proxy``: torch's own parametrisation by orthogonal matrices
 
 Source: Hlav 2019, "Dynamic Isometry As a Consequence of Weight Orthogonality"; Bansal, Chen & Wang 2018, "Can We Gain
 More from Orthogonality Regularizations in Training Deep CNNs?".
