@@ -10,7 +10,7 @@ import torch
 
 import wnfused
 from wnfused import dispatch
-from wnfused.backends import native
+from wnfused.backends import library
 from wnfused.functional import linear
 
 
@@ -151,8 +151,8 @@ def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
     package.mkdir()
     (package / "_cpu.abi3.so").write_bytes(b"not a library")
     (package / "_build.json").write_text('{"not_built": {}, "declarations": "of older sources"}')
-    monkeypatch.setattr(native, "_PACKAGE", package)
-    assert "does not load" in native._opened("cpu")
+    monkeypatch.setattr(library, "_PACKAGE", package)
+    assert "does not load" in library.opened("cpu")
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "ops.h").write_text("// newer")
-    assert "make install" in native._opened("cpu")
+    assert "make install" in library.opened("cpu")

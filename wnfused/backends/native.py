@@ -8,10 +8,7 @@ the one pass for ``dv, dg``.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +16,8 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused.backends import native_cuda, tensors_of
-
-_PACKAGE = Path(__file__).parents[1]
+from wnfused.backends.epilogue import epilogue_, masked
+from wnfused.backends.library import opened
 
 _schemas = torch.library.Library("wnfused_native", "DEF")
 for _schema in (
@@ -77,31 +74,12 @@ for _schema in (
 @functools.cache
 def unavailable() -> str | None:
     """Opens the library; the reason if there is none or it does not load."""
-    return _opened("cpu")
+    return opened("cpu")
 
 
 def cuda_unavailable() -> str | None:
     """Why there are no CUDA kernels here, None if there are."""
     return native_cuda.unavailable()
-
-
-def _opened(name: str) -> str | None:
-    """Opens library ``_<name>``; the reason if there is none or it does not load."""
-    library = next(iter(sorted(_PACKAGE.glob(f"_{name}*.so"))), None)
-    file = _PACKAGE / "_build.json"
-    record = json.loads(file.read_text()) if file.exists() else {}
-    if library is None:
-        kind = "C++" if name == "cpu" else "CUDA"
-        otherwise = f"the {kind} library was not built; `pip install --no-build-isolation .` builds it"
-        return record.get("not_built", {}).get(name, otherwise)
-    sources = _PACKAGE.parent / "csrc" / "ops.h"  # of a checkout that the library was built in
-    if sources.exists() and record.get("declarations") != hashlib.sha256(sources.read_bytes()).hexdigest():
-        return f"{library.name} was built from another csrc/ops.h; `make install` builds it anew"
-    try:
-        torch.ops.load_library(str(library))
-    except OSError as error:
-        return f"{library.name} does not load: {error}"
-    return None
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -288,39 +266,20 @@ def _effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype)
     return w.to(dtype), norm
 
 
-def _epilogue(y: Tensor, residual: Tensor | None, activation: str, negative_slope: float) -> Tensor:
-    if residual is not None:
-        y += residual
-    if activation == "relu":
-        return y.relu_()
-    if activation == "leaky_relu":
-        return torch.nn.functional.leaky_relu_(y, negative_slope)
-    return y
-
-
-def _epilogue_backward(dy: Tensor, y: Tensor, activation: str, negative_slope: float) -> Tensor:
-    """The mask is read off the output, whose sign is the input's."""
-    if activation == "relu":
-        return torch.ops.aten.threshold_backward(dy, y, 0)
-    if activation == "leaky_relu":
-        return torch.ops.aten.leaky_relu_backward(dy, y, negative_slope, True)
-    return dy
-
-
 def _composed_linear(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     w, norm = _effective_weight(v, g, dim, x.dtype)
     y = torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
-    return _epilogue(y, residual, activation, negative_slope), norm
+    return epilogue_(y, residual, activation, negative_slope), norm
 
 
 def _composed_linear_backward(
     dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dz = _epilogue_backward(dy, y, activation, negative_slope)
+    dz = masked(dy, y, activation, negative_slope)
     rows = dz.reshape(-1, dz.shape[-1])
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
     if needs[0]:
@@ -340,7 +299,7 @@ def _composed_conv(
     w, norm = _effective_weight(v, g, dim, x.dtype)
     b = None if bias is None else bias.to(x.dtype)
     y = torch.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
-    return _epilogue(y, residual, activation, negative_slope), norm
+    return epilogue_(y, residual, activation, negative_slope), norm
 
 
 def _composed_conv_backward(
@@ -348,7 +307,7 @@ def _composed_conv_backward(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dz = _epilogue_backward(dy, y, activation, negative_slope)
+    dz = masked(dy, y, activation, negative_slope)
     w, _ = _effective_weight(v, g, dim, x.dtype)
     features = w.shape[1] * groups if transposed else w.shape[0]
     gradients = torch.ops.aten.convolution_backward(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wnfused.backends import tensors_of
+from wnfused.backends.library import opened
 
 MINIMUM_CAPABILITY = (8, 0)
 """cp.async and the matrix instructions for bfloat16 and tf32 came with it."""
@@ -26,13 +27,11 @@ _OPS = ("weight_norm", "weight_norm_backward", "residual_stage", "residual_stage
 @functools.cache
 def unavailable() -> str | None:
     """Opens the library; the reason if it cannot run on any device here."""
-    from wnfused.backends.native import _opened
-
     if torch.version.cuda is None:
         return "torch is a CPU build"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    return _opened("cuda") or _driver_too_old(
+    return opened("cuda") or _driver_too_old(
         torch.ops.wnfused_native.cuda_toolkit_version(), torch.ops.wnfused_native.cuda_driver_version()
     )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
+from wnfused.backends.epilogue import masked
 from wnfused.backends.triton import configurations, rows, vendor
 from wnfused.backends.triton.configurations import Tile
 from wnfused.backends.triton.kernels import conv as kernels
@@ -193,7 +194,7 @@ def backward(
     geometry = Geometry.of(x, v, stride, padding, dilation)
     dx, dv, dg, db, dz = (dy.new_empty(0) for _ in range(5))
     if needs[3] and activation != "none":  # the masked gradient is wanted anyway: take it once
-        dy = dz = vendor.masked(dy, y, activation, slope)
+        dy = dz = masked(dy, y, activation, slope)
         activation = "none"
     dy, v = nhwc(dy), rows.dense(v)
     y = dy if activation == "none" else nhwc(y)
@@ -204,7 +205,7 @@ def backward(
         dv, dg, found = weight_gradient(dy, y, nhwc(x), v, g, norm, needs[2], geometry, activation, slope)
         db = db if found is None else found
     elif needs[2]:
-        db = vendor.bias_gradient(vendor.masked(dy, y, activation, slope), v)
+        db = vendor.bias_gradient(masked(dy, y, activation, slope), v)
     return dx, dv, dg, db, dz
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
+from wnfused.backends.epilogue import masked
 from wnfused.backends.triton import configurations, rows, vendor
 from wnfused.backends.triton.configurations import Tile
 from wnfused.backends.triton.kernels import linear as kernels
@@ -69,7 +70,7 @@ def backward(
     M = math.prod(x.shape[:-1])
     dx, dv, dg, db, dz = (dy.new_empty(0) for _ in range(5))
     if needs[3] and activation != "none":  # the masked gradient is wanted anyway: take it once
-        dy = dz = vendor.masked(dy, y, activation, slope)
+        dy = dz = masked(dy, y, activation, slope)
         activation = "none"
     dy = dy.reshape(M, N).contiguous()
     y = dy if activation == "none" else y.reshape(M, N).contiguous()
@@ -82,7 +83,7 @@ def backward(
         dv, dg, found = take(dy, y, flat, dense, g, norm, needs[2], number, slope)
         db = db if found is None else found
     elif needs[2]:
-        db = vendor.bias_gradient(vendor.masked(dy, y, activation, slope), v)
+        db = vendor.bias_gradient(masked(dy, y, activation, slope), v)
     return dx, dv, dg, db, dz
 
 

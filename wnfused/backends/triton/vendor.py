@@ -14,31 +14,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from wnfused import reference
+from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.triton.rows import effective_weight, weight_norm_backward
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def masked(dy: Tensor, y: Tensor, activation: str, slope: float) -> Tensor:
-    """The gradient before the activation, in one pass."""
-    if activation == "relu":
-        return torch.ops.aten.threshold_backward(dy, y, 0)
-    return reference.activate_backward(dy, y, activation, slope)
 
 
 def bias_gradient(dz: Tensor, v: Tensor) -> Tensor:
     """``dz [..., F]``, or ``[N, F, *spatial]`` for a weight of more than two dims."""
     spans = list(range(dz.dim() - 1)) if v.dim() == 2 else [0, *range(2, dz.dim())]
     return dz.sum(spans, dtype=torch.float32).to(v.dtype)
-
-
-def _finish(y: Tensor, residual: Tensor | None, activation: str, slope: float) -> Tensor:
-    if residual is not None:
-        y += residual
-    if activation == "relu":
-        return y.relu_()
-    return torch.nn.functional.leaky_relu_(y, slope) if activation == "leaky_relu" else y
 
 
 def linear(
@@ -54,7 +39,7 @@ def linear(
         return y.reshape([*x.shape[:-1], w.shape[0]]), norm
     else:
         y = torch.addmm(bias.to(x.dtype), flat, w.T)
-    return _finish(y.reshape([*x.shape[:-1], w.shape[0]]), residual, activation, slope), norm
+    return epilogue_(y.reshape([*x.shape[:-1], w.shape[0]]), residual, activation, slope), norm
 
 
 def linear_backward(
@@ -128,7 +113,7 @@ def conv(
             y = torch.cudnn_convolution_add_relu(x, w, residual, 1.0, b, stride, padding, dilation, groups)
             return y, norm
         y = torch.convolution(x, w, b, *geometry)
-    return _finish(y, residual, activation, slope), norm
+    return epilogue_(y, residual, activation, slope), norm
 
 
 def conv_backward(
