@@ -1,5 +1,7 @@
 """Every test starts from the same seed, and memory that nobody wrote reads as NaN."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -25,13 +27,26 @@ def forget_warnings():
     dispatch._warned.update(before)
 
 
-@pytest.fixture
-def one_thread():
-    """For layers so small that threads would only wait for each other."""
+@contextlib.contextmanager
+def _on_one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_thread():
+    """For layers so small that threads would only wait for each other."""
+    with _on_one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_thread_throughout():
+    """The same for all tests of a file, and for what they share."""
+    with _on_one_thread():
+        yield
 
 
 @pytest.fixture

@@ -19,13 +19,7 @@ from wnfused.train.errors import MissingDependencyError
 TRAIN = ["train", "--depth", "16", "--epochs", "1"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The networks are tiny, and other tests want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -161,7 +161,7 @@ def test_weights_that_something_else_computes_are_named():
         ("mishkin2016", {}, "sample: scheme 'mishkin2016' looks at data"),
         ("mishkin2016", {"sample": torch.empty(0, 3)}, r"sample: shape \[0, 3\] has no input in it"),
         ("mishkin2016", {"tolerance": 0.0, "sample": torch.ones(2, 3)}, "tolerance: 0.0 must be finite and above 0"),
-        ("mishkin2016", {"steps": 0, "sample": torch.ones(2, 3)}, "steps: 0 must be at least 1"),
+        ("mishkin2016", {"steps": 0, "sample": torch.ones(2, 3)}, "steps: 0 must be an int of at least 1"),
         ("hanin2018", {"factor": 1.5}, "factor: 1.5 must be above 0 and at most 1"),
         ("he", {"gain": 0.0}, "gain: 0.0 must be finite and above 0"),
         ("xavier", {"distribution": "beta"}, "distribution: unknown 'beta'; use 'normal' or 'uniform'"),

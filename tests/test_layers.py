@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import wnfused
-from wnfused import WNConv2d, WNLinear
+from wnfused import WNConv2d, WNConvTranspose2d, WNLinear
 
 RANKS = {
     "conv1d": (wnfused.WNConv1d, nn.Conv1d, (2, 4, 9)),
@@ -385,13 +385,17 @@ def test_a_state_dict_of_the_wrong_shape_is_torchs_own_error():
         (lambda: WNLinear(3, 2, init="xavier"), ValueError, "init: unknown 'xavier'; use 'orthogonal' or 'he'"),
         (lambda: WNLinear(3, 2, gamma=float("nan")), ValueError, "gamma: nan must be finite"),
         (lambda: WNLinear(3, 2, gamma=-1.0), ValueError, "gamma: -1.0 must be finite and at least 0"),
+        (lambda: WNLinear(3, 2, gamma="2"), TypeError, "gamma: expected a number, got str"),
         (lambda: WNLinear(3, 2, dim=2), ValueError, "dim: 2 is out of range"),
+        (lambda: WNLinear(3, 2, dim="0"), TypeError, "dim: expected an int or None, got str"),
         (
             lambda: WNLinear(3, 2, activation="leaky_relu", negative_slope=-0.1),
             ValueError,
             "negative_slope: -0.1 must be finite and at least 0",
         ),
         (lambda: WNConv2d(3, 4, 3, groups=2), ValueError, "divisible by groups"),
+        (lambda: WNConvTranspose2d(3, 4, 3, padding="same"), ValueError, "padding: 'same' must be an int or ints"),
+        (lambda: WNLinear(3, 2)(torch.randn(4, 3), "x"), TypeError, "residual: expected a Tensor, got str"),
         (lambda: WNLinear(3, 2)(torch.randn(4, 5)), ValueError, r"x: shape \[4, 5\] does not end in in_features = 3"),
         (lambda: WNConv2d(3, 2, 3)(torch.randn(4, 5, 6, 6)), ValueError, r"x: shape .* use \[N, 3, H, W\]"),
         (lambda: WNConv2d(3, 2, 3)(torch.randn(6, 6)), ValueError, r"x: shape \[6, 6\] does not fit"),
@@ -414,10 +418,14 @@ def test_bad_arguments_name_argument_value_and_what_is_right(call, error, messag
         ({"bias": torch.ones(3)}, r"bias: shape \[3\] does not fit; use \[4\]"),
         ({"v": torch.ones(4, 2, 3)}, r"v: shape \[4, 2, 3\] must have 4 dims"),
         ({"stride": 0}, "stride: 0 must be an int or 2 ints, each at least 1"),
+        ({"stride": 1.5}, "stride: 1.5 must be an int or 2 ints, each at least 1"),
+        ({"stride": "a"}, "stride: 'a' must be an int or 2 ints, each at least 1"),
         ({"padding": -1}, "padding: -1 must be"),
+        ({"padding": (0.5, 1)}, r"padding: \(0.5, 1\) must be an int or 2 ints, each at least 0"),
         ({"padding": "full"}, "padding: 'full' must be 'same', 'valid' or ints"),
         ({"padding": "same", "stride": 2}, "padding: 'same' needs stride 1"),
         ({"groups": 3}, "groups: 3 must be at least 1 and divide"),
+        ({"groups": "a"}, "groups: 'a' must be at least 1 and divide"),
         ({"dim": 4}, "dim: 4 is out of range"),
         ({"residual": torch.ones(1)}, r"residual: \[1\]"),
     ],

@@ -140,8 +140,8 @@ def test_separate_blocks_are_deep_too():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: wrn(1001), r"depth: 1001 is no depth of a wrn, which has 6 N \+ 4 .* nearest are 1000 and 1006"),
-        (lambda: wrn(4), "nearest are 10 and 16"),
+        (lambda: wrn(1001), r"depth: 1001 must be 6N \+ 4 with .* nearest are 1000 and 1006"),
+        (lambda: wrn(4), "nearest is 10"),
         (lambda: resnet(57), "nearest are 56 and 62"),
         (lambda: wrn(10, 0), "width: 0 must be an int of at least 1"),
         (lambda: wrn(10, norm="layer"), "norm: unknown 'layer'; use 'weight', 'batch', 'none' or 'fixup'"),

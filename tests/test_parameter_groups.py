@@ -52,8 +52,8 @@ def test_an_optimiser_takes_them():
     ("arguments", "error", "message"),
     [
         ((3, 0.1), TypeError, "model: expected an nn.Module, got int"),
-        ((nn.Linear(1, 1), -0.1), ValueError, "weight_decay: -0.1 must be at least 0"),
-        ((nn.Linear(1, 1), float("nan")), ValueError, "weight_decay: nan must be at least 0"),
+        ((nn.Linear(1, 1), -0.1), ValueError, "weight_decay: -0.1 must be finite and at least 0"),
+        ((nn.Linear(1, 1), float("nan")), ValueError, "weight_decay: nan must be finite and at least 0"),
     ],
 )
 def test_bad_arguments(arguments, error, message):

@@ -318,7 +318,7 @@ def test_a_regularised_network_becomes_orthogonal():
             ValueError,
             r"gain: shape \[3\] does not fit; use \[\]",
         ),
-        (lambda: srip(torch.ones(2, 3), steps=0), ValueError, "steps: 0 must be at least 1"),
+        (lambda: srip(torch.ones(2, 3), steps=0), ValueError, "steps: 0 must be an int of at least 1"),
         (
             lambda: srip(torch.ones(2, 3), start=torch.ones(3)),
             ValueError,
@@ -327,6 +327,8 @@ def test_a_regularised_network_becomes_orthogonal():
         (lambda: singular_value_margin(torch.ones(2, 2), -1.0), ValueError, "margin: -1.0 must be"),
         (lambda: cayley_step(torch.ones(2, 2), torch.ones(3, 2), 0.1), ValueError, "gradient: shape"),
         (lambda: cayley_step(torch.ones(2, 2), torch.ones(2, 2), math.inf), ValueError, "lr: inf must be finite"),
+        (lambda: retract_(3), TypeError, "model: expected an nn.Module, got int"),
+        (lambda: orthogonal_proxy(3), TypeError, "layer: expected an nn.Module, got int"),
         (lambda: qr_retraction([1.0]), TypeError, "w: expected a floating-point tensor, got list"),
         (lambda: Regularizer("hard"), ValueError, "penalty: unknown 'hard'; use one of soft"),
         (lambda: Regularizer(strength=-1.0), ValueError, "strength: -1.0 must be"),

@@ -1,7 +1,6 @@
 """Whole runs, small ones: results, divergence, accumulation, the rules of the folder, and resuming."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The networks are tiny, and other tests want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
 
 class Interrupted(Exception):
@@ -326,3 +319,25 @@ def test_cuda_graphs_need_cuda(tmp_path: Path, device: str) -> None:
     with pytest.raises(UsageError, match="cuda-graph"):
         train(replace(SMALL, cuda_graph=True, device=device), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"epochs": 1.5}, "--epochs 1.5: must be of type int"),
+        ({"depth": True}, "--depth True: must be of type int"),
+        ({"lr": "0.1"}, "--lr 0.1: must be of type float"),
+        ({"width": "2"}, "--width 2: must be of type int or None"),
+        ({"devices": 2}, "--devices 2: must be of type str"),
+        ({"milestones": [1]}, r"--milestones \[1\]: must be of type tuple"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**wrong)
+
+
+def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="config: expected a TrainConfig, got dict"):
+        train({"depth": 16}, tmp_path / "run")  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()

@@ -1,23 +1,14 @@
 """The demo's plan, and a demo of shallow networks from end to end."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from wnfused.train import demo as module
 from wnfused.train.budget import Recipe, fit
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The networks are tiny, and other tests want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
 
 RECIPES = (Recipe(40, 4, 32, 0.02, 0), Recipe(202, 4, 32, 0.02, 0), Recipe(1000, 4, 64, 0.01, 1))

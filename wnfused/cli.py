@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whose options are its own.
         options["arguments"] = others
     elif others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        return _fail(command, f"unrecognized arguments: {' '.join(others)}", USAGE)
     from wnfused.train.checkpoint import CorruptCheckpointError
 
     try:

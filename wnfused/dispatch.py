@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -141,4 +142,13 @@ def prefers_native() -> bool:
 def _warn_once(op: str, backend: str, reason: str) -> None:
     if (op, backend, reason) not in _warned:
         _warned.add((op, backend, reason))
-        warnings.warn(f"{op} passes over backend {backend!r}: {reason}", BackendWarning, stacklevel=3)
+        message = f"{op} passes over backend {backend!r}: {reason}"
+        warnings.warn(message, BackendWarning, stacklevel=_level_of_the_caller())
+
+
+def _level_of_the_caller() -> int:
+    """The stack level, seen from who warns, of the first frame outside this package and torch: the user's line."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("wnfused", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from wnfused._numbers import at_least_0
 from wnfused.nn import WNResidualStage
 
 _GAINS = ("weight_g", "parametrizations.weight.original0")
@@ -32,12 +33,11 @@ def param_groups(model: nn.Module, weight_decay: float, **options: Any) -> list[
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``weight_decay`` is negative or not a number.
+        ValueError: ``weight_decay`` is negative or not finite.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay: {weight_decay} must be at least 0")
+    at_least_0(weight_decay=weight_decay)
     stacked = {
         id(parameter)
         for module in model.modules()

@@ -36,12 +36,6 @@ def check_targets(targets: Tensor, inputs: Tensor) -> None:
         raise ValueError(f"targets: shape {list(targets.shape)} does not fit {inputs.shape[0]} samples")
 
 
-def positive_int(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: {value!r} must be an int of at least 1")
-    return value
-
-
 def mini_batches(inputs: Tensor, targets: Tensor, batch_size: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Consecutive slices of ``batch_size`` samples, the last as long as what is left; None: all at once."""
     size = len(inputs) if batch_size is None else batch_size

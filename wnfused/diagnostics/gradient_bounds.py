@@ -22,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arguments import check_inputs, check_model, check_targets, cross_entropy, mini_batches, positive_int
-from .drawing import Drawable, key, over_stations
-from .norms import layer_norms
-from .progress import Progress, advancing
-from .state import undisturbed
-from .stations import Filter
+from wnfused._numbers import positive
+from wnfused.diagnostics.arguments import check_inputs, check_model, check_targets, cross_entropy, mini_batches
+from wnfused.diagnostics.drawing import Drawable, key, over_stations
+from wnfused.diagnostics.norms import layer_norms
+from wnfused.diagnostics.progress import Progress, advancing
+from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.stations import Filter
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,7 @@ def parameter_gradient_bounds(
     check_inputs(inputs)
     check_targets(targets, inputs)
     if batch_size is not None:
-        positive_int("batch_size", batch_size)
+        positive(batch_size=batch_size)
     sets = homogeneous_sets(model, inputs[:1]) if sets is None else sets
     named = dict(model.named_parameters())
     for name in {parameter for parameters in sets.values() for parameter in parameters} - named.keys():

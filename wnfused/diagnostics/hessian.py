@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .arguments import (
+from wnfused._numbers import positive
+from wnfused.diagnostics.arguments import (
     Loss,
     check_inputs,
     check_model,
     check_targets,
     cross_entropy,
     mini_batches,
-    positive_int,
     seeded,
 )
-from .drawing import Drawable
-from .progress import Progress, advancing
-from .state import forked, undisturbed
+from wnfused.diagnostics.drawing import Drawable
+from wnfused.diagnostics.progress import Progress, advancing
+from wnfused.diagnostics.state import forked, undisturbed
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,8 @@ class HessianNorm(Drawable):
             beside ``norm`` only where two eigenvalues of opposite sign have nearly the same magnitude.
         converged: the last two estimates differ by less than ``tolerance``, relatively.
         estimates: ``||H v||`` after each iteration ``[iterations]``.
-        samples, parameters: how many of each.
+        samples: how many.
+        parameters: how many numbers H has a row for.
     """
 
     norm: float
@@ -111,9 +112,9 @@ def hessian_norm(
     check_model(model)
     check_inputs(inputs)
     check_targets(targets, inputs)
-    positive_int("samples", samples), positive_int("max_iterations", max_iterations)
+    positive(samples=samples, max_iterations=max_iterations)
     if batch_size is not None:
-        positive_int("batch_size", batch_size)
+        positive(batch_size=batch_size)
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: {tolerance} must be above 0 and below 1")
     theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad] if parameters is None else [*parameters]

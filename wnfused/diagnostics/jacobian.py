@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .arguments import check_inputs, check_model, positive_int, seeded
-from .drawing import THEORY, Drawable
-from .lanczos import Product, largest_singular_values
-from .progress import Progress, advancing
-from .state import undisturbed
+from wnfused._numbers import positive
+from wnfused.diagnostics.arguments import check_inputs, check_model, seeded
+from wnfused.diagnostics.drawing import THEORY, Drawable
+from wnfused.diagnostics.lanczos import Product, largest_singular_values
+from wnfused.diagnostics.progress import Progress, advancing
+from wnfused.diagnostics.state import undisturbed
 
 METHODS = ("auto", "exact", "lanczos")
 # Up to so many products, and so many numbers in all matrices together, a Jacobian is written out.
@@ -35,8 +36,10 @@ class JacobianSpectrum(Drawable):
     Attributes:
         singular_values: ``[n, r]``, falling; all ``min(d_out, d_in)`` if ``exact``, else the largest.
         exact: whether J was written out.
-        outputs, inputs: ``d_out`` and ``d_in``.
-        mean, variance: of the ``d_out`` eigenvalues of ``J J^T`` ``[n]``; estimated from probes unless ``exact``.
+        outputs: ``d_out``.
+        inputs: ``d_in``.
+        mean: of the ``d_out`` eigenvalues of ``J J^T`` ``[n]``; estimated from probes unless ``exact``.
+        variance: of the same eigenvalues ``[n]``, estimated likewise.
     """
 
     singular_values: np.ndarray
@@ -97,7 +100,7 @@ def jacobian_spectrum(
     check_model(model)
     check_inputs(inputs)
     check_independent(model)
-    positive_int("count", count), positive_int("probes", probes)
+    positive(count=count, probes=probes)
     if method not in METHODS:
         raise ValueError(f"method: unknown {method!r}; use one of {', '.join(METHODS)}")
     with undisturbed(model), torch.enable_grad():

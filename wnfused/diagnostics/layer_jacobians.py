@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .arguments import check_inputs, check_model, positive_int, seeded
-from .drawing import THEORY, Drawable, over_stations
-from .jacobian import METHODS, Products, _gaussian, check_independent, spectrum
-from .progress import Progress, advancing
-from .state import undisturbed
-from .stations import Call, Filter, observed
+from wnfused._numbers import positive
+from wnfused.diagnostics.arguments import check_inputs, check_model, seeded
+from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
+from wnfused.diagnostics.jacobian import METHODS, Products, _gaussian, check_independent, spectrum
+from wnfused.diagnostics.progress import Progress, advancing
+from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.stations import Call, Filter, observed
 
 # Of the largest singular value where J is too large to write out: a picture over many layers needs no more.
 _TOLERANCE = 1e-3
@@ -36,9 +37,10 @@ class LayerJacobians(Drawable):
 
     Attributes:
         names: of the stations.
-        largest, smallest: singular values ``[L]``; where J was too large to write out, ``largest`` is good to about
-            0.1% and ``smallest`` NaN.
-        mean, variance: of the eigenvalues of ``J J^T`` ``[L]``; the mean is the layer's chi.
+        largest: singular value ``[L]``; good to about 0.1% where J was too large to write out.
+        smallest: singular value ``[L]``; NaN where J was too large to write out.
+        mean: of the eigenvalues of ``J J^T`` ``[L]``: the layer's chi.
+        variance: of the same eigenvalues ``[L]``.
     """
 
     names: tuple[str, ...]
@@ -79,7 +81,7 @@ def layer_jacobians(
     check_model(model)
     check_inputs(inputs)
     check_independent(model)
-    positive_int("probes", probes)
+    positive(probes=probes)
     if method not in METHODS:
         raise ValueError(f"method: unknown {method!r}; use one of {', '.join(METHODS)}")
     generator = seeded(generator)
@@ -148,7 +150,7 @@ def jacobian_growth(
     check_model(model)
     check_inputs(inputs)
     check_independent(model)
-    positive_int("probes", probes)
+    positive(probes=probes)
     if not inputs.is_floating_point():
         raise TypeError(f"inputs: {inputs.dtype} has no derivatives; use a floating-point tensor")
     generator = seeded(generator)

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from .drawing import COLOURS, THEORY, Drawable
+from wnfused._numbers import at_least_0
+from wnfused.diagnostics.drawing import COLOURS, THEORY, Drawable
 
 Activation = str | Callable[[Tensor], Tensor]
 """``"linear"``, ``"relu"``, ``"hard_tanh"`` (closed forms), ``"tanh"`` or a smooth elementwise function of a float64
@@ -33,7 +34,7 @@ WEIGHTS = ("gaussian", "orthogonal")
 
 def q_map(activation: Activation, q: float, sw2: float, sb2: float) -> float:
     """``sw^2 E phi(sqrt(q) z)^2 + sb^2``: the next layer's variance of a pre-activation."""
-    _at_least_0(q=q, sw2=sw2, sb2=sb2)
+    at_least_0(q=q, sw2=sw2, sb2=sb2)
     return sw2 * _Moments(activation).square(q) + sb2
 
 
@@ -44,7 +45,7 @@ def fixed_point(activation: Activation, sw2: float, sb2: float) -> float:
     ``sb^2 = 0``), where every q is fixed and chi depends on none. The map is taken to be concave in q, as it is for
     saturating activations.
     """
-    _at_least_0(sw2=sw2, sb2=sb2)
+    at_least_0(sw2=sw2, sb2=sb2)
     moments = _Moments(activation)
     if moments.slope is not None:  # q -> sw^2 p q + sb^2
         rest = 1 - sw2 * moments.slope
@@ -226,12 +227,6 @@ class _Moments:
         z = a * torch.sinh(t)
         density = torch.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
         return (step * a * torch.cosh(t) * density * f(math.sqrt(q) * z)).sum().item()
-
-
-def _at_least_0(**values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}: {value} must be finite and at least 0")
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .arguments import Loss, check_inputs, check_model, cross_entropy
-from .drawing import THEORY, Drawable, over_stations
-from .progress import Progress, advancing
-from .state import undisturbed
-from .stations import Call, Filter, observed
+from wnfused.diagnostics.arguments import Loss, check_inputs, check_model, cross_entropy
+from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
+from wnfused.diagnostics.progress import Progress, advancing
+from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.stations import Call, Filter, observed
 
 _FLOAT32_LARGEST = 3.4e38
 
@@ -50,7 +50,8 @@ class NormProfile(Drawable):
         activations: ``||h^l_i||`` ``[L, n]``.
         gradients: ``||d l_i / d h^l_i||`` ``[L, n]``; NaN where the loss does not depend on the station.
         inputs: ``||x_i||`` ``[n]``.
-        channels, positions: of each output ``[L]``; channels x positions elements.
+        channels: of each output ``[L]``.
+        positions: of each output ``[L]``, which has channels x positions elements.
         blocks: ``B_k`` where the station is a residual block of a stage of so many, else 0 ``[L]``.
         heads: stations at the end that the theory leaves out: plain layers after normalised ones or blocks.
     """
@@ -243,10 +244,9 @@ class _Record:
 
     def _structure(self) -> tuple[list[int], int]:
         """How many blocks the stage of each station has, and how many plain layers end the network."""
+        from wnfused.diagnostics.stations import BLOCKS
         from wnfused.nn import WNResidualBlock, WNResidualStage
         from wnfused.nn._layer import WeightNormalised
-
-        from .stations import BLOCKS
 
         blocks, heads = [], 0
         for name in self.names:

@@ -24,11 +24,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from .arguments import check_inputs, check_model
-from .drawing import THEORY, Drawable, key, over_stations
-from .progress import Progress, advancing
-from .state import undisturbed
-from .stations import Call, Filter, observed
+from wnfused.diagnostics.arguments import check_inputs, check_model
+from wnfused.diagnostics.drawing import THEORY, Drawable, key, over_stations
+from wnfused.diagnostics.progress import Progress, advancing
+from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.stations import Call, Filter, observed
 
 
 def orthogonality_gap(h: Tensor) -> Tensor:

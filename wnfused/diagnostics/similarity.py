@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arguments import check_inputs, check_model
-from .drawing import Drawable, over_stations
-from .progress import Progress, advancing
-from .state import undisturbed
-from .stations import Call, Filter, observed
+from wnfused.diagnostics.arguments import check_inputs, check_model
+from wnfused.diagnostics.drawing import Drawable, over_stations
+from wnfused.diagnostics.progress import Progress, advancing
+from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.stations import Call, Filter, observed
 
 QUANTILES = (0.05, 0.5, 0.95)
 

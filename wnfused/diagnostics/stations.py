@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from wnfused.models.resnet import BatchNormBlock
 from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock, WNResidualStage
+from wnfused.nn.residual import run_as
 
 Filter = Callable[[str, nn.Module], bool]
 """From (name, module) to whether the module is a station. A stage for which it is true is observed block by block."""
@@ -31,7 +32,8 @@ class Call:
     Attributes:
         name: of the module, or ``stage.blocks.i`` for an identity block of a stage.
         run: the station as a function of its input, its other arguments held.
-        input, output: tensors; the first of each, where there are several.
+        input: a tensor; the first, where there are several.
+        output: the same of what it returned.
     """
 
     name: str
@@ -126,8 +128,7 @@ def _with_first(output: Any, replacement: Tensor) -> Any:
     return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
 
 
-@contextlib.contextmanager
-def _block_by_block(name: str, stage: WNResidualStage, report: Observer) -> Iterator[None]:
+def _block_by_block(name: str, stage: WNResidualStage, report: Observer) -> contextlib.AbstractContextManager[None]:
     """While this holds, the stage runs its blocks one after the other instead of as one op."""
 
     def forward(x: Tensor) -> Tensor:
@@ -140,9 +141,4 @@ def _block_by_block(name: str, stage: WNResidualStage, report: Observer) -> Iter
             x = y if replacement is None else replacement
         return x
 
-    # An attribute of the instance hides the method of its class.
-    stage.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del stage.__dict__["forward"]
+    return run_as(stage, forward)

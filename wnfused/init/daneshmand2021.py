@@ -41,7 +41,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from wnfused.init.glorot2010 import draw_xavier_
 from wnfused.init.isotropic import Representation, isotropic_weight, patches, represent, represent_columns
-from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.units import Unit
 from wnfused.init.walk import walk
 from wnfused.nn import WNResidualStage

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from wnfused.init.he2015 import draw_he_
-from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.skip_scale import scale_sums_
 from wnfused.nn import WNResidualStage
 

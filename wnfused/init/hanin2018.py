@@ -18,7 +18,8 @@ from collections.abc import Iterator
 import torch
 
 from wnfused.init.arpit2019 import by_rule, is_plain_head, plain_head
-from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.units import Unit, fill_
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from wnfused.init.registry import Context, Entry, checked_gain, describe_unit, scheme
+from wnfused._numbers import above_0
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.units import Unit, draw_
 
 
 @scheme("he")
 def he(context: Context, gain: float = 1.0, distribution: str = "normal") -> Iterator[Entry]:
     """``gain``: factor on the standard deviation; ``distribution``: ``"normal"`` or ``"uniform"``."""
-    checked_gain(gain)
+    above_0(gain=gain)
     for unit in context.units:
         draw_he_(unit, context, gain, distribution)
         yield Entry(unit.name, describe_unit(unit), None, unit.mean_gain())

@@ -14,7 +14,9 @@ import math
 
 from torch import Tensor
 
-from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused._numbers import above_0, positive
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.saxe2014 import start_orthogonal
 from wnfused.init.units import Unit, fill_orthogonal_
 from wnfused.init.walk import walk
@@ -23,10 +25,8 @@ from wnfused.init.walk import walk
 @scheme("mishkin2016", needs_sample=True)
 def mishkin2016(context: Context, tolerance: float = 0.1, steps: int = 10) -> list[Entry]:
     """``tolerance``: of the variance, above 0; ``steps``: at most, at least 1. Needs ``sample``."""
-    if not 0 < tolerance < math.inf:
-        raise ValueError(f"tolerance: {tolerance} must be finite and above 0")
-    if steps < 1:
-        raise ValueError(f"steps: {steps} must be at least 1")
+    above_0(tolerance=tolerance)
+    positive(steps=steps)
     fill_orthogonal_(context.units, generator=context.generator)
     for unit in context.units:
         start_orthogonal(unit)

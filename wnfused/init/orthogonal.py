@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from wnfused import dispatch
+from wnfused._numbers import finite
 from wnfused.backends import cusolver
-from wnfused.backends import native as library
+from wnfused.backends import native as kernels
+from wnfused.reference import wide
 
 # Matrices are worked on in chunks of this many elements, which stay in a CPU's cache and fill a GPU.
 _CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
@@ -55,7 +57,7 @@ def route(count: int, short: int, long: int, dtype: torch.dtype, device_type: st
     matrix_by_matrix = Route.CUSOLVER if native and device_type == "cuda" and short > 0 else Route.HOUSEHOLDER
     # P(k > t) falls like t^-(long - short + 1): at twice as long, and eight longer, nobody ever meets a breakdown.
     tame = long >= 2 * short and long - short >= 8
-    fits = 1 <= short <= library.ORTHONORMAL_ROWS and short * long <= _NATIVE_ENTRIES
+    fits = 1 <= short <= kernels.ORTHONORMAL_ROWS and short * long <= _NATIVE_ENTRIES
     if native and device_type == "cpu" and dtype == torch.float32 and tame and fits:
         return Route.NATIVE
     if short == 0 or count < 4:
@@ -98,17 +100,16 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
         raise TypeError(f"tensor: expected a floating-point tensor, got {kind}")
     if tensor.dim() < 2:
         raise ValueError(f"tensor: shape {list(tensor.shape)} must have at least two dims, [..., r, c]")
-    if not math.isfinite(gain):
-        raise ValueError(f"gain: {gain} must be finite")
+    finite(gain=gain)
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return tensor
     rows, columns = tensor.shape[-2:]
     short, long = min(rows, columns), max(rows, columns)
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     matrices = tensor.reshape(-1, rows, columns)
     size = max(1, _CHUNK.get(tensor.device.type, _CHUNK["cuda"]) // (rows * columns))
     for chunk in matrices.split(size):
-        gaussian = torch.empty(len(chunk), short, long, dtype=wide, device=tensor.device).normal_(generator=generator)
+        gaussian = torch.empty(len(chunk), short, long, dtype=wide(tensor.dtype), device=tensor.device)
+        gaussian.normal_(generator=generator)
         q = orthonormal_rows(gaussian)
         if gain != 1.0:
             q *= gain
@@ -126,7 +127,7 @@ def orthonormal_rows(a: Tensor) -> Tensor:
     shape = len(a), a.shape[-2], a.shape[-1], a.dtype, a.device.type
     how = route(*shape, dispatch.requested() in (None, "native"))
     if how in (Route.NATIVE, Route.CUSOLVER):
-        reason = library.unavailable() if how is Route.NATIVE else cusolver.refusal("qr", a.device)
+        reason = kernels.unavailable() if how is Route.NATIVE else cusolver.refusal("qr", a.device)
         if reason is None:
             return native(a) if how is Route.NATIVE else cusolver.orthonormal_rows(a)
         dispatch.pass_over("orthogonal_batched", "native", reason)
@@ -149,7 +150,7 @@ def householder(a: Tensor) -> Tensor:
 def native(a: Tensor) -> Tensor:
     """By the C++ kernel, in place; what is too ill-conditioned for it goes to Householder."""
     q = a.contiguous()
-    solved = library.orthonormal_rows_(q)
+    solved = kernels.orthonormal_rows_(q)
     if not solved.all():
         q[~solved] = householder(q[~solved])
     return q

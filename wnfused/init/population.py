@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from wnfused.init.processes import decided_by_first_process
-from wnfused.init.registry import Context, Report, check_request, prepared, run_scheme
+from wnfused.init.registry import Context, check_request, prepared, run_scheme
+from wnfused.init.report import Report
 
 T = TypeVar("T")
 

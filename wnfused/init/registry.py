@@ -1,10 +1,9 @@
-"""Init schemes by name: one file each, one way to call them, one report of what they did."""
+"""Init schemes by name: one file each, and one way to call them."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -12,76 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from wnfused._numbers import at_least_0, positive
 from wnfused.init.processes import decided_by_first_process
+from wnfused.init.report import Entry, Report
 from wnfused.init.roles import Role, find_roles
 from wnfused.init.skip_scale import restore_sums_
 from wnfused.init.units import Unit, units_of
 from wnfused.nn import WNResidualStage
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What a scheme did to one layer, or to a stack of layers.
-
-    Attributes:
-        layer: its name.
-        role: its place in the model, in words.
-        gamma: the factor of ``g = sqrt(gamma fan_in / fan_out)``; None where the scheme has another rule.
-        gain: the mean over rows of the gain it set, or of the row norms of a plain layer's weight; None: not set.
-    """
-
-    layer: str
-    role: str
-    gamma: float | None = None
-    gain: float | None = None
-
-
-# A longer table is cut in the middle when it is printed.
-_ROWS = 60
-
-
-@dataclass(frozen=True)
-class Report:
-    """What ``initialize`` did, layer by layer; prints as a table.
-
-    Attributes:
-        scheme: the scheme's name.
-        entries: one for each layer, or stack of layers, in order of execution.
-        unplaced: names of layers whose place in the model could not be found and was assumed to be
-            neither before an activation nor at the end of a branch.
-        notes: what the scheme could not do as its paper has it, and what it did instead.
-    """
-
-    scheme: str
-    entries: tuple[Entry, ...]
-    unplaced: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __str__(self) -> str:
-        def number(value: float | None) -> str:
-            return "" if value is None else f"{value:.4g}"
-
-        rows = [("layer", "role", "gamma", "gain")]
-        rows += [(e.layer, e.role, number(e.gamma), number(e.gain)) for e in self.entries]
-        if len(rows) > _ROWS:
-            half = _ROWS // 2
-            omitted = (f"... {len(rows) - _ROWS} more, which iterating over the report gives ...", "", "", "")
-            rows = [*rows[:half], omitted, *rows[-half:]]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [f"init scheme {self.scheme}"]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        if self.unplaced:
-            lines.append(f"not placed, taken as neither before a ReLU nor last in a branch: {', '.join(self.unplaced)}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
 
 T = TypeVar("T")
 
@@ -254,12 +190,12 @@ def _stated(
         if unknown:
             raise ValueError(f"{argument}: the model has no layer {unknown[0]!r}; it has {', '.join(names)}")
     for name, gamma in gammas.items():
-        if not (math.isfinite(gamma) and gamma >= 0):
-            raise ValueError(f"gammas: {gamma} for {name!r} must be finite and at least 0")
+        at_least_0(**{f"gammas[{name!r}]": gamma})
     for name, attributes in roles.items():
         for attribute in attributes:
             if attribute not in _STATABLE:
                 raise ValueError(f"roles: {attribute!r} for {name!r} is none of {', '.join(_STATABLE)}")
+        positive(**{f"roles[{name!r}]['num_blocks']": attributes.get("num_blocks", 1)})
     return [
         replace(unit, role=_with_stated(unit.role, gammas.get(unit.name), roles.get(unit.name)))
         if unit.name in gammas or unit.name in roles
@@ -274,32 +210,3 @@ _STATABLE = ("activation_gamma", "closes_branch", "num_blocks", "block", "branch
 def _with_stated(role: Role, gamma: float | None, attributes: Mapping[str, Any] | None) -> Role:
     role = replace(role, **(attributes or {}), placed=True)
     return role if gamma is None else replace(role, stated=gamma, by_hand=True)
-
-
-def describe(role: Role) -> str:
-    """A role in words, for the report."""
-    parts = []
-    if role.closes_branch:
-        parts.append(f"last of branch, block {role.block} of {role.num_blocks}")
-    if role.activation_gamma != 1.0:
-        parts.append("before an activation")
-    if role.head:
-        parts.append("head")
-    words = ", ".join(parts) or ("no activation after it" if role.placed else "not placed")
-    return words if role.stated is None else f"{words}; gamma as stated"
-
-
-def describe_unit(unit: Unit) -> str:
-    """The same for a unit; of a stack, how many layers."""
-    words = describe(unit.role)
-    if not unit.stacked:
-        return words
-    first, last = unit.role.block, unit.role.block + len(unit.v) - 1
-    which = f"blocks {first} to {last} of {unit.role.num_blocks}"
-    return f"last of branch, {which}" if unit.role.closes_branch else f"before a ReLU, {which}"
-
-
-def checked_gain(gain: float) -> float:
-    if not (math.isfinite(gain) and gain > 0):
-        raise ValueError(f"gain: {gain} must be finite and above 0")
-    return gain

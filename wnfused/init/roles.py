@@ -86,7 +86,12 @@ def find_roles(model: nn.Module) -> list[Role]:
     What a constructor states goes before what is found: a layer's ``gamma``, and ``num_blocks`` of a
     ``wnfused.WNResidualBlock`` where it is more than 1. (The gammas that such a block gives its own layers follow
     from its ``num_blocks``, so they are none of the user's.)
+
+    Raises:
+        TypeError: ``model`` is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     try:
         graph = Graph(model)
     except Exception as reason:  # a trace runs the user's own code, which may raise anything

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from wnfused.init.arpit2019 import is_plain_head, plain_head
-from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.units import Unit, fill_
 from wnfused.init.walk import walk
 

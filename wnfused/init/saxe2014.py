@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wnfused.init.registry import Context, Entry, checked_gain, describe_unit, scheme
+from wnfused._numbers import above_0
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.units import Unit, fill_orthogonal_
 
 
 @scheme("orthogonal")
 def orthogonal(context: Context, gain: float = 1.0) -> Iterator[Entry]:
     """``gain``: of every matrix."""
-    checked_gain(gain)
+    above_0(gain=gain)
     fill_orthogonal_(context.units, generator=context.generator)
     for unit in context.units:
         yield start_orthogonal(unit, gain)

@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator
 
 from wnfused.init.layer import reset_plain_
-from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.units import fill_
 
 

@@ -19,11 +19,12 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused.init.layer import fill_directions_
+from wnfused.init.layer import fan_ratio, fill_directions_
 from wnfused.init.orthogonal import orthogonal_batched
 from wnfused.init.roles import Role
 from wnfused.nn import WeightNormalised, WNResidualStage
 from wnfused.nn._layer import row_norm
+from wnfused.reference import wide
 
 # Separate layers of one shape are drawn this many at a time, so that a copy of all their weights is never made.
 _TOGETHER = 1024
@@ -95,16 +96,14 @@ class Unit:
 
     @property
     def fan_ratio(self) -> float:
-        """``fan_in / fan_out``; of a transposed convolution, normalised over its input channels, ``prod(stride)``."""
-        if self.transposed:
-            return math.prod(self.module.stride)  # type: ignore[arg-type]
-        return self.channels[0] / self.channels[1]
+        """``wnfused.init.layer.fan_ratio`` of the layer; the fans of a stage's convolutions are equal."""
+        return 1.0 if isinstance(self.module, WNResidualStage) else fan_ratio(self.module)
 
     # -------------------------------------------------------------------------------------------------- access
 
     def weight(self) -> Tensor:
         """The effective weight, float32 or wider."""
-        v = self.v.to(torch.float64 if self.v.dtype == torch.float64 else torch.float32)
+        v = self.v.to(wide(self.v.dtype))
         if self.g is None:
             return v
         norm = self._broadcast(self._row_norms(v))

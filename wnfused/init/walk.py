@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from wnfused.init.registry import Context, Entry
+from wnfused.init.registry import Context
+from wnfused.init.report import Entry
 from wnfused.init.units import Unit
 from wnfused.nn import WNResidualStage
+from wnfused.nn.residual import run_as
 
 Visit = Callable[[Unit, Tensor], Entry]
 
@@ -27,7 +29,6 @@ def walk(context: Context, visit: Visit) -> list[Entry]:
 
     Batch norms use the sample's statistics and keep their running ones; dropout is off. A layer that is called more
     than once is visited the first time. Layers that are never reached are noted.
-
     """
     entries: list[Entry] = []
     with _modes_and_statistics_kept(context.model), _stops(context.units, visit, entries) as reached:
@@ -66,10 +67,9 @@ def _stops(units: list[Unit], visit: Visit, entries: list[Entry]) -> Iterator[se
         yield reached
 
 
-@contextlib.contextmanager
 def _block_by_block(
     stage: WNResidualStage, stacks: list[Unit], visit: Visit, entries: list[Entry], reached: set[int]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """While this holds, the stage runs its blocks one after the other, and visits on the first pass."""
 
     def forward(x: Tensor) -> Tensor:
@@ -84,12 +84,7 @@ def _block_by_block(
             x = block(x)
         return x
 
-    # An attribute of the instance hides the method of its class.
-    stage.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del stage.__dict__["forward"]
+    return run_as(stage, forward)
 
 
 @contextlib.contextmanager

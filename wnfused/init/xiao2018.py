@@ -14,8 +14,10 @@ from collections.abc import Iterator
 
 import torch
 
+from wnfused._numbers import above_0
 from wnfused.init.orthogonal import orthogonal_batched
-from wnfused.init.registry import Context, Entry, checked_gain, describe_unit, scheme
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.init.saxe2014 import start_orthogonal
 from wnfused.init.units import Unit, fill_orthogonal_
 
@@ -24,7 +26,7 @@ from wnfused.init.units import Unit, fill_orthogonal_
 def xiao2018(context: Context, gain: float = 1.0, otherwise: str = "orthogonal") -> Iterator[Entry]:
     """``gain``: of every isometry; ``otherwise``: what a convolution gets that cannot be delta-orthogonal,
     ``"orthogonal"`` (and the report says so) or ``"error"``."""
-    checked_gain(gain)
+    above_0(gain=gain)
     if otherwise not in ("orthogonal", "error"):
         raise ValueError(f"otherwise: unknown {otherwise!r}; use 'orthogonal' or 'error'")
     obstacles = {id(unit): _obstacle(unit) for unit in context.units}

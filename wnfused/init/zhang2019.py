@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wnfused.init.he2015 import draw_he_
-from wnfused.init.registry import Context, Entry, describe_unit, scheme
+from wnfused.init.registry import Context, scheme
+from wnfused.init.report import Entry, describe_unit
 from wnfused.nn import FixupBlock, ScalarBias
 
 

@@ -1,4 +1,4 @@
-"""What the networks share: argument checks and the layer followed by a ReLU in each normalisation."""
+"""What the networks share: the check of ``norm`` and the layer followed by a ReLU in each normalisation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ def checked_norm(norm: str, norms: tuple[str, ...] = NORMS) -> str:
         *first, last = map(repr, norms)
         raise ValueError(f"norm: unknown {norm!r}; use {', '.join(first)} or {last}")
     return norm
-
-
-def positive(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: {value!r} must be an int of at least 1")
 
 
 def linear_relu(norm: str, in_features: int, out_features: int) -> nn.Module:

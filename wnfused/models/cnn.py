@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from wnfused.models._common import checked_norm, conv_relu, positive
+from wnfused._numbers import positive
+from wnfused.models._common import checked_norm, conv_relu
 
 
 class CNN(nn.Module):

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wnfused.models._common import RESIDUAL_NORMS, checked_norm, positive
+from wnfused._numbers import positive
+from wnfused.models._common import RESIDUAL_NORMS, checked_norm
 from wnfused.nn import FixupBlock, PlainResidualBlock, ScalarBias, WNConv2d, WNResidualStage
 
 STEM_CHANNELS = 16
@@ -88,23 +89,33 @@ class ResNet(nn.Module):
 _BLOCKS: dict[str, Any] = {"batch": BatchNormBlock, "none": PlainResidualBlock, "fixup": FixupBlock}
 
 
+# Every stage has N blocks of two layers; the rest is stem and head, and in the wide family the two shortcuts.
+_DEPTH_OFFSETS = {"wrn": 4, "resnet": 2}
+
+
+def depth_error(name: str, depth: int) -> str | None:
+    """What is wrong with a depth of the family ``name``, in words that follow its value; None where it is one."""
+    offset = _DEPTH_OFFSETS[name]
+    below = max(1, (depth - offset) // 6) * 6 + offset
+    if depth == below:
+        return None
+    nearest = f"is {below}" if depth < below else f"are {below} and {below + 6}"
+    return f"must be 6N + {offset} with N = 1, 2, ... for {name}: the nearest {nearest}"
+
+
 def _build(
-    name: str, depth: int, offset: int, width: int, num_classes: int, in_channels: int, norm: str,
-    recompute: int | None, stack: bool,
+    name: str, depth: int, width: int, num_classes: int, in_channels: int, norm: str, recompute: int | None,
+    stack: bool,
 ) -> ResNet:  # fmt: skip
-    positive(width=width, num_classes=num_classes, in_channels=in_channels)
-    blocks, rest = divmod(depth - offset, 6)
-    if rest or blocks < 1:
-        below = max(blocks, 1) * 6 + offset
-        raise ValueError(
-            f"depth: {depth} is no depth of a {name}, which has 6 N + {offset} layers with N >= 1; "
-            f"the nearest are {below} and {below + 6}"
-        )
+    positive(depth=depth, width=width, num_classes=num_classes, in_channels=in_channels)
+    wrong = depth_error(name, depth)
+    if wrong is not None:
+        raise ValueError(f"depth: {depth} {wrong}")
     if recompute is not None:
         positive(recompute=recompute)
     outer_norms = name == "resnet" and norm == "batch"
     norm = checked_norm(norm, RESIDUAL_NORMS)
-    return ResNet(blocks, width, num_classes, in_channels, norm, recompute, stack, outer_norms)
+    return ResNet(depth // 6, width, num_classes, in_channels, norm, recompute, stack, outer_norms)
 
 
 def wrn(
@@ -129,7 +140,7 @@ def wrn(
 
     Source: Arpit, Campos & Bengio 2019, section 5 and supplement.
     """
-    return _build("wrn", depth, 4, width, num_classes, in_channels, norm, recompute, stack)
+    return _build("wrn", depth, width, num_classes, in_channels, norm, recompute, stack)
 
 
 def resnet(
@@ -143,4 +154,4 @@ def resnet(
 
     Source: Arpit, Campos & Bengio 2019, Table 1; the 164 layers are 27 basic blocks a stage.
     """
-    return _build("resnet", depth, 2, width, num_classes, in_channels, norm, recompute, stack)
+    return _build("resnet", depth, width, num_classes, in_channels, norm, recompute, stack)

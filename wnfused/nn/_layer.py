@@ -6,7 +6,6 @@ tensor that torch assigns to ``weight`` becomes ``weight_v``, and ``weight_g`` i
 
 from __future__ import annotations
 
-import math
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from wnfused import functional
+from wnfused._numbers import at_least_0
 from wnfused.nn._keys import to_old
 from wnfused.nn._weight import EffectiveWeight
 
@@ -66,12 +66,14 @@ class WeightNormalised(nn.Module):
         """Checked and set before torch's constructor runs, because that one ends in ``reset_parameters``."""
         if activation not in (None, "relu", "leaky_relu"):
             raise ValueError(f"activation: unknown {activation!r}; use None, 'relu' or 'leaky_relu'")
-        if activation == "leaky_relu" and not (math.isfinite(negative_slope) and negative_slope >= 0):
-            raise ValueError(f"negative_slope: {negative_slope} must be finite and at least 0")
-        if gamma is not None and not (math.isfinite(gamma) and gamma >= 0):
-            raise ValueError(f"gamma: {gamma} must be finite and at least 0, or None")
+        if activation == "leaky_relu":
+            at_least_0(negative_slope=negative_slope)
+        if gamma is not None:
+            at_least_0(gamma=gamma)
         if init not in DIRECTIONS:
             raise ValueError(f"init: unknown {init!r}; use 'orthogonal' or 'he'")
+        if dim is not None and not isinstance(dim, int):
+            raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
         self.__dict__.update(activation=activation, negative_slope=negative_slope, gamma=gamma, init=init, dim=dim)
 
     @property

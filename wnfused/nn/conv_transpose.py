@@ -23,6 +23,8 @@ class _WNConvTranspose(WeightNormalised):
         padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, activation: str | None = None,
         negative_slope: float = 0.01, gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
+        if isinstance(padding, str):
+            raise ValueError(f"padding: {padding!r} must be an int or ints for a transposed convolution")
         self._set_options(activation, negative_slope, gamma, init, dim)
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wnfused._numbers import positive
+
 
 def fixup_scalars(model: nn.Module) -> list[nn.Parameter]:
     """The scalar multipliers and biases of a model, in its order; the published code trains them at a tenth of the
@@ -65,10 +67,7 @@ class FixupBlock(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        given = {"in_channels": in_channels, "out_channels": out_channels, "stride": stride}
-        for name, value in {**given, "num_branches": num_branches}.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: {value!r} must be an int of at least 1")
+        positive(in_channels=in_channels, out_channels=out_channels, stride=stride, num_branches=num_branches)
         self.num_branches = num_branches
         where = {"device": device, "dtype": dtype}
         for name in ("bias1", "bias2", "bias3", "bias4", "scale"):

@@ -6,8 +6,8 @@ parameters are stacked and one op runs them all.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, MutableMapping
+import contextlib
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused._numbers import finite, positive
 from wnfused.nn._keys import stack_blocks
 from wnfused.nn._layer import row_norm
 from wnfused.nn.conv import WNConv2d
-
-
-def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: {value!r} must be an int of at least 1")
-    return value
 
 
 class PlainResidualBlock(nn.Module):
@@ -38,11 +33,8 @@ class PlainResidualBlock(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        (
-            _positive("in_channels", in_channels),
-            _positive("out_channels", out_channels),
-            _positive("stride", stride),
-        )
+        positive(in_channels=in_channels, out_channels=out_channels, stride=stride)
+        finite(skip_scale=skip_scale)
         self.skip_scale = skip_scale
         where = {"device": device, "dtype": dtype}
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, **where)
@@ -76,12 +68,8 @@ class WNResidualBlock(nn.Module):
         skip_scale: float = 1.0, init: str = "orthogonal", device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        (
-            _positive("in_channels", in_channels),
-            _positive("out_channels", out_channels),
-            _positive("stride", stride),
-        )
-        _positive("num_blocks", num_blocks)
+        positive(in_channels=in_channels, out_channels=out_channels, stride=stride, num_blocks=num_blocks)
+        finite(skip_scale=skip_scale)
         self.num_blocks = num_blocks
         self.skip_scale = float(skip_scale)
         shared = {"init": init, "device": device, "dtype": dtype}
@@ -145,31 +133,19 @@ class WNResidualStage(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        _positive("in_channels", in_channels), _positive("out_channels", out_channels)
-        _positive("num_blocks", num_blocks), _positive("stride", stride)
+        positive(in_channels=in_channels, out_channels=out_channels, num_blocks=num_blocks, stride=stride)
         if recompute is not None:
-            _positive("recompute", recompute)
-        if not math.isfinite(skip_scale):
-            raise ValueError(f"skip_scale: {skip_scale} must be finite")
+            positive(recompute=recompute)
+        finite(skip_scale=skip_scale)
         self.in_channels, self.out_channels, self.stride = in_channels, out_channels, stride
-        self.num_blocks, self.recompute, self.skip_scale, self.init = (
-            num_blocks,
-            recompute,
-            float(skip_scale),
-            init,
-        )
+        self.num_blocks, self.recompute = num_blocks, recompute
+        self.skip_scale, self.init = float(skip_scale), init
         where = {"device": device, "dtype": dtype}
         changes = stride != 1 or in_channels != out_channels
         self.transition: WNResidualBlock | None = None
         if changes:
             self.transition = WNResidualBlock(
-                in_channels,
-                out_channels,
-                stride,
-                num_blocks=num_blocks,
-                skip_scale=skip_scale,
-                init=init,
-                **where,
+                in_channels, out_channels, stride, num_blocks=num_blocks, skip_scale=skip_scale, init=init, **where
             )
         identity_blocks, c = num_blocks - changes, out_channels
         self.weight_v = nn.Parameter(torch.empty(identity_blocks, 2, c, c, 3, 3, **where))
@@ -239,3 +215,14 @@ class WNResidualStage(nn.Module):
         if self.skip_scale != 1.0:
             parts.append(f"skip_scale={self.skip_scale:g}")
         return ", ".join(parts)
+
+
+@contextlib.contextmanager
+def run_as(stage: WNResidualStage, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While this holds, a call of the stage runs ``forward``: its blocks one by one, for who must see each of them."""
+    # An attribute of the instance hides the method of its class.
+    stage.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del stage.__dict__["forward"]

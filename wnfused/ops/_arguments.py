@@ -36,8 +36,10 @@ def matches(name: str, tensor: Tensor, x: Tensor) -> None:
 
 def gain(g: Tensor, v: Tensor, dim: int | None) -> None:
     """``g`` has one entry a row of ``v``, in torch's weight-norm shape or flat."""
-    if dim == 0 and g.dim() in (1, v.dim()) and g.shape[0] == g.numel() == v.shape[0]:
+    if dim == 0 and v.dim() and g.dim() in (1, v.dim()) and g.shape[0] == g.numel() == v.shape[0]:
         return
+    if dim is not None and not isinstance(dim, int):
+        raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
     if dim is not None and not -v.dim() <= dim < v.dim():
         raise ValueError(f"dim: {dim} is out of range for v of shape {list(v.shape)}")
     rows = 1 if dim is None else v.shape[dim]
@@ -80,8 +82,8 @@ def autocast(x: Tensor) -> Tensor:
 
 def residual(r: Tensor, shape: list[int], x: Tensor) -> Tensor:
     """A residual of the output's shape, in the output's dtype."""
-    r = autocast(r)
     floating("residual", r)
+    r = autocast(r)
     if list(r.shape) != shape or r.device != x.device or r.dtype != x.dtype:
         raise ValueError(
             f"residual: {list(r.shape)}, {r.dtype}, {r.device} does not fit the output; "

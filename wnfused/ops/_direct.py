@@ -18,9 +18,10 @@ from torch.autograd import forward_ad
 from wnfused import dispatch
 from wnfused.backends import native
 from wnfused.ops._registration import no_view, through_reference
+from wnfused.reference import ACTIVATIONS
 
-CODES: dict[str | None, int] = {None: 0, "relu": 1, "leaky_relu": 2}
-"""The kernels' numbers of the activations: places in ``reference.ACTIVATIONS``."""
+CODES = {None if name == "none" else name: number for number, name in enumerate(ACTIVATIONS)}
+"""The kernels' numbers of the activations, by the names that layers have for them."""
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))

@@ -74,12 +74,15 @@ def _direct_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
 _direct = layer("conv", _direct_reference)
 
 
+_INT = (int, torch.SymInt)
+
+
 def _extents(name: str, value: Extent, spatial: int, least: int) -> list[int]:
     """One number a spatial dim."""
-    values = [value] * spatial if isinstance(value, int) else list(value)
+    values = [value] if isinstance(value, _INT) else list(value) if isinstance(value, Sequence) else []
     if len(values) == 1:
         values = values * spatial
-    if len(values) != spatial or any(n < least for n in values):
+    if len(values) != spatial or any(not isinstance(n, _INT) or n < least for n in values):
         raise ValueError(f"{name}: {value!r} must be an int or {spatial} ints, each at least {least}")
     return values
 
@@ -95,8 +98,8 @@ def _checked(
     arguments.matches("v", v, x)
     if v.dim() != spatial + 2:
         raise ValueError(f"v: shape {list(v.shape)} must have {spatial + 2} dims")
-    if groups < 1 or (v.shape[0] % groups):
-        raise ValueError(f"groups: {groups} must be at least 1 and divide v.shape[0] = {v.shape[0]}")
+    if not isinstance(groups, _INT) or groups < 1 or v.shape[0] % groups:
+        raise ValueError(f"groups: {groups!r} must be at least 1 and divide v.shape[0] = {v.shape[0]}")
     channels = v.shape[0] if transposed else v.shape[1] * groups
     features = v.shape[1] * groups if transposed else v.shape[0]
     batched = x.dim() == spatial + 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
+from wnfused._numbers import positive
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._registration import below_autograd, define, differentiable, leaves_the_package
 
@@ -104,8 +105,8 @@ def residual_stage(
             raise ValueError(f"{name}: shape {list(parameter.shape)} does not fit; use {[v.shape[0], 2, channels]}")
     if not -math.inf < skip_scale < math.inf:
         raise ValueError(f"skip_scale: {skip_scale} must be finite")
-    if recompute is not None and recompute < 1:
-        raise ValueError(f"recompute: {recompute} must be None or at least 1")
+    if recompute is not None:
+        positive(recompute=recompute)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, v, g, bias))
     save = recorded and not leaves_the_package()
     return _call(x, v, g, bias, float(skip_scale), recompute or 0, save)[0]

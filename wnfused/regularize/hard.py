@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
+from wnfused._numbers import at_least_0, finite
 from wnfused.init.orthogonal import householder
 from wnfused.nn import WeightNormalised
+from wnfused.reference import wide
+from wnfused.regularize.matrices import check_matrices
 
 
 def qr_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
@@ -21,8 +22,9 @@ def qr_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
 
     Source: Absil, Mahony & Sepulchre 2008, example 4.1.3; Hlav 2019.
     """
-    _check(w, gain)
-    a = w.to(_wide(w))
+    check_matrices(w)
+    finite(gain=gain)
+    a = w.to(wide(w.dtype))
     q = householder(a) if w.shape[-2] <= w.shape[-1] else householder(a.mT).mT
     return (gain * q).to(w.dtype)
 
@@ -36,8 +38,9 @@ def polar_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
 
     Source: Absil, Mahony & Sepulchre 2008, example 4.1.3; Hlav 2019.
     """
-    _check(w, gain)
-    u, _, vt = torch.linalg.svd(w.to(_wide(w)), full_matrices=False)
+    check_matrices(w)
+    finite(gain=gain)
+    u, _, vt = torch.linalg.svd(w.to(wide(w.dtype)), full_matrices=False)
     return (gain * u @ vt).to(w.dtype)
 
 
@@ -47,10 +50,10 @@ def singular_value_margin(w: Tensor, margin: float, *, gain: float = 1.0) -> Ten
     Source: Vorontsov, Trabelsi, Kadoury & Pal 2017, "On orthogonality and learning recurrent networks with long term
     dependencies"; Hlav 2019, where letting go of the margin works best.
     """
-    _check(w, gain)
-    if not 0 <= margin < math.inf:
-        raise ValueError(f"margin: {margin} must be finite and at least 0")
-    u, s, vt = torch.linalg.svd(w.to(_wide(w)), full_matrices=False)
+    check_matrices(w)
+    finite(gain=gain)
+    at_least_0(margin=margin)
+    u, s, vt = torch.linalg.svd(w.to(wide(w.dtype)), full_matrices=False)
     s = s.clamp(gain * max(1 - margin, 0.0), gain * (1 + margin))
     return (u * s.unsqueeze(-2) @ vt).to(w.dtype)
 
@@ -68,12 +71,13 @@ def cayley_step(w: Tensor, gradient: Tensor, lr: float) -> Tensor:
     Source: Wen & Yin 2013, "A feasible method for optimization with orthogonality constraints", eq. 7, lemma 4;
     Hlav 2019.
     """
-    _check(w, lr, "lr")
+    check_matrices(w)
+    finite(lr=lr)
     if gradient.shape != w.shape:
         raise ValueError(f"gradient: shape {list(gradient.shape)} does not fit; use {list(w.shape)}")
     if w.shape[-2] < w.shape[-1]:
         return cayley_step(w.mT, gradient.mT, lr).mT
-    x, g = w.to(_wide(w)), gradient.to(_wide(w))
+    x, g = w.to(wide(w.dtype)), gradient.to(wide(w.dtype))
     if x.shape[-2] > 2 * x.shape[-1]:
         # A = U V^T.
         u, v = torch.cat([g, x], -1), torch.cat([x, -g], -1)
@@ -99,8 +103,11 @@ def orthogonal_proxy(layer: nn.Module, name: str | None = None, orthogonal_map: 
         ``layer``.
 
     Raises:
+        TypeError: ``layer`` is not a module.
         ValueError: for a parameter that is no matrix: torch would make every kernel tap orthogonal on its own.
     """
+    if not isinstance(layer, nn.Module):
+        raise TypeError(f"layer: expected an nn.Module, got {type(layer).__name__}")
     name = name or ("weight_v" if isinstance(layer, WeightNormalised) else "weight")
     parameter = layer._parameters.get(name)
     if parameter is None:
@@ -109,16 +116,3 @@ def orthogonal_proxy(layer: nn.Module, name: str | None = None, orthogonal_map: 
         raise ValueError(f"layer: {name} of shape {list(parameter.shape)} is no matrix; use retract_ or Regularizer")
     result: nn.Module = orthogonal(layer, name, orthogonal_map)
     return result
-
-
-def _check(w: Tensor, number: float, name: str = "gain") -> None:
-    if not isinstance(w, Tensor) or not w.is_floating_point():
-        raise TypeError(f"w: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
-    if w.dim() < 2 or 0 in w.shape[-2:]:
-        raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
-    if not math.isfinite(number):
-        raise ValueError(f"{name}: {number} must be finite")
-
-
-def _wide(w: Tensor) -> torch.dtype:
-    return torch.float64 if w.dtype == torch.float64 else torch.float32

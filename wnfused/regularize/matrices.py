@@ -21,6 +21,14 @@ Filter = Callable[[str, nn.Module], bool]
 WEIGHTS = ("effective", "direction")
 
 
+def check_matrices(w: Tensor) -> None:
+    """``w [..., r, c]``, floating point."""
+    if not isinstance(w, Tensor) or not w.is_floating_point():
+        raise TypeError(f"w: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
+    if w.dim() < 2 or 0 in w.shape[-2:]:
+        raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
+
+
 @dataclass(frozen=True)
 class Layers:
     """Layers whose matrices have one shape. ``names`` and ``counts``: how many matrices each layer gives."""

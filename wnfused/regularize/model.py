@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from wnfused._numbers import at_least_0
 from wnfused.init.units import parameters_of
 from wnfused.nn import WNResidualStage
+from wnfused.reference import wide
 from wnfused.regularize import hard, soft
 from wnfused.regularize.matrices import WEIGHTS, Filter, Layers, from_matrices, matrices, of_layer
 from wnfused.regularize.matrices import layers as layers_of
@@ -50,8 +52,7 @@ class Regularizer:
     ) -> None:  # fmt: skip
         if penalty not in (*_PENALTIES, "gain_adjusted"):
             raise ValueError(f"penalty: unknown {penalty!r}; use one of {', '.join((*_PENALTIES, 'gain_adjusted'))}")
-        if not (math.isfinite(strength) and strength >= 0):
-            raise ValueError(f"strength: {strength} must be finite and at least 0")
+        at_least_0(strength=strength)
         if gain != "initial" and not (isinstance(gain, (int, float)) and math.isfinite(gain) and gain > 0):
             raise ValueError(f"gain: {gain!r} must be finite and above 0, or 'initial'")
         if penalty != "gain_adjusted" and gain != 1.0:
@@ -101,7 +102,7 @@ class Regularizer:
             return float(self.gain)
         w = layers.matrices.detach()
         if any(name not in self._initial for name in layers.names):
-            now = torch.linalg.matrix_norm(w.float() if w.dtype != torch.float64 else w) / math.sqrt(min(w.shape[-2:]))
+            now = torch.linalg.matrix_norm(w.to(wide(w.dtype))) / math.sqrt(min(w.shape[-2:]))
             for name, gains in zip(layers.names, now.split(layers.counts), strict=True):
                 self._initial.setdefault(name, gains)
         return torch.cat([self._initial[name].to(w.device) for name in layers.names])
@@ -126,8 +127,11 @@ def retract_(
         ``model``.
 
     Raises:
+        TypeError: ``model`` is not a module.
         ValueError: an unknown method; a weight that something else computes, or normalised over other rows.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     methods = {"polar": hard.polar_retraction, "qr": hard.qr_retraction}
     if method not in methods:
         raise ValueError(f"method: unknown {method!r}; use 'polar' or 'qr'")

@@ -11,12 +11,15 @@ sums of half-precision matrices are taken in float32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from wnfused._numbers import above_0, positive
+from wnfused.reference import wide
+from wnfused.regularize.matrices import check_matrices
 
 
 def soft(w: Tensor) -> Tensor:
@@ -70,15 +73,14 @@ def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: t
 
     Source: Bansal et al. 2018, section 3.4, eq. 10.
     """
-    if steps < 1:
-        raise ValueError(f"steps: {steps} must be at least 1")
-    _checked(w)
+    positive(steps=steps)
+    check_matrices(w)
     wanted = (*w.shape[:-2], min(w.shape[-2:]))
     if start is None:
-        start = torch.empty(wanted, dtype=_wide(w), device=w.device).normal_(generator=generator)
+        start = torch.empty(wanted, dtype=wide(w.dtype), device=w.device).normal_(generator=generator)
     elif tuple(start.shape) != wanted:
         raise ValueError(f"start: shape {list(start.shape)} does not fit; use {list(wanted)}")
-    return _penalty(w, 1.0, _SpectralNorm(start.detach().to(_wide(w)), steps))
+    return _penalty(w, 1.0, _SpectralNorm(start.detach().to(wide(w.dtype)), steps))
 
 
 # ---------------------------------------------------------------------------------------------- functions of E
@@ -160,31 +162,19 @@ def _nonzero(t: Tensor) -> Tensor:
 
 
 def _penalty(w: Tensor, gain: float | Tensor, kind: Any) -> Tensor:
-    _checked(w)
+    check_matrices(w)
     if isinstance(gain, Tensor):
         if gain.dim() and gain.shape != w.shape[:-2]:
             raise ValueError(f"gain: shape {list(gain.shape)} does not fit; use {list(w.shape[:-2])}")
-        inverse: Any = gain.detach().to(_wide(w)).square().reciprocal()[..., None, None]
-        positive = bool((gain > 0).all())
+        inverse: Any = gain.detach().to(wide(w.dtype)).square().reciprocal()[..., None, None]
+        if not (gain > 0).all():
+            raise ValueError(f"gain: {gain} must be finite and above 0")
     else:
-        positive = math.isfinite(gain) and gain > 0
-        inverse = 1 / gain**2 if positive else 0.0
-    if not positive:
-        raise ValueError(f"gain: {gain} must be finite and above 0")
-    matrix = w.to(_wide(w))
+        above_0(gain=gain)
+        inverse = 1 / gain**2
+    matrix = w.to(wide(w.dtype))
     result: Tensor = _OfGram.apply(matrix.mT if w.shape[-2] > w.shape[-1] else matrix, inverse, kind)
     return result
-
-
-def _checked(w: Tensor) -> None:
-    if not isinstance(w, Tensor) or not w.is_floating_point():
-        raise TypeError(f"w: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
-    if w.dim() < 2 or 0 in w.shape[-2:]:
-        raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
-
-
-def _wide(w: Tensor) -> torch.dtype:
-    return torch.float64 if w.dtype == torch.float64 else torch.float32
 
 
 class _OfGram(torch.autograd.Function):

@@ -6,8 +6,8 @@
 Needs ``pip install 'wnfused[train]'`` when it is used, not when it is imported.
 """
 
-from .config import TrainConfig
-from .errors import MissingDependencyError, UsageError
-from .run import train
+from wnfused.train.config import TrainConfig
+from wnfused.train.errors import MissingDependencyError, UsageError
+from wnfused.train.run import train
 
 __all__ = ["MissingDependencyError", "TrainConfig", "UsageError", "train"]

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .data import Dataset
-from .errors import require
-from .random import Stream, below, uniform
+from wnfused.train.data import Dataset
+from wnfused.train.errors import require
+from wnfused.train.random import Stream, below, uniform
 
 PADDING = 4
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import random
-from .augment import Augmentation
-from .data import Dataset, Split
+from wnfused.train import random
+from wnfused.train.augment import Augmentation
+from wnfused.train.data import Dataset, Split
 
 
 class Batch(NamedTuple):

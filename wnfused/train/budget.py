@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .batches import Batch
-from .build import build
-from .config import TrainConfig
-from .data import Dataset
-from .step import step
+from wnfused.train.batches import Batch
+from wnfused.train.build import build
+from wnfused.train.config import TrainConfig
+from wnfused.train.data import Dataset
+from wnfused.train.step import step
 
 
 @dataclass(frozen=True)

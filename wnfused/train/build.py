@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import TrainConfig
-from .data import Dataset
-from .errors import UsageError
+from wnfused.train.config import TrainConfig
+from wnfused.train.data import Dataset
+from wnfused.train.errors import UsageError
 
 # The data-dependent schemes look at this many training images.
 SAMPLE = 128

@@ -11,8 +11,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from .checkpoint import load, save
-from .module import TrainingModule
+from wnfused.train.checkpoint import load, save
+from wnfused.train.module import TrainingModule
 
 
 class Reporter(Protocol):

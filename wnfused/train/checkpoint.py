@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .files import write_atomically
+from wnfused.train.files import write_atomically
 
 _MARK = b"\nwnfused sha256 "
 _TRAILER = len(_MARK) + 64

@@ -8,13 +8,13 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from .errors import UsageError
+from wnfused.models.resnet import depth_error
+from wnfused.train.errors import UsageError
 
 MODELS = ("wrn", "resnet", "cnn", "mlp")
 NORMS = ("weight", "batch", "none", "fixup")
 PRECISIONS = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
-# The model families whose depth is a*N + b, with one N >= 1 for every stage.
-_DEPTHS = {"wrn": (6, 4), "resnet": (6, 2)}
+RESIDUAL = ("wrn", "resnet")
 
 
 def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -65,6 +65,7 @@ class TrainConfig:
     strategy: str = _option("auto", "Lightning's: auto, ddp, fsdp ...")
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name, choices in (("model", MODELS), ("norm", NORMS), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
                 raise UsageError(name, getattr(self, name), f"must be one of {', '.join(choices)}")
@@ -86,11 +87,21 @@ class TrainConfig:
             raise UsageError("devices", self.devices, "must be a number of devices or auto")
         if self.cuda_graph and (self.device == "cpu" or self.devices not in ("auto", "1")):
             raise UsageError("cuda_graph", True, "needs one CUDA device: device cuda, devices 1")
-        if self.recompute is not None and (self.model not in _DEPTHS or self.norm != "weight"):
+        if self.recompute is not None and (self.model not in RESIDUAL or self.norm != "weight"):
             raise UsageError("recompute", self.recompute, "is for the weight-normalised stages of wrn and resnet")
-        if self.norm == "fixup" and self.model not in _DEPTHS:
+        if self.norm == "fixup" and self.model not in RESIDUAL:
             raise UsageError("norm", self.norm, "is for the residual blocks of wrn and resnet")
-        self._check_depth()
+        wrong = depth_error(self.model, self.depth) if self.model in RESIDUAL else None
+        if wrong is not None:
+            raise UsageError("depth", self.depth, wrong)
+
+    def _check_types(self) -> None:
+        """argparse has seen to it for the command line; not so for Python, and for files that were edited by hand."""
+        for name, (kind, optional) in option_types().items():
+            value = getattr(self, name)
+            fits = isinstance(value, (int, float) if kind is float else kind)
+            if not (fits and isinstance(value, bool) == (kind is bool)) and not (optional and value is None):
+                raise UsageError(name, value, f"must be of type {kind.__name__}{' or None' if optional else ''}")
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -101,21 +112,6 @@ class TrainConfig:
         value = getattr(self, name)
         if not math.isfinite(value) or value < 0 or (positive and value == 0):
             raise UsageError(name, value, "must be a finite number, " + ("above 0" if positive else "0 or more"))
-
-    def _check_depth(self) -> None:
-        if self.model not in _DEPTHS:
-            return
-        each, extra = _DEPTHS[self.model]
-        if self.depth >= each + extra and self.depth % each == extra:
-            return
-        below = max(1, (self.depth - extra) // each) * each + extra
-        nearest = str(below) if self.depth < below else f"{below} and {below + each}"
-        plural = "is" if self.depth < below else "are"
-        raise UsageError(
-            "depth",
-            self.depth,
-            f"must be {each}N + {extra} with N = 1, 2, ... for {self.model}: the nearest {plural} {nearest}",
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``from_dict`` undoes it."""

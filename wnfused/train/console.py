@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from .errors import require
+from wnfused.train.errors import require
 
 
 class Console:

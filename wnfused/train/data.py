@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import UsageError, require
-from .files import write_atomically
+from wnfused.train.errors import UsageError, require
+from wnfused.train.files import write_atomically
 
 HELD_OUT = 0.1
 

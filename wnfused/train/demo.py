@@ -17,17 +17,16 @@ from typing import Any
 import torch
 
 from wnfused.diagnostics.drawing import save_together
-
-from .budget import Recipe, first_batch, fit, time_step, update
-from .build import build
-from .data import Dataset, load
-from .errors import UsageError, require
-from .files import write_json
-from .interruption import InterruptedRun
-from .memory import PeakMemory
-from .pictures import Point, accuracy_over_depth
-from .probe import measure
-from .run import train
+from wnfused.train.budget import Recipe, first_batch, fit, time_step, update
+from wnfused.train.build import build
+from wnfused.train.data import Dataset, load
+from wnfused.train.errors import UsageError, require
+from wnfused.train.files import write_json
+from wnfused.train.interruption import InterruptedRun
+from wnfused.train.memory import PeakMemory
+from wnfused.train.pictures import Point, accuracy_over_depth
+from wnfused.train.probe import measure
+from wnfused.train.run import train
 
 INITS = {
     "arpit2019": "wnfused default (Arpit et al. 2019)",

@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import checkpoint
-from .config import TrainConfig
-from .errors import UsageError
-from .files import write_json
+from wnfused.train import checkpoint
+from wnfused.train.config import TrainConfig
+from wnfused.train.errors import UsageError
+from wnfused.train.files import write_json
 
 _IN_EVERY_RESULT = {"test_accuracy", "diverged", "epochs_finished", "seconds_per_step", "peak_memory_bytes"}
 

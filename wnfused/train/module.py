@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from wnfused.nn import fixup_scalars
-
-from . import random
-from .batches import Batch
-from .config import TrainConfig
-from .graph import GraphedModel
-from .schedule import Schedule
-from .step import Outcome, step, summary
+from wnfused.train import random
+from wnfused.train.batches import Batch
+from wnfused.train.config import TrainConfig
+from wnfused.train.graph import GraphedModel
+from wnfused.train.schedule import Schedule
+from wnfused.train.step import Outcome, step, summary
 
 # How often a GPU is asked whether all losses were finite: each time it has to finish what was queued.
 _UPDATES_BETWEEN_CHECKS = 50

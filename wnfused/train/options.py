@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from .config import TrainConfig, option_types
+from wnfused.train.config import TrainConfig, option_types
 
 
 def add_options(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:

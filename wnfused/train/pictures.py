@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wnfused.diagnostics.drawing import COLOURS, DASHES, MARKERS, new_axes
-
-from .errors import UsageError
+from wnfused.train.errors import UsageError
 
 
 @dataclass(frozen=True)

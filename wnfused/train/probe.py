@@ -19,14 +19,13 @@ from torch import Tensor, nn
 import wnfused
 from wnfused.diagnostics import NormProfile
 from wnfused.diagnostics.drawing import Drawable, checked_path, save_together
-
-from .build import build
-from .config import TrainConfig
-from .data import Dataset, load
-from .errors import UsageError, require
-from .files import write_json
-from .measurements import MEASUREMENTS, Measurement
-from .stored import configuration, loaded
+from wnfused.train.build import build
+from wnfused.train.config import TrainConfig
+from wnfused.train.data import Dataset, load
+from wnfused.train.errors import UsageError, require
+from wnfused.train.files import write_json
+from wnfused.train.measurements import MEASUREMENTS, Measurement
+from wnfused.train.stored import configuration, loaded
 
 # So many rows are read at a glance; picture and JSON have them all.
 _ROWS = 12

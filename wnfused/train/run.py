@@ -32,18 +32,17 @@ import torch
 from torch import nn
 
 from wnfused.dispatch import BackendUnavailableError
-
-from .augment import Augmentation
-from .batches import EvalBatches, Plan, TrainBatches
-from .build import build
-from .checkpoint import load as load_checkpoint
-from .config import TrainConfig
-from .data import Dataset, load
-from .errors import UsageError, require
-from .files import remove_leftovers, write_json
-from .folder import RunFolder
-from .interruption import InterruptedRun, signal_of
-from .memory import PeakMemory
+from wnfused.train.augment import Augmentation
+from wnfused.train.batches import EvalBatches, Plan, TrainBatches
+from wnfused.train.build import build
+from wnfused.train.checkpoint import load as load_checkpoint
+from wnfused.train.config import TrainConfig
+from wnfused.train.data import Dataset, load
+from wnfused.train.errors import UsageError, require
+from wnfused.train.files import remove_leftovers, write_json
+from wnfused.train.folder import RunFolder
+from wnfused.train.interruption import InterruptedRun, signal_of
+from wnfused.train.memory import PeakMemory
 
 # Validation and test hold no activations for a backward pass: larger batches cost no more memory.
 _EVAL_BATCH = 256
@@ -86,6 +85,8 @@ def train(
         InterruptedRun: Ctrl-C or SIGTERM, a ``KeyboardInterrupt`` that says how to go on.
     """
     began = time.perf_counter()
+    if not isinstance(config, TrainConfig):
+        raise TypeError(f"config: expected a TrainConfig, got {type(config).__name__}")
     require("lightning.pytorch", "training")
     folder = RunFolder(out)
     first = _is_first_process()
@@ -136,8 +137,8 @@ class _Run:
     reporter: Any
 
     def __post_init__(self) -> None:
-        from .callbacks import AtomicCheckpoints, Clock, EpochCheckpoint, Report
-        from .module import TrainingModule
+        from wnfused.train.callbacks import AtomicCheckpoints, Clock, EpochCheckpoint, Report
+        from wnfused.train.module import TrainingModule
 
         self.clock = Clock()
         with _quiet():
@@ -154,7 +155,7 @@ class _Run:
         return Plan(n, batch_size, accumulate, self.trainer.world_size, self.trainer.global_rank)
 
     def fit_and_test(self, checkpoint: os.PathLike[str] | None) -> dict[str, Any]:
-        from .module import DivergedError
+        from wnfused.train.module import DivergedError
 
         config = self.config
         augmentation = Augmentation(config.crop_flip, config.cutout, config.mixup)
@@ -201,7 +202,7 @@ class _Run:
         return self.module.history
 
     def _test(self) -> dict[str, Any]:
-        from .callbacks import best_epoch
+        from wnfused.train.callbacks import best_epoch
 
         # Loading best.ckpt replaces the module's history by the shorter one of that epoch.
         history = self.history

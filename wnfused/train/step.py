@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .batches import Batch
+from wnfused.train.batches import Batch
 
 
 class Outcome(NamedTuple):

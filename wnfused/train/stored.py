@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint
-from .config import TrainConfig
-from .errors import UsageError
-from .folder import RunFolder
+from wnfused.train import checkpoint
+from wnfused.train.config import TrainConfig
+from wnfused.train.errors import UsageError
+from wnfused.train.folder import RunFolder
 
 
 def configuration(
