@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from instruction_sets import ISAS
 
 from wnfused import dispatch
 
@@ -25,6 +26,14 @@ def forget_warnings():
     yield
     dispatch._warned.clear()
     dispatch._warned.update(before)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """Each instruction set in turn, in use while the test runs."""
+    torch.ops.wnfused_native.set_cpu_isa(request.param)
+    yield request.param
+    torch.ops.wnfused_native.set_cpu_isa("auto")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from wnfused.backends import native
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
 kernels = torch.ops.wnfused_native
-ISAS = kernels.cpu_isas().split(",") if native.unavailable() is None else []
 TOLERANCE = {torch.float32: 64 * 2.0**-24, torch.bfloat16: 4 * 2.0**-9}
 NAMES = ("y", "norm", "dx", "dv", "dg", "db", "dz")
 
@@ -32,13 +31,6 @@ CONV = [
     (3, 4, 9, 6, 3, 2, 1, 1, 2), (2, 6, 8, 6, 3, 1, 2, 2, 6), (0, 3, 5, 4, 3, 1, 1, 1, 1), (2, 1, 5, 1, 3, 1, 1, 1, 1),
     (2, 8, 6, 16, 1, 1, 0, 1, 1), (2, 8, 6, 64, 1, 1, 0, 1, 1),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    kernels.set_cpu_isa(request.param)
-    yield request.param
-    kernels.set_cpu_isa("auto")
 
 
 @pytest.fixture(params=[1, 2])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from instruction_sets import ISAS
 from torch import Tensor
 
 from wnfused import reference
@@ -27,7 +28,6 @@ SETTINGS = {
     "deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.function_scoped_fixture],
 }  # fmt: skip
 
-ISAS = torch.ops.wnfused_native.cpu_isas().split(",") if native.unavailable() is None else []
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

@@ -35,7 +35,6 @@ from wnfused.backends import native
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
 kernels = torch.ops.wnfused_native
-ISAS = kernels.cpu_isas().split(",") if native.unavailable() is None else []
 TOLERANCE = 2**-12
 # dx is rounded after an operand was: its difference of 2^-14 tips over a share of 2^-14 / 2^-9.
 ROUNDED_TWICE = 2**-11
@@ -50,13 +49,6 @@ SHAPES = [
     (40, 32, 4, 4), (33, 64, 2, 2), (17, 16, 3, 3), (9, 40, 2, 1), (1, 160, 4, 4), (2, 16, 1, 70), (20, 8, 6, 6),
     (3, 32, 10, 6), (9, 64, 6, 6),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    kernels.set_cpu_isa(request.param)
-    yield request.param
-    kernels.set_cpu_isa("auto")
 
 
 def rounded(t: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from instruction_sets import ISAS
 
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
 kernels = torch.ops.wnfused_native
-ISAS = kernels.cpu_isas().split(",") if native.unavailable() is None else []
 
 # (N, C, H, W): tuned widths and odd ones, maps from 1x1 up, batches that fill a panel and that do not.
 SHAPES = [
@@ -30,13 +30,6 @@ SHAPES = [
     (2, 16, 5, 7), (1, 24, 9, 4), (5, 3, 6, 5), (2, 1, 3, 3), (5, 16, 1, 1), (3, 24, 1, 6), (2, 32, 2, 5),
     (1, 128, 4, 4), (1, 160, 5, 3), (40, 16, 3, 3), (5, 40, 2, 1),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    kernels.set_cpu_isa(request.param)
-    yield request.param
-    kernels.set_cpu_isa("auto")
 
 
 def sample(n, c, h, w, blocks=3):

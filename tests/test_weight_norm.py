@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import ISAS
 from torch.library import opcheck
 
 import wnfused
@@ -12,7 +13,6 @@ from wnfused.backends import native
 from wnfused.functional import row_scales_many, weight_norm, weight_norm_many
 
 needs_native = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
-ISAS = torch.ops.wnfused_native.cpu_isas().split(",") if native.unavailable() is None else []
 BACKENDS = [name for name in ("native", "reference") if dispatch.backend_module(name).unavailable() is None]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # A norm is a sum of squares, whose relative error is that of one addition whatever the length where it is taken in 16
