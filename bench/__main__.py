@@ -23,7 +23,7 @@ BUDGET, QUICK_BUDGET = 5.0, 1.5
 
 
 def parser() -> argparse.ArgumentParser:
-    made = OneLineParser(prog="wnfused bench", description=__doc__)
+    made = OneLineParser(prog="wnfused bench", description="The table of ratios, a JSON file and pictures.")
     groups = f"{', '.join(workloads.GROUPS)}; may be repeated"
     seconds = f"measuring time of a case, default {BUDGET:g}, with --quick {QUICK_BUDGET:g}"
     made.add_argument("--quick", action="store_true", help="a small selection, in under two minutes on two cores")

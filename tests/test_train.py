@@ -239,6 +239,26 @@ def test_resuming_a_folder_without_a_run_begins_one(tmp_path: Path) -> None:
     assert train(replace(SMALL, epochs=1), tmp_path / "new", resume=True)["epochs_finished"] == 1
 
 
+def test_a_run_without_its_configuration_goes_on_by_its_checkpoint(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, reporter=Interrupt(1))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"lr: 0\.5, not 0\.02"):
+        train(replace(SMALL, lr=0.5), tmp_path, resume=True)
+    train(SMALL, tmp_path, resume=True)
+    assert_same_weights(finished[0], tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["config"] == SMALL.to_dict()
+
+
+def test_parts_of_a_run_with_nothing_to_go_on_by_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "best.ckpt").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"neither config\.json nor last\.ckpt to go on by: choose another folder"):
+        train(SMALL, tmp_path, resume=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed", "foreign"])
 def test_a_corrupt_checkpoint_is_refused_and_nothing_is_lost(tmp_path: Path, damage: str) -> None:
     with pytest.raises(Interrupted):

@@ -64,6 +64,10 @@ class WNConv2d(_WNConv, nn.Conv2d):
 
     Parameters: ``weight_v [C_out, C_in / groups, k, k]``, ``weight_g [C_out, 1, 1, 1]``, ``bias [C_out]``.
 
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right; torch's own where it
+            is one of torch's arguments.
+
     Source: Arpit, Campos & Bengio 2019, eq. 1, section 4, footnote 3.
     """
 

@@ -66,6 +66,10 @@ class WNConvTranspose2d(_WNConvTranspose, nn.ConvTranspose2d):
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: and
             padding_mode, device, dtype, as in ``nn.ConvTranspose2d``, in its order.
         activation, negative_slope, gamma, init, dim: as in ``WNConv2d``.
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right; torch's own where it
+            is one of torch's arguments.
     """
 
     _op = staticmethod(functional.conv_transpose2d)

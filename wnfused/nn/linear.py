@@ -19,9 +19,13 @@ class WNLinear(WeightNormalised, nn.Linear):
         gamma: factor of the initial gain ``g = sqrt(gamma in_features / out_features)``; None for 2 before a ReLU,
             ``2 / (1 + negative_slope^2)`` before a leaky one, 1 otherwise.
         init: ``"orthogonal"`` or ``"he"`` directions.
-        dim: dim of the weight that numbers the normalised rows.
+        dim: dim of the weight that numbers the normalised rows; None for one norm over the whole weight.
 
     Parameters: ``weight_v [out_features, in_features]``, ``weight_g [out_features, 1]``, ``bias [out_features]``.
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right; torch's own where it
+            is one of torch's arguments.
 
     Source: Arpit, Campos & Bengio 2019, eq. 1, section 4.
     """
@@ -35,7 +39,11 @@ class WNLinear(WeightNormalised, nn.Linear):
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(input w^T + b + residual)``; the residual, if any, has the output's shape."""
+        """``act(input w^T + b + residual)``; the residual, if any, has the output's shape.
+
+        Args:
+            input: ``[*, in_features]``, in the dtype of the parameters, or half precision with float32 ones.
+        """
         if self._frozen is not None and self._runs_frozen(input):
             return self._frozen_output(input, residual)
         return functional.linear(

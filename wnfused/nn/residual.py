@@ -60,6 +60,9 @@ class WNResidualBlock(nn.Module):
         skip_scale: factor on the sum.
         init: ``"orthogonal"`` or ``"he"`` directions.
 
+    Raises:
+        ValueError: naming the argument that cannot work, its value and what is right.
+
     Source: Arpit, Campos & Bengio 2019, eq. 6 and end of section 4.
     """
 
@@ -80,6 +83,7 @@ class WNResidualBlock(nn.Module):
             self.shortcut = WNConv2d(in_channels, out_channels, 1, stride, gamma=1.0, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
+        """``x [N, in_channels, H, W]`` to ``[N, out_channels, H / stride, W / stride]``, sizes rounded up."""
         y = self.conv2(self.conv1(x), self.shortcut(x))
         return y if self.skip_scale == 1.0 else self.skip_scale * y
 
@@ -124,6 +128,9 @@ class WNResidualStage(nn.Module):
     difference to separate blocks; rules that look at a whole tensor (LARS, LAMB, Muon, freezing a block, ``ndim``
     rules) do, and ``unstack`` is the way round.
 
+    Raises:
+        ValueError: naming the argument that cannot work, its value and what is right.
+
     Source: Arpit, Campos & Bengio 2019, eq. 6 and end of section 4.
     """
 
@@ -167,6 +174,7 @@ class WNResidualStage(nn.Module):
         self._reset_stack()
 
     def forward(self, x: Tensor) -> Tensor:
+        """``x [N, in_channels, H, W]`` to ``[N, out_channels, H / stride, W / stride]``, sizes rounded up."""
         if self.transition is not None:
             x = self.transition(x)
         return functional.residual_stage(

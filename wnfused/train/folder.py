@@ -38,19 +38,21 @@ class RunFolder:
     def finished(self) -> bool:
         return self.result.exists()
 
-    def claim(self) -> None:
+    def claim(self, *, resume: bool = False) -> None:
         """Make sure of the folder before anything slow is done: it exists, holds no run and can be written.
+
+        Args:
+            resume: whether a run here was to go on, and could not.
 
         Raises:
             UsageError: if it does not.
         """
         if any(file.exists() for file in (self.config, self.last, self.best, self.result)):
             state = "a finished run" if self.finished else "a run"
-            raise UsageError(
-                "out",
-                self.path,
-                f"holds {state} already: choose another folder, or continue it with --resume",
-            )
+            right = f"holds {state} already: choose another folder, or continue it with --resume"
+            if resume:
+                right = f"holds parts of {state}, neither config.json nor last.ckpt to go on by: choose another folder"
+            raise UsageError("out", self.path, right)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
@@ -68,17 +70,22 @@ class RunFolder:
             self.config.unlink(missing_ok=True)
 
     def saved_config(self) -> TrainConfig | None:
-        """The configuration of the run that lies here, None if there is none.
+        """The configuration of the run that lies here, from its file or else its checkpoint; None if there is none.
 
         Raises:
             UsageError: if its file cannot be read.
+            CorruptCheckpointError: if the checkpoint that is asked instead is not whole.
         """
+        right = "delete it, and --resume goes by the last checkpoint"
         try:
-            return TrainConfig.from_dict(json.loads(self.config.read_text())["config"])
+            content = json.loads(self.config.read_text())
+            if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
+                raise ValueError("it holds no configuration")
+            return TrainConfig.from_dict(content["config"])
         except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UsageError("resume", self.config, f"cannot be read: {_reason(error)}") from None
+            return self._config_of_checkpoint() if self.last.exists() else None
+        except (OSError, TypeError, ValueError) as error:
+            raise UsageError("resume", self.config, f"cannot be read: {_reason(error)}; {right}") from None
 
     def check(self, config: TrainConfig) -> bool:
         """Whether a run lies here that ``config`` continues.
@@ -101,11 +108,14 @@ class RunFolder:
         """
         if not self.last.exists():
             return None
+        _refuse_differences(config, self._config_of_checkpoint(), self.last)
+        return self.last
+
+    def _config_of_checkpoint(self) -> TrainConfig:
         content = checkpoint.load(self.last)
         if "wnfused" not in content:
             raise checkpoint.CorruptCheckpointError(self.last, "is not a checkpoint of `wnfused train`")
-        _refuse_differences(config, TrainConfig.from_dict(content["wnfused"]["config"]), self.last)
-        return self.last
+        return TrainConfig.from_dict(content["wnfused"]["config"])
 
     def read_result(self) -> dict[str, Any]:
         """What a finished run left.
@@ -124,9 +134,7 @@ class RunFolder:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return str(error.strerror)
-    return f"no entry {error}" if isinstance(error, KeyError) else str(error)
+    return str(error.strerror) if isinstance(error, OSError) else str(error)
 
 
 def _refuse_differences(asked: TrainConfig, saved: TrainConfig, where: Path) -> None:

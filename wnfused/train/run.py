@@ -94,7 +94,7 @@ def train(
     if going_on and folder.finished:
         return folder.read_result()
     if first and not going_on:
-        folder.claim()
+        folder.claim(resume=resume)
     checkpoint = folder.checkpoint(config) if going_on else None
     _check_device(config)
     data = load(config.data, config.seed, data_folder)
@@ -103,7 +103,7 @@ def train(
     run = _Run(config, data, model, folder, reporter or Silent())
     if first:
         remove_leftovers(folder.path)
-        if not going_on:
+        if not folder.config.exists():
             folder.begin(config, versions())
     try:
         result = run.fit_and_test(checkpoint)
