@@ -13,8 +13,8 @@ import torch
 
 import wnfused
 from wnfused import cli, information
+from wnfused.optional import MissingDependencyError
 from wnfused.train.config import TrainConfig
-from wnfused.train.errors import MissingDependencyError
 
 TRAIN = ["train", "--depth", "16", "--epochs", "1"]
 
@@ -222,7 +222,7 @@ def test_a_missing_library_names_the_command_that_installs_it(
 
 
 def test_a_library_that_fails_inside_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wnfused.train.errors import require
+    from wnfused.optional import require
 
     (tmp_path / "broken_library.py").write_text("import a_module_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)

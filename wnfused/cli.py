@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import wnfused
-from wnfused.train.errors import MissingDependencyError, UsageError
+from wnfused.optional import MissingDependencyError
+from wnfused.train.errors import UsageError
 from wnfused.train.interruption import signal_of, sigterm_raises
 from wnfused.train.options import add_options, fields_of, from_options
 

@@ -6,8 +6,9 @@
 Needs ``pip install 'wnfused[train]'`` when it is used, not when it is imported.
 """
 
+from wnfused.optional import MissingDependencyError
 from wnfused.train.config import TrainConfig
-from wnfused.train.errors import MissingDependencyError, UsageError
+from wnfused.train.errors import UsageError
 from wnfused.train.run import train
 
 __all__ = ["MissingDependencyError", "TrainConfig", "UsageError", "train"]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wnfused.optional import require
 from wnfused.train.data import Dataset
-from wnfused.train.errors import require
 from wnfused.train.random import Stream, below, uniform
 
 PADDING = 4

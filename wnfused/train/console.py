@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from wnfused.train.errors import require
+from wnfused.optional import require
 
 
 class Console:

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.train.errors import UsageError, require
+from wnfused.optional import require
+from wnfused.train.errors import UsageError
 from wnfused.train.files import write_atomically
 
 HELD_OUT = 0.1

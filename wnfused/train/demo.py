@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from wnfused.diagnostics.drawing import save_together
+from wnfused.optional import require
 from wnfused.train.budget import Recipe, first_batch, fit, time_step, update
 from wnfused.train.build import build
 from wnfused.train.data import Dataset, load
-from wnfused.train.errors import UsageError, require
+from wnfused.train.errors import UsageError
 from wnfused.train.files import write_json
 from wnfused.train.interruption import InterruptedRun
 from wnfused.train.memory import PeakMemory

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from wnfused.optional import MissingDependencyError, require
-
-__all__ = ["MissingDependencyError", "UsageError", "require"]
-
 
 class UsageError(ValueError):
     """A wrong argument: says which one, what it was, and what would be right. The command line exits with 2.

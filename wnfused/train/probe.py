@@ -19,10 +19,11 @@ from torch import Tensor, nn
 import wnfused
 from wnfused.diagnostics import NormProfile
 from wnfused.diagnostics.drawing import Drawable, checked_path, save_together
+from wnfused.optional import require
 from wnfused.train.build import build
 from wnfused.train.config import TrainConfig
 from wnfused.train.data import Dataset, load
-from wnfused.train.errors import UsageError, require
+from wnfused.train.errors import UsageError
 from wnfused.train.files import write_json
 from wnfused.train.measurements import MEASUREMENTS, Measurement
 from wnfused.train.stored import configuration, loaded

@@ -32,13 +32,14 @@ import torch
 from torch import nn
 
 from wnfused.dispatch import BackendUnavailableError
+from wnfused.optional import require
 from wnfused.train.augment import Augmentation
 from wnfused.train.batches import EvalBatches, Plan, TrainBatches
 from wnfused.train.build import build
 from wnfused.train.checkpoint import load as load_checkpoint
 from wnfused.train.config import TrainConfig
 from wnfused.train.data import Dataset, load
-from wnfused.train.errors import UsageError, require
+from wnfused.train.errors import UsageError
 from wnfused.train.files import remove_leftovers, write_json
 from wnfused.train.folder import RunFolder
 from wnfused.train.interruption import InterruptedRun, signal_of
