@@ -1,0 +1,147 @@
+"""``layer.weight``: read with its graph, written in every way, and not to be taken over."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import wnfused
+from wnfused import WNConv2d, WNLinear
+
+
+def write_in_place(w, new):
+    w.copy_(new)
+
+
+def write_by_index(w, new):
+    w[:] = new
+
+
+def write_data(w, new):
+    w.data = new
+
+
+def write_through_data(w, new):
+    w.data.copy_(new)
+
+
+def write_through_view(w, new):
+    w.view(-1)[:] = new.reshape(-1)
+
+
+def write_row_by_row(w, new):
+    for i in range(len(new)):
+        w[i] = new[i]
+
+
+def write_out(w, new):
+    torch.add(new, 0, out=w.data)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [write_in_place, write_by_index, write_data, write_through_data, write_through_view, write_row_by_row, write_out],
+)
+def test_writes_to_weight_reach_the_layer(write):
+    layer, new = WNConv2d(3, 4, 3), torch.randn(4, 3, 3, 3)
+    with torch.no_grad():
+        write(layer.weight, new)
+    torch.testing.assert_close(layer.weight.detach(), new)
+    torch.testing.assert_close(layer.weight_v.detach(), new)
+    torch.testing.assert_close(layer.weight_g.detach().flatten(), new.flatten(1).norm(dim=1))
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda w: nn.init.constant_(w, 2.0), nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_,
+        nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.orthogonal_, nn.init.trunc_normal_,
+        lambda w: torch._foreach_mul_([w], 3.0), lambda w: torch.ops.aten.fill_.Scalar(w, 3.0),
+        lambda w: F.relu(w, inplace=True),
+    ],
+)  # fmt: skip
+def test_every_way_to_write_reaches_the_layer(fill, through_data, guard):
+    layer = WNLinear(6, 5)
+    before = layer.weight.detach().clone()
+    with guard():
+        weight = layer.weight.data if through_data else layer.weight
+        fill(weight)
+    torch.testing.assert_close(layer.weight.detach(), weight.detach().as_subclass(torch.Tensor))
+    assert not torch.allclose(layer.weight.detach(), before)
+
+
+def test_assignment_init_functions_and_augmented_assignment():
+    layer, new = WNLinear(3, 3), torch.randn(3, 3)
+    layer.weight = nn.Parameter(new)
+    torch.testing.assert_close(layer.weight.detach(), new)
+    assert set(dict(layer.named_parameters())) == {"weight_v", "weight_g", "bias"}
+    nn.init.eye_(layer.weight)
+    torch.testing.assert_close(layer.weight.detach(), torch.eye(3))
+    nn.init.orthogonal_(layer.weight, gain=2.0)
+    torch.testing.assert_close(layer.weight.detach().norm(dim=1), torch.full((3,), 2.0))
+    nn.init.kaiming_normal_(layer.weight)
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight *= 2
+    torch.testing.assert_close(layer.weight.detach(), 2 * before)
+    layer.weight.requires_grad_(False)
+    assert not layer.weight_v.requires_grad
+    assert not layer.weight_g.requires_grad
+
+
+def test_reading_weight_is_differentiable_and_plain_afterwards():
+    layer = WNLinear(3, 2)
+    penalty = layer.weight.square().sum()
+    assert type(penalty) is torch.Tensor
+    penalty.backward()
+    torch.testing.assert_close(layer.weight_g.grad, 2 * layer.weight_g.detach())
+    assert type(copy.deepcopy(layer.weight)) is torch.Tensor
+    assert type(pickle.loads(pickle.dumps(layer.weight.detach()))) is torch.Tensor
+
+
+def test_weight_of_a_wrong_shape_or_type_is_refused():
+    layer = WNLinear(3, 2)
+    with pytest.raises(ValueError, match=r"weight: shape \[2, 2\] does not fit; use \[2, 3\]"):
+        layer.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="weight: expected a Tensor"):
+        layer.weight = 3
+
+
+@pytest.mark.parametrize(
+    ("who", "apply"),
+    [
+        ("prune", lambda layer: prune.l1_unstructured(layer, "weight", 0.5)),
+        ("prune", lambda layer: prune.identity(layer, "weight")),
+        ("parametrize", lambda layer: parametrizations.weight_norm(layer)),
+        ("parametrize", lambda layer: parametrizations.spectral_norm(layer)),
+        ("parametrize", lambda layer: parametrizations.orthogonal(layer)),
+        ("parametrize", lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity())),
+        ("parametrize", lambda layer: parametrize.remove_parametrizations(layer, "weight")),
+    ],
+)
+def test_what_would_take_the_weight_over_is_refused(who, apply):
+    layer = WNLinear(3, 3)
+    with pytest.raises(RuntimeError, match=rf"^{who} cannot hold the weight .*wnfused\.convert\(model, plain=True\)"):
+        apply(layer)
+    assert not parametrize.is_parametrized(layer)
+    assert torch.isfinite(layer(torch.randn(1, 3))).all()
+    assert set(layer.state_dict()) == {"weight_v", "weight_g", "bias"}
+
+
+def test_weight_v_can_be_parametrised():
+    class Doubled(nn.Module):
+        def forward(self, v):
+            return 2 * v
+
+    layer, x = WNLinear(3, 3), torch.randn(2, 3)
+    expected = layer(x)
+    parametrize.register_parametrization(layer, "weight_v", Doubled())
+    assert parametrize.is_parametrized(layer, "weight_v")
+    torch.testing.assert_close(layer(x), expected)
+    assert type(wnfused.fold(layer)) is type(layer), "left alone"
