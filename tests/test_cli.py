@@ -178,7 +178,7 @@ def test_a_mini_batch_of_one_image_under_batch_norm(capsys: pytest.CaptureFixtur
         ("config.json", "[1]", "config.json: cannot be read: it holds no configuration"),
         ("config.json", '{"config": {"depth": "x"}}', "config.json: cannot be read"),
         ("config.json", "{}", "config.json: cannot be read: it holds no configuration"),
-        ("config.json", '{"config": "x"}', "delete it, and --resume goes by the last checkpoint"),
+        ("config.json", '{"config": "x"}', "config.json: cannot be read: it holds no configuration; delete it"),
         ("config.json", b"\xff\xfe", "config.json: cannot be read"),
         ("result.json", "{", "result.json: cannot be read: Expecting property name"),
         ("result.json", "[]", "result.json: is no result of `wnfused train`; delete it"),
