@@ -27,8 +27,8 @@ SMALL = Tile(16, 16, 16, 4, 2)
 
 def relative(found: Tensor, expected: Tensor) -> float:
     """The error norm-wise; of values below 1 it is absolute."""
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp_min(1))
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp_min(1))
 
 
 def both(
