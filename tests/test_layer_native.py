@@ -181,6 +181,14 @@ def test_only_what_is_needed(needs):
             assert_close(*both(tensors, geometry, activation, needs=needs))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "inputs"), [(0, 9), (5, 0), (0, 0)])
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_only_what_is_needed_of_nothing(needs, rows, inputs, dtype, isa):
+    """Empty tensors have no memory, which must not be taken for gradients that nobody asked for, or the other way."""
+    assert_close(*both(linear_sample(rows, inputs, 6, dtype), needs=needs), dtype)
+
+
 def test_inputs_in_any_strides(threads):
     for rows in (4, 40):
         tensors = linear_sample(rows, 37, 21)

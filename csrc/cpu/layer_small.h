@@ -173,9 +173,10 @@ WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, int64_t beg
 }
 
 inline void small_linear_backward(const SmallLinearBackward& task, int64_t begin, int64_t end) {
-  if (task.dx && task.dv.data) small_gradients<true, true>(task, begin, end);
+  // Of an empty batch dx is null too, and of rows without entries dv, whose gain still has a gradient.
+  if (task.dx && task.dgain) small_gradients<true, true>(task, begin, end);
   else if (task.dx) small_gradients<true, false>(task, begin, end);
-  else small_gradients<false, true>(task, begin, end);
+  else if (task.dgain) small_gradients<false, true>(task, begin, end);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA
