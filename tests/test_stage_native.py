@@ -225,6 +225,21 @@ def test_non_finite_values_come_out_as_from_torch(shape, value, isa):
             assert torch.equal(torch.isfinite(a), torch.isfinite(r))
 
 
+def test_a_transform_that_overflows_is_not_hidden_by_the_relu(isa):
+    """Sums of a patch leave the range of fp32 before the convolution does; 0 for relu(-infinity) would look finite."""
+    wrong, compared = 0, 0
+    for _ in range(300):
+        x, g = torch.rand(1, 1, 8, 8) * 1.5e38, torch.rand(1, 2, 1) * 0.3 + 0.02
+        arguments = x, torch.randn(1, 2, 1, 1, 3, 3), g, torch.zeros(1, 2, 1)
+        if composite(*arguments).isfinite().all():
+            y = kernels.residual_stage(*arguments, 1.0, 0, False)[0]
+            reference = composite(*(t.double() for t in arguments))
+            wrong += not distance(y.double() * 1e-38, reference * 1e-38) < 16 * torch.finfo(torch.float32).eps
+            compared += 1
+    assert compared > 100
+    assert not wrong
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(3, 16, 9, 8), (2, 64, 8, 8), (33, 32, 2, 2)], ids=str)
 def test_threads_and_runs_change_no_bit(shape, dtype, isa):

@@ -62,7 +62,9 @@ inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t 
   }
 }
 
-// The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite.
+// The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite. A ReLU's
+// value is looked at before it: a transform may overflow to -infinity where the convolution is finite, and 0 would hide
+// that. What a mask lets pass shows in dh.
 template <Ending kEnding, class Operand>
 WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue<Operand>& epilogue, int64_t pixel,
                                  int64_t channel_block, const Block& accumulator, const Block& bias, Block& poison) {
@@ -70,19 +72,17 @@ WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue<Operan
   const int64_t offset = pixel * geometry.padded_channels + channel_block * kLanes;
   Block value;
   if constexpr (kEnding == Ending::kRelu)
-    value = relu(accumulator + bias);
+    value = accumulator + bias;
   else if constexpr (kEnding == Ending::kResidual)
     value = splat(epilogue.factor) * (load(epilogue.other + offset) + (accumulator + bias));
   else if constexpr (kEnding == Ending::kMask)
     value = relu_mask(load_operand(geometry, epilogue.mask, pixel, channel_block), accumulator);
   else
     value = multiply_add(splat(epilogue.factor), load(epilogue.other + offset), accumulator);
-  if constexpr (is_operand(kEnding)) {
-    if (!kPairs && epilogue.round) value = round_to_bfloat16(value);
-  } else {
-    poison = multiply_add(value, zero(), poison);
-    store(epilogue.out + offset, value);
-  }
+  if constexpr (kEnding != Ending::kMask) poison = multiply_add(value, zero(), poison);
+  if constexpr (kEnding == Ending::kRelu) value = relu(value);
+  if constexpr (!is_operand(kEnding)) store(epilogue.out + offset, value);
+  else if (!kPairs && epilogue.round) value = round_to_bfloat16(value);
   if constexpr (is_operand(kEnding) || kPairs)
     store_operand(geometry, epilogue.operand, pixel, channel_block, value);
   if (epilogue.saved.data) save_block(geometry, epilogue.saved, pixel, channel_block, value);
