@@ -3,15 +3,16 @@
 Two Python threads call the ops at once, round after round, each round on another instruction set and thread count, on
 shapes and values drawn to reach the corners: empty batches, maps smaller than a tile, odd widths, recomputation,
 strided inputs, values that are not finite. The instruction sets include the dot products and the tiles of bfloat16,
-the tiles emulated; a soak of half a minute or more fails unless every kind of stage ran on each. The sanitizers end the
-process on their first report. So that the soak also sees a wrong result, every outcome is compared with the reference
-in float64, in one number a tensor and loosely: bounds that hold for every draw, an order of magnitude above those of
-the tests.
+the tiles emulated; a soak of half a minute or more fails unless on each of them every op ran in every dtype, and every
+kind of stage by every method that it chooses from. The sanitizers end the process on their first report. So that the
+soak also sees a wrong result, every outcome is compared with the reference in float64, in one number a tensor and
+loosely: bounds that hold for every draw, an order of magnitude above those of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import sys
@@ -27,16 +28,24 @@ from wnfused import reference
 from wnfused.backends import native
 
 ROUND_SECONDS = 1.0
-# Seconds after which every kind of stage must have run on every instruction set.
+# Seconds after which every case must have run on every instruction set.
 ENOUGH = 30.0
-STAGES = ("stage float32", "stage bfloat16", "stage_not_finite float32", "stage_not_finite bfloat16")
 FP32 = 1e-4
 # An operand in bfloat16 is off by 2^-9 of itself, and a few of those add up in every block.
 BF16 = 2**-3
 
 Op = Callable[..., tuple[Tensor, ...]]
+Case = Callable[[random.Random], None]
 
 kernels = torch.ops.wnfused_native
+
+# How a stage multiplies floats, and bfloat16 where the instruction set has products of its own for them.
+FLOAT_METHODS = ("direct", "winograd2", "winograd4")
+PAIR_METHODS = {
+    "amx": ("lines", "positions"),
+    "amx-emulated": ("lines", "positions"),
+    "avx512_bf16": ("lines", "positions", "winograd4"),
+}
 
 
 class WrongResultError(AssertionError):
@@ -61,30 +70,30 @@ def main() -> int:
             isa = isas[number % len(isas)]
             kernels.set_cpu_isa(isa)
             end = min(time.monotonic() + ROUND_SECONDS, start + options.seconds)
-            for counted in threads.map(soak, (2 * number, 2 * number + 1), (end, end)):
+            seeds = 2 * number, 2 * number + 1
+            for counted in threads.map(functools.partial(soak, cases(isa), calls[isa].copy(), end), seeds):
                 calls[isa] += counted
             if end >= start + options.seconds:
                 break
     for isa, counts in calls.items():
         print(f"soak: {isa}: " + ", ".join(f"{case} {count}" for case, count in sorted(counts.items())))
-    if options.seconds >= ENOUGH and (left := [isa for isa in isas if not set(STAGES) <= set(calls[isa])]):
-        print(f"soak: too slow: not every kind of stage ran on {', '.join(left)}", file=sys.stderr)
+    left = [f"{case} on {isa}" for isa in isas for case in cases(isa) if case not in calls[isa]]
+    if options.seconds >= ENOUGH and left:
+        print(f"soak: too slow: never ran {', '.join(left)}", file=sys.stderr)
         return 1
     print(f"soak: {time.monotonic() - start:.0f} s, every result right")
     return 0
 
 
-def soak(seed: int, end: float) -> Counter[str]:
-    """Cases of one thread until ``end``; how many of each."""
+def soak(todo: dict[str, Case], before: Counter[str], end: float, seed: int) -> Counter[str]:
+    """Cases of one thread until ``end``, those first that ran least before; how many of each."""
     draw = random.Random(seed)
     counts: Counter[str] = Counter()
     while time.monotonic() < end:
         torch.set_num_threads(draw.randint(1, 4))
-        case = draw.choices((stage, stage_not_finite, weight_norm, linear, conv), weights=(6, 2, 2, 2, 2))[0]
-        dtype = draw.choice((torch.float32, torch.bfloat16))
-        label = f"{case.__name__} {str(dtype).removeprefix('torch.')}"
+        label = min(todo, key=lambda case: (before[case] + counts[case], draw.random()))
         try:
-            case(draw, dtype)
+            todo[label](draw)
         except Exception:
             print(f"soak: {label} failed, case {counts.total()} of seed {seed}", file=sys.stderr)
             raise
@@ -92,9 +101,32 @@ def soak(seed: int, end: float) -> Counter[str]:
     return counts
 
 
-def stage(draw: random.Random, dtype: torch.dtype) -> None:
+def cases(isa: str) -> dict[str, Case]:
+    """What runs on an instruction set, by name."""
+    halves = (torch.float32, torch.bfloat16)
+    todo: dict[str, Case] = {"orthonormal_rows": orthonormal_rows}
+    for dtype in halves:
+        methods = PAIR_METHODS.get(isa, FLOAT_METHODS) if dtype == torch.bfloat16 else FLOAT_METHODS
+        for run, method in itertools.product((stage, stage_not_finite), methods):
+            todo[named(run, dtype, method)] = functools.partial(run, dtype=dtype, method=method)
+    for run, dtypes in (
+        (weight_norm, (*halves, torch.float64, torch.float16)),
+        (weight_norm_many, halves),
+        (linear, halves),
+        (conv, halves),
+    ):
+        for dtype in dtypes:
+            todo[named(run, dtype)] = functools.partial(run, dtype=dtype)
+    return todo
+
+
+def named(run: Callable[..., None], dtype: torch.dtype, *more: str) -> str:
+    return " ".join((run.__name__, str(dtype).removeprefix("torch."), *more))
+
+
+def stage(draw: random.Random, dtype: torch.dtype, method: str) -> None:
     blocks, skip_scale = draw.randint(0, 4), draw.uniform(0.5, 1)
-    x, v, g, bias = stage_arguments(draw, stage_shape(draw), blocks)
+    x, v, g, bias = stage_arguments(draw, stage_shape(draw, dtype, method), blocks)
     dy = strided(draw, normal(draw, *x.shape)).to(dtype)
     x = strided(draw, x).to(dtype)
     if draw.random() < 0.3:
@@ -128,8 +160,8 @@ def stage(draw: random.Random, dtype: torch.dtype) -> None:
     same("y, nothing saved", kernels.residual_stage(x, v, g, bias, skip_scale, 0, False)[0], y)
 
 
-def stage_not_finite(draw: random.Random, dtype: torch.dtype) -> None:
-    x, v, g, bias = stage_arguments(draw, stage_shape(draw), 1)
+def stage_not_finite(draw: random.Random, dtype: torch.dtype, method: str) -> None:
+    x, v, g, bias = stage_arguments(draw, stage_shape(draw, dtype, method), 1)
     x = x.to(dtype)
     if x.numel():
         x.view(-1)[draw.randrange(x.numel())] = draw.choice((float("inf"), -float("inf"), float("nan")))
@@ -141,7 +173,6 @@ def stage_not_finite(draw: random.Random, dtype: torch.dtype) -> None:
 
 
 def weight_norm(draw: random.Random, dtype: torch.dtype) -> None:
-    dtype = draw.choice((dtype, torch.float64, torch.float16))
     shape = [draw.randint(1, 40) for _ in range(draw.randint(1, 4))]
     v = strided(draw, normal(draw, *shape)).to(dtype)
     dim = draw.choice((None, *range(v.dim())))
@@ -162,6 +193,35 @@ def weight_norm(draw: random.Random, dtype: torch.dtype) -> None:
     # What lies along v cancels, down to nothing in a row of one number: errors are those of dw's size.
     for name, actual, gradient in zip(("dv", "dg"), gradients, wanted, strict=True):
         close(name, actual, gradient, tolerance, scale=dw.double().norm() * (g.double().max() / expected_norm.max()))
+
+
+def weight_norm_many(draw: random.Random, dtype: torch.dtype) -> None:
+    """The same kernels as for one tensor: every result is that of a call of its own."""
+    vs = [normal(draw, *(draw.randint(1, 40) for _ in range(draw.randint(1, 4)))).to(dtype) for _ in range(5)]
+    gs = [gain(draw, v.shape[0]).reshape(-1, *[1] * (v.dim() - 1)) for v in vs]
+    dws = [normal(draw, *v.shape).to(dtype) for v in vs]
+    weights, norms, scales = native.weight_norm_many(vs, gs, 0)
+    gradients = native.weight_norm_many_backward(dws, vs, gs, norms, 0)
+    for v, g, dw, w, norm, scale, dv, dg in zip(vs, gs, dws, weights, norms, scales, *gradients, strict=True):
+        for actual, expected in zip((w, norm), native.weight_norm(v, g, 0), strict=True):
+            same("one of many", actual, expected)
+        close("scale", scale, g.double().flatten() / norm.double(), FP32)
+        for actual, expected in zip((dv, dg), native.weight_norm_backward(dw, v, g, norm, 0), strict=True):
+            same("gradient of one of many", actual, expected)
+
+
+def orthonormal_rows(draw: random.Random) -> None:
+    rows = draw.randint(1, 70)
+    a = normal(draw, draw.randint(0, 3), rows, 2 * rows + draw.randint(0, 40))
+    q = a.clone()
+    if not native.orthonormal_rows_(q).all():
+        raise WrongResultError("orthonormal_rows: gave up a Gaussian matrix twice as long as wide")
+    q = q.double()
+    close("Q Q'", q @ q.mT, torch.eye(rows, dtype=torch.float64).expand(len(a), rows, rows), FP32)
+    lower = a.double() @ q.mT
+    close("L", lower, lower.tril(), FP32)
+    if not (lower.diagonal(dim1=1, dim2=2) > 0).all():
+        raise WrongResultError("orthonormal_rows: L's diagonal is not positive")
 
 
 def linear(draw: random.Random, dtype: torch.dtype) -> None:
@@ -202,7 +262,8 @@ def layer(
     close("y", y, expected, tolerance, scale=x.double().norm() + y.numel() ** 0.5)
     close("norm", norm, expected_norm, FP32)
     dy = strided(draw, normal(draw, *y.shape)).to(x.dtype)
-    needs = [True, True, bias is not None, residual is not None]
+    present = (True, True, bias is not None, residual is not None)
+    needs = [given and draw.random() < 0.7 for given in present]
     gradients = backward(dy, y, x, v, g, norm, needs, *geometry, *options)
     wanted = wanted_backward(
         dy.double(), y.double(), *wide[:3], expected_norm, needs, *geometry, *options
@@ -212,12 +273,17 @@ def layer(
             close(name, actual, gradient, tolerance, scale=dy.double().norm() * (1 + x.double().norm()))
 
 
-def stage_shape(draw: random.Random) -> tuple[int, int, int, int]:
-    """Batches 0 to 40, widths that fill a vector and that do not, maps from 1x1 up; at most about 2^20 products."""
-    channels = draw.choice((1, 3, 15, 16, 17, 24, 32, 40, 64))
-    height, width = draw.randint(1, 11), draw.randint(1, 11)
-    most = max(1, 2**20 // (channels * channels * height * width))
-    return draw.choice((0, 1, 1, 2, 3, min(draw.randint(4, 40), most))), channels, height, width
+def stage_shape(draw: random.Random, dtype: torch.dtype, method: str) -> tuple[int, int, int, int]:
+    """A shape that ``method`` suits, of at most about 2^20 products: batches 0 to 40, widths that fill a vector and
+    that do not, maps from 1x1 up, lines of a vector and longer."""
+    while True:
+        channels = draw.choice((1, 3, 15, 16, 17, 24, 32, 40, 64, 160))
+        height, width = (draw.choice((draw.randint(1, 11), draw.randint(1, 11), 32, 40)) for _ in range(2))
+        shape = draw.choice((0, 1, 1, 2, 3, draw.randint(4, 40))), channels, height, width
+        if max(1, shape[0]) * channels * channels * height * width > 2**20:
+            continue
+        if kernels.cpu_stage_method(*shape, dtype == torch.bfloat16) == method:
+            return shape
 
 
 def stage_arguments(draw: random.Random, shape: tuple[int, int, int, int], blocks: int) -> tuple[Tensor, ...]:

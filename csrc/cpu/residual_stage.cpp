@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <string>
 #include <tuple>
 
 #include "isa.h"
@@ -157,6 +158,25 @@ bool run_once(Job& job, bool parameters, const LayOut& lay_out, const Run& run) 
   return !poisoned.load();
 }
 
+// For tests: the name, as in stage.h, of the method that maps of this shape get on the active instruction set.
+std::string cpu_stage_method(int64_t images, int64_t channels, int64_t height, int64_t width, bool bfloat16) {
+  Method method = preferred_method(images, height, width);
+  if (const StagePairKernels* pairs = bfloat16 ? pair_kernels(method) : nullptr)
+    method = make_pair_geometry(images, channels, height, width, 1, pairs->tile, worker_limit()).method;
+  switch (method) {
+    case Method::kDirect:
+      return "direct";
+    case Method::kWinograd2:
+      return "winograd2";
+    case Method::kWinograd4:
+      return "winograd4";
+    case Method::kLines:
+      return "lines";
+    default:
+      return "positions";
+  }
+}
+
 // Runs `job` on maps like x with the method that suits them; once more with the direct method, which computes what a
 // convolution is defined as, when something was not finite.
 template <class Job, class LayOut, class Run>
@@ -238,4 +258,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
 STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CPU, m) {
   m.impl("residual_stage", TORCH_BOX(&wnfused::cpu::residual_stage));
   m.impl("residual_stage_backward", TORCH_BOX(&wnfused::cpu::residual_stage_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("cpu_stage_method", TORCH_BOX(&wnfused::cpu::cpu_stage_method));
 }

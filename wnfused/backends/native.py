@@ -65,6 +65,8 @@ for _schema in (
     "cpu_isa() -> str",
     "cpu_isas() -> str",
     "set_cpu_isa(str name) -> ()",
+    # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.
+    "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
 ):
