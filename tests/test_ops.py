@@ -139,6 +139,19 @@ def test_norms_are_right_over_float32s_range(backend, exponent):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("shape", "dim"), [((200_000, 2), 1), ((2, 3, 70_000), 1), ((300_000,), None)], ids=str)
+def test_norms_of_long_rows_of_equal_entries(shape, dim, backend):
+    # The roundings of a running sum of equal entries all go one way; the longest run has 512 and errs by 256 of them.
+    v = torch.full(shape, 0.7)
+    g = torch.ones(()) if dim is None else torch.ones(shape[dim])
+    with wnfused.use_backend(backend):
+        w = wnfused.functional.weight_norm(v, g, dim)
+    spans = [d for d in range(v.dim()) if d != dim]
+    error = w.double() * v.double().square().sum(spans, keepdim=True).sqrt() / v.double() - 1
+    assert error.abs().max() < 64 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_infinities_and_nan_come_out_as_torch_gives_them(backend):
     x = torch.randn(4, 3, 5, 5)
     x[0, 0, 0, 0], x[1, 1, 2, 2], x[2, 2, 4, 4] = float("inf"), float("-inf"), float("nan")
@@ -149,6 +162,23 @@ def test_infinities_and_nan_come_out_as_torch_gives_them(backend):
         expected = SAMPLES[17].composite(x, v, g, **keywords)
         assert (torch.isnan(found) == torch.isnan(expected)).all()
         torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_gradients_of_an_activation_that_is_nan_are_torchs(rows, activation, backend):
+    """NaN passes a ReLU and is scaled by the slope of a leaky one."""
+    x, v, g, bias = torch.randn(rows, 17), torch.randn(9, 17), torch.rand(9), torch.randn(9)
+    x[1, 4], bias[2] = float("nan"), float("nan")
+    leaves = [t.requires_grad_() for t in (x, bias)]
+    with wnfused.use_backend(backend):
+        y = wnfused.functional.linear(x, v, g, bias, activation=activation, negative_slope=0.1)
+        found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    z = torch.nn.functional.linear(x, wnfused.functional.weight_norm(v, g), bias)
+    y = torch.relu(z) if activation == "relu" else torch.nn.functional.leaky_relu(z, 0.1)
+    for a, b in zip(found, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -125,11 +125,14 @@ def activate(z: Tensor, activation: str, negative_slope: float) -> Tensor:
 
 
 def activate_backward(dy: Tensor, y: Tensor, activation: str, negative_slope: float) -> Tensor:
-    """The gradient before the activation, its mask read off the output: with a slope >= 0, y <= 0 iff z <= 0."""
+    """The gradient before the activation, its mask read off the output: with a slope >= 0, y <= 0 iff z <= 0.
+
+    NaN passes a ReLU and counts as negative in a leaky one, as in torch.
+    """
     if activation == "none":
         return dy
     slope = 0.0 if activation == "relu" else negative_slope
-    return torch.where(y <= 0, dy * slope, dy) if slope else torch.where(y <= 0, 0.0, dy)
+    return torch.where(y > 0, dy, dy * slope) if slope else torch.where(y <= 0, 0.0, dy)
 
 
 # ----------------------------------------------------------------------------------------------------- linear

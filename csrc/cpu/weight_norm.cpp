@@ -100,23 +100,30 @@ void run_columns(const Task<T, W>& task) {
   constexpr int64_t kMaxChunks = 64;
   const int64_t chunk = std::max<int64_t>({kGrain / length, (outer + kMaxChunks - 1) / kMaxChunks, 1});
   const int64_t chunks = std::max<int64_t>((outer + chunk - 1) / chunk, 1);
-  std::vector<W> sums(chunks * length, 0);
+  std::vector<double> sums(chunks * length, 0);
   const auto in_chunks = [&](const auto& run) {
     for_rows(0, chunks, chunk * length, [&](int64_t begin, int64_t end) {
       for (int64_t c = begin; c < end; ++c) run(c, c * chunk * length, std::min(chunk, outer - c * chunk));
     });
   };
   const T* other = task.backward() ? task.dw : task.v;
+  // A running sum of n equal squares errs by up to n / 2 roundings, so no run is long and runs are added in double.
+  constexpr int64_t kRun = 64;
   in_chunks([&](int64_t c, int64_t at, int64_t lines) {
-    on.column_sums(other + at, task.v + at, lines, length, sums.data() + c * length);
+    std::vector<W> run(length);
+    for (int64_t line = 0; line < lines; line += kRun, at += kRun * length) {
+      std::fill(run.begin(), run.end(), W(0));
+      on.column_sums(other + at, task.v + at, std::min(kRun, lines - line), length, run.data());
+      for (int64_t i = 0; i < length; ++i) sums[c * length + i] += run[i];
+    }
   });
   for (int64_t c = 1; c < chunks; ++c)
     for (int64_t i = 0; i < length; ++i) sums[i] += sums[c * length + i];
   std::vector<W> s(length), t(length), norm(length);
   for (int64_t row = 0; row < rows; ++row) {
-    W sum = 0;
+    double sum = 0;
     for (int64_t i = row * inner; i < (row + 1) * inner; ++i) sum += sums[i];
-    const RowFactors<T, W> found(task, row, sum);
+    const RowFactors<T, W> found(task, row, static_cast<W>(sum));
     for (int64_t i = row * inner; i < (row + 1) * inner; ++i) s[i] = found.s, t[i] = found.t, norm[i] = found.norm;
   }
   if (!task.w) return;
