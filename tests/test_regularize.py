@@ -134,9 +134,8 @@ def test_retractions(retraction, shape):
     short = q if shape[-2] <= shape[-1] else q.mT
     torch.testing.assert_close(short @ short.mT, eye(short).expand(*shape[:-2], -1, -1))
     torch.testing.assert_close(retraction(q), q)  # what is orthogonal stays
-    long = w.mT if shape[-2] <= shape[-1] else w
-    other = q.mT if shape[-2] <= shape[-1] else q
-    r = other.mT @ long
+    # W = Q R, of a square matrix too; of a wide one W^T.
+    r = q @ w.mT if shape[-2] < shape[-1] else q.mT @ w
     if retraction is qr_retraction:
         assert (r.tril(-1).abs() < 1e-12).all()
         assert (r.diagonal(dim1=-2, dim2=-1) > 0).all()

@@ -25,7 +25,7 @@ def qr_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
     check_matrices(w)
     finite(gain=gain)
     a = w.to(wide(w.dtype))
-    q = householder(a) if w.shape[-2] <= w.shape[-1] else householder(a.mT).mT
+    q = householder(a) if w.shape[-2] < w.shape[-1] else householder(a.mT).mT
     return (gain * q).to(w.dtype)
 
 
