@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import wnfused
 
@@ -188,6 +189,23 @@ def exported(api: str) -> str:
     return "a foreign op" if foreign else same(program.module(), m)
 
 
+def symbolically_traced(api: str) -> str:
+    m = layer(api)
+    return same(torch.fx.symbolic_trace(nn.Sequential(m)), m)
+
+
+def scripted(api: str) -> str:
+    m = layer(api)
+    return same(torch.jit.script(nn.Sequential(m)), m)
+
+
+def counted(api: str) -> str:
+    m = layer(api)
+    with FlopCounterMode(display=False) as counter:
+        m(x()).sum().backward()
+    return "works" if counter.get_total_flops() == 2 * 2 * 5 * 4 * 3 else "another number"
+
+
 # -------------------------------------------------------------------------------------------------- in, out, on top
 
 
@@ -260,6 +278,9 @@ ROWS = [
     Row("second derivatives in `v` and `g` (`gradgradcheck`)", second_derivatives, "wrong", "wrong", "right"),
     Row("`torch.jit.trace`", traced, "works", "works", "works"),
     Row("`torch.export`, decomposed", exported, "works", "works", "works"),
+    Row("`torch.fx.symbolic_trace`", symbolically_traced, "works", "works", "works"),
+    Row("`torch.jit.script`, and a call", scripted, "raises AttributeError", "raises Error", "raises RuntimeError"),
+    Row("`torch.utils.flop_counter`, forward and backward", counted, "works", "works", "works"),
     Row("out again: `remove_weight_norm`, `remove_parametrizations`, `fold`", folded, "nn.Linear", "nn.Linear",
         "nn.Linear"),
     Row("out again, twice", folded_twice, "raises ValueError", "raises ValueError", "nothing more"),

@@ -136,6 +136,18 @@ def test_models_converted_and_folded_in_inference_mode_can_be_trained():
     assert model[0].weight.grad is not None
 
 
+def test_copies_convert_and_load():
+    """torch's hook on checkpoints is known by its function's name, which the wrapper around it forgets in a copy."""
+    model, x = nn.Sequential(new(nn.Linear(4, 3))), torch.randn(2, 4)
+    ours = wnfused.convert(copy.deepcopy(model))
+    for state in (model.state_dict(), copy.deepcopy(ours.state_dict())):
+        with torch.no_grad():
+            ours[0].weight_g.zero_()
+        ours.load_state_dict(state, strict=True)
+        torch.testing.assert_close(ours(x), model(x))
+    wnfused.fold(ours).load_state_dict(nn.Linear(4, 3).state_dict(prefix="0."), strict=True)
+
+
 @pytest.mark.parametrize("wrap", [old, new])
 def test_who_holds_the_old_layer_finds_it_working(wrap):
     layer = wrap(nn.Linear(4, 4))

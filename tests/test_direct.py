@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import wnfused
 from wnfused import dispatch
-from wnfused.functional import conv1d, conv2d, conv_transpose3d, linear
+from wnfused.functional import conv1d, conv2d, conv_transpose1d, conv_transpose2d, conv_transpose3d, linear
 from wnfused.ops import _direct
 
 pytestmark = pytest.mark.skipif(not dispatch.prefers_native(), reason="the C++ kernels are not what runs here")
@@ -28,6 +28,14 @@ LAYERS = {
     "conv2d": (
         lambda *t: conv2d(*t[:4], (1, 1), (1, 1), (1, 1), residual=t[4]),
         ((2, 3, 5, 5), (4, 3, 3, 3), (4,), (4,), (2, 4, 5, 5)),
+    ),
+    "conv_transpose1d": (
+        lambda *t: conv_transpose1d(*t[:4], (2,), (1,), (1,), 1, (1,), activation="relu", residual=t[4]),
+        ((2, 4, 5), (4, 3, 4), (4, 1, 1), (3,), (2, 3, 11)),
+    ),
+    "conv_transpose2d": (
+        lambda *t: conv_transpose2d(*t[:4], (2, 2), (1, 1), (0, 0), 2, (1, 1), residual=t[4]),
+        ((2, 4, 3, 3), (4, 3, 3, 3), (4,), (6,), (2, 6, 5, 5)),
     ),
 }
 layers = pytest.mark.parametrize("name", LAYERS)
@@ -77,7 +85,7 @@ def test_an_output_that_the_backward_reads_is_guarded(name):
     function, shapes = LAYERS[name]
     y = function(*tensors(*shapes))
     y.mul_(2)  # allowed, as on any output
-    if name == "conv2d":  # no activation: y is not kept
+    if name in ("conv2d", "conv_transpose2d"):  # no activation: y is not kept
         y.sum().backward()
         return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -140,6 +148,16 @@ def test_a_refusal_names_dtypes_residuals_and_geometry(taken):
         conv2d(x, v, g, None, (1, 1), (0, 0), (1, 1))
     with pytest.raises(ValueError, match=r"padding: \(-1, 0\)"):
         conv2d(x, v, g, None, (1, 1), (-1, 0), (1, 1))
+    x, v, g = tensors((1, 3, 2, 2), (3, 4, 3, 3), (3,))
+    geometry = ((1, 1), (0, 0), (0, 0), 1, (1, 1))
+    with pytest.raises(ValueError, match=r"residual: \[1, 1, 1, 1\]"):
+        conv_transpose2d(x, v, g, None, *geometry, residual=torch.ones(1, 1, 1, 1))
+    with pytest.raises(ValueError, match=r"bias: shape \[3\] does not fit; use \[4\]"):
+        conv_transpose2d(x, v, g, g, *geometry)
+    with pytest.raises(TypeError, match=r"g: dtype torch.float64"):
+        conv_transpose2d(x, v, g.double(), None, *geometry)
+    with pytest.raises(ValueError, match=r"negative_slope: -1.0 must be finite"):
+        conv_transpose2d(x, v, g, None, *geometry, activation="leaky_relu", negative_slope=-1.0)
     assert all(taken)
 
 
@@ -150,3 +168,13 @@ def test_signatures_can_be_inspected():
     assert conv1d.__name__ == "conv1d"
     assert "one spatial dim" in conv1d.__doc__ or "1 spatial dim:" in conv1d.__doc__
     assert "C_out" in conv2d.__doc__
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+def test_named_paddings_and_modes_take_the_short_way(padding, mode, taken):
+    layer = wnfused.WNConv1d(3, 4, 3, dilation=2, padding=padding, padding_mode=mode)
+    x = torch.randn(2, 3, 9)
+    y = layer(x)
+    assert taken == [True]
+    torch.testing.assert_close(y, wnfused.fold(layer)(x), rtol=1e-4, atol=1e-5)

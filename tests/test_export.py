@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
+from torch.utils.flop_counter import FlopCounterMode
 
 import wnfused
 
@@ -107,6 +109,57 @@ def test_aot_inductor_runs_without_python(tmp_path):
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
         batch = torch.randn(5, 4)
         torch.testing.assert_close(torch._inductor.aoti_load_package(package)(batch), model(batch))
+
+
+class Read(nn.Module):
+    """Layers called, called with a residual, and read."""
+
+    def __init__(self):
+        super().__init__()
+        self.images, _, _, _ = images()
+        self.conv, self.linear = wnfused.WNConv2d(3, 3, 3, padding=1, padding_mode="reflect"), wnfused.WNLinear(3, 3)
+
+    def forward(self, x):
+        y = self.images(self.conv(x, residual=x))
+        return F.linear(self.linear(y), self.linear.weight.t())
+
+
+def test_symbolic_traces_call_our_functions():
+    model, x = Read(), torch.randn(2, 3, 8, 8)
+    traced = torch.fx.symbolic_trace(model)
+    assert any(node.target is wnfused.functional.residual_stage for node in traced.graph.nodes)
+    for twin in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
+        torch.testing.assert_close(twin(x), model(x))
+    traced(x).sum().backward()
+    assert model.linear.weight_g.grad is not None
+
+
+def test_subclasses_of_tensors_answer_for_themselves():
+    class Tagged(torch.Tensor):
+        pass
+
+    model, x, _, _ = images()
+    y = model(x.as_subclass(Tagged))
+    assert type(y) is Tagged
+    torch.testing.assert_close(y.as_subclass(torch.Tensor), model(x))
+
+
+def test_operations_are_counted_as_those_of_torchs_layers():
+    model, x = Read(), torch.randn(2, 3, 8, 8)
+    counts = []
+    for net in (model, wnfused.fold(copy.deepcopy(model))):
+        with FlopCounterMode(display=False) as counter:
+            net(x).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("layer", [wnfused.WNLinear(3, 3), wnfused.WNResidualStage(3, 3, 2)])
+def test_scripting_names_the_other_ways(layer):
+    model = nn.Sequential(layer)
+    with pytest.raises(RuntimeError, match=r"cannot read WN\w+; use torch.export or torch.jit.trace"):
+        torch.jit.script(model)
+    torch.jit.script(wnfused.fold(model))
 
 
 # ---------------------------------------------------------------------------------------------- weight, when compiled

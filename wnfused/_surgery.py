@@ -126,6 +126,7 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
 
 def _stores_weight(hook: Any) -> bool:
     """torch's hook that computes a weight-normalised weight, or the one that renames it in checkpoints."""
+    hook = getattr(hook, "hook", hook)  # the wrapper of checkpoints' hooks forgets its function's name when copied
     return isinstance(hook, WeightNorm) or getattr(hook, "__qualname__", "").endswith("._weight_norm_compat_hook")
 
 

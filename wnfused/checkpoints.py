@@ -31,7 +31,8 @@ def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new")
         source: a model, or its state dict; one of torch's own weight-normalised models too.
         api: ``"old"`` for ``torch.nn.utils.weight_norm``, ``"new"`` for
             ``torch.nn.utils.parametrizations.weight_norm``, ``"plain"`` for layers without weight norm, whose
-            ``weight`` is what ``layer.weight`` reads and ``wnfused.fold`` leaves.
+            ``weight`` is what ``layer.weight`` reads and ``wnfused.fold`` leaves. torch's parametrised layers load
+            ``"old"``, too: it is the form for a model that mixes the two.
 
     Returns:
         A new ordered dict, with views of the source's tensors, bit for bit; plain weights are computed. Entries that

@@ -318,3 +318,36 @@ def _composed_conv_backward(
     dx, dw, db = (dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
     dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dy.new_empty(0), dy.new_empty(0))
     return dx, dv, dg, db.to(v.dtype), dz if needs[3] and dz is not dy else dy.new_empty(0)
+
+
+# Transposed convolutions as the short way of a layer calls them (``wnfused.ops._direct``): rows along dim 0, v
+# contiguous, parameters in the dtype of x, the activation by its number.
+
+
+def conv_transpose(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
+    negative_slope: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    w, norm = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)
+    y = torch.convolution(x, w, bias, stride, padding, dilation, True, output_padding, groups)
+    if residual is not None and residual.shape != y.shape:
+        raise RuntimeError("a residual of another shape")
+    return epilogue_(y, residual, reference.ACTIVATIONS[activation], negative_slope), norm
+
+
+def conv_transpose_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: int, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
+    negative_slope: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dz = masked(dy, y, reference.ACTIVATIONS[activation], negative_slope)
+    w = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)[0]
+    wanted = [bool(needs & 1), bool(needs & 2), bool(needs & 4)]
+    dx, dw, db = torch.ops.aten.convolution_backward.default(
+        dz, x, w, [v.shape[1] * groups], stride, padding, dilation, True, output_padding, groups, wanted
+    )
+    dv = dg = None
+    if wanted[1]:
+        dv, dg = torch.ops.wnfused_native.weight_norm_backward.default._op(_like(dw, v), v, g, norm, 0)
+    return dx, dv, dg, db, dz if needs & 8 else None

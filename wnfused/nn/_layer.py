@@ -27,6 +27,14 @@ NOT_STORED = (
 )
 
 
+def refuse_script(module: nn.Module) -> nn.Module:
+    """What ``torch.jit.script`` asks of a module before it reads it (``__prepare_scriptable__``)."""
+    raise RuntimeError(
+        f"torch.jit.script cannot read {type(module).__name__}; use torch.export or torch.jit.trace, "
+        "or script wnfused.fold(copy.deepcopy(model)), which has torch's layers only"
+    )
+
+
 class _Refuses(nn.ModuleDict):
     """An empty dict of parametrisations that claims ``weight`` for itself: torch's functions then come here."""
 
@@ -59,6 +67,8 @@ class WeightNormalised(nn.Module):
     dim: int | None
     # The plain layer that wnfused.frozen computed once, while it lasts.
     _frozen: nn.Module | None = None
+
+    __prepare_scriptable__ = refuse_script
 
     def _set_options(
         self, activation: str | None, negative_slope: float, gamma: float | None, init: str, dim: int | None

@@ -32,7 +32,9 @@ class EffectiveWeight(Tensor):
     _root: Tensor
 
     @staticmethod
-    def of(layer: WeightNormalised, tensor: Tensor, root: Tensor | None = None) -> EffectiveWeight:
+    def of(layer: WeightNormalised, tensor: Tensor, root: Tensor | None = None) -> Tensor:
+        if not isinstance(tensor, Tensor):  # a proxy of torch.fx
+            return tensor
         weight = tensor.as_subclass(EffectiveWeight)
         weight._layer = layer
         weight._root = tensor if root is None else root

@@ -37,11 +37,12 @@ class _WNConvTranspose(WeightNormalised):
         if self._runs_frozen(input) and output_size is None:
             return self._frozen_output(input, residual)
         assert not isinstance(self.padding, str)
-        padding, spatial = self.padding, len(self.kernel_size)
-        extra = self._output_padding(
-            input, output_size, list(self.stride), list(padding), list(self.kernel_size), spatial,
-            list(self.dilation),
-        )  # fmt: skip
+        extra: Extent = self.output_padding
+        if output_size is not None:
+            extra = self._output_padding(
+                input, output_size, list(self.stride), list(self.padding), list(self.kernel_size),
+                len(self.kernel_size), list(self.dilation),
+            )  # fmt: skip
         return type(self)._op(
             input, self.weight_v, self.weight_g, self.bias, self.stride, self.padding, extra, self.groups,
             self.dilation, activation=self.activation, negative_slope=self.negative_slope, residual=residual,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wnfused import functional
 from wnfused._numbers import finite, positive
 from wnfused.nn._keys import stack_blocks
-from wnfused.nn._layer import row_norm
+from wnfused.nn._layer import refuse_script, row_norm
 from wnfused.nn.conv import WNConv2d
 
 
@@ -133,6 +133,8 @@ class WNResidualStage(nn.Module):
 
     Source: Arpit, Campos & Bengio 2019, eq. 6 and end of section 4.
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self, in_channels: int, out_channels: int, num_blocks: int, stride: int = 1, *,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from wnfused.reference import ACTIVATIONS
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+def answered_for(tensors: tuple[Any, ...]) -> bool:
+    """Whether one of them has ``__torch_function__`` (a proxy of ``torch.fx``, a subclass), or a mode that has is on.
+
+    Then the call is theirs, as with torch's own functions: ``torch.overrides.handle_torch_function`` makes it.
+    """
+    return not torch.compiler.is_compiling() and has_torch_function(tensors)
 
 
 def floating(name: str, tensor: Tensor) -> None:

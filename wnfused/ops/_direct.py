@@ -47,21 +47,24 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     )
 
 
-def layer(name: str, reference: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+def layer(
+    name: str, reference: Callable[..., tuple[Tensor, ...]], kernels: tuple[Callable[..., Any], ...] = ()
+) -> Callable[..., Tensor]:
     """The callable for an op's short way.
 
     Args:
         name: of the kernel; it takes ``x, v, g, bias, residual``, the constants of the layer, the activation's number
             and slope. ``name_backward`` takes ``dy, y, x, v, g, norm, needs`` and the same constants.
         reference: the same function of the same arguments in plain torch, for second derivatives.
+        kernels: the two functions; those of the C++ library if there are none.
 
     Returns:
         A function of the kernel's arguments that gives ``y``, recorded for autograd where that is on. It raises
         RuntimeError where the kernel refuses its arguments.
     """
     # The functions below torch.ops' own Python wrappers, which only hand over to them.
-    kernel = getattr(torch.ops.wnfused_native, name).default._op
-    kernel_backward = getattr(torch.ops.wnfused_native, f"{name}_backward").default._op
+    names = () if kernels else (name, f"{name}_backward")
+    kernel, kernel_backward = kernels or (getattr(torch.ops.wnfused_native, n).default._op for n in names)
 
     class Direct(torch.autograd.Function):
         @staticmethod

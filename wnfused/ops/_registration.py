@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wnfused import dispatch
 from wnfused.backends import tensors_of
@@ -168,13 +169,21 @@ def differentiable(
 
 
 def leaves_the_package() -> bool:
-    """Whether a call is recorded to run elsewhere: by ``torch.export``, ONNX or ``torch.jit.trace``.
+    """Whether a call is recorded to run elsewhere, by ``torch.export``, ONNX or ``torch.jit.trace``, or counted.
 
-    What runs there may know nothing of this package, or of Python; the reference has torch's own ops only.
+    What runs there may know nothing of this package, or of Python, and what counts knows torch's own ops; the
+    reference has no others.
     """
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
-    return torch._C._get_tracing_state() is not None
+    return torch._C._get_tracing_state() is not None or _flops_are_counted()
+
+
+def _flops_are_counted() -> bool:
+    """Whether ``torch.utils.flop_counter`` watches."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(type(mode).__module__ == "torch.utils.flop_counter" for mode in _get_current_dispatch_mode_stack())
 
 
 def no_view(y: Tensor) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from wnfused import reference
+from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES, is_open, layer
 from wnfused.ops._registration import define, differentiable
@@ -75,6 +78,29 @@ _direct = layer("conv", _direct_reference)
 
 
 _INT = (int, torch.SymInt)
+
+
+def _direct_transposed_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, code, slope = inputs
+    geometry = (stride, padding, dilation, True, output_padding, groups)
+    return reference.conv(x, v, g, bias, residual, *geometry, 0, reference.ACTIVATIONS[code], slope)
+
+
+_direct_transposed = layer(
+    "conv_transpose", _direct_transposed_reference, (native.conv_transpose, native.conv_transpose_backward)
+)
+
+
+def _is_plain(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    """Whether the parameters are as a layer has them: contiguous, of one dtype, one gain a row."""
+    tensors = (v, g) + (() if bias is None else (bias,)) + (() if residual is None else (residual,))
+    rows = v.shape[0] if v.dim() else 0
+    return (
+        v.is_contiguous()
+        and g.dim() in (1, v.dim())
+        and g.shape[0] == g.numel() == rows
+        and all(t.dtype == x.dtype and t.is_cpu for t in tensors)
+    )
 
 
 def _extents(name: str, value: Extent, spatial: int, least: int) -> list[int]:
@@ -168,6 +194,18 @@ def _named_padding(
     return x, [total // 2 for total in totals]
 
 
+def _in_numbers(padding: str, v: Tensor, stride: Extent, dilation: Extent) -> tuple[int, ...] | str:
+    """A named padding of a layer's own attributes that is the same on both sides; any other by its name."""
+    if type(dilation) is not tuple or type(v) not in (Tensor, torch.nn.Parameter) or len(dilation) != v.dim() - 2:
+        return padding
+    if padding == "valid":
+        return (0,) * len(dilation)
+    totals = [d * (k - 1) for d, k in zip(dilation, v.shape[2:], strict=True)]
+    if padding != "same" or stride != (1,) * len(dilation) or any(total % 2 for total in totals):
+        return padding
+    return tuple(total // 2 for total in totals)
+
+
 def _conv(
     spatial: int, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
     padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, *, activation: str | None = None,
@@ -193,6 +231,8 @@ def _conv(
 
     Source: Arpit, Campos & Bengio 2019, eq. 1 and 2, footnote 3.
     """
+    if type(padding) is str:
+        padding = _in_numbers(padding, v, stride, dilation)
     rest = (padding, dilation, 0, groups, activation, negative_slope, residual, dim)
     code = CODES.get(activation)
     # A layer's own attributes are tuples; anything else is put in order first.
@@ -203,6 +243,10 @@ def _conv(
         or not is_open(x, v, g, bias, residual)
         or not (x.dim() == v.dim() == spatial + 2)
     ):
+        tensors = (x, v, g, bias, residual)
+        if arguments.answered_for(tensors):
+            given = (x, v, g, bias, stride, padding, dilation, groups)
+            return _handed_over("conv", spatial, tensors, given, activation, negative_slope, residual, dim)
         return _run(x, _checked(spatial, False, x, v, g, bias, stride, *rest))
     try:
         return _direct(x, v, g, bias, residual, stride, padding, dilation, groups, code, negative_slope)
@@ -233,7 +277,36 @@ def _conv_transpose(
         TypeError, ValueError: naming the argument that does not fit.
     """
     rest = (padding, dilation, output_padding, groups, activation, negative_slope, residual, dim)
-    return _run(x, _checked(spatial, True, x, v, g, bias, stride, *rest))
+    tensors = (x, v, g, bias, residual)
+    code = CODES.get(activation)
+    if (
+        code is None
+        or dim != 0
+        or not (type(stride) is type(padding) is type(dilation) is type(output_padding) is tuple)
+        or not is_open(x, v, g, bias, residual)
+        or not (x.dim() == v.dim() == spatial + 2)
+        or not _is_plain(x, v, g, bias, residual)
+        or not 0 <= negative_slope < math.inf
+    ):
+        if arguments.answered_for(tensors):
+            given = (x, v, g, bias, stride, padding, output_padding, groups, dilation)
+            return _handed_over("conv_transpose", spatial, tensors, given, activation, negative_slope, residual, dim)
+        return _run(x, _checked(spatial, True, x, v, g, bias, stride, *rest))
+    try:
+        geometry = (stride, padding, dilation, output_padding, groups)
+        return _direct_transposed(*tensors, *geometry, code, negative_slope)
+    except (RuntimeError, TypeError):
+        _checked(spatial, True, x, v, g, bias, stride, *rest)
+        raise
+
+
+def _handed_over(
+    name: str, spatial: int, tensors: tuple[Any, ...], given: tuple[Any, ...], activation: str | None,
+    negative_slope: float, residual: Tensor | None, dim: int | None,
+) -> Any:  # fmt: skip
+    """The call as the tensors that answer for themselves make it, under the public function's name."""
+    options = {"activation": activation, "negative_slope": negative_slope, "residual": residual, "dim": dim}
+    return handle_torch_function(_FUNCTIONS[f"{name}{spatial}d"], tensors, *given, **options)
 
 
 P = ParamSpec("P")
@@ -261,3 +334,6 @@ conv3d = _in_dims(3, "conv", _conv)
 conv_transpose1d = _in_dims(1, "conv_transpose", _conv_transpose)
 conv_transpose2d = _in_dims(2, "conv_transpose", _conv_transpose)
 conv_transpose3d = _in_dims(3, "conv_transpose", _conv_transpose)
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    f.__name__: f for f in (conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d)
+}

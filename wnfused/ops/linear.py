@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
@@ -130,6 +131,12 @@ def linear(
     """
     code = CODES.get(activation)
     if code is None or dim != 0 or not is_open(x, v, g, bias, residual):
+        tensors = (x, v, g, bias, residual)
+        if arguments.answered_for(tensors):
+            return handle_torch_function(
+                linear, tensors, x, v, g, bias,
+                activation=activation, negative_slope=negative_slope, residual=residual, dim=dim,
+            )  # fmt: skip
         return _call(*_checked(x, v, g, bias, residual, dim, activation, negative_slope))[0]
     try:
         return _direct(x, v, g, bias, residual, code, negative_slope)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from wnfused import reference
 from wnfused._numbers import positive
@@ -91,6 +92,9 @@ def residual_stage(
 
     Source: Arpit, Campos & Bengio 2019, eq. 6 (alpha absorbed in the gain), with one ReLU a block.
     """
+    tensors = (x, v, g, bias)
+    if arguments.answered_for(tensors):
+        return handle_torch_function(residual_stage, tensors, x, v, g, bias, skip_scale=skip_scale, recompute=recompute)
     arguments.floating("x", x)
     x = arguments.autocast(x)
     if x.dim() != 4:

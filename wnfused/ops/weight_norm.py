@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
@@ -58,6 +59,8 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> Tensor:
 
     Source: Salimans & Kingma 2016, eq. 2; Arpit, Campos & Bengio 2019, eq. 1.
     """
+    if arguments.answered_for((v, g)):
+        return handle_torch_function(weight_norm, (v, g), v, g, dim)
     arguments.floating("v", v)
     arguments.matches("g", g, v)
     arguments.gain(g, v, dim)
