@@ -98,6 +98,22 @@ def test_per_sample_gradients(sample):
     torch.testing.assert_close(pushed, expected)
 
 
+@by_name
+def test_gradients_of_many_parameters_at_once(sample):
+    """``vmap`` over ``grad`` with one tensor after the other batched, the rest the same for all: an ensemble's."""
+    tensors = [t.detach() for t in sample.tensors()]
+
+    def loss(run, place):
+        return lambda t: run(*tensors[:place], t, *tensors[place + 1 :]).square().sum()
+
+    for place in range(1, len(tensors)):
+        batch = torch.stack([tensors[place], 0.5 * tensors[place] + 1])
+        with wnfused.use_backend("reference"):
+            found = torch.vmap(torch.func.grad(loss(sample.run, place)))(batch)
+        expected = torch.vmap(torch.func.grad(loss(sample.expected, place)))(batch)
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_aten_weight_norm_is_no_oracle_for_second_derivatives(backend):
     """Why the reference is our own: torch's fused op fails ``gradgradcheck``, ours passes."""

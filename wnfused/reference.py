@@ -296,9 +296,8 @@ def residual_stage(
         elif save and b % recompute == 0:
             kept.append(before.unsqueeze(0))
     norm = weight_norm(v.flatten(0, 2), g.flatten())[1].reshape(g.shape)
-    maps = empty_stage_maps(x, v.shape[0], recompute, save)
-    if kept:
-        maps.copy_(torch.stack(kept).permute(0, 1, 2, 4, 5, 3))
+    # Not written into an empty tensor: under vmap over the parameters these maps are batched, such a tensor is not.
+    maps = torch.stack(kept).permute(0, 1, 2, 4, 5, 3).contiguous() if kept else empty_stage_maps(x, 0, recompute, save)
     y = h.to(x.dtype)
     return (y.clone() if y is x else y), norm, maps
 
