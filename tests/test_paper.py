@@ -256,7 +256,7 @@ def test_shares_of_few_images_are_told_apart_from_two_standard_errors_on():
 def test_zeroinit_is_as_good_only_where_the_test_images_say_so():
     def first(*pairs):
         points = [
-            {"method": method, "depth": depth, "accuracy": accuracy, "images": 360, "seeds": 1}
+            {"method": method, "depth": depth, "accuracy": accuracy, "std": 0.0, "images": 360, "seeds": 1}
             for depth, pair in enumerate(pairs)
             for method, accuracy in zip(b_figure2.METHODS, pair, strict=False)
         ]
