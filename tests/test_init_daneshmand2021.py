@@ -178,8 +178,9 @@ def test_among_batch_norms_outputs_have_mean_square_one():
     sizes = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d):
-            hook = lambda m, i, y, name=name: sizes.update({name: y.detach().square().mean().sqrt().item()})  # noqa: E731
-            module.register_forward_hook(hook)
+            module.register_forward_hook(
+                lambda m, i, y, name=name: sizes.update({name: y.detach().square().mean().sqrt().item()})
+            )
     model(sample)
     for name, size in sizes.items():
         assert size == pytest.approx(3**-0.5 if name.endswith("conv2") else 1.0, rel=1e-3), name
