@@ -33,7 +33,15 @@ def _run_module(workload: Workload, budget: float, device: str) -> Iterator[Resu
         runners = _gated(workload, pass_name, problem, subjects, result)
         base = next((runner.name for runner in runners if runner.name in workload.ours), None)
         if base is not None:
-            _measure(workload, runners, base, budget, result, device)
+            try:
+                _measure(workload, runners, base, budget, result, device)
+            except torch.OutOfMemoryError:  # every captured graph keeps memory of its own: without them, then
+                for runner in runners:
+                    if peers.PEERS[runner.name].captured:
+                        result.skipped[runner.name] = "no memory beside the other peers"
+                runners = [runner for runner in runners if runner.name not in result.skipped]
+                torch.cuda.empty_cache()
+                _measure(workload, runners, base, budget, result, device)
         yield result
 
 
@@ -58,6 +66,15 @@ def _gated(
             return False
         except gate.GateError as error:
             result.failed[name] = str(error)
+        except Exception as error:
+            if problem.device == "cpu":
+                raise
+            # On a borrowed GPU one peer must not cost the others, unless the device itself is lost: then this raises.
+            torch.cuda.synchronize()
+            subjects.pop(name, None)
+            memory = isinstance(error, torch.OutOfMemoryError)
+            first = (str(error).strip().splitlines() or [""])[0]
+            (result.skipped if memory else result.failed)[name] = f"{type(error).__name__}: {first}"
         else:
             runners.append(found.runner)
             result.errors[name] = found.errors

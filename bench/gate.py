@@ -24,10 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from bench import models, parameters
 from bench.workloads import FORWARD, TRAINING, ConvLayer, LinearLayer, Network, Workload
@@ -122,11 +124,21 @@ class Truth:
     def of(cls, problem: Problem, takes_loss: bool) -> Truth:
         module = parameters.fill(models.plain(problem.workload).double(), models.blocks(problem.workload))
         module.to(problem.device)
+        if isinstance(problem.workload, Network) and problem.workload.depth > 1000:
+            _recompute(module)
         x = problem.x.double().requires_grad_(models.input_needs_gradient(problem.workload))
         y = module(x)
         problem.differentiated(y, takes_loss).backward()
         gradients = list(true_gradients(module, models.blocks(problem.workload)))
         return cls(y.detach(), x.grad, gradients)
+
+
+def _recompute(module: nn.Module) -> None:
+    """Lets each stage of a network keep few of its maps: 10,000 layers' for a batch of 128 are 98 GB in float64."""
+    for stage in module.stages:
+        segments = math.isqrt(len(stage))
+        keywords = {"use_reentrant": False, "preserve_rng_state": False}
+        stage.forward = partial(checkpoint_sequential, list(stage), segments, **keywords)
 
 
 def true_gradients(module: nn.Module, blocks: int) -> Iterator[dict[str, Tensor]]:

@@ -1,24 +1,31 @@
 """``python bench/gpu.py``: everything a GPU can prove of this package, in one command of under ten minutes.
 
 On a bare machine with torch, nvcc and ninja, and no network, from a checkout: builds the C++ and CUDA libraries in
-place, runs the tests that need a GPU (those whose packages are missing are skipped and listed), runs small stages under
-compute-sanitizer, then measures every workload of ``bench/gpu_workloads.py`` against its peers with the roofline beside
-each row. After each step ``gpu.json`` in ``--out`` is written anew, so a run that is cut short leaves what it had; a
-chart ``gpu.png`` comes last. ``--rehearse`` goes the same way on a machine without a GPU, over a toy workload.
+place; then, side by side, runs the tests that need a GPU (what was skipped is listed with its reason) and small stages
+under compute-sanitizer; then measures the workloads of ``bench/gpu_workloads.py`` against their peers until time is
+up, with the roofline beside each row. ``gpu.json`` in ``--out`` is written anew after each step and each workload;
+tests and measurements run in processes that may crash or hang without taking the others along (``bench.supervised``),
+so a run that is cut short leaves what it had. A chart ``gpu.png`` comes last. Another run with ``--only build --only
+measure --match TEXT`` measures what one could not reach. ``--rehearse`` goes the same way on a machine without a GPU,
+over a toy workload.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import datetime
 import json
-import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,10 +33,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# Seconds a step may take. Together under ten minutes, the machine's start included.
-LIMITS = {"build": 150, "tests": 120, "memcheck": 40, "racecheck": 40, "measure": 190}
-SECONDS_A_PASS = 1.0
+TOTAL = 565
+"""Seconds after which nothing more is begun; the chart takes a few."""
+LIMITS = {"build": 170, "tests": 170, "memcheck": 170, "racecheck": 170, "measure": TOTAL}
+"""Seconds a step may take, if as many are left."""
+TOGETHER = (("build",), ("tests", "memcheck", "racecheck"), ("measure",))
+"""Steps that run side by side: nothing but the last is timed."""
+PATIENCE = {"tests": 60.0, "measure": 200.0}
+"""Seconds for one test, with what Triton compiles for it, and for one workload."""
+TEST_PROCESSES = 8
+"""At most: Triton compiles some 250 kernels for the tests, a second each."""
+SECONDS_A_PASS = 0.5
 STEPS = tuple(LIMITS)
+WENT_WELL = ("passed", "skipped")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,26 +62,53 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every step went well; 1 if one failed or ran out of time; 2 where there is no GPU."""
     options = parser().parse_args(arguments)
+    end = time.monotonic() + TOTAL
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.rehearse and (missing := _no_gpu()):
         print(f"bench/gpu.py: error: {missing}; --rehearse goes through the steps without one", file=sys.stderr)
         return 2
-    report: dict[str, Any] = {"schema": 1, "machine": _machine(), "rehearsal": options.rehearse, "steps": {}}
-    for name in options.only or STEPS:
-        limit = options.limit or LIMITS[name]
+    report = Report(options, end)
+    for together in TOGETHER:
+        names = [name for name in together if name in (options.only or STEPS)]
+        with ThreadPoolExecutor(len(names) or 1) as pool:
+            list(pool.map(report.step, names))
+    _draw(report.content, options.out)
+    print(f"\nsaved {options.out / 'gpu.json'}")
+    return 0 if all(step["status"] in WENT_WELL for step in report.content["steps"].values()) else 1
+
+
+class Report:
+    """What ``gpu.json`` holds, and the steps that fill it."""
+
+    def __init__(self, options: argparse.Namespace, end: float) -> None:
+        self.options, self.end = options, end
+        self.content: dict[str, Any] = {
+            "schema": 2, "machine": _machine(), "rehearsal": options.rehearse, "steps": {},
+        }  # fmt: skip
+        self._writing = threading.Lock()
+
+    def step(self, name: str) -> None:
+        """Runs one step; whatever goes wrong in it is its outcome."""
+        limit = self.options.limit or min(LIMITS[name], self.end - time.monotonic())
         print(f"--- {name} (at most {limit:.0f} s)", flush=True)
         start = time.perf_counter()
         try:
-            outcome = STEP_FUNCTIONS[name](options, limit)
-        except subprocess.TimeoutExpired:
-            outcome = {"status": "out of time"}
+            outcome = STEP_FUNCTIONS[name](self, limit)
+        except Exception as error:  # a bug of this script's must not cost the other steps
+            outcome = {"status": "failed", "why": f"{type(error).__name__}: {error}"}
+            traceback.print_exc()
         outcome["seconds"] = round(time.perf_counter() - start, 1)
-        report["steps"][name] = outcome
-        _write(options.out / "gpu.json", report)
+        self.has(name, outcome)
         print(f"--- {name}: {outcome['status']} in {outcome['seconds']} s", flush=True)
-    _draw(report, options.out)
-    print(f"\nsaved {options.out / 'gpu.json'}")
-    return 0 if all(step["status"] in ("passed", "skipped") for step in report["steps"].values()) else 1
+
+    def has(self, name: str, outcome: dict[str, Any]) -> None:
+        """Takes over what is known of a step, and writes the file, whole or not at all."""
+        with self._writing:
+            self.content["steps"][name] = outcome
+            path = self.options.out / "gpu.json"
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self.content, indent=1) + "\n")
+            temporary.replace(path)
 
 
 def _no_gpu() -> str | None:
@@ -108,109 +151,172 @@ def _machine() -> dict[str, Any]:
 
 
 def _first_line(command: list[str], holding: str) -> str | None:
-    if shutil.which(command[0]) is None:
+    found = _tool(command[0])
+    if found is None:
         return None
-    text = subprocess.run(command, capture_output=True, text=True).stdout
+    text = subprocess.run([found, *command[1:]], capture_output=True, text=True).stdout
     return next((line.strip() for line in text.splitlines() if holding in line), None)
+
+
+def _tool(name: str) -> str | None:
+    """A program on PATH or of the CUDA toolkit."""
+    return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
 
 
 # ------------------------------------------------------------------------------------------------------- steps
 
 
-def _run(command: list[str], limit: float, log: Path, **environment: str) -> int:
-    """The status of a command in the checkout, its output in ``log``, whose end is shown where it fails."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with log.open("w") as file:
-        status = subprocess.run(
-            command, cwd=ROOT, timeout=limit, stdout=file, stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": paths} | environment,
-        ).returncode  # fmt: skip
-    if status:
-        print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-40:]))
-    return status
+def _run(command: list[str], limit: float, log: Path, **environment: str) -> str | None:
+    """How a command in the checkout went wrong, its output in ``log``, whose end is shown; None if it did not."""
+    from bench import supervised
+
+    log.unlink(missing_ok=True)
+    status = supervised.finished(command, limit, log, **environment)
+    if status == 0:
+        return None
+    print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-40:]), flush=True)
+    return "out of time" if status is None else "failed"
 
 
-def build(options: argparse.Namespace, limit: float) -> dict[str, Any]:
+def build(report: Report, limit: float) -> dict[str, Any]:
     """The libraries, in place."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    cuda = "0" if options.rehearse else "1"
-    status = _run(command, limit, options.out / "build.log", WNFUSED_CUDA=cuda, WNFUSED_REQUIRE_EXTENSIONS="1")
-    return {"status": "failed" if status else "passed"}
+    environment = {"WNFUSED_CUDA": "0" if report.options.rehearse else "1", "WNFUSED_REQUIRE_EXTENSIONS": "1"}
+    return {"status": _run(command, limit, report.options.out / "build.log", **environment) or "passed"}
 
 
-def tests(options: argparse.Namespace, limit: float) -> dict[str, Any]:
-    """The tests that need a GPU, with what was skipped and why."""
-    found = options.out / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", f"--junit-xml={found}", "-p", "no:cacheprovider"]
-    status = _run(command, limit, options.out / "tests.log")
-    suite = ElementTree.parse(found).getroot().find("testsuite")
-    assert suite is not None
-    skipped = {f"{c.get('name')}: {s.get('message')}" for c in suite.iter("testcase") for s in c.iter("skipped")}
-    failed = [
-        c.get("name") for c in suite.iter("testcase") if c.find("failure") is not None or c.find("error") is not None
-    ]
-    print(f"{suite.get('tests')} tests, {len(failed)} failed, {len(skipped)} skipped", *sorted(skipped), sep="\n  ")
-    return {
-        "status": "passed" if status in (0, 5) else "failed",
-        "count": int(suite.get("tests", 0)), "failed": failed, "skipped": sorted(skipped),
-    }  # fmt: skip
+def tests(report: Report, limit: float) -> dict[str, Any]:
+    """The tests that need a GPU, in several processes, with what was skipped and why."""
+    from bench import supervised
+
+    start, worker = time.monotonic(), [sys.executable, "-m", "bench.gpu_worker"]
+    with _one_log(report.options.out / "tests.log") as log_of:
+        whole = ["tests/test_gpu.py"]
+        collected = supervised.run([*worker, "collect"], whole, limit, limit, log_of("collection"))
+        collection = collected.pop(whole[0])
+        items = list(collected)
+        shards = [items[first::TEST_PROCESSES] for first in range(min(TEST_PROCESSES, len(items)))]
+
+        def run(number: int) -> dict[str, Any]:
+            left = limit - (time.monotonic() - start)
+            return supervised.run(
+                [*worker, "tests"], shards[number], left, PATIENCE["tests"], log_of(str(number)), OMP_NUM_THREADS="2"
+            )
+
+        with ThreadPoolExecutor(len(shards) or 1) as pool:
+            found = {item: outcome for part in pool.map(run, range(len(shards))) for item, outcome in part.items()}
+    by_status: dict[str, dict[str, str]] = {}
+    for item, outcome in sorted(found.items()):
+        by_status.setdefault(outcome["status"], {})[item.rpartition("::")[2]] = outcome.get("why", "")
+    passed = len(by_status.pop("passed", {}))
+    for status, those in by_status.items():
+        if status == "skipped":
+            reasons = collections.Counter(those.values())
+            print(*(f"{count} tests skipped: {why}" for why, count in reasons.items()), sep="\n")
+        else:
+            print(f"{len(those)} tests {status}", *(f"{item}: {why}" for item, why in those.items()), sep="\n  ")
+    print(f"{len(found)} tests, {passed} passed", flush=True)
+    died = any(why != "time was up" for why in by_status.get("died", {}).values())
+    wrong = died or "failed" in by_status or not found or not (passed or report.options.rehearse)
+    status = "failed" if wrong else "passed" if set(by_status) <= {"skipped"} else "out of time"
+    outcome = {"status": status, "count": len(found), "passed": passed, **by_status}
+    return (
+        outcome if found else outcome | {"why": f"nothing was collected: {collection.get('why', collection['status'])}"}
+    )
 
 
-def _sanitizer(tool: str) -> Callable[[argparse.Namespace, float], dict[str, Any]]:
-    def step(options: argparse.Namespace, limit: float) -> dict[str, Any]:
-        if shutil.which("compute-sanitizer") is None or options.rehearse:
-            return {"status": "skipped", "why": "no compute-sanitizer" if not options.rehearse else "a rehearsal"}
-        command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9", sys.executable, "-m", "bench.gpu_small"]
-        log = options.out / f"{tool}.log"
-        status = _run(command, limit, log)
-        summary = [line for line in log.read_text(errors="replace").splitlines() if "SUMMARY" in line]
-        return {"status": "failed" if status else "passed", "summary": summary[-1:]}
+@contextlib.contextmanager
+def _one_log(path: Path) -> Iterator[Callable[[str], Path]]:
+    """Logs of several processes, by name, that end up one after the other in one file."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield lambda name: Path(folder, name)
+        finally:
+            with path.open("w") as whole:
+                for part in sorted(Path(folder).iterdir()):
+                    whole.write(f"=== {part.name}\n{part.read_text(errors='replace')}")
+
+
+def _sanitizer(tool: str) -> Callable[[Report, float], dict[str, Any]]:
+    def step(report: Report, limit: float) -> dict[str, Any]:
+        if report.options.rehearse or (found := _tool("compute-sanitizer")) is None:
+            return {"status": "skipped", "why": "a rehearsal" if report.options.rehearse else "no compute-sanitizer"}
+        command = [found, f"--tool={tool}", "--error-exitcode=9", sys.executable, "-m", "bench.gpu_small"]
+        log = report.options.out / f"{tool}.log"
+        # Each tensor by itself: in a pool, what is read or written beyond one belongs to the pool.
+        wrong = _run(command, limit, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        lines = log.read_text(errors="replace").splitlines()
+        return {
+            "status": wrong or "passed",
+            "summary": [line for line in lines if "SUMMARY" in line][-1:],
+            "ran": [line for line in lines if line.startswith("ran ")],
+        }  # fmt: skip
 
     return step
 
 
-def measure(options: argparse.Namespace, limit: float) -> dict[str, Any]:
-    """Every workload against its peers, until time is up."""
-    from bench import cases, gpu_workloads, report, roofline
+def measure(report: Report, limit: float) -> dict[str, Any]:
+    """The workloads against their peers, until time is up."""
+    from bench import gpu_worker, gpu_workloads, supervised
 
+    options = report.options
     chosen = gpu_workloads.REHEARSAL if options.rehearse else gpu_workloads.WORKLOADS
-    chosen = tuple(w for w in chosen if options.match in w.name)
-    rates = None if options.rehearse else roofline.measure()
-    end = time.perf_counter() + limit
-    results, rows, left_out = [], [], []
-    for workload in chosen:
-        if time.perf_counter() > end:
-            left_out.append(workload.name)
-            continue
-        print(f"  {workload.group}: {workload.name}", file=sys.stderr, flush=True)
-        try:
-            found = list(cases.run(workload, options.seconds, "cpu" if options.rehearse else "cuda"))
-        except Exception as error:  # one workload that fails, out of memory perhaps, must not cost the others
-            left_out.append(f"{workload.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            continue
-        results += found
-        for result in found:
-            row = result.to_dict()
-            if rates is not None and result.base:
-                precision = result.base.split()[2]
-                least = roofline.floor(workload, result.pass_name, precision, rates)
-                row["floor"] = asdict(least) | {"share": least.seconds / result.seconds[result.base].median}
-            rows.append(row)
+    workloads = {gpu_worker.key(w): w for w in chosen if options.match in w.name}
+    so_far: dict[str, Any] = {"status": "cut short", "rates": None, "results": [], "left_out": {}, "wrong": []}
+
+    def seen(item: str, outcome: dict[str, Any]) -> None:
+        if outcome["status"] != "measured":
+            so_far["left_out"][item] = outcome["why"]
+        elif item == gpu_worker.RATES:
+            so_far["rates"] = outcome["rates"]
+        else:
+            rows = [_with_floor(row, workloads[item], so_far["rates"]) for row in outcome["results"]]
+            so_far["results"] += rows
+            so_far["wrong"] += [item for row in rows if row["failed"] or not row["base"]]
+        print(f"  {item}: {outcome['status']} {outcome.get('why', '')}", file=sys.stderr, flush=True)
+        report.has("measure", so_far)
+
+    command = [sys.executable, "-m", "bench.gpu_worker", f"--seconds={options.seconds}"]
+    command += ["--device=cpu"] if options.rehearse else []
+    items = [*([] if options.rehearse else [gpu_worker.RATES]), *workloads]
+    log = options.out / "measure.log"
+    log.unlink(missing_ok=True)
+    supervised.run([*command, "measure"], items, limit, PATIENCE["measure"], log, seen=seen)
+    _print_results(so_far)
+    unreached = all(why == "time was up" for why in so_far["left_out"].values())
+    status = "failed" if so_far["wrong"] or not unreached else "out of time" if so_far["left_out"] else "passed"
+    return so_far | {"status": status}
+
+
+def _with_floor(row: dict[str, Any], workload: Any, rates: dict[str, Any] | None) -> dict[str, Any]:
+    """A row of results with the roofline's time and the share of it that ours reaches."""
+    from bench import roofline
+
+    if rates is None or not row["base"]:
+        return row
+    least = roofline.floor(workload, row["pass_name"], row["base"].split()[2], roofline.Rates(**rates))
+    return row | {"floor": asdict(least) | {"share": least.seconds / row["seconds"][row["base"]]["median"]}}
+
+
+def _print_results(found: dict[str, Any]) -> None:
+    from bench import report
+    from bench.result import Result
+
+    rows = found["results"]
+    results = [Result.from_dict({key: value for key, value in row.items() if key != "floor"}) for row in rows]
     for group in dict.fromkeys(result.group for result in results):
         print(f"\n{group}\n" + report.plain_table(*report.table([r for r in results if r.group == group])))
     for row in rows:
         if "floor" in row:
             share, bound = row["floor"]["share"], row["floor"]["bound"]
             print(f"  {row['workload']}, {row['pass_name']}: {share:.0%} of the roofline ({bound})")
-    print(*left_out, sep="\n")
-    wrong = [row["workload"] for row in rows if row["failed"] or not row["base"]]
-    return {
-        "status": "failed" if wrong else "out of time" if left_out else "passed",
-        "rates": asdict(rates) if rates else None, "results": rows, "left_out": left_out, "wrong": wrong,
-    }  # fmt: skip
+    for row in rows:
+        for peer, why in row["failed"].items():
+            print(f"WRONG: {peer} on {row['workload']}, {row['pass_name']}: {why}")
+    print(*(f"{item}: {why}" for item, why in found["left_out"].items()), sep="\n", flush=True)
 
 
-STEP_FUNCTIONS: dict[str, Callable[[argparse.Namespace, float], dict[str, Any]]] = {
+STEP_FUNCTIONS: dict[str, Callable[[Report, float], dict[str, Any]]] = {
     "build": build,
     "tests": tests,
     "memcheck": _sanitizer("memcheck"),
@@ -220,12 +326,6 @@ STEP_FUNCTIONS: dict[str, Callable[[argparse.Namespace, float], dict[str, Any]]]
 
 
 # ------------------------------------------------------------------------------------------------------ output
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    temporary.replace(path)
 
 
 def _draw(report: dict[str, Any], folder: Path) -> None:

@@ -50,13 +50,15 @@ class Peer:
 def _on_cuda() -> dict[str, Peer]:
     """Ours and theirs in the three precisions of CUDA, launched one by one and captured as a CUDA graph.
 
-    The un-normalised convolutions and products of ``plain`` are cuDNN's and cuBLAS's.
+    ``ours`` is the automatic choice, CUDA kernels for stages and Triton's for single layers: what a network takes. The
+    un-normalised convolutions and products of ``plain`` are cuDNN's and cuBLAS's.
     """
-    forms = [("native", "ours", "this package, CUDA kernels"), ("triton", "ours", "this package, Triton kernels")]
+    forms = [("ours", "ours", "this package, the backends that it chooses")]
+    forms += [("native", "ours", "this package, CUDA kernels"), ("triton", "ours", "this package, Triton kernels")]
     forms += [("eager", "eager", "parametrizations.weight_norm"), ("plain", "plain", "no weight norm, cuDNN")]
     found = {}
     for name, form, title in forms:
-        backend = name if form == "ours" else None
+        backend = name if name in ("native", "triton") else None
         for precision in ("fp32", "tf32", "bf16"):
             for graph in (False, True):
                 key = f"cuda {name} {precision}" + " graph" * graph
@@ -136,7 +138,7 @@ def subject(problem: gate.Problem, name: str) -> Subject:
     peer, workload = PEERS[name], problem.workload
     if peer.compiled and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise Unavailable("torch.compile needs a C++ compiler")
-    if peer.backend and (reason := wnfused.backend_status()[peer.backend]):
+    if peer.form == "ours" and (reason := _missing(peer, problem.device)):
         raise Unavailable(reason)
     if peer.warpgroup:
         try:
@@ -155,6 +157,13 @@ def subject(problem: gate.Problem, name: str) -> Subject:
     forward: Callable[[Tensor], Tensor] = torch.compile(module, dynamic=False) if peer.compiled else module
     casts = peer.precision == "bf16" and not peer.pure
     return Subject(problem, peer, module, _autocast(forward) if casts else forward, x)
+
+
+def _missing(peer: Peer, device: str) -> str | None:
+    """Why ours would not be what the peer's title says."""
+    if device == "cuda" and peer.backend in (None, "native"):
+        return native_cuda.unavailable()
+    return wnfused.backend_status()[peer.backend] if peer.backend else None
 
 
 def _autocast(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -116,6 +116,36 @@ def test_refusals_of_sizes():
     assert support.too_large("weight_norm", (torch.empty(4, 3), torch.empty(4))) is None
 
 
+def test_refusals_of_convolutions_by_size():
+    def arguments(x, v, padding=0):
+        with torch.device("meta"):
+            x, v = torch.empty(x), torch.empty(v)
+        return x, v, None, None, None, [1, 1], [padding] * 2, [1, 1], False, [0, 0], 1
+
+    assert support.too_large("conv", arguments((2, 3, 9, 9), (4, 3, 3, 3), 1)) is None
+    assert "pixels of x" in support.too_large("conv", arguments((1, 1, 46341, 46341), (1, 1, 3, 3)))
+    # Padding may give an output of more pixels than the input.
+    assert "2147766336 pixels of y" in support.too_large("conv", arguments((1, 1, 46336, 46336), (1, 1, 1, 1), 4))
+    assert "filters or channels" in support.too_large("conv", arguments((1, 1, 2, 2), (2**21, 1, 1, 1)))
+    dy, (x, v, *_) = torch.empty(1, 1, 46342, 46342, device="meta"), arguments((1, 1, 2, 2), (1, 1, 1, 1))
+    assert "pixels of y" in support.too_large("conv_backward", (dy, dy, x, v))
+
+
+def test_no_grid_is_longer_than_a_gpu_takes():
+    """2^31 - 1 programs along the first dim, 65535 along the second; 10 million features are wide, and legal."""
+    pytest.importorskip("triton")
+    from wnfused.backends.triton import linear_layer
+
+    grids = []
+    with torch.device("meta"):
+        x, v, g, y = torch.empty(100, 10**7), torch.empty(3, 10**7), torch.empty(3), torch.empty(100, 3)
+    with support.recorded(lambda kernel, grid, arguments, constants: grids.append(grid)):
+        linear_layer.forward(x, v, g, g, None, "relu", 0.0)
+        linear_layer.backward(y, y, x, v, g, g, [True, True, True, False], "relu", 0.0)
+    assert len(grids) == 4
+    assert all(n < limit for grid in grids for n, limit in zip(grid, (2**31, 2**16), strict=False))
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch, gpus, index):
     """Triton launches on the current device and its current stream."""

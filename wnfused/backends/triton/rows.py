@@ -120,9 +120,12 @@ def summed_weight_gradient(
     count, length = v.shape[0], math.prod(v.shape[1:])
     dv, dg = torch.empty_like(v), torch.empty(g.shape, dtype=g.dtype, device=g.device)
     db = None if biases is None else v.new_empty([count])
-    arguments = (parts, dots, biases, v, flat(g), norm, dv, dg, db, count, length, parts.shape[0], dots.shape[0])
     # A row without entries still has its gain and bias.
-    grid = (blocks(count, rows), max(blocks(length, entries), 1))
+    across = max(blocks(length, entries), 1)
+    sizes = count, length, parts.shape[0], dots.shape[0], across
+    arguments = (parts, dots, biases, v, flat(g), norm, dv, dg, db, *sizes)
+    # In one dim: a grid's other dims end at 65535.
+    grid = (blocks(count, rows) * across,)
     launch(kernels.weight_gradient_sum, grid, arguments, ROWS=rows, ENTRIES=entries, DEPTH=depth)
     return dv, dg, db
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wnfused.backends import tensors_of
 
@@ -16,6 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_TRITON = (3, 6)
 LEAST_CAPABILITY = (8, 0)
 MOST = 2**31 - 2**16  # the last tile may begin below this and end above it
+MOST_ACROSS = 2**20  # a grid has 65535 tiles along its second dim
 
 
 @functools.cache
@@ -64,17 +67,34 @@ def _too_old(device: torch.device) -> str | None:
 
 def too_large(op: str, arguments: Sequence[Any]) -> str | None:
     """Why a layer is too large: kernels count rows of the input, pixels and the entries of a weight in 32 bits."""
-    if op in ("linear", "conv"):
-        x, v = arguments[:2]
-    elif op in ("linear_backward", "conv_backward"):
-        x, v = arguments[2:4]
-    else:
+    backward = op.endswith("_backward")
+    if op.removesuffix("_backward") not in ("linear", "conv"):
         return None
-    rows, name = (x.shape[:-1].numel(), "rows") if v.dim() == 2 else (x.numel() // max(x.shape[1], 1), "pixels")
-    for count, what in ((rows, f"{name} of x"), (v.numel(), "elements of v")):
-        if count > MOST:
-            return f"its kernels take up to {MOST}, and there are {count} {what}"
+    x, v = arguments[2:4] if backward else arguments[:2]
+    if v.dim() == 2:
+        counts = [(x.shape[:-1].numel(), MOST, "rows of x")]
+    else:
+        pixels_out = _pixels(arguments[0]) if backward else _pixels_out(*arguments[:2], *arguments[5:11])
+        counts = [(_pixels(x), MOST, "pixels of x"), (pixels_out, MOST, "pixels of y")]
+        counts += [(max(v.shape[:2]), MOST_ACROSS, "filters or channels")]
+    for count, most, what in (*counts, (v.numel(), MOST, "elements of v")):
+        if count > most:
+            return f"its kernels take up to {most}, and there are {count} {what}"
     return None
+
+
+def _pixels(t: Tensor) -> int:
+    return t.numel() // max(t.shape[1], 1)
+
+
+def _pixels_out(
+    x: Tensor, v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    output_padding: Sequence[int], groups: int,
+) -> int:  # fmt: skip
+    if transposed:  # the vendor's
+        return 0
+    sizes = zip(x.shape[2:], v.shape[2:], stride, padding, dilation, strict=True)
+    return x.shape[0] * math.prod((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
 
 
 _recorder: Callable[..., None] | None = None

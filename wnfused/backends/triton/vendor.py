@@ -34,7 +34,7 @@ def linear(
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty([x.shape[:-1].numel(), x.shape[-1]])
     if bias is None:
         y = flat @ w.T
-    elif activation == "relu" and residual is None:  # bias and ReLU in cuBLASLt's epilogue
+    elif activation == "relu" and residual is None and flat.numel():  # bias and ReLU in cuBLASLt's epilogue
         y = torch._addmm_activation(bias.to(x.dtype), flat, w.T)
         return y.reshape([*x.shape[:-1], w.shape[0]]), norm
     else:

@@ -157,16 +157,16 @@ def many_weight_norms_backward(
 
 @triton.jit
 def weight_gradient_sum(
-    PARTS, DOTS, BIASES, V, G, NORM, DV, DG, DB, rows, length, parts, dots,
+    PARTS, DOTS, BIASES, V, G, NORM, DV, DG, DB, rows, length, parts, dots, across,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Adds up the parts of a split weight gradient, always in the same order, and takes it through the weight norm.
 
     PARTS ``[parts, rows, length]`` sums to ``dw`` and lies as ``v`` does; DOTS ``[dots, rows]`` to ``<dw, v>``; BIASES
-    ``[parts, rows]`` to ``db``, or None.
+    ``[parts, rows]`` to ``db``, or None. ``across`` programs lie side by side along a row.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    entry = tl.program_id(0) % across * ENTRIES + tl.arange(0, ENTRIES)
     dot = _column_sum(DOTS, row, rows, dots, ROWS, DEPTH)
     norm = tl.load(NORM + row, mask=row < rows, other=0.0)
     reciprocal = inverse(norm)
@@ -181,7 +181,7 @@ def weight_gradient_sum(
     unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal[:, None]
     scale = row_scale(tl.load(G + row, mask=row < rows, other=0.0), norm)[:, None]
     tl.store(DV + at, (scale * (dw - unit * dgain[:, None])).to(DV.dtype.element_ty), mask=inside)
-    if tl.program_id(1) == 0:
+    if tl.program_id(0) % across == 0:
         tl.store(DG + row, dgain.to(DG.dtype.element_ty), mask=row < rows)
         if BIASES is not None:
             db = _column_sum(BIASES, row, rows, parts, ROWS, DEPTH)
