@@ -45,6 +45,11 @@ TEST_PROCESSES = 8
 """At most: Triton compiles some 250 kernels for the tests, a second each."""
 SECONDS_A_PASS = 0.5
 STEPS = tuple(LIMITS)
+# Without pyproject.toml, which setuptools older than this package asks for cannot read and this needs nothing of.
+BUILD = (
+    "import runpy, setuptools.dist; setuptools.dist.Distribution.parse_config_files = lambda *_, **__: None; "
+    "runpy.run_path('setup.py', run_name='__main__')"
+)
 WENT_WELL = ("passed", "skipped")
 
 
@@ -180,7 +185,7 @@ def _run(command: list[str], limit: float, log: Path, **environment: str) -> str
 
 def build(report: Report, limit: float) -> dict[str, Any]:
     """The libraries, in place."""
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    command = [sys.executable, "-c", BUILD, "--quiet", "build_ext", "--inplace"]
     environment = {"WNFUSED_CUDA": "0" if report.options.rehearse else "1", "WNFUSED_REQUIRE_EXTENSIONS": "1"}
     return {"status": _run(command, limit, report.options.out / "build.log", **environment) or "passed"}
 

@@ -101,7 +101,9 @@ def _specialised(kernel: Any, arguments: Any, constants: dict[str, Any]) -> tupl
         if kernel.params[i].is_constexpr or value is None or (type(value) is int and value == 1):
             signature[name], constexprs[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[name], attributes[(i,)] = types[value.dtype], [["tt.divisibility", 16]]
+            signature[name] = types[value.dtype]
+            if value.data_ptr() % 16 == 0:  # as it is without memory
+                attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
@@ -109,6 +111,26 @@ def _specialised(kernel: Any, arguments: Any, constants: dict[str, Any]) -> tupl
             if value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     return signature, constexprs, attributes, {name: constants[name] for name in OPTIONS if name in constants}
+
+
+def front_end(kernel: Any, arguments: Any, constants: dict[str, Any], capability: int = 90) -> None:
+    """Takes a launch through the first part of the compiler, where what the language does not allow is found.
+
+    Raises:
+        triton.CompilationError: it is not allowed.
+    """
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    signature, constexprs, attributes, chosen = _specialised(kernel, arguments, constants)
+    source, target = ASTSource(kernel, signature, constexprs, attributes), GPUTarget("cuda", capability, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options(chosen)
+    source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
 
 
 def _compile(

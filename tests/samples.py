@@ -186,3 +186,26 @@ SAMPLES = [
 ]  # fmt: skip
 
 BY_NAME = {sample.name: sample for sample in SAMPLES}
+
+_RELU = {"activation": "relu"}
+_LEAKY = {"activation": "leaky_relu", "negative_slope": 0.2}
+# Shapes for which the vendor's libraries have epilogues of their own, and whole tiles of ours beside ragged ones.
+ALIGNED = [
+    Sample("linear", linear, composite_linear, ((600, 64), (48, 64), (48,), (48,)), _RELU),
+    Sample("linear-no-bias", linear, composite_linear, ((600, 64), (48, 64), (48,)), _RELU),
+    Sample("linear-residual", linear, composite_linear,
+           ((130, 64), (80, 64), (80,), (80,), (130, 80)), _LEAKY),
+    Sample("linear-plain", linear, composite_linear, ((600, 33), (65, 33), (65,), (65,))),
+    *(
+        Sample(f"conv-{name}{'-last' * last}", conv, composite_conv, shapes,
+               {"padding": 1, **keywords}, channels_last=last)
+        for last in (False, True)
+        for name, shapes, keywords in (
+            ("relu", ((3, 64, 9, 8), (72, 64, 3, 3), (72,), (72,)), _RELU),
+            ("no-bias", ((3, 64, 9, 8), (64, 64, 3, 3), (64,)), _RELU),
+            ("residual", ((3, 64, 9, 8), (64, 64, 3, 3), (64,), (64,), (3, 64, 9, 8)), _RELU),
+            ("stride", ((3, 64, 9, 8), (64, 64, 3, 3), (64,), (64,)), {"stride": 2, **_LEAKY}),
+            ("1x1", ((3, 64, 9, 8), (80, 64, 1, 1), (80,), (80,)), {"padding": 0}),
+        )
+    ),
+]  # fmt: skip

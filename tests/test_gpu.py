@@ -7,10 +7,9 @@ import functools
 
 import pytest
 import torch
+from samples import ALIGNED, SAMPLES, Sample, composite_stage
 
 import wnfused
-from tests import samples
-from tests.samples import SAMPLES, Sample
 from wnfused.backends.triton import strategy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -62,28 +61,6 @@ def test_samples(sample: Sample, dtype: torch.dtype, backend: str) -> None:
     compare(sample.run, sample.expected, sample.tensors(), dtype, backend)
 
 
-ACTIVATED = {"activation": "relu"}
-LEAKY = {"activation": "leaky_relu", "negative_slope": 0.2}
-# Shapes for which the vendor's libraries have epilogues of their own, and whole tiles of ours beside ragged ones.
-ALIGNED = [
-    Sample("linear", samples.linear, samples.composite_linear, ((600, 64), (48, 64), (48,), (48,)), ACTIVATED),
-    Sample("linear-no-bias", samples.linear, samples.composite_linear, ((600, 64), (48, 64), (48,)), ACTIVATED),
-    Sample("linear-residual", samples.linear, samples.composite_linear,
-           ((130, 64), (80, 64), (80,), (80,), (130, 80)), LEAKY),
-    Sample("linear-plain", samples.linear, samples.composite_linear, ((600, 33), (65, 33), (65,), (65,))),
-    *(
-        Sample(f"conv-{name}{'-last' * last}", samples.conv, samples.composite_conv, shapes,
-               {"padding": 1, **keywords}, channels_last=last)
-        for last in (False, True)
-        for name, shapes, keywords in (
-            ("relu", ((3, 64, 9, 8), (72, 64, 3, 3), (72,), (72,)), ACTIVATED),
-            ("no-bias", ((3, 64, 9, 8), (64, 64, 3, 3), (64,)), ACTIVATED),
-            ("residual", ((3, 64, 9, 8), (64, 64, 3, 3), (64,), (64,), (3, 64, 9, 8)), ACTIVATED),
-            ("stride", ((3, 64, 9, 8), (64, 64, 3, 3), (64,), (64,)), {"stride": 2, **LEAKY}),
-            ("1x1", ((3, 64, 9, 8), (80, 64, 1, 1), (80,), (80,)), {"padding": 0}),
-        )
-    ),
-]  # fmt: skip
 # As above; tf32 rounds to ten bits of mantissa.
 ALIGNED_TOLERANCE = {"float32": 2e-5, "tf32": 3e-3, "bfloat16": 3e-2, "float16": 4e-3}
 
@@ -162,7 +139,7 @@ def test_stage(channels: int, size: int, batch: int, precision: str, recompute: 
     run = functools.partial(wnfused.functional.residual_stage, recompute=recompute)
     # A switched ReLU costs its gradient, so a gradient's error is about the root of the output's.
     tolerance = 2e-2 if precision == "tf32" else TOLERANCE[dtype]
-    compare(run, samples.composite_stage, tensors, dtype, "native", tolerance)
+    compare(run, composite_stage, tensors, dtype, "native", tolerance)
 
 
 @pytest.fixture
@@ -182,7 +159,7 @@ def warpgroup_stage():
 def test_stage_by_warpgroups(batch: int, recompute: int | None, warpgroup_stage) -> None:
     """Whole clusters, and blocks of threads that have no image."""
     run = functools.partial(wnfused.functional.residual_stage, recompute=recompute)
-    compare(run, samples.composite_stage, stage_tensors(9, batch, 64, 8), torch.bfloat16, "native")
+    compare(run, composite_stage, stage_tensors(9, batch, 64, 8), torch.bfloat16, "native")
 
 
 def test_stage_by_warpgroups_is_bitwise_equal_from_run_to_run(warpgroup_stage) -> None:

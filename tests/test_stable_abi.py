@@ -31,3 +31,11 @@ def test_a_library_needs_only_the_stable_abi(library):
     assert "torch_call_dispatcher" in needed
     rest = {name for name in needed - stable if not name.startswith(("_ZNSt", "_ZNKSt", "_ZSt"))}
     assert rest == set()
+
+
+def test_the_sources_name_what_the_oldest_torch_has():
+    """The headers of torch 2.11, the libraries' target, have this macro under another name, and that one elsewhere."""
+    for source in sorted((Path(__file__).parents[1] / "csrc").rglob("*.*")):
+        text = source.read_text()
+        assert "STABLE_TORCH_ERROR_CODE_CHECK" not in text, source
+        assert "STD_CUDA_" not in text or "<torch/csrc/stable/macros.h>" in text, source

@@ -33,7 +33,7 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
   const Extents none(at.stride.size(), 0);
   const int64_t dims = static_cast<int64_t>(at.stride.size());
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution(
       x.get(), w.get(), bias ? &given : nullptr, at.stride.data(), dims, at.padding.data(), dims, at.dilation.data(),
       dims, 0, none.data(), dims, at.groups, &made));
   return Tensor(made);
@@ -46,7 +46,7 @@ std::pair<Tensor, Tensor> convolution_backward(
   const Extents none(at.stride.size(), 0);
   const int64_t dims = static_cast<int64_t>(at.stride.size());
   const int32_t mask[] = {input, weight, 0};
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution_backward(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution_backward(
       dz.get(), x.get(), w.get(), nullptr, 0, at.stride.data(), dims, at.padding.data(), dims, at.dilation.data(), dims,
       0, none.data(), dims, at.groups, mask, 3, &dx, &dw, &db));
   const Tensor unused(db);

@@ -35,7 +35,7 @@ inline Values values_of(const Tensor& t) { return {const_cast<void*>(t.const_dat
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype) {
   const int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
@@ -60,7 +60,7 @@ inline Tensor empty_as(const Tensor& t) { return empty_as(t, t.scalar_type()); }
 inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
   const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch__reinterpret_tensor(t.get(), 2, sizes, strides, offset, &made));
   return Tensor(made);
 }
@@ -68,18 +68,18 @@ inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t colu
 // The whole memory of a dense tensor, with the sizes and strides of another.
 inline Tensor viewed_as(const Tensor& t, const Tensor& like) {
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       t.get(), like.dim(), like.sizes().data(), like.strides().data(), 0, &made));
   return Tensor(made);
 }
 
 inline void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }
 
 // out = added + a b; `added` may be out itself, or a row that is added to each.
 inline void addmm(const Tensor& out, const Tensor& added, const Tensor& a, const Tensor& b) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), added.get(), a.get(), b.get(), 1.0, 1.0));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), added.get(), a.get(), b.get(), 1.0, 1.0));
 }
 
 // What every layer asks of its tensors. The types: float throughout, or x in bfloat16 with each parameter in either.
