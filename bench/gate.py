@@ -35,6 +35,7 @@ from bench import models, parameters
 from bench.workloads import FORWARD, TRAINING, ConvLayer, LinearLayer, Network, Workload
 
 KINK, KINK_BF16 = 1e-3, 1 / 30
+DEEP = 1000  # layers of a network from which float64's maps are too many to keep
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-9}
 
 
@@ -124,7 +125,7 @@ class Truth:
     def of(cls, problem: Problem, takes_loss: bool) -> Truth:
         module = parameters.fill(models.plain(problem.workload).double(), models.blocks(problem.workload))
         module.to(problem.device)
-        if isinstance(problem.workload, Network) and problem.workload.depth > 1000:
+        if isinstance(problem.workload, Network) and problem.workload.depth > DEEP:
             _recompute(module)
         x = problem.x.double().requires_grad_(models.input_needs_gradient(problem.workload))
         y = module(x)

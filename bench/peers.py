@@ -147,7 +147,7 @@ def subject(problem: gate.Problem, name: str) -> Subject:
             raise Unavailable(str(error)) from None
     module = parameters.fill(models.FORMS[peer.form](workload), models.blocks(workload)).to(problem.device)
     x = problem.x
-    if peer.channels_last or workload.channels_last:
+    if (peer.channels_last or workload.channels_last) and x.dim() == 4:
         module.to(memory_format=torch.channels_last)
         x = x.contiguous(memory_format=torch.channels_last)
     x = x.detach().clone(memory_format=torch.preserve_format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench is part of the checkout, not of the package
 
@@ -335,3 +337,38 @@ def test_bytes_of_one_linear_layer() -> None:
     parameters = 4 * (8 * 8 + 8)
     assert roofline.bytes_moved(layer, "forward", 4) == 4 * 2 * 32 + parameters
     assert roofline.bytes_moved(layer, "forward+backward", 4) == 4 * 2 * 32 + parameters + 4 * 3 * 32 + 2 * parameters
+
+
+def test_a_deep_networks_truth_is_that_of_one_that_keeps_all_its_maps(monkeypatch) -> None:
+    network = workloads.Network(group="g", name="n", depth=28, batch=2, size=8)
+    kept = gate.Problem(network).truth("training step")
+    monkeypatch.setattr(gate, "DEEP", 20)
+    saved = []
+    monkeypatch.setattr(
+        gate, "checkpoint_sequential", lambda *a, **k: saved.append(a) or checkpoint_sequential(*a, **k)
+    )
+    again = gate.Problem(network).truth("training step")
+    assert len(saved) == 3
+    torch.testing.assert_close(again.y, kept.y, rtol=0, atol=0)
+    torch.testing.assert_close(again.layers, kept.layers, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [workloads.LinearLayer, workloads.ConvLayer, workloads.Stage, workloads.Network])
+def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) -> None:
+    """Small, on the CPU, with graphs that are plain calls: every line on the host's side runs."""
+    from bench import gpu_workloads
+
+    monkeypatch.setattr(peers, "captured", lambda call: call)
+    sizes = {
+        workloads.LinearLayer: {"features": 16, "batch": 4},
+        workloads.ConvLayer: {"channels": 16, "size": 4, "batch": 2},
+        workloads.Stage: {"channels": 8, "size": 4, "batch": 2, "blocks": 2},
+        workloads.Network: {"depth": 10, "size": 8, "batch": 2},
+    }
+    whole = next(w for w in gpu_workloads.WORKLOADS if isinstance(w, kind))
+    chosen = tuple(name for name in whole.peers if "compile" not in name)
+    small = dataclasses.replace(whole, peers=chosen, ours=whole.ours[:1], **sizes[kind])
+    for result in cases.run(small, 0.0, "cpu"):
+        assert not result.failed
+        assert set(result.skipped) <= {n for n in (*whole.ours, *whole.peers) if "triton" in n or "warpgroup" in n}
+        assert {name for name in chosen if "triton" not in name} <= {*result.errors, *result.skipped}
