@@ -77,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [name for name in together if name in (options.only or STEPS)]
         with ThreadPoolExecutor(len(names) or 1) as pool:
             list(pool.map(report.step, names))
-    _draw(report.content, options.out)
+    try:
+        _draw(report.content, options.out)
+    except Exception:  # the numbers are saved
+        traceback.print_exc()
     print(f"\nsaved {options.out / 'gpu.json'}")
     return 0 if all(step["status"] in WENT_WELL for step in report.content["steps"].values()) else 1
 
@@ -100,7 +103,8 @@ class Report:
         try:
             outcome = STEP_FUNCTIONS[name](self, limit)
         except Exception as error:  # a bug of this script's must not cost the other steps
-            outcome = {"status": "failed", "why": f"{type(error).__name__}: {error}"}
+            known = self.content["steps"].get(name, {})
+            outcome = known | {"status": "failed", "why": f"{type(error).__name__}: {error}"}
             traceback.print_exc()
         outcome["seconds"] = round(time.perf_counter() - start, 1)
         self.has(name, outcome)
@@ -187,6 +191,8 @@ def build(report: Report, limit: float) -> dict[str, Any]:
     """The libraries, in place."""
     command = [sys.executable, "-c", BUILD, "--quiet", "build_ext", "--inplace"]
     environment = {"WNFUSED_CUDA": "0" if report.options.rehearse else "1", "WNFUSED_REQUIRE_EXTENSIONS": "1"}
+    if (nvcc := _tool("nvcc")) is not None:
+        environment["CUDA_HOME"] = str(Path(nvcc).parents[1])
     return {"status": _run(command, limit, report.options.out / "build.log", **environment) or "passed"}
 
 

@@ -306,6 +306,22 @@ def test_the_gpu_script_goes_through_its_steps_without_a_gpu(tmp_path) -> None:
     assert (tmp_path / "gpu.png").exists()
 
 
+def test_a_step_of_the_gpu_script_that_fails_keeps_what_it_had(tmp_path, monkeypatch) -> None:
+    from bench import gpu
+
+    def fails(report, limit):
+        report.has("measure", {"status": "cut short", "results": [1]})
+        raise RuntimeError("no more")
+
+    monkeypatch.setitem(gpu.STEP_FUNCTIONS, "measure", fails)
+    monkeypatch.setattr(gpu, "_draw", lambda content, folder: fails(None, 0.0))
+    assert gpu.main(["--rehearse", "--only", "memcheck", "--only", "measure", "--out", str(tmp_path)]) == 1
+    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert steps["memcheck"]["status"] == "skipped"
+    assert (steps["measure"]["status"], steps["measure"]["results"]) == ("failed", [1])
+    assert steps["measure"]["why"] == "RuntimeError: no more"
+
+
 def test_the_gpu_script_names_what_is_missing(tmp_path, capsys) -> None:
     from bench import gpu
 
