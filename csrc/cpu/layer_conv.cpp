@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
+#include "conv3x3.h"
 #include "layer_tensor.h"
 
 namespace wnfused {
@@ -17,19 +18,19 @@ namespace {
 using namespace cpu;
 using Extents = std::vector<int64_t>;
 
-struct Geometry {
+struct Window {
   const Extents &stride, &padding, &dilation;
   int64_t groups;
 };
 
-void check_geometry(const Tensor& x, const Tensor& v, const Geometry& at) {
+void check_window(const Tensor& x, const Tensor& v, const Window& at) {
   const size_t spatial = static_cast<size_t>(v.dim()) - 2;
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv: x and v must have 3, 4 or 5 dims");
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial,
                   "conv: stride, padding and dilation must have ", spatial, " entries");
 }
 
-Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Geometry& at) {
+Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Window& at) {
   AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
   const Extents none(at.stride.size(), 0);
   const int64_t dims = static_cast<int64_t>(at.stride.size());
@@ -41,7 +42,7 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
 
 // (dx, dw), each undefined unless asked for.
 std::pair<Tensor, Tensor> convolution_backward(
-    const Tensor& dz, const Tensor& x, const Tensor& w, const Geometry& at, bool input, bool weight) {
+    const Tensor& dz, const Tensor& x, const Tensor& w, const Window& at, bool input, bool weight) {
   AtenTensorHandle dx = nullptr, dw = nullptr, db = nullptr;
   const Extents none(at.stride.size(), 0);
   const int64_t dims = static_cast<int64_t>(at.stride.size());
@@ -80,6 +81,24 @@ Tensor in_lines(const Tensor& z) {
   return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
 }
 
+// Layers that the kernels here take from the vendor's library: see conv3x3.h.
+bool runs_here(const Tensor& x, const Tensor& v, const Window& at) {
+  const auto all = [](const Extents& extents, int64_t value) {
+    return std::all_of(extents.begin(), extents.end(), [&](int64_t extent) { return extent == value; });
+  };
+  return v.dim() == 4 && v.size(2) == 3 && v.size(3) == 3 && at.groups == 1 && x.size(1) == v.size(1) &&
+         all(at.stride, 1) && all(at.padding, 1) && all(at.dilation, 1) && x.numel() > 0 && v.numel() > 0 &&
+         suits_conv3x3(x, v);
+}
+
+// A map as large as x. Formats are those that torch gives outputs and gradients.
+Tensor empty_map(const Tensor& x, int64_t channels, bool channels_last) {
+  const int64_t images = x.size(0), height = x.size(2), width = x.size(3);
+  if (!channels_last) return empty({images, channels, height, width}, x.scalar_type());
+  return empty_strided({images, channels, height, width}, {height * width * channels, 1, width * channels, channels},
+                       x.scalar_type());
+}
+
 // The map is larger than the weight: then the pass that scales the weight is the cheaper one.
 bool map_heavy(const Tensor& z, const Tensor& v) { return z.numel() > v.numel(); }
 
@@ -92,8 +111,8 @@ std::tuple<Tensor, Tensor> conv(
   check_parameters(x, v_given, g, bias);
   check_activation(activation, slope);
   const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
-  const Geometry geometry{stride, padding, dilation, groups};
-  check_geometry(x, v, geometry);
+  const Window window{stride, padding, dilation, groups};
+  check_window(x, v, window);
   const Activation act = static_cast<Activation>(activation);
   const int64_t channels = v.size(0);
   const bool half = is_bfloat16(x);
@@ -113,6 +132,14 @@ std::tuple<Tensor, Tensor> conv(
     if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) torch::stable::copy_(y, z);
     return finite;
   };
+  if (runs_here(x, v, window)) {
+    const Tensor y = empty_map(x, channels, is_channels_last(x) || is_channels_last(v));
+    const Tensor rows = torch::stable::contiguous(v);
+    check_residual(residual_given, y);
+    const Conv3x3Layer layer{x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
+                             static_cast<float>(slope)};
+    if (run_conv3x3(layer, residual_given, y, norms)) return {y, norm};
+  }
   const bool passes = act != Activation::kNone || residual_given;
   if (!half && passes) {
     row_norms(v, norms, 0, channels);
@@ -120,7 +147,7 @@ std::tuple<Tensor, Tensor> conv(
     if (all_can_wait(scale)) {
       std::vector<float> added(channels, 0.0f);
       if (bias) std::copy_n(floats_of(*bias, held_bias), channels, added.begin());
-      const Tensor y = convolution(x, v, std::nullopt, geometry);
+      const Tensor y = convolution(x, v, std::nullopt, window);
       check_residual(residual_given, y);
       if (finished(y, scale, added)) return {y, norm};
     }
@@ -128,7 +155,7 @@ std::tuple<Tensor, Tensor> conv(
   const Tensor w = scaled_weight(v, gain, norms, x.scalar_type());
   std::optional<Tensor> shift = bias;
   if (bias && bias->scalar_type() != x.scalar_type()) shift = torch::stable::to(*bias, x.scalar_type());
-  const Tensor y = convolution(x, w, shift, geometry);
+  const Tensor y = convolution(x, w, shift, window);
   check_residual(residual_given, y);
   if (passes) finished(y, std::vector<float>(channels, 1.0f), std::vector<float>(channels, 0.0f));
   return {y, norm};
@@ -141,14 +168,30 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   check_parameters(x, v_given, g, std::nullopt);
   const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
   const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
-  const Geometry geometry{stride, padding, dilation, groups};
-  check_geometry(x, v, geometry);
+  const Window window{stride, padding, dilation, groups};
+  check_window(x, v, window);
   const int64_t channels = v.size(0);
   const bool half = is_bfloat16(x), masked = activation != 0;
   std::vector<float> held;
   const float* gain = floats_of(g, held);
   const float* norms = entries<float>(norm);
 
+  // A bias gradient alone is no convolution.
+  if ((need_x || need_v) && (need_v || !need_bias) && runs_here(x, v, window)) {
+    const Tensor rows = torch::stable::contiguous(v);
+    const Conv3x3Layer layer{x, rows, gain, nullptr, static_cast<Activation>(activation), static_cast<float>(slope)};
+    Rounded dgain(sizes_of(g), g.scalar_type());
+    std::optional<Tensor> dx, dv, db, dz;
+    if (need_x) dx = empty_map(x, x.size(1), is_channels_last(x) || is_channels_last(v));
+    if (need_v) dv = empty_as(rows);
+    if (need_bias) db = empty({channels}, ScalarType::Float);
+    if (need_residual && masked) dz = empty_map(x, channels, is_channels_last(y));
+    if (run_conv3x3_backward(layer, dy_given, y, norms,
+                             {dx, dv, dz, dgain.data(), db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr})) {
+      if (dv) dv = laid_out_as(*dv, v);
+      return {dx, dv, need_v ? Gradient(dgain.tensor()) : Gradient(), db, dz};
+    }
+  }
   // Without an activation y is not kept, and dy's own format is as good as any.
   const Tensor signs = in_lines(masked ? y : dy_given);
   const Tensor dy = laid_out_as(dy_given, signs);
@@ -172,13 +215,13 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   if (need_bias) db = bias_gradient->tensor();
 
   if (scale_dz && !shared) {
-    if (need_x) dx = convolution_backward(*scaled, x, v, geometry, true, false).first;
-    if (need_v) dw = convolution_backward(*dz, x, v, geometry, false, true).second;
+    if (need_x) dx = convolution_backward(*scaled, x, v, window, true, false).first;
+    if (need_v) dw = convolution_backward(*dz, x, v, window, false, true).second;
   } else if (need_x || need_v) {
     std::vector<float> again(channels);
     // The weight's gradient reads no more of the weight than its shape.
     const Tensor w = scale_dz || (!need_x && !half) ? v : scaled_weight(v, gain, again.data(), x.scalar_type());
-    std::pair<Tensor, Tensor> found = convolution_backward(shared ? *scaled : *dz, x, w, geometry, need_x, need_v);
+    std::pair<Tensor, Tensor> found = convolution_backward(shared ? *scaled : *dz, x, w, window, need_x, need_v);
     if (need_x) dx = found.first;
     if (need_v) dw = found.second;
   }

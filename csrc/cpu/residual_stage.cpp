@@ -12,6 +12,7 @@
 #include "parallel.h"
 #include "stage.h"
 #include "stage_arguments.h"
+#include "stage_scratch.h"
 #include "workspace.h"
 
 namespace wnfused::cpu {
@@ -77,47 +78,11 @@ int64_t workers_for(const Geometry& geometry, bool parameters) {
   return std::clamp<int64_t>(items, 1, worker_limit());
 }
 
-int64_t pair_worker_floats(const Geometry& geometry) {
-  const auto floats = [](int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; };
-  const int64_t conv = floats(geometry.conv_panel()) + geometry.conv_group_blocks * geometry.conv_rows * kLanes;
-  constexpr int64_t kSegmentFloats = 2 * sizeof(void*) / sizeof(float);
-  const int64_t wgrad = geometry.wgrad_segments() * kSegmentFloats + kLanes + floats(geometry.wgrad_inputs()) +
-                        floats(geometry.wgrad_gradients());
-  return std::max(conv, wgrad);
-}
-
-int64_t float_worker_floats(const Geometry& geometry) {
-  const auto panels = [&](int64_t rows, int64_t blocks) { return geometry.planes * (blocks * rows + 1) * kLanes; };
-  const int64_t conv =
-      panels(geometry.conv_rows, geometry.channel_blocks) + panels(geometry.conv_rows, geometry.conv_group_blocks);
-  const int64_t wgrad =
-      panels(geometry.wgrad_rows, geometry.channel_blocks) + panels(geometry.wgrad_rows, geometry.wgrad_group_blocks);
-  return std::max(conv, wgrad);
-}
-
-// Panel and product of one chunk, or what packing and finishing need.
-int64_t worker_floats(const Geometry& geometry) {
-  const int64_t unit = kLanes * kLanes * kTaps, row = geometry.padded_channels * kTaps;
-  const int64_t pack = 2 * unit + row, finish = unit + 18 * row;
-  return std::max({geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry), pack, finish});
-}
-
 // Pieces that the forward and the backward share.
 void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& scratch) {
-  scratch.zeros = arena.take(geometry.width * geometry.padded_channels);
-  if (geometry.own_banks) {
-    scratch.own_bank_stride = geometry.bank_size() + geometry.padded_channels + kLanes;
-    scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
-  } else {
-    for (Bank& bank : scratch.bank)
-      bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_channels)};
-  }
+  lay_out_common(arena, geometry, workers, worker_floats(geometry), scratch);
   scratch.stream = arena.take(geometry.map_size());
   if (geometry.is_pairs()) scratch.operand = arena.take(geometry.operand_size());
-  // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
-  // its sets.
-  scratch.worker_stride = worker_floats(geometry) / kLanes * kLanes + 3 * kLanes;
-  scratch.worker = arena.take(scratch.worker_stride * workers);
 }
 
 void lay_out_forward(Arena& arena, const StageForward& job, int64_t workers, Scratch& scratch) {
@@ -151,7 +116,7 @@ bool run_once(Job& job, bool parameters, const LayOut& lay_out, const Run& run) 
   const Workspace workspace(measure.used());
   Arena arena(workspace.data());
   lay_out(arena, job, workers, job.scratch);
-  std::fill_n(job.scratch.zeros, job.geometry.width * job.geometry.padded_channels, 0.0f);
+  std::fill_n(job.scratch.zeros, zeros_floats(job.geometry), 0.0f);
   std::atomic<bool> poisoned{false};
   job.poisoned = &poisoned;
   run_workers(workers, [&](Worker& worker) { run(job, worker); });

@@ -6,7 +6,7 @@
 //
 // Layouts (C is padded to Cp, a multiple of 16 channels, by zeros):
 //   map      [N, H, W, Cp] fp32           h, a and their gradients: no border, the gather supplies the zeros
-//   bank     [planes][Cp/16][Cp][16]      one convolution's packed weights, or the gradient of them, fp32:
+//   bank     [planes][Op/16][Cp][16]      one convolution's packed weights, or the gradient of them, fp32:
 //                                         plane (tap, or Winograd position), output block, input channel, output lane
 //   operand  [N, H, W, C] bfloat16        what the convolutions of the last two methods read: h, a, dh, da rounded
 // Where C needs no padding and everything is fp32, the canonical saved maps [.., N, H, W, C] ARE maps in this sense and
@@ -55,6 +55,8 @@ struct Item {
 struct Geometry {
   int64_t images, channels, height, width, blocks;
   int64_t channel_blocks, padded_channels;
+  // Of a convolution's outputs. A stage has as many as inputs.
+  int64_t outputs, output_blocks, padded_outputs;
   Method method;
 
   // Rows of the matrix products, numbered `units`: pixels, or tiles (tile x tile pixels) of a grid of tile_rows x
@@ -118,6 +120,10 @@ struct Geometry {
 // number of workers too, and changes no result.
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
                        int64_t workers);
+
+// Of one convolution, from `channels` to `outputs`.
+Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs, int64_t height, int64_t width,
+                              Method method, int64_t workers);
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile, int64_t workers);

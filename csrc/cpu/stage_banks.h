@@ -29,8 +29,8 @@ class Banks {
     if (!geometry_.own_banks) return shared_[convolution % 2];
     const int64_t group = geometry_.weights_stay ? geometry_.conv_item(item).group : 0;
     if (convolution != convolution_ || group != group_) {
-      const int64_t blocks = geometry_.weights_stay ? geometry_.conv_group_blocks : geometry_.channel_blocks;
-      const int64_t end = smaller((group + 1) * blocks, geometry_.channel_blocks);
+      const int64_t blocks = geometry_.weights_stay ? geometry_.conv_group_blocks : geometry_.output_blocks;
+      const int64_t end = smaller((group + 1) * blocks, geometry_.output_blocks);
       for (int64_t block = group * blocks; block < end; ++block) pack(block, own_);
       convolution_ = convolution;
       group_ = group;

@@ -1,4 +1,4 @@
-// One convolution of the stage: 3x3, stride 1, zero padding 1, C to C, over a chunk of rows.
+// One convolution: 3x3, stride 1, zero padding 1, C to C in a stage, over a chunk of rows.
 //
 //        gather                         multiply                          scatter
 //   map  ------>  panel                 -------->  product                ------>  map
@@ -234,7 +234,7 @@ struct OutputLines {
 
   WNFUSED_INLINE void prefetch(const Geometry& geometry, int64_t part, int64_t parts) const {
     if (!map) return;
-    const int64_t tile = geometry.tile, channels = geometry.padded_channels, pieces = count * tile;
+    const int64_t tile = geometry.tile, channels = geometry.padded_outputs, pieces = count * tile;
     for (int64_t piece = pieces * part / parts; piece < pieces * (part + 1) / parts; ++piece) {
       const Unit unit = unit_at(geometry, first + piece / tile);
       const int64_t y = unit.y + piece % tile;
@@ -285,11 +285,11 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   const auto [chunk, group] = geometry.conv_item(item);
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
-  const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);
+  const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.output_blocks - first_block);
   const Panel panel(scratch, geometry.conv_rows, geometry.channel_blocks);
   // With one block of channels a row's product depends on that row alone and may take its place, which keeps panel and
   // bank together in the first-level cache.
-  const bool overwrite = geometry.channel_blocks == 1 && geometry.is_winograd();
+  const bool overwrite = geometry.channel_blocks == 1 && geometry.output_blocks == 1 && geometry.is_winograd();
   const Panel product(overwrite ? scratch : scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
   const OutputLines outputs{epilogue.fresh, first, count, first_block, blocks};
   const auto run = round_map ? convolve<true> : convolve<false>;

@@ -33,8 +33,6 @@ Operand* saved_in_place(const SavedMaps& saved, const Geometry& geometry, int64_
   return static_cast<Operand*>(saved_map(saved, geometry, index).data);
 }
 
-WNFUSED_INLINE int64_t count_of(bool wanted, int64_t items) { return wanted ? items : 0; }
-
 // A map as the convolutions read it and, for the stream, as it is summed up: the same memory where operands are float.
 template <class Operand>
 struct StreamMap {
@@ -356,7 +354,7 @@ class Backward {
   void pack_shared(int64_t convolution, int64_t item) { pack(convolution, item, job_.scratch.bank[convolution % 2]); }
 
   void pack(int64_t convolution, int64_t block, const Bank& bank) {
-    pack_backward(job_, convolution, block, factor(convolution), bank, scratch_);
+    pack_backward(job_, geometry_, convolution, block, factor(convolution), bank, scratch_);
   }
 
   // An item of the data gradient of `convolution`.

@@ -31,7 +31,7 @@ constexpr int64_t kStay = 6;
 constexpr int64_t kMaxSlices = 16;
 
 void choose_banks(Geometry& geometry, int64_t workers) {
-  geometry.own_banks = geometry.weights_stay || std::min(workers, geometry.channel_blocks) < kSharingCost;
+  geometry.own_banks = geometry.weights_stay || std::min(workers, geometry.output_blocks) < kSharingCost;
   const int64_t items = std::max<int64_t>(geometry.conv_items(), 1);
   geometry.fetch_parts = geometry.own_banks && !geometry.weights_stay ? divide_up(items, workers) : items;
 }
@@ -52,26 +52,28 @@ Method preferred_method(int64_t images, int64_t height, int64_t width) {
   return winograd(4) < winograd(2) ? Method::kWinograd4 : Method::kWinograd2;
 }
 
-Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
-                       int64_t workers) {
+Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs, int64_t height, int64_t width,
+                              Method method, int64_t workers) {
   Geometry geometry{};
   geometry.images = images;
   geometry.channels = channels;
   geometry.height = height;
   geometry.width = width;
-  geometry.blocks = blocks;
   geometry.channel_blocks = divide_up(channels, kLanes);
   geometry.padded_channels = geometry.channel_blocks * kLanes;
+  geometry.outputs = outputs;
+  geometry.output_blocks = divide_up(outputs, kLanes);
+  geometry.padded_outputs = geometry.output_blocks * kLanes;
   geometry.method = method;
   geometry.tile = method == Method::kWinograd4 ? 4 : method == Method::kWinograd2 ? 2 : 1;
   geometry.tile_rows = divide_up(height, geometry.tile);
   geometry.tile_cols = divide_up(width, geometry.tile);
   geometry.units = images * geometry.tile_rows * geometry.tile_cols;
   geometry.planes = geometry.is_winograd() ? (geometry.tile + 2) * (geometry.tile + 2) : kTaps;
-  geometry.plane_stride = geometry.padded_channels * geometry.padded_channels + kLanes;
+  geometry.plane_stride = geometry.padded_channels * geometry.padded_outputs + kLanes;
 
   // Each worker packs and finishes the weights of its own output blocks then, at the price of gathering all inputs.
-  geometry.weights_stay = workers > 1 && geometry.channel_blocks > 1 &&
+  geometry.weights_stay = workers > 1 && geometry.output_blocks > 1 &&
                           geometry.gradient_size() > kStay * geometry.map_size();
 
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams
@@ -80,27 +82,34 @@ Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t
   const auto chunks = [&] { return divide_up(geometry.units, geometry.conv_rows); };
   if (geometry.weights_stay) {
     geometry.conv_rows = 16;
-    geometry.conv_group_blocks = divide_up(geometry.channel_blocks, std::min(workers, geometry.channel_blocks));
+    geometry.conv_group_blocks = divide_up(geometry.output_blocks, std::min(workers, geometry.output_blocks));
   } else {
     while (geometry.conv_rows > kMinRows && chunks() < kItemsEach * workers) geometry.conv_rows /= 2;
     const bool split = chunks() < workers;
-    geometry.conv_group_blocks = split ? std::min(kGroupBlocks, geometry.channel_blocks) : geometry.channel_blocks;
+    geometry.conv_group_blocks = split ? std::min(kGroupBlocks, geometry.output_blocks) : geometry.output_blocks;
   }
   geometry.conv_chunks = chunks();
-  geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
+  geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
   choose_banks(geometry, workers);
 
   geometry.wgrad_rows = 32;
   geometry.wgrad_group_blocks =
-      std::min(kGroupBlocks, geometry.weights_stay ? geometry.conv_group_blocks : geometry.channel_blocks);
+      std::min(kGroupBlocks, geometry.weights_stay ? geometry.conv_group_blocks : geometry.output_blocks);
   const int64_t slice_units = (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels;
   const int64_t slices = std::clamp<int64_t>(geometry.units / slice_units, 1, kMaxSlices);
   geometry.wgrad_slice_units =
       std::max<int64_t>(1, divide_up(divide_up(geometry.units, slices), geometry.wgrad_rows)) * geometry.wgrad_rows;
   geometry.wgrad_slices = std::max<int64_t>(1, divide_up(geometry.units, geometry.wgrad_slice_units));
-  if (geometry.wgrad_slices * divide_up(geometry.channel_blocks, geometry.wgrad_group_blocks) < workers)
+  if (geometry.wgrad_slices * divide_up(geometry.output_blocks, geometry.wgrad_group_blocks) < workers)
     geometry.wgrad_group_blocks = 1;
-  geometry.wgrad_groups = divide_up(geometry.channel_blocks, geometry.wgrad_group_blocks);
+  geometry.wgrad_groups = divide_up(geometry.output_blocks, geometry.wgrad_group_blocks);
+  return geometry;
+}
+
+Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
+                       int64_t workers) {
+  Geometry geometry = make_single_geometry(images, channels, channels, height, width, method, workers);
+  geometry.blocks = blocks;
   return geometry;
 }
 

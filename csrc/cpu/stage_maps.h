@@ -16,6 +16,8 @@ WNFUSED_INLINE int64_t map_items_per_image(const Geometry& geometry) {
 
 WNFUSED_INLINE int64_t map_items(const Geometry& geometry) { return geometry.images * map_items_per_image(geometry); }
 
+WNFUSED_INLINE int64_t count_of(bool wanted, int64_t items) { return wanted ? items : 0; }
+
 struct PixelRun {
   int64_t image, begin, end;  // pixels within the image
 };
@@ -49,34 +51,39 @@ WNFUSED_INLINE void store_elements(const ExternalMap& map, int64_t offset, const
   else store(static_cast<float*>(map.data) + offset, value);
 }
 
-inline void read_map(const Geometry& geometry, const ExternalMap& source, int64_t item, float* map) {
-  const PixelRun run = map_run(geometry, item);
-  const int64_t padded = geometry.padded_channels;
-  float* target = map + run.image * geometry.height * geometry.width * padded;
+// Pixels of one image to `target`, one after another.
+inline void read_pixels(const Geometry& geometry, const ExternalMap& source, const PixelRun& run, float* target) {
+  const int64_t padded = geometry.padded_channels, count = run.end - run.begin;
   for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
     const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, geometry.channels - channel0);
-    int64_t pixel = run.begin;
+    int64_t t = 0;
     if (lanes == kLanes && interleaved(source)) {
-      for (; pixel < run.end; ++pixel)
-        store(target + pixel * padded + channel0,
-              load_elements(source, element(source, geometry, run.image, pixel, channel0)));
+      for (; t < count; ++t)
+        store(target + t * padded + channel0,
+              load_elements(source, element(source, geometry, run.image, run.begin + t, channel0)));
     } else if (lanes == kLanes && planar(source, geometry)) {
-      for (; pixel + kLanes <= run.end; pixel += kLanes) {
+      for (; t + kLanes <= count; t += kLanes) {
         Block block[kLanes];
-        const int64_t corner = element(source, geometry, run.image, 0, channel0) + pixel;
+        const int64_t corner = element(source, geometry, run.image, 0, channel0) + run.begin + t;
         for (int i = 0; i < kLanes; ++i) block[i] = load_elements(source, corner + i * source.channel_stride);
         transpose(block);
-        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(target + (pixel + i) * padded + channel0, block[i]);
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(target + (t + i) * padded + channel0, block[i]);
       }
     }
-    for (; pixel < run.end; ++pixel) {
-      float* values = target + pixel * padded + channel0;
+    for (; t < count; ++t) {
+      float* values = target + t * padded + channel0;
       for (int64_t i = 0; i < kLanes; ++i)
         values[i] = i < lanes ? read({source.data, source.bfloat16},
-                                     element(source, geometry, run.image, pixel, channel0 + i))
+                                     element(source, geometry, run.image, run.begin + t, channel0 + i))
                               : 0.0f;
     }
   }
+}
+
+inline void read_map(const Geometry& geometry, const ExternalMap& source, int64_t item, float* map) {
+  const PixelRun run = map_run(geometry, item);
+  read_pixels(geometry, source, run, map + (run.image * geometry.height * geometry.width + run.begin) *
+                                               geometry.padded_channels);
 }
 
 inline void write_map(const Geometry& geometry, const float* map, int64_t item, const ExternalMap& target) {

@@ -41,6 +41,13 @@ inline void read_run(const Parameter& parameter, int64_t index, int64_t count, f
   for (int64_t i = 0; i < count; ++i) target[i] = from_bfloat16(source[i]);
 }
 
+// v of one convolution: [outputs][inputs][9].
+struct WeightShape {
+  int64_t outputs, inputs;
+};
+
+WNFUSED_INLINE WeightShape weight_shape(const Geometry& geometry) { return {geometry.outputs, geometry.channels}; }
+
 // Rows row0.. of v over the input channels of one block: `stride` floats apart, absent rows and channels zero.
 struct Rows {
   const float* data;
@@ -48,13 +55,11 @@ struct Rows {
 };
 
 // `staging` holds 16 x 144 floats.
-inline Rows unit_rows(const Parameter& v, const Geometry& geometry, int64_t convolution, int64_t row0,
+inline Rows unit_rows(const Parameter& v, const WeightShape& shape, int64_t convolution, int64_t row0,
                       int64_t input_block, float* staging) {
-  const int64_t channels = geometry.channels, input0 = input_block * kLanes;
-  const int64_t row_floats = channels * kTaps;
-  const int64_t first = (convolution * channels + row0) * row_floats + input0 * kTaps;
-  const int64_t rows = channels - row0 < kLanes ? channels - row0 : kLanes;
-  const int64_t inputs = channels - input0 < kLanes ? channels - input0 : kLanes;
+  const int64_t input0 = input_block * kLanes, row_floats = shape.inputs * kTaps;
+  const int64_t first = (convolution * shape.outputs + row0) * row_floats + input0 * kTaps;
+  const int64_t rows = smaller(shape.outputs - row0, kLanes), inputs = smaller(shape.inputs - input0, kLanes);
   if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
     return {static_cast<const float*>(v.data) + first, row_floats};
   for (int64_t r = 0; r < kLanes; ++r) {
@@ -66,12 +71,12 @@ inline Rows unit_rows(const Parameter& v, const Geometry& geometry, int64_t conv
 }
 
 // Fetches a unit ahead: sixteen short runs in turn are no stream that a processor would recognise.
-inline void fetch_unit(const Parameter& v, const Geometry& geometry, int64_t convolution, int64_t row0,
+inline void fetch_unit(const Parameter& v, const WeightShape& shape, int64_t convolution, int64_t row0,
                        int64_t input_block) {
-  const int64_t channels = geometry.channels, row_floats = channels * kTaps, input0 = input_block * kLanes;
-  if (v.bfloat16 || row0 + kLanes > channels || input0 + kLanes > channels) return;
+  const int64_t row_floats = shape.inputs * kTaps, input0 = input_block * kLanes;
+  if (v.bfloat16 || row0 + kLanes > shape.outputs || input0 + kLanes > shape.inputs) return;
   const float* data =
-      static_cast<const float*>(v.data) + (convolution * channels + row0) * row_floats + input0 * kTaps;
+      static_cast<const float*>(v.data) + (convolution * shape.outputs + row0) * row_floats + input0 * kTaps;
   for (int64_t r = 0; r < kLanes; ++r)
     for (int64_t k = 0; k < kUnitFloats; k += kLanes) __builtin_prefetch(data + r * row_floats + k);
 }
@@ -134,37 +139,39 @@ inline float row_norm(const Parameter& v, const Geometry& geometry, int64_t row,
 }
 
 // The norms of one output block's rows. `staging` holds a row.
-inline void measure_norms(const StageForward& job, int64_t convolution, int64_t output_block, float* norm,
-                          float* staging) {
-  const int64_t end = smaller((output_block + 1) * kLanes, job.geometry.channels);
+template <class Job>
+void measure_norms(const Job& job, int64_t convolution, int64_t output_block, float* norm, float* staging) {
+  const int64_t end = smaller((output_block + 1) * kLanes, job.geometry.outputs);
   for (int64_t channel = output_block * kLanes; channel < end; ++channel) {
-    const int64_t index = convolution * job.geometry.channels + channel;
+    const int64_t index = convolution * job.geometry.outputs + channel;
     norm[index] = row_norm(job.v, job.geometry, index, staging);
   }
 }
 
 // One output block of one convolution. `norm` may be null. `scratch`: 2 * 16 * 144 floats and a row.
-inline void pack_forward(const StageForward& job, int64_t convolution, int64_t output_block, const Bank& bank,
-                         float* norm, float* scratch) {
+template <class Job>
+void pack_forward(const Job& job, int64_t convolution, int64_t output_block, const Bank& bank, float* norm,
+                  float* scratch) {
   const Geometry& geometry = job.geometry;
   float* staging = scratch;
   float* lanes = scratch + kLanes * kUnitFloats;  // [144][16 outputs]
   const int64_t row0 = output_block * kLanes;
   Block scale[kLanes];
   for (int64_t r = 0; r < kLanes; ++r) {
-    const int64_t channel = row0 + r, index = convolution * geometry.channels + channel;
-    const bool present = channel < geometry.channels;
+    const int64_t channel = row0 + r, index = convolution * geometry.outputs + channel;
+    const bool present = channel < geometry.outputs;
     const float length = present ? row_norm(job.v, geometry, index, lanes + kLanes * kUnitFloats) : 0.0f;
     scale[r] = splat(length != 0.0f ? read(job.g, index) / length : 0.0f);
-    bank.bias[channel] = present ? read(job.bias, index) : 0.0f;
+    bank.bias[channel] = present && job.bias.data ? read(job.bias, index) : 0.0f;
     if (present && norm) norm[index] = length;
   }
   float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
   if (geometry.is_pairs()) clear_padding(geometry, pairs, output_block);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
-    const Rows rows = unit_rows(job.v, geometry, convolution, row0, input_block, staging);
-    if (input_block + 1 < geometry.channel_blocks) fetch_unit(job.v, geometry, convolution, row0, input_block + 1);
+    const Rows rows = unit_rows(job.v, weight_shape(geometry), convolution, row0, input_block, staging);
+    if (input_block + 1 < geometry.channel_blocks)
+      fetch_unit(job.v, weight_shape(geometry), convolution, row0, input_block + 1);
     for (int64_t k = 0; k < kUnitFloats; k += kLanes) {
       Block block[kLanes];
       WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(rows.data + r * rows.stride + k) * scale[r];
@@ -198,15 +205,17 @@ WNFUSED_INLINE void row_filters(const float* row, const Block& scale, bool round
   }
 }
 
-// One block of 16 inputs of one convolution, the outputs of its data gradient. `scratch`: 16 * 144 floats.
-inline void pack_backward(const StageBackward& job, int64_t convolution, int64_t input_block, float factor,
-                          const Bank& bank, float* scratch) {
-  const Geometry& geometry = job.geometry;
+// One block of 16 inputs of one convolution, the outputs of its data gradient, whose geometry is given. `scratch`:
+// 16 * 144 floats.
+template <class Job>
+void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution, int64_t input_block, float factor,
+                   const Bank& bank, float* scratch) {
+  const WeightShape shape{geometry.channels, geometry.outputs};
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
   if (geometry.is_pairs()) clear_padding(geometry, pairs, input_block);
   float* target = bank.weights + input_block * geometry.padded_channels * kLanes;
   for (int64_t output_block = 0; output_block < geometry.channel_blocks; ++output_block) {
-    const Rows rows = unit_rows(job.v, geometry, convolution, output_block * kLanes, input_block, scratch);
+    const Rows rows = unit_rows(job.v, shape, convolution, output_block * kLanes, input_block, scratch);
     Block scale[kLanes];
     for (int64_t r = 0; r < kLanes; ++r) {
       const int64_t channel = output_block * kLanes + r, index = convolution * geometry.channels + channel;
@@ -214,7 +223,7 @@ inline void pack_backward(const StageBackward& job, int64_t convolution, int64_t
       scale[r] = splat(scaled ? factor * (read(job.g, index) / job.norm[index]) : 0.0f);
     }
     if (output_block + 1 < geometry.channel_blocks)
-      fetch_unit(job.v, geometry, convolution, (output_block + 1) * kLanes, input_block);
+      fetch_unit(job.v, shape, convolution, (output_block + 1) * kLanes, input_block);
     Block filter[2][kLanes];
     const auto turned = [&filter](int which) {
       return [&taps = filter[which]](int k) { return taps[kTaps - 1 - k]; };
@@ -251,8 +260,9 @@ inline void sum_slices(const Geometry& geometry, const float* bank, float* targe
 }
 
 // dv and dg of one row, from dW of that row. Row and gradient are padded to whole Blocks with zeros.
-inline void normalise_gradient(const StageBackward& job, int64_t index, const float* weight_gradient, const float* row,
-                               float factor, float* result) {
+template <class Job>
+void normalise_gradient(const Job& job, int64_t index, const float* weight_gradient, const float* row,
+                        float factor, float* result) {
   const int64_t floats = job.geometry.channels * kTaps, padded = job.geometry.padded_channels * kTaps;
   const float norm = job.norm[index];
   float dg = 0.0f, scale = 0.0f;
@@ -281,7 +291,8 @@ inline void normalise_gradient(const StageBackward& job, int64_t index, const fl
 }
 
 // A row of v, and of its gradient, ahead of normalise_gradient.
-inline void fetch_row(const StageBackward& job, int64_t index) {
+template <class Job>
+void fetch_row(const Job& job, int64_t index) {
   const int64_t floats = job.geometry.channels * kTaps;
   if (!job.v.bfloat16)
     for (int64_t k = 0; k < floats; k += kLanes)
@@ -295,15 +306,16 @@ inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.pad
 
 // dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
 // `scratch`: 16 * 144 + 18 rows.
-inline void finish_gradient(const StageBackward& job, int64_t convolution, int64_t output_block, float factor,
-                            const float* bank, const float* bias_gradient, float* scratch) {
+template <class Job>
+void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, float factor, const float* bank,
+                     const float* bias_gradient, float* scratch) {
   const Geometry& geometry = job.geometry;
-  const int64_t row_floats = padded_row_floats(geometry), channels = geometry.channels;
+  const int64_t row_floats = padded_row_floats(geometry), outputs = geometry.outputs;
   float* lanes = scratch;
   float* gradients = lanes + kLanes * kUnitFloats;
   float* row = gradients + kLanes * row_floats;
   float* result = row + row_floats;
-  fetch_row(job, convolution * channels + output_block * kLanes);
+  fetch_row(job, convolution * outputs + output_block * kLanes);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const int64_t input0 = input_block * kLanes;
     const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
@@ -316,11 +328,11 @@ inline void finish_gradient(const StageBackward& job, int64_t convolution, int64
         store(gradients + r * row_floats + input0 * kTaps + k, block[r]);
     }
   }
-  for (int64_t r = 0; r < kLanes && output_block * kLanes + r < channels; ++r) {
-    const int64_t channel = output_block * kLanes + r, index = convolution * channels + channel;
-    const int64_t floats = channels * kTaps;
+  for (int64_t r = 0; r < kLanes && output_block * kLanes + r < outputs; ++r) {
+    const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
+    const int64_t floats = geometry.channels * kTaps;
     const float* values = row;
-    if (r + 1 < kLanes && channel + 1 < channels) fetch_row(job, index + 1);
+    if (r + 1 < kLanes && channel + 1 < outputs) fetch_row(job, index + 1);
     if (!job.v.bfloat16 && floats == row_floats) {
       values = static_cast<const float*>(job.v.data) + index * floats;
     } else {
@@ -329,8 +341,8 @@ inline void finish_gradient(const StageBackward& job, int64_t convolution, int64
     }
     normalise_gradient(job, index, gradients + r * row_floats, values, factor, result);
     float sum = 0.0f;
-    for (int64_t s = 0; s < geometry.wgrad_slices; ++s) sum += bias_gradient[s * geometry.padded_channels + channel];
-    write(job.dbias, index, factor * sum);
+    for (int64_t s = 0; s < geometry.wgrad_slices; ++s) sum += bias_gradient[s * geometry.padded_outputs + channel];
+    if (job.dbias.data) write(job.dbias, index, factor * sum);
     if (sum - sum != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
   }
 }

@@ -21,7 +21,7 @@ namespace wnfused::cpu::WNFUSED_ISA {
 template <int M, bool Round>
 inline void gather_tile_gradients(const Geometry& geometry, const float* map, int64_t first, int64_t count,
                                   int64_t first_block, int64_t blocks, const Panel& panel, float* bias_gradient) {
-  const int64_t channels = geometry.padded_channels;
+  const int64_t channels = geometry.padded_outputs;
   for (int64_t b = 0; b < blocks; ++b) {
     const float* source = map + (first_block + b) * kLanes;
     Block sum = zero();
@@ -50,7 +50,7 @@ inline void gather_tile_gradients(const Geometry& geometry, const float* map, in
 template <bool Round>
 inline void gather_pixel_gradients(const Geometry& geometry, const float* map, int64_t first, int64_t count,
                                    int64_t first_block, int64_t blocks, const Panel& panel, float* bias_gradient) {
-  const int64_t channels = geometry.padded_channels;
+  const int64_t channels = geometry.padded_outputs;
   for (int64_t b = 0; b < blocks; ++b) {
     const float* source = map + (first_block + b) * kLanes;
     Block sum = zero();
@@ -82,10 +82,10 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
                                  const float* zeros, float* banks, float* bias_gradients, float* scratch) {
   const auto [slice, group] = geometry.wgrad_item(item);
   const int64_t first_block = group * geometry.wgrad_group_blocks;
-  const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.channel_blocks - first_block);
+  const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.output_blocks - first_block);
   const int64_t block_stride = geometry.padded_channels * kLanes;
   float* bank = banks + slice * geometry.gradient_size() + first_block * block_stride;
-  float* bias_gradient = bias_gradients + slice * geometry.padded_channels;
+  float* bias_gradient = bias_gradients + slice * geometry.padded_outputs;
   const int64_t begin = slice * geometry.wgrad_slice_units;
   const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
   // Winograd's first panel writes every plane; a tap that no pixel of the slice reaches would stay unwritten.

@@ -1,0 +1,52 @@
+#include "stage_scratch.h"
+
+#include <algorithm>
+
+namespace wnfused::cpu {
+namespace {
+
+int64_t pair_worker_floats(const Geometry& geometry) {
+  const auto floats = [](int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; };
+  const int64_t conv = floats(geometry.conv_panel()) + geometry.conv_group_blocks * geometry.conv_rows * kLanes;
+  constexpr int64_t kSegmentFloats = 2 * sizeof(void*) / sizeof(float);
+  const int64_t wgrad = geometry.wgrad_segments() * kSegmentFloats + kLanes + floats(geometry.wgrad_inputs()) +
+                        floats(geometry.wgrad_gradients());
+  return std::max(conv, wgrad);
+}
+
+int64_t float_worker_floats(const Geometry& geometry) {
+  const auto panels = [&](int64_t rows, int64_t blocks) { return geometry.planes * (blocks * rows + 1) * kLanes; };
+  const int64_t conv =
+      panels(geometry.conv_rows, geometry.channel_blocks) + panels(geometry.conv_rows, geometry.conv_group_blocks);
+  const int64_t wgrad =
+      panels(geometry.wgrad_rows, geometry.channel_blocks) + panels(geometry.wgrad_rows, geometry.wgrad_group_blocks);
+  return std::max(conv, wgrad);
+}
+
+}  // namespace
+
+int64_t worker_floats(const Geometry& geometry) {
+  const int64_t unit = kLanes * kLanes * kTaps, row = geometry.padded_channels * kTaps;
+  const int64_t pack = 2 * unit + row, finish = unit + 18 * row;
+  return std::max({geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry), pack, finish});
+}
+
+int64_t zeros_floats(const Geometry& geometry) {
+  return geometry.width * std::max(geometry.padded_channels, geometry.padded_outputs);
+}
+
+void lay_out_common(Arena& arena, const Geometry& geometry, int64_t workers, int64_t worker_floats, Scratch& scratch) {
+  scratch.zeros = arena.take(zeros_floats(geometry));
+  if (geometry.own_banks) {
+    scratch.own_bank_stride = geometry.bank_size() + geometry.padded_outputs + kLanes;
+    scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
+  } else {
+    for (Bank& bank : scratch.bank) bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_outputs)};
+  }
+  // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
+  // its sets.
+  scratch.worker_stride = worker_floats / kLanes * kLanes + 3 * kLanes;
+  scratch.worker = arena.take(scratch.worker_stride * workers);
+}
+
+}  // namespace wnfused::cpu
