@@ -25,10 +25,11 @@ const Conv3x3Kernels& kernels() {
   return portable::conv3x3_kernels;
 }
 
-Parameter parameter_of(const float* data) { return {const_cast<float*>(data), false}; }
+Parameter parameter_of(const float* data) { return {const_cast<float*>(data), false, false}; }
 
 Parameter parameter_of(const std::optional<Tensor>& tensor) {
-  return {tensor ? tensor->mutable_data_ptr() : nullptr, false};
+  if (!tensor) return {};
+  return {const_cast<void*>(tensor->const_data_ptr()), false, !tensor->is_contiguous()};
 }
 
 // `geometry` is that of a convolution which reads such a map.
@@ -102,8 +103,17 @@ bool run_once(Job& job, int64_t workers, void (*run)(const Job&, Worker&)) {
 }  // namespace
 
 bool suits_conv3x3(const Tensor& x, const Tensor& v) {
-  return x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float && x.size(1) >= 8 &&
-         v.size(0) >= 8;
+  if (x.scalar_type() != ScalarType::Float || v.scalar_type() != ScalarType::Float) return false;
+  const int64_t images = x.size(0), inputs = v.size(1), outputs = v.size(0), height = x.size(2), width = x.size(3);
+  const Method method = preferred_method(images, height, width);
+  const Geometry geometry = make_single_geometry(images, inputs, outputs, height, width, method, worker_limit());
+  // Of the products at least half must be no padding, and there must be enough of them to pack the weights for.
+  constexpr int64_t kPadding = 2, kPack = 8192;
+  // Memory for copies of maps in other layouts, in floats: 1 GB.
+  constexpr int64_t kCopies = int64_t{1} << 28;
+  return inputs * outputs * kPadding >= geometry.padded_channels * geometry.padded_outputs &&
+         inputs * outputs <= kPack * geometry.units &&
+         geometry.pixels() * (2 * geometry.padded_channels + 2 * geometry.padded_outputs) <= kCopies;
 }
 
 bool run_conv3x3(const Conv3x3Layer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {

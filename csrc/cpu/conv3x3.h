@@ -69,11 +69,11 @@ namespace portable {
 extern const Conv3x3Kernels conv3x3_kernels;
 }
 
-// Whether the kernels here are the faster ones for such a layer (else, or for other kernels, the vendor's).
+// Whether these kernels are faster than the vendor's, as measured (bench/NOTES.md).
 bool suits_conv3x3(const torch::stable::Tensor& x, const torch::stable::Tensor& v);
 
 struct Conv3x3Layer {
-  const torch::stable::Tensor &x, &v;  // v contiguous
+  const torch::stable::Tensor &x, &v;  // v contiguous, or channels_last of a multiple of 16 channels; dv likewise
   const float *gain, *bias;            // bias may be null
   Activation activation;
   float slope;

@@ -91,6 +91,11 @@ bool runs_here(const Tensor& x, const Tensor& v, const Window& at) {
          suits_conv3x3(x, v);
 }
 
+// v in an order of rows that conv3x3.h knows.
+Tensor rows_for_conv3x3(const Tensor& v) {
+  return v.is_contiguous() || v.size(1) % kLanes == 0 ? v : torch::stable::contiguous(v);
+}
+
 // A map as large as x. Formats are those that torch gives outputs and gradients.
 Tensor empty_map(const Tensor& x, int64_t channels, bool channels_last) {
   const int64_t images = x.size(0), height = x.size(2), width = x.size(3);
@@ -134,7 +139,7 @@ std::tuple<Tensor, Tensor> conv(
   };
   if (runs_here(x, v, window)) {
     const Tensor y = empty_map(x, channels, is_channels_last(x) || is_channels_last(v));
-    const Tensor rows = torch::stable::contiguous(v);
+    const Tensor rows = rows_for_conv3x3(v);
     check_residual(residual_given, y);
     const Conv3x3Layer layer{x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
                              static_cast<float>(slope)};
@@ -178,7 +183,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
 
   // A bias gradient alone is no convolution.
   if ((need_x || need_v) && (need_v || !need_bias) && runs_here(x, v, window)) {
-    const Tensor rows = torch::stable::contiguous(v);
+    const Tensor rows = rows_for_conv3x3(v);
     const Conv3x3Layer layer{x, rows, gain, nullptr, static_cast<Activation>(activation), static_cast<float>(slope)};
     Rounded dgain(sizes_of(g), g.scalar_type());
     std::optional<Tensor> dx, dv, db, dz;

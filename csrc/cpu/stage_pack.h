@@ -48,26 +48,44 @@ struct WeightShape {
 
 WNFUSED_INLINE WeightShape weight_shape(const Geometry& geometry) { return {geometry.outputs, geometry.channels}; }
 
-// Rows row0.. of v over the input channels of one block: `stride` floats apart, absent rows and channels zero.
+// Rows row0.. of v over the input channels of one block: `stride` floats apart, absent rows and channels zero. A row is
+// [16][9]; with taps first nine runs of 16, `tap_stride` floats apart.
 struct Rows {
   const float* data;
-  int64_t stride;
+  int64_t stride, tap_stride;
 };
 
 // `staging` holds 16 x 144 floats.
 inline Rows unit_rows(const Parameter& v, const WeightShape& shape, int64_t convolution, int64_t row0,
                       int64_t input_block, float* staging) {
   const int64_t input0 = input_block * kLanes, row_floats = shape.inputs * kTaps;
-  const int64_t first = (convolution * shape.outputs + row0) * row_floats + input0 * kTaps;
+  const int64_t first = (convolution * shape.outputs + row0) * row_floats + (v.taps_first ? input0 : input0 * kTaps);
   const int64_t rows = smaller(shape.outputs - row0, kLanes), inputs = smaller(shape.inputs - input0, kLanes);
   if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
-    return {static_cast<const float*>(v.data) + first, row_floats};
+    return {static_cast<const float*>(v.data) + first, row_floats, shape.inputs};
+  const int64_t runs = v.taps_first ? kTaps : 1, run = v.taps_first ? kLanes : inputs * kTaps;
   for (int64_t r = 0; r < kLanes; ++r) {
-    const int64_t present = r < rows ? inputs * kTaps : 0;
-    if (present) read_run(v, first + r * row_floats, present, staging + r * kUnitFloats);
-    for (int64_t i = present; i < kUnitFloats; ++i) staging[r * kUnitFloats + i] = 0.0f;
+    float* target = staging + r * kUnitFloats;
+    for (int64_t i = 0; i < (r < rows ? runs : 0); ++i)
+      read_run(v, first + r * row_floats + i * shape.inputs, run, target + i * kLanes);
+    for (int64_t i = r < rows ? runs * run : 0; i < kUnitFloats; ++i) target[i] = 0.0f;
   }
-  return {staging, kUnitFloats};
+  return {staging, kUnitFloats, kLanes};
+}
+
+// A unit's row as nine Blocks: where Block k lies in it, and which of the row's 144 entries, numbered [16][9], its lanes
+// are.
+template <bool kTapsFirst>
+struct UnitOrder {
+  static constexpr bool taps_first = kTapsFirst;
+  static int64_t block(int64_t k, int64_t tap_stride) { return k * (kTapsFirst ? tap_stride : kLanes); }
+  static int64_t entry(int64_t k, int64_t lane) { return kTapsFirst ? k + lane * kTaps : k * kLanes + lane; }
+};
+
+template <class Run>
+WNFUSED_INLINE void with_order(const Parameter& v, const Run& run) {
+  if (v.taps_first) run(UnitOrder<true>());
+  else run(UnitOrder<false>());
 }
 
 // Fetches a unit ahead: sixteen short runs in turn are no stream that a processor would recognise.
@@ -75,10 +93,11 @@ inline void fetch_unit(const Parameter& v, const WeightShape& shape, int64_t con
                        int64_t input_block) {
   const int64_t row_floats = shape.inputs * kTaps, input0 = input_block * kLanes;
   if (v.bfloat16 || row0 + kLanes > shape.outputs || input0 + kLanes > shape.inputs) return;
-  const float* data =
-      static_cast<const float*>(v.data) + (convolution * shape.outputs + row0) * row_floats + input0 * kTaps;
+  const float* data = static_cast<const float*>(v.data) + (convolution * shape.outputs + row0) * row_floats +
+                      (v.taps_first ? input0 : input0 * kTaps);
+  const int64_t step = v.taps_first ? shape.inputs : kLanes;
   for (int64_t r = 0; r < kLanes; ++r)
-    for (int64_t k = 0; k < kUnitFloats; k += kLanes) __builtin_prefetch(data + r * row_floats + k);
+    for (int64_t k = 0; k < kTaps; ++k) __builtin_prefetch(data + r * row_floats + k * step);
 }
 
 // Filters in the bank: plane p of one (depth, output block) at target + p * plane_stride.
@@ -172,13 +191,16 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
     const Rows rows = unit_rows(job.v, weight_shape(geometry), convolution, row0, input_block, staging);
     if (input_block + 1 < geometry.channel_blocks)
       fetch_unit(job.v, weight_shape(geometry), convolution, row0, input_block + 1);
-    for (int64_t k = 0; k < kUnitFloats; k += kLanes) {
-      Block block[kLanes];
-      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(rows.data + r * rows.stride + k) * scale[r];
-      transpose(block);
-      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r)
-        store(lanes + (k + r) * kLanes, job.round_operands ? round_to_bfloat16(block[r]) : block[r]);
-    }
+    with_order(job.v, [&](auto order) __attribute__((always_inline)) {
+      for (int64_t k = 0; k < kTaps; ++k) {
+        Block block[kLanes];
+        const float* source = rows.data + order.block(k, rows.tap_stride);
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(source + r * rows.stride) * scale[r];
+        transpose(block);
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r)
+          store(lanes + order.entry(k, r) * kLanes, job.round_operands ? round_to_bfloat16(block[r]) : block[r]);
+      }
+    });
     const auto filter = [lanes](int input) {
       return [taps = lanes + input * kTaps * kLanes](int k) { return load(taps + k * kLanes); };
     };
@@ -192,13 +214,19 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
 }
 
 // 16 inputs x 9 taps of one row of a unit, transposed and scaled: filter[k] is tap k of 16 inputs.
-WNFUSED_INLINE void row_filters(const float* row, const Block& scale, bool round, Block (&filter)[kLanes]) {
-  // The last input's load would pass the end of the row, so its 9 taps are copied out first.
-  float last[kLanes] = {};
-  __builtin_memcpy(last, row + (kLanes - 1) * kTaps, kTaps * sizeof(float));
-  WNFUSED_UNROLL for (int i = 0; i < kLanes - 1; ++i) filter[i] = load(row + i * kTaps);
-  filter[kLanes - 1] = load(last);
-  transpose(filter);
+template <bool kTapsFirst>
+WNFUSED_INLINE void row_filters(const Rows& rows, int64_t r, const Block& scale, bool round, Block (&filter)[kLanes]) {
+  const float* row = rows.data + r * rows.stride;
+  if constexpr (kTapsFirst) {
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) filter[k] = load(row + k * rows.tap_stride);
+  } else {
+    // The last input's load would pass the end of the row, so its 9 taps are copied out first.
+    float last[kLanes] = {};
+    __builtin_memcpy(last, row + (kLanes - 1) * kTaps, kTaps * sizeof(float));
+    WNFUSED_UNROLL for (int i = 0; i < kLanes - 1; ++i) filter[i] = load(row + i * kTaps);
+    filter[kLanes - 1] = load(last);
+    transpose(filter);
+  }
   WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
     filter[k] = filter[k] * scale;
     if (round) filter[k] = round_to_bfloat16(filter[k]);
@@ -228,16 +256,18 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
     const auto turned = [&filter](int which) {
       return [&taps = filter[which]](int k) { return taps[kTaps - 1 - k]; };
     };
-    for (int64_t r = 0; r < kLanes; r += 2, target += 2 * kLanes) {
-      WNFUSED_UNROLL for (int i = 0; i < 2; ++i)
-        row_filters(rows.data + (r + i) * rows.stride, scale[r + i], job.round_operands, filter[i]);
-      if (geometry.is_pairs()) {
-        put_filter_pair(geometry, turned(0), turned(1), pairs, input_block, output_block * kLanes + r);
-      } else {
-        put_filter(geometry, turned(0), target);
-        put_filter(geometry, turned(1), target + kLanes);
+    with_order(job.v, [&](auto order) __attribute__((always_inline)) {
+      for (int64_t r = 0; r < kLanes; r += 2, target += 2 * kLanes) {
+        WNFUSED_UNROLL for (int i = 0; i < 2; ++i)
+          row_filters<decltype(order)::taps_first>(rows, r + i, scale[r + i], job.round_operands, filter[i]);
+        if (geometry.is_pairs()) {
+          put_filter_pair(geometry, turned(0), turned(1), pairs, input_block, output_block * kLanes + r);
+        } else {
+          put_filter(geometry, turned(0), target);
+          put_filter(geometry, turned(1), target + kLanes);
+        }
       }
-    }
+    });
   }
 }
 
@@ -320,13 +350,16 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
     const int64_t input0 = input_block * kLanes;
     const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
     for (int i = 0; i < kLanes; ++i) sum_slices(geometry, source + i * kLanes, lanes + i * kTaps * kLanes);
-    for (int64_t k = 0; k < kUnitFloats; k += kLanes) {
-      Block block[kLanes];
-      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(lanes + (k + r) * kLanes);
-      transpose(block);
-      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r)
-        store(gradients + r * row_floats + input0 * kTaps + k, block[r]);
-    }
+    with_order(job.v, [&](auto order) __attribute__((always_inline)) {
+      float* target = gradients + (order.taps_first ? input0 : input0 * kTaps);
+      for (int64_t k = 0; k < kTaps; ++k) {
+        Block block[kLanes];
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(lanes + order.entry(k, r) * kLanes);
+        transpose(block);
+        const int64_t at = order.block(k, geometry.channels);
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) store(target + r * row_floats + at, block[r]);
+      }
+    });
   }
   for (int64_t r = 0; r < kLanes && output_block * kLanes + r < outputs; ++r) {
     const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
