@@ -110,6 +110,8 @@ def cases(isa: str) -> dict[str, Case]:
         methods = PAIR_METHODS.get(isa, FLOAT_METHODS) if dtype == torch.bfloat16 else FLOAT_METHODS
         for run, method in itertools.product((stage, stage_not_finite), methods):
             todo[named(run, dtype, method)] = functools.partial(run, dtype=dtype, method=method)
+    for method in FLOAT_METHODS:
+        todo[named(conv3x3, torch.float32, method)] = functools.partial(conv3x3, method=method)
     for run, dtypes in (
         (weight_norm, (*halves, torch.float64, torch.float16)),
         (weight_norm_many, halves),
@@ -240,6 +242,18 @@ def conv(draw: random.Random, dtype: torch.dtype) -> None:
     v = strided(draw, normal(draw, outputs, inputs // groups, *kernel))
     stride, padding = ([draw.randint(1, 2), draw.randint(1, 2)] for _ in range(2))
     geometry = (stride, padding, [1, 1], False, [0, 0], groups)
+    layer(draw, native.conv, native.conv_backward, reference.conv, reference.conv_backward, x, v, geometry)
+
+
+def conv3x3(draw: random.Random, method: str) -> None:
+    """A layer that ``method`` takes from the vendor's library."""
+    shape = (0, 0, 0, 0, 0)
+    while kernels.cpu_conv3x3_method(*shape) != method:
+        images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(9, 50), draw.randint(9, 50)
+        shape = images, inputs, outputs, draw.randint(1, 14), draw.randint(1, 14)
+    images, inputs, outputs, *size = shape
+    x, v = strided(draw, normal(draw, images, inputs, *size)), strided(draw, normal(draw, outputs, inputs, 3, 3))
+    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     layer(draw, native.conv, native.conv_backward, reference.conv, reference.conv_backward, x, v, geometry)
 
 

@@ -1,7 +1,10 @@
 // The choice of method and instruction set for a single convolution, its maps and scratch. See conv3x3.h.
 #include "conv3x3.h"
 
+#include <torch/csrc/stable/library.h>
+
 #include <algorithm>
+#include <string>
 
 #include "isa.h"
 #include "layer_tensor.h"
@@ -80,9 +83,14 @@ template <class Job>
 void set_geometry(Job& job, const Conv3x3Layer& layer) {
   const Tensor& x = layer.x;
   const int64_t images = x.size(0), inputs = x.size(1), outputs = layer.v.size(0), height = x.size(2), width = x.size(3);
-  const Method method = preferred_method(images, height, width);
-  job.geometry = make_single_geometry(images, inputs, outputs, height, width, method, worker_limit());
-  job.transposed = make_single_geometry(images, outputs, inputs, height, width, method, worker_limit());
+  job.geometry = make_single_geometry(images, inputs, outputs, height, width, layer.method, worker_limit());
+  job.transposed = make_single_geometry(images, outputs, inputs, height, width, layer.method, worker_limit());
+}
+
+// For tests: the method of a 3x3 layer, or "vendor".
+std::string cpu_conv3x3_method(int64_t images, int64_t inputs, int64_t outputs, int64_t height, int64_t width) {
+  const std::optional<Method> method = conv3x3_method(images, inputs, outputs, height, width);
+  return method ? name_of(*method) : "vendor";
 }
 
 // False when it met a value that is not finite.
@@ -102,18 +110,18 @@ bool run_once(Job& job, int64_t workers, void (*run)(const Job&, Worker&)) {
 
 }  // namespace
 
-bool suits_conv3x3(const Tensor& x, const Tensor& v) {
-  if (x.scalar_type() != ScalarType::Float || v.scalar_type() != ScalarType::Float) return false;
-  const int64_t images = x.size(0), inputs = v.size(1), outputs = v.size(0), height = x.size(2), width = x.size(3);
-  const Method method = preferred_method(images, height, width);
-  const Geometry geometry = make_single_geometry(images, inputs, outputs, height, width, method, worker_limit());
+std::optional<Method> conv3x3_method(int64_t images, int64_t inputs, int64_t outputs, int64_t height, int64_t width) {
   // Of the products at least half must be no padding, and there must be enough of them to pack the weights for.
   constexpr int64_t kPadding = 2, kPack = 8192;
   // Memory for copies of maps in other layouts, in floats: 1 GB.
   constexpr int64_t kCopies = int64_t{1} << 28;
-  return inputs * outputs * kPadding >= geometry.padded_channels * geometry.padded_outputs &&
-         inputs * outputs <= kPack * geometry.units &&
-         geometry.pixels() * (2 * geometry.padded_channels + 2 * geometry.padded_outputs) <= kCopies;
+  const Method method = preferred_method(images, height, width);
+  const Geometry geometry = make_single_geometry(images, inputs, outputs, height, width, method, worker_limit());
+  const int64_t padded = geometry.padded_channels, padded_outputs = geometry.padded_outputs;
+  const bool faster = geometry.units > 0 && kPadding * inputs * outputs >= padded * padded_outputs &&
+                      inputs * outputs <= kPack * geometry.units;
+  if (!faster || geometry.pixels() * 2 * (padded + padded_outputs) > kCopies) return std::nullopt;
+  return method;
 }
 
 bool run_conv3x3(const Conv3x3Layer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
@@ -155,3 +163,7 @@ bool run_conv3x3_backward(const Conv3x3Layer& layer, const Tensor& dy, const Ten
 }
 
 }  // namespace wnfused::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("cpu_conv3x3_method", TORCH_BOX(&wnfused::cpu::cpu_conv3x3_method));
+}

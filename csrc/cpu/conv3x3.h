@@ -69,10 +69,11 @@ namespace portable {
 extern const Conv3x3Kernels conv3x3_kernels;
 }
 
-// Whether these kernels are faster than the vendor's, as measured (bench/NOTES.md).
-bool suits_conv3x3(const torch::stable::Tensor& x, const torch::stable::Tensor& v);
+// How these kernels take a layer, where they are faster than the vendor's (bench/NOTES.md has the measurements).
+std::optional<Method> conv3x3_method(int64_t images, int64_t inputs, int64_t outputs, int64_t height, int64_t width);
 
 struct Conv3x3Layer {
+  Method method;
   const torch::stable::Tensor &x, &v;  // v contiguous, or channels_last of a multiple of 16 channels; dv likewise
   const float *gain, *bias;            // bias may be null
   Activation activation;

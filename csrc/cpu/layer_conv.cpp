@@ -81,14 +81,16 @@ Tensor in_lines(const Tensor& z) {
   return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
 }
 
-// Layers that the kernels here take from the vendor's library: see conv3x3.h.
-bool runs_here(const Tensor& x, const Tensor& v, const Window& at) {
+// How the kernels here (conv3x3.h) run such a layer; nothing where that is left to the vendor's.
+std::optional<Method> own_method(const Tensor& x, const Tensor& v, const Window& at) {
   const auto all = [](const Extents& extents, int64_t value) {
     return std::all_of(extents.begin(), extents.end(), [&](int64_t extent) { return extent == value; });
   };
-  return v.dim() == 4 && v.size(2) == 3 && v.size(3) == 3 && at.groups == 1 && x.size(1) == v.size(1) &&
-         all(at.stride, 1) && all(at.padding, 1) && all(at.dilation, 1) && x.numel() > 0 && v.numel() > 0 &&
-         suits_conv3x3(x, v);
+  const bool known = v.dim() == 4 && v.size(2) == 3 && v.size(3) == 3 && at.groups == 1 && x.size(1) == v.size(1) &&
+                     all(at.stride, 1) && all(at.padding, 1) && all(at.dilation, 1) && x.numel() > 0 &&
+                     v.numel() > 0 && x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
+  if (!known) return std::nullopt;
+  return conv3x3_method(x.size(0), x.size(1), v.size(0), x.size(2), x.size(3));
 }
 
 // v in an order of rows that conv3x3.h knows.
@@ -137,11 +139,11 @@ std::tuple<Tensor, Tensor> conv(
     if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) torch::stable::copy_(y, z);
     return finite;
   };
-  if (runs_here(x, v, window)) {
+  if (const std::optional<Method> method = own_method(x, v, window)) {
     const Tensor y = empty_map(x, channels, is_channels_last(x) || is_channels_last(v));
     const Tensor rows = rows_for_conv3x3(v);
     check_residual(residual_given, y);
-    const Conv3x3Layer layer{x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
+    const Conv3x3Layer layer{*method, x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
                              static_cast<float>(slope)};
     if (run_conv3x3(layer, residual_given, y, norms)) return {y, norm};
   }
@@ -181,10 +183,12 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   const float* gain = floats_of(g, held);
   const float* norms = entries<float>(norm);
 
-  // A bias gradient alone is no convolution.
-  if ((need_x || need_v) && (need_v || !need_bias) && runs_here(x, v, window)) {
+  // A bias gradient without that of the weight would need a pass of its own.
+  const bool products = need_x || need_v, bias_alone = need_bias && !need_v;
+  const std::optional<Method> method = products && !bias_alone ? own_method(x, v, window) : std::nullopt;
+  if (method) {
     const Tensor rows = rows_for_conv3x3(v);
-    const Conv3x3Layer layer{x, rows, gain, nullptr, static_cast<Activation>(activation), static_cast<float>(slope)};
+    const Conv3x3Layer layer{*method, x, rows, gain, nullptr, static_cast<Activation>(activation), static_cast<float>(slope)};
     Rounded dgain(sizes_of(g), g.scalar_type());
     std::optional<Tensor> dx, dv, db, dz;
     if (need_x) dx = empty_map(x, x.size(1), is_channels_last(x) || is_channels_last(v));

@@ -128,18 +128,7 @@ std::string cpu_stage_method(int64_t images, int64_t channels, int64_t height, i
   Method method = preferred_method(images, height, width);
   if (const StagePairKernels* pairs = bfloat16 ? pair_kernels(method) : nullptr)
     method = make_pair_geometry(images, channels, height, width, 1, pairs->tile, worker_limit()).method;
-  switch (method) {
-    case Method::kDirect:
-      return "direct";
-    case Method::kWinograd2:
-      return "winograd2";
-    case Method::kWinograd4:
-      return "winograd4";
-    case Method::kLines:
-      return "lines";
-    default:
-      return "positions";
-  }
+  return name_of(method);
 }
 
 // Runs `job` on maps like x with the method that suits them; once more with the direct method, which computes what a

@@ -131,6 +131,9 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
 // The method of those for floats that needs the least work on such maps.
 Method preferred_method(int64_t images, int64_t height, int64_t width);
 
+// As in the list above.
+const char* name_of(Method method);
+
 // A tensor [N, C, H, W] of the caller in any strides, or a parameter in its own order.
 struct ExternalMap {
   void* data;

@@ -52,6 +52,21 @@ Method preferred_method(int64_t images, int64_t height, int64_t width) {
   return winograd(4) < winograd(2) ? Method::kWinograd4 : Method::kWinograd2;
 }
 
+const char* name_of(Method method) {
+  switch (method) {
+    case Method::kDirect:
+      return "direct";
+    case Method::kWinograd2:
+      return "winograd2";
+    case Method::kWinograd4:
+      return "winograd4";
+    case Method::kLines:
+      return "lines";
+    default:
+      return "positions";
+  }
+}
+
 Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs, int64_t height, int64_t width,
                               Method method, int64_t workers) {
   Geometry geometry{};
