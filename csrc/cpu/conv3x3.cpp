@@ -111,15 +111,18 @@ bool run_once(Job& job, int64_t workers, void (*run)(const Job&, Worker&)) {
 }  // namespace
 
 std::optional<Method> conv3x3_method(int64_t images, int64_t inputs, int64_t outputs, int64_t height, int64_t width) {
-  // Of the products at least half must be no padding, and there must be enough of them to pack the weights for.
-  constexpr int64_t kPadding = 2, kPack = 8192;
+  // Of the products at least a sixth must be no padding, and there must be enough of them to pack the weights for: a tile
+  // saves as much as four pixels of the direct method, and narrow vectors pack more slowly.
+  constexpr int64_t kPadding = 6, kPixels = 4;
+  const int64_t weights_a_tile = active_isa() == Isa::kAvx512 ? 8192 : 2048;
   // Memory for copies of maps in other layouts, in floats: 1 GB.
   constexpr int64_t kCopies = int64_t{1} << 28;
   const Method method = preferred_method(images, height, width);
   const Geometry geometry = make_single_geometry(images, inputs, outputs, height, width, method, worker_limit());
   const int64_t padded = geometry.padded_channels, padded_outputs = geometry.padded_outputs;
-  const bool faster = geometry.units > 0 && kPadding * inputs * outputs >= padded * padded_outputs &&
-                      inputs * outputs <= kPack * geometry.units;
+  const int64_t tiles = geometry.is_winograd() ? geometry.units : (geometry.units + kPixels - 1) / kPixels;
+  const bool faster = kPadding * inputs * outputs >= padded * padded_outputs &&
+                      inputs * outputs <= weights_a_tile * tiles;
   if (!faster || geometry.pixels() * 2 * (padded + padded_outputs) > kCopies) return std::nullopt;
   return method;
 }

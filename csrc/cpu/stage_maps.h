@@ -3,6 +3,8 @@
 // channels are innermost, a transposition in registers where pixels are, element by element otherwise.
 #pragma once
 
+#include <type_traits>
+
 #include "stage_conv.h"
 #include "stage_pack.h"
 
@@ -51,6 +53,17 @@ WNFUSED_INLINE void store_elements(const ExternalMap& map, int64_t offset, const
   else store(static_cast<float*>(map.data) + offset, value);
 }
 
+// The first `lanes` channels of a pixel.
+WNFUSED_INLINE void copy_lanes(float* target, const float* source, int64_t lanes) {
+  const auto copy = [&](auto count) {
+    __builtin_memcpy(target, source, count * sizeof(float));
+    target += count, source += count, lanes -= count;
+  };
+  if (lanes >= 8) copy(std::integral_constant<int64_t, 8>());
+  if (lanes >= 4) copy(std::integral_constant<int64_t, 4>());
+  for (; lanes > 0; --lanes) *target++ = *source++;
+}
+
 // Pixels of one image to `target`, one after another.
 inline void read_pixels(const Geometry& geometry, const ExternalMap& source, const PixelRun& run, float* target) {
   const int64_t padded = geometry.padded_channels, count = run.end - run.begin;
@@ -61,11 +74,19 @@ inline void read_pixels(const Geometry& geometry, const ExternalMap& source, con
       for (; t < count; ++t)
         store(target + t * padded + channel0,
               load_elements(source, element(source, geometry, run.image, run.begin + t, channel0)));
-    } else if (lanes == kLanes && planar(source, geometry)) {
+    } else if (interleaved(source) && !source.bfloat16) {
+      for (; t < count; ++t) {
+        float* values = target + t * padded + channel0;
+        store(values, zero());
+        copy_lanes(values, static_cast<const float*>(source.data) +
+                               element(source, geometry, run.image, run.begin + t, channel0), lanes);
+      }
+    } else if (planar(source, geometry)) {
       for (; t + kLanes <= count; t += kLanes) {
         Block block[kLanes];
         const int64_t corner = element(source, geometry, run.image, 0, channel0) + run.begin + t;
-        for (int i = 0; i < kLanes; ++i) block[i] = load_elements(source, corner + i * source.channel_stride);
+        for (int i = 0; i < kLanes; ++i)
+          block[i] = i < lanes ? load_elements(source, corner + i * source.channel_stride) : zero();
         transpose(block);
         WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(target + (t + i) * padded + channel0, block[i]);
       }
@@ -97,13 +118,17 @@ inline void write_map(const Geometry& geometry, const float* map, int64_t item, 
       for (; pixel < run.end; ++pixel)
         store_elements(target, element(target, geometry, run.image, pixel, channel0),
                        load(source + pixel * padded + channel0));
-    } else if (lanes == kLanes && planar(target, geometry)) {
+    } else if (interleaved(target) && !target.bfloat16) {
+      for (; pixel < run.end; ++pixel)
+        copy_lanes(static_cast<float*>(target.data) + element(target, geometry, run.image, pixel, channel0),
+                   source + pixel * padded + channel0, lanes);
+    } else if (planar(target, geometry)) {
       for (; pixel + kLanes <= run.end; pixel += kLanes) {
         Block block[kLanes];
         WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(source + (pixel + i) * padded + channel0);
         transpose(block);
         const int64_t corner = element(target, geometry, run.image, 0, channel0) + pixel;
-        for (int i = 0; i < kLanes; ++i) store_elements(target, corner + i * target.channel_stride, block[i]);
+        for (int i = 0; i < lanes; ++i) store_elements(target, corner + i * target.channel_stride, block[i]);
       }
     }
     for (; pixel < run.end; ++pixel)
