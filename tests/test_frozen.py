@@ -45,6 +45,18 @@ def test_weights_are_normalised_once():
         assert calls.call_count == 0
 
 
+def test_convolutions_with_kernels_of_their_own_keep_them():
+    """They run as outside, on the weights as they were, activation and residual included."""
+    layer, x = WNConv2d(16, 16, 3, padding=1, activation="relu"), torch.randn(2, 16, 9, 9)
+    residual = torch.randn(2, 16, 9, 9)
+    with torch.no_grad():
+        expected = layer(x, residual)
+        with wnfused.frozen(layer):
+            layer.weight_g.mul_(3)
+            assert torch.equal(layer(x, residual), expected)
+        assert not torch.equal(layer(x, residual), expected)
+
+
 def test_training_inside_still_has_gradients_and_runs_as_always():
     net, x = model(), torch.randn(2, 3, 6, 6)
     net(x).sum().backward()

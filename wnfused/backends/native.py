@@ -95,6 +95,11 @@ def instruction_set() -> str | None:
     return None if unavailable() is not None else torch.ops.wnfused_native.cpu_isa()
 
 
+def takes_conv3x3(inputs: int, outputs: int) -> bool:
+    """Whether 3x3 convolutions with stride 1 and padding 1 are multiplied here, on maps of some size at least."""
+    return torch.ops.wnfused_native.cpu_conv3x3_method(1, inputs, outputs, 32, 32) != "vendor"
+
+
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:
     if any(tensor.is_cuda for tensor in tensors_of(arguments)):
         return native_cuda.refusal(op, arguments)

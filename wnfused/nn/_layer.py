@@ -65,7 +65,7 @@ class WeightNormalised(nn.Module):
     gamma: float | None
     init: str
     dim: int | None
-    # The plain layer that wnfused.frozen computed once, while it lasts.
+    # The plain layer that wnfused.frozen computed once, or a copy of this one, while it lasts.
     _frozen: nn.Module | None = None
 
     __prepare_scriptable__ = refuse_script
@@ -172,6 +172,8 @@ class WeightNormalised(nn.Module):
 
     def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
         assert self._frozen is not None
+        if isinstance(self._frozen, WeightNormalised):
+            return self._frozen.forward(input, residual)
         y: Tensor = self._frozen(input)
         if residual is not None:
             y = y + residual
