@@ -10,6 +10,10 @@ def bench_network(time_peer: Callable[..., None], workload: Any, pass_name: str,
     time_peer(workload, pass_name, peer)
 
 
+def bench_converted(time_peer: Callable[..., None], workload: Any, pass_name: str, peer: str) -> None:
+    time_peer(workload, pass_name, peer)
+
+
 def bench_digits(time_peer: Callable[..., None], workload: Any, pass_name: str, peer: str) -> None:
     time_peer(workload, pass_name, peer)
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import wnfused
-from bench.workloads import ConvLayer, LinearLayer, Network, Stage, Workload
+from bench.resnet import ResNet
+from bench.workloads import Converted, ConvLayer, LinearLayer, Network, Stage, Workload
 from wnfused.nn import PlainResidualBlock
 
 
@@ -22,6 +23,8 @@ def plain(workload: Workload) -> nn.Module:
             return nn.Sequential(nn.Conv2d(n, n, k, padding=k // 2), nn.ReLU())
         case Stage(channels=n, blocks=blocks):
             return nn.Sequential(*(PlainResidualBlock(n, n) for _ in range(blocks)))
+        case Converted(depth=depth, in_channels=channels, width=width):
+            return ResNet(depth, channels, width)
         case Network(depth=depth, in_channels=channels):
             return wnfused.models.wrn(depth, in_channels=channels, norm="none")
     raise TypeError(f"workload: {type(workload).__name__} has no module")
@@ -45,6 +48,8 @@ def ours(workload: Workload) -> nn.Module:
             return wnfused.WNConv2d(n, n, k, padding=k // 2, activation="relu")
         case Stage(channels=n, blocks=blocks):
             return wnfused.WNResidualStage(n, n, blocks)
+        case Converted():
+            return wnfused.convert(eager(workload))
         case Network(depth=depth, in_channels=channels):
             return wnfused.models.wrn(depth, in_channels=channels)
     raise TypeError(f"workload: {type(workload).__name__} has no module")

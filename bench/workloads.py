@@ -75,6 +75,13 @@ class Network(Workload):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Converted(Network):
+    """A user's ResNet of ``depth = 6 N + 2`` layers under torch's weight norm; ours is ``wnfused.convert`` of it."""
+
+    width: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeepStep(Network):
     """A WRN too large to stand beside its peers: each in a process of its own, with its peak memory."""
 
@@ -191,6 +198,22 @@ def _network() -> list[Workload]:
     return found
 
 
+def _converted() -> list[Workload]:
+    return [
+        Converted(
+            group="converted",
+            name=f"ResNet-20{f' x {width // 16}' * (width > 16)}, batch {batch}{', channels_last' * channels_last}",
+            depth=20,
+            width=width,
+            batch=batch,
+            channels_last=channels_last,
+            quick=(width, batch, channels_last) == (16, 8, True),
+        )
+        for width, batch in ((16, 1), (16, 8), (16, 32), (64, 8))
+        for channels_last in (False, True)
+    ]
+
+
 def _digits() -> list[Workload]:
     return [
         Network(
@@ -245,6 +268,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_conv(1, ((64, 32, 8), (256, 16, 8), (512, 8, 8)), (256,)),
     *_stage(),
     *_network(),
+    *_converted(),
     *_digits(),
     *_depth(),
     DeepStep(
