@@ -100,7 +100,7 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
     ("conv.input_gradient", TF32): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("conv.input_gradient", IEEE): ((_any, Tile(32, 32, 16, 4, 2)),),
     ("conv.weight_gradient", HALF): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(32, 64, 32, 4, 3))),
-    ("conv.weight_gradient", TF32): ((_thin, Tile(32, 32, 64, 4, 3)), (_any, Tile(32, 64, 32, 4, 3))),
+    ("conv.weight_gradient", TF32): ((_thin, Tile(32, 32, 64, 4, 3)), (_any, Tile(32, 64, 32, 8, 3))),
     ("conv.weight_gradient", IEEE): ((_any, Tile(16, 32, 64, 4, 2)),),
 }
 """For each kernel and kind of operand the first row that fits ``m`` rows and ``n`` columns of its output."""
