@@ -43,6 +43,8 @@ PATIENCE = {"tests": 60.0, "measure": 200.0}
 """Seconds for one test, with what Triton compiles for it, and for one workload."""
 TEST_PROCESSES = 8
 """At most: Triton compiles some 250 kernels for the tests, a second each."""
+ALONE = {"OMP_NUM_THREADS": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""For processes of tests beside others, whatever plugins a machine has."""
 SECONDS_A_PASS = 0.5
 STEPS = tuple(LIMITS)
 # Without pyproject.toml, which setuptools older than this package asks for cannot read and this needs nothing of.
@@ -203,16 +205,15 @@ def tests(report: Report, limit: float) -> dict[str, Any]:
     start, worker = time.monotonic(), [sys.executable, "-m", "bench.gpu_worker"]
     with _one_log(report.options.out / "tests.log") as log_of:
         whole = ["tests/test_gpu.py"]
-        collected = supervised.run([*worker, "collect"], whole, limit, limit, log_of("collection"))
+        collected = supervised.run([*worker, "collect"], whole, limit, limit, log_of("collection"), **ALONE)
         collection = collected.pop(whole[0])
         items = list(collected)
         shards = [items[first::TEST_PROCESSES] for first in range(min(TEST_PROCESSES, len(items)))]
 
         def run(number: int) -> dict[str, Any]:
             left = limit - (time.monotonic() - start)
-            return supervised.run(
-                [*worker, "tests"], shards[number], left, PATIENCE["tests"], log_of(str(number)), OMP_NUM_THREADS="2"
-            )
+            log = log_of(str(number))
+            return supervised.run([*worker, "tests"], shards[number], left, PATIENCE["tests"], log, **ALONE)
 
         with ThreadPoolExecutor(len(shards) or 1) as pool:
             found = {item: outcome for part in pool.map(run, range(len(shards))) for item, outcome in part.items()}
