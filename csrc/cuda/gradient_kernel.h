@@ -41,7 +41,8 @@ struct GradientKernel {
   char* shared;
   int conv, slice, first_item, last_item;      // items: images or groups of them, each in bands
   int row_tile, column_tile, turn;             // which tile of dw is this warp's, and which k-steps
-  float sums[9][Config::kTileFragments][2][4], bias_sums[Config::kTileFragments][4];
+  float sums[9][Config::kTileFragments][2][4];
+  float bias_sums[Config::kTileFragments][2];  // of rows lane / 4 and lane / 4 + 8 of a fragment
 
   WNFUSED_DEVICE GradientKernel(const Params& params, char* shared) : params(params), shared(shared) {
     conv = block_index() / params.slices;
@@ -58,7 +59,7 @@ struct GradientKernel {
     for (int m = 0; m < Config::kTileFragments; ++m)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        bias_sums[m][i] = 0.0f;
+        bias_sums[m][i / 2] = 0.0f;
 #pragma unroll
         for (int tap = 0; tap < 9; ++tap) sums[tap][m][0][i] = sums[tap][m][1][i] = 0.0f;
       }
@@ -74,6 +75,7 @@ struct GradientKernel {
       store_shared(shared + i, Bytes16{});
   }
 
+  // Where a thread's copies go is found anew for every item: the registers are the sums'.
   WNFUSED_DEVICE void fetch(int item) const {
     if (item < last_item) {
       const int image = item / Config::kBands * Config::kImages;
@@ -86,7 +88,7 @@ struct GradientKernel {
   }
 
   WNFUSED_DEVICE void fetch_gradients(char* to, const char* maps, int image, int first_row) const {
-    for (int i = thread_index(); i < Config::kPixels * Config::kPlanes; i += kThreads) {
+    for (int i = computed_again(thread_index()); i < Config::kPixels * Config::kPlanes; i += kThreads) {
       const int plane = i % Config::kPlanes, pixel = i / Config::kPlanes;
       const bool inside = Config::kImages == 1 || image + pixel / Config::kMap < params.images;
       const int from = (first_row * Config::kWidth + pixel) * Config::kPlanes + plane;
@@ -98,7 +100,7 @@ struct GradientKernel {
   WNFUSED_DEVICE void fetch_inputs(char* to, const char* maps, int image, int first_row) const {
     constexpr int kHalo = Config::kBands > 1 ? 1 : 0, kRows = Config::kRows + 2 * kHalo;
     constexpr int kBand = kRows * Config::kWidth;
-    for (int i = thread_index(); i < Config::kImages * kBand * Config::kPlanes; i += kThreads) {
+    for (int i = computed_again(thread_index()); i < Config::kImages * kBand * Config::kPlanes; i += kThreads) {
       const int plane = i % Config::kPlanes, pixel = i / Config::kPlanes;
       const int number = pixel / kBand, row = pixel % kBand / Config::kWidth - kHalo, column = pixel % Config::kWidth;
       const int map_row = first_row + row;
@@ -148,7 +150,12 @@ struct GradientKernel {
       for (int m = 0; m < Config::kTileFragments; ++m) {
         g[m] = load_turned<true>(gradients, Config::kGradientPlaneBytes, row_tile * Config::kTileRows + 16 * m,
                                  [&](int pixel) { return first + pixel; });
-        if (column_tile == 0) Precision::multiply(bias_sums[m], g[m], ones(), 0);
+        if (column_tile == 0) {
+          float columns[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // all the same
+          Precision::multiply(columns, g[m], ones(), 0);
+          bias_sums[m][0] += columns[0];
+          bias_sums[m][1] += columns[2];
+        }
       }
 #pragma unroll
       for (int tap = 0; tap < 9; ++tap) {
@@ -191,7 +198,7 @@ struct GradientKernel {
 #pragma unroll
               for (int column = 0; column < 2; ++column)
                 add_sum(row, (column_tile * 16 + column * 8 + lane % 4 * 2 + i % 2) * 9 + tap, sums[tap][m][column][i]);
-            if (column_tile == 0 && lane % 4 == 0 && i % 2 == 0) add_sum(row, kRowSize, bias_sums[m][i]);
+            if (column_tile == 0 && lane % 4 == 0 && i % 2 == 0) add_sum(row, kRowSize, bias_sums[m][i / 2]);
           }
         }
       }

@@ -4,7 +4,9 @@
 //   Bfloat16   values rounded to bf16 when stored; one HMMA a product
 //   Tf32       fp32 rounded to tf32 (10 bits of mantissa) when stored; one HMMA a product
 //   Float32    fp32; each fragment is split into tf32 + tf32 when loaded, and a product is three HMMA: what is left out
-//              is the product of the two small parts, 2^-22 of the whole
+//              is the product of the two small parts, 2^-22 of the whole. Matrix instructions round their sums toward
+//              zero, which over hundreds of them costs fp32 its last five bits; so the three add up from zero, and an
+//              addition of fp32's own takes them to the running sum (Ootomo & Yokota 2022, arXiv 2203.03341)
 #pragma once
 
 #include "cuda/target.h"
@@ -82,9 +84,12 @@ struct Float32 {
     return split;
   }
   WNFUSED_DEVICE static void multiply(float (&sum)[4], const Fragment& a, const Fragment& b, int tile) {
-    multiply_tf32(sum, a.small, b.large[2 * tile], b.large[2 * tile + 1]);
-    multiply_tf32(sum, a.large, b.small[2 * tile], b.small[2 * tile + 1]);
-    multiply_tf32(sum, a.large, b.large[2 * tile], b.large[2 * tile + 1]);
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    multiply_tf32(part, a.small, b.large[2 * tile], b.large[2 * tile + 1]);
+    multiply_tf32(part, a.large, b.small[2 * tile], b.small[2 * tile + 1]);
+    multiply_tf32(part, a.large, b.large[2 * tile], b.large[2 * tile + 1]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += part[i];
   }
 };
 

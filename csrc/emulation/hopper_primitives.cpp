@@ -49,9 +49,7 @@ void multiply(const std::array<float (*)[4], kLanes>& sums, const char* memory, 
     for (int tile = 0; tile < kColumns / 8; ++tile)
       for (int i = 0; i < 4; ++i) {
         const float *row = a[lane / 4 + i / 2 * 8], *column = b[8 * tile + lane % 4 * 2 + i % 2];
-        float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += row[k] * column[k];
-        sums[lane][tile][i] += sum;
+        sums[lane][tile][i] = add_products(sums[lane][tile][i], row, column, 16);
       }
 }
 

@@ -49,9 +49,8 @@ void multiply(void* const* all, const Unpack& unpack) {
     for (int i = 0; i < 4; ++i) {
       const float* x = a[lane / 4 + i / 2 * 8];
       const float* y = b[lane % 4 * 2 + i % 2];
-      float sum = 0;
-      for (int k = 0; k < kDepth; ++k) sum += x[k] * y[k];
-      static_cast<Product*>(all[lane])->c[i] += sum;
+      float& c = static_cast<Product*>(all[lane])->c[i];
+      c = add_products(c, x, y, kDepth);
     }
 }
 
