@@ -95,13 +95,14 @@ class Tree:
         """The module's library. Units without kernels are those of the sources as they are."""
         trees = [self if "    stage_entry<" in self.texts[unit] else Tree.original() for unit in UNITS]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(Tree._compile, trees, UNITS))
+            objects = list(pool.map(Tree.compiled, trees, UNITS))
         library = CACHE / _digest(*(o.name for o in objects)) / "wnfused_emulation.so"
         if not library.exists():
             _run(["-shared", *map(str, objects)], library)
         return library
 
-    def _compile(self, unit: str) -> Path:
+    def compiled(self, unit: str) -> Path:
+        """A unit's object file."""
         import pybind11
 
         texts = self.includes(unit)

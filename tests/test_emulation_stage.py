@@ -7,9 +7,13 @@ round like a random walk: ``16 eps`` a block, in quadrature. The backward is com
 that the kernel itself kept, so that no activation near zero is counted on different sides of the ReLU.
 """
 
+import re
+import shutil
+import subprocess
+
 import pytest
 import torch
-from emulator import DTYPES, Case, emulation, entry, names
+from emulator import DTYPES, Case, Tree, emulation, entry, names
 
 from wnfused import reference
 
@@ -192,6 +196,22 @@ def test_emulation_cuts_the_batch_for_the_weight_gradient(module, name, gradient
     """From one block of threads over the whole batch, without partial sums, to a block an image or group of images."""
     facts = entry(module, name)
     assert check(Case(facts, 2 * facts["gradient_images"] + 1, blocks=1, gradient_blocks=gradient_blocks), module) == []
+
+
+def test_kernels_of_one_architecture_are_no_other_files_too():
+    """Of a kernel that two files launch the linker keeps one launch: it must not be that of fewer architectures."""
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm")
+
+    def launches(table):
+        listing = subprocess.run(
+            ["nm", "-C", Tree.original().compiled(f"cuda/{table}.cu")], capture_output=True, text=True
+        )
+        return set(re.findall(r" [Wu] (.*\blaunch<.*)", listing.stdout))
+
+    everywhere = launches("stage_bfloat16")
+    assert len(everywhere) > 20
+    assert not launches("stage_sm90a") & everywhere
 
 
 def test_emulation_covers_the_networks_stages(module):

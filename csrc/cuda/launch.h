@@ -21,7 +21,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiproce
   Kernel::run(params, shared);
 }
 
-// Launches `blocks` blocks on the current device, and as many more as fill the last cluster. More than 48 KB of shared memory has to be asked for, once a device.
+// Launches `blocks` blocks on the current device, and as many more as fill the last cluster. More than 48 KB of shared
+// memory has to be asked for, once a device. The status is this launch's own: cudaGetLastError after it would also bring
+// up what an earlier call, whose error was reported then, had left there.
 template <class Kernel>
 Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue) {
   if (blocks == 0) return cudaSuccess;
@@ -39,22 +41,17 @@ Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue
     }
   }
   constexpr int kCluster = kClusterOf<Kernel>;
-  if constexpr (kCluster > 1) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {kCluster, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>((blocks + kCluster - 1) / kCluster * kCluster));
-    config.blockDim = dim3(Kernel::kThreads);
-    config.dynamicSmemBytes = Kernel::kSharedBytes;
-    config.stream = queue;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, run_kernel<Kernel>, params);
-  } else {
-    run_kernel<Kernel><<<static_cast<unsigned>(blocks), Kernel::kThreads, Kernel::kSharedBytes, queue>>>(params);
-    return cudaGetLastError();
-  }
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kCluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((blocks + kCluster - 1) / kCluster * kCluster));
+  config.blockDim = dim3(Kernel::kThreads);
+  config.dynamicSmemBytes = Kernel::kSharedBytes;
+  config.stream = queue;
+  config.attrs = &cluster;
+  config.numAttrs = kCluster > 1;
+  return cudaLaunchKernelEx(&config, run_kernel<Kernel>, params);
 }
 
 }  // namespace wnfused::gpu

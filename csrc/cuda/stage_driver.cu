@@ -57,7 +57,7 @@ struct BackwardSpace {
   int64_t segment, segments;  // blocks of one, and how many
   int slices;                 // of the batch, in the weight gradient
   char *weights, *gradients = nullptr, *operands = nullptr;
-  float *stream = nullptr, *partial = nullptr;
+  float *stream[2] = {}, *partial = nullptr;
   ForwardSpace forward;
 
   BackwardSpace(Arena& arena, const StageEntry& entry, const StageBackwardCall& call) {
@@ -75,7 +75,9 @@ struct BackwardSpace {
         std::clamp<int64_t>(divide_up(call.gradient_blocks, 2 * segment), 1, std::max<int64_t>(items, 1)));
 
     weights = arena.take(entry.packed_bytes(2 * problem.blocks));
-    if (segments > 1) stream = reinterpret_cast<float*>(arena.take(map_values(entry, problem.images) * 4));
+    // What a launch reads it may not write: its loads take any way through the caches.
+    for (int64_t i = 0; i < std::min<int64_t>(segments - 1, 2); ++i)
+      stream[i] = reinterpret_cast<float*>(arena.take(map_values(entry, problem.images) * 4));
     if (problem.recompute > 0) {
       forward = ForwardSpace(arena, entry, problem);
       operands = arena.take(segment * block_bytes);
@@ -136,8 +138,8 @@ class Backward {
     StageParams params{};
     // Packed last convolution first.
     params.weights = space_.weights + entry_.packed_bytes(2 * (problem_.blocks - first_ - blocks_));
-    params.input = segment == space_.segments - 1 ? call_.dy : stream_map(entry_, space_.stream);
-    params.output = segment == 0 ? call_.dx : stream_map(entry_, space_.stream);
+    params.input = segment == space_.segments - 1 ? call_.dy : stream_map(entry_, space_.stream[segment % 2]);
+    params.output = segment == 0 ? call_.dx : stream_map(entry_, space_.stream[(segment + 1) % 2]);
     params.operands = space_.gradients;
     params.activations = operands();
     params.blocks = static_cast<int>(blocks_);

@@ -30,9 +30,14 @@ struct StageEntry {
 // What a block may ask for on sm_86 and sm_89, the least of all from sm_80 on.
 constexpr int kSharedLimit = 99 * 1024;
 
-// Forward and backward may be cut differently: a backward needs a few registers more.
+template <class Kernel>
+using AsItIs = Kernel;
+
+// Forward and backward may be cut differently: a backward needs a few registers more. `Own` makes types of a file's own of
+// its kernels, where that is compiled for other architectures than the rest: of a template that two files instantiate for
+// the same type the linker keeps one launch, and with it one file's machine code.
 template <class Forward, class Backward, class Gradient, template <class, bool> class Kernel = StageKernel,
-          int kLimit = kSharedLimit>
+          int kLimit = kSharedLimit, template <class> class Own = AsItIs>
 constexpr StageEntry stage_entry(const char* name) {
   using Precision = typename Forward::Precision;
   static_assert(Forward::kChannels == Backward::kChannels && Forward::kChannels == Gradient::kChannels);
@@ -55,11 +60,11 @@ constexpr StageEntry stage_entry(const char* name) {
           Gradient::kBands,
           Gradient::kImages,
           Pack::kRows,
-          launch<Pack>,
-          launch<Kernel<Forward, false>>,
-          launch<Kernel<Backward, true>>,
-          launch<GradientKernel<Gradient>>,
-          launch<GradientSumKernel<Forward::kChannels>>};
+          launch<Own<Pack>>,
+          launch<Own<Kernel<Forward, false>>>,
+          launch<Own<Kernel<Backward, true>>>,
+          launch<Own<GradientKernel<Gradient>>>,
+          launch<Own<GradientSumKernel<Forward::kChannels>>>};
 }
 
 // A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each, and stage_sm90a.cu
