@@ -36,20 +36,23 @@ WNFUSED_DEVICE void arrive_expecting(char* barrier, int bytes) {
                : "memory");
 }
 
-// An arrival at the barrier that stands at the same place of block `rank` of the cluster.
+// An arrival at the barrier that stands at the same place of block `rank` of the cluster: this thread's products have
+// read what other blocks' copies may overwrite. No stores are handed over, so it is not a release to the whole cluster,
+// which would wait until all stores to global memory so far, the kept maps, have been performed.
 WNFUSED_DEVICE void arrive_at_block(char* barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
 }
 
-// By whole warps.
+// By whole warps. What it waits for are copies and arrivals without stores: no acquire from the cluster either, which
+// would discard the first-level cache.
 WNFUSED_DEVICE void wait_for_phase(char* barrier, int parity) {
   asm volatile(
       "{\n.reg .pred over;\n"
-      "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(
           shared_address(barrier)),
       "r"(parity)
       : "memory");
