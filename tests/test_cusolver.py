@@ -138,23 +138,27 @@ def test_without_a_device_the_reason_is_that():
     assert cusolver.refusal("eigh", DEVICE) == native_cuda.unavailable() is not None
 
 
+STUBBORN = 41.0
+"""The first entry of a matrix that does not converge."""
+
+
 @pytest.fixture
 def columns():
-    """The ops as cuSOLVER would run them, by LAPACK: column-major matrices, vectors as columns, info for NaN."""
+    """The ops as cuSOLVER would run them, by LAPACK: column-major matrices, vectors as columns, and a status each."""
 
-    def finite_part(a):
-        finite = a.isfinite().all((-2, -1))
-        return torch.where(finite[:, None, None], a, 0.0), (~finite).int()
+    def statuses(a):
+        assert a.isfinite().all(), "what the library makes of these is not known"
+        return (a[:, 0, 0] == STUBBORN).int()
 
     def run_eigh(a):
-        here, info = finite_part(a)
-        values, vectors = torch.linalg.eigh(here)
+        info = statuses(a)
+        values, vectors = torch.linalg.eigh(a)
         a.copy_(vectors.mT)
         return values, info
 
     def run_svd(a):
-        here, info = finite_part(a)
-        left, values, right = torch.linalg.svd(here.mT)  # [r, c] in rows is [c, r] in columns
+        info = statuses(a)
+        left, values, right = torch.linalg.svd(a.mT)  # [r, c] in rows is [c, r] in columns
         a.fill_(float("nan"))
         return right.contiguous(), values, left.mT.contiguous(), info
 
@@ -193,9 +197,20 @@ def test_singular_vectors_are_the_first_of_the_full_factors(columns, shape):
 
 @pytest.mark.parametrize("function", ["eigh", "svd"])
 def test_no_convergence_is_an_error(columns, function):
-    a = torch.eye(4).repeat(3, 1, 1)
-    a[1, 2, 2] = float("nan")
-    with pytest.raises(torch.linalg.LinAlgError, match="matrix 1 did not converge"):
+    a = torch.eye(4).repeat(4, 1, 1)
+    a[2, 0, 0] = STUBBORN
+    with pytest.raises(torch.linalg.LinAlgError, match=r"matrix 2: cuSOLVER's \w+ of it did not converge"):
+        getattr(cusolver, function)(a)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("function", ["eigh", "svd"])
+def test_matrices_that_are_not_finite_are_an_error(columns, function, value):
+    """Said before any other, and without asking the library."""
+    a = torch.eye(4).repeat(2, 3, 1, 1)
+    a[0, 1, 2, 2] = value
+    a[1, 2, 0, 0] = STUBBORN
+    with pytest.raises(torch.linalg.LinAlgError, match="matrix 1: it is not finite"):
         getattr(cusolver, function)(a)
 
 

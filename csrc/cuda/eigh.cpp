@@ -11,8 +11,9 @@
 namespace wnfused::gpu {
 namespace {
 
-// So many matrices and entries go together: the library's workspace grows with both, and a grid has 65,535 rows.
-constexpr int64_t kMostMatrices = 1 << 15, kMostEntries = 1 << 24;
+// So many matrices and entries go together: the library's workspace grows with both, and beyond about 32,000 matrices it
+// answers CUSOLVER_STATUS_INVALID_VALUE, whatever their size.
+constexpr int64_t kMostMatrices = 1 << 14, kMostEntries = 1 << 24;
 
 template <class T>
 void decompose(T* a, T* values, int* info, int64_t count, int64_t n, const Tensor& device, cudaStream_t queue) {

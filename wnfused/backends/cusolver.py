@@ -39,19 +39,36 @@ def orthonormal_rows(a: Tensor) -> Tensor:
     return q
 
 
+def _finite_copy(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices ``[n, r, c]`` to be overwritten, zeros where ``finite [n]`` is false.
+
+    What cuSOLVER's iterations make of NaN is not documented and has changed between releases: an error of the whole
+    call, a status, or numbers.
+    """
+    rows = a.reshape(-1, *a.shape[-2:]).clone(memory_format=torch.contiguous_format)
+    finite = rows.isfinite().all(-1).all(-1)
+    return rows.masked_fill_(~finite[:, None, None], 0.0), finite
+
+
+def _check(what: str, finite: Tensor, info: Tensor) -> None:
+    failed = ~finite | info.ne(0)
+    if failed.any():
+        number = int(failed.nonzero()[0])
+        reason = f"cuSOLVER's {what} of it did not converge" if finite[number] else "it is not finite"
+        raise torch.linalg.LinAlgError(f"matrix {number}: {reason}")
+
+
 def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     """Ascending eigenvalues ``[..., n]`` and eigenvectors ``[..., n, n]``, as columns, of symmetric ``A``.
 
     Float32 or float64. All matrices at once (``XsyevBatched``).
 
     Raises:
-        torch.linalg.LinAlgError: it did not converge, as for matrices that are not finite.
+        torch.linalg.LinAlgError: a matrix is not finite, or did not converge.
     """
-    rows = a.reshape(-1, *a.shape[-2:]).clone(memory_format=torch.contiguous_format)
+    rows, finite = _finite_copy(a)
     values, info = torch.ops.wnfused_native.cuda_eigh_(rows)
-    if info.any():
-        number = int(info.ne(0).nonzero()[0])
-        raise torch.linalg.LinAlgError(f"cuSOLVER's eigenvalues of matrix {number} did not converge; is it finite?")
+    _check("eigenvalues", finite, info)
     # Eigenvectors are columns to cuSOLVER, which are rows here.
     return values.reshape(a.shape[:-1]), rows.reshape(a.shape).mT
 
@@ -62,13 +79,11 @@ def svd(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Float32 or float64, r and c from 1 to 32. All matrices at once (``gesvdjBatched``).
 
     Raises:
-        torch.linalg.LinAlgError: it did not converge, as for matrices that are not finite.
+        torch.linalg.LinAlgError: a matrix is not finite, or did not converge.
     """
-    rows = a.reshape(-1, *a.shape[-2:]).clone(memory_format=torch.contiguous_format)
+    rows, finite = _finite_copy(a)
     left, values, right, info = torch.ops.wnfused_native.cuda_svd_(rows)
-    if info.any():
-        number = int(info.ne(0).nonzero()[0])
-        raise torch.linalg.LinAlgError(f"cuSOLVER's SVD of matrix {number} did not converge; is it finite?")
+    _check("SVD", finite, info)
     (*batch, r, c), k = a.shape, values.shape[-1]
     # Singular vectors are columns to cuSOLVER, which are rows here, and A is its own transpose there.
     return left[:, :k].reshape(*batch, k, r).mT, values.reshape(*batch, k), right[:, :k].reshape(*batch, k, c)
