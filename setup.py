@@ -22,7 +22,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent  # ninja runs elsewhere
 STABLE_ABI = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
     "-DTORCH_STABLE_ONLY",

@@ -50,7 +50,7 @@ STEPS = tuple(LIMITS)
 # Without pyproject.toml, which setuptools older than this package asks for cannot read and this needs nothing of.
 BUILD = (
     "import runpy, setuptools.dist; setuptools.dist.Distribution.parse_config_files = lambda *_, **__: None; "
-    "runpy.run_path('setup.py', run_name='__main__')"
+    f"runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='__main__')"
 )
 WENT_WELL = ("passed", "skipped")
 
