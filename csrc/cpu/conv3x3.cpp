@@ -61,10 +61,9 @@ void lay_out(Arena& arena, Conv3x3Forward& job, int64_t workers) {
 
 void lay_out(Arena& arena, Conv3x3Backward& job, int64_t workers) {
   const Geometry& geometry = job.geometry;
-  // Both geometries' items run on the same scratch; a pass over dz holds a run of y.
-  constexpr int64_t kRunPixels = 128;
+  // Both geometries' items run on the same scratch; an item of dz holds its pixels of y.
   const int64_t floats = std::max({worker_floats(geometry), worker_floats(job.transposed),
-                                   kRunPixels * job.transposed.padded_channels});
+                                   kMapPixels * job.transposed.padded_channels});
   lay_out_common(arena, job.transposed, workers, floats, job.scratch);
   if (job.weight) {
     job.scratch.gradient[0] = arena.take(geometry.gradient_size() * geometry.wgrad_slices);

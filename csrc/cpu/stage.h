@@ -34,6 +34,7 @@ namespace wnfused::cpu {
 constexpr int kLanes = 16;
 constexpr int kTaps = 9;
 constexpr int kMaxPositions = 36;
+constexpr int kMapPixels = 128;     // pixels that an item moves from one layout to the other
 constexpr int kMaxPanelRows = 64;
 constexpr int kMaxGroups = 16;      // register tiles of one call of a pair product
 constexpr int kMaxGroupBlocks = 2;  // output blocks of a weight gradient's item

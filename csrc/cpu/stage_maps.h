@@ -10,8 +10,6 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-constexpr int64_t kMapPixels = 128;  // pixels an item moves
-
 WNFUSED_INLINE int64_t map_items_per_image(const Geometry& geometry) {
   return (geometry.height * geometry.width + kMapPixels - 1) / kMapPixels;
 }
