@@ -188,7 +188,8 @@ def test_zero_rows_and_gains(isa):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 16, 32, 32), (1, 512, 512, 4, 4), (8, 2, 2, 16, 16), (0, 16, 16, 8, 8), (64, 64, 64, 512, 512)],
+    "shape", [(1, 1, 16, 32, 32), (1, 512, 512, 4, 4), (8, 2, 2, 16, 16), (0, 16, 16, 8, 8), (1, 16, 16, 0, 8),
+              (0, 0, 0, 0, 0), (64, 64, 64, 512, 512)],
     ids=str,
 )  # fmt: skip
 def test_what_is_left_to_the_vendor(shape):

@@ -116,6 +116,7 @@ std::optional<Method> conv3x3_method(int64_t images, int64_t inputs, int64_t out
   const int64_t weights_a_tile = active_isa() == Isa::kAvx512 ? 8192 : 2048;
   // Memory for copies of maps in other layouts, in floats: 1 GB.
   constexpr int64_t kCopies = int64_t{1} << 28;
+  if (std::min({images, inputs, outputs, height, width}) < 1) return std::nullopt;
   const Method method = preferred_method(images, height, width);
   const Geometry geometry = make_single_geometry(images, inputs, outputs, height, width, method, worker_limit());
   const int64_t padded = geometry.padded_channels, padded_outputs = geometry.padded_outputs;

@@ -145,7 +145,7 @@ struct ExternalMap {
 struct Parameter {
   void* data;
   bool bfloat16;
-  bool taps_first;  // v and dv: a row is [9][C], channels_last, not [C][9]; then fp32, and C a multiple of 16
+  bool taps_first = false;  // v and dv: a row is [9][C], channels_last, not [C][9]; then fp32, and C a multiple of 16
 };
 
 // The canonical maps [.., N, H, W, C]. every == 0: h_b and a_b of every block; every == k: h_b where k divides b, fp32.
