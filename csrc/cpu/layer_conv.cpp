@@ -9,7 +9,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
-#include "conv3x3.h"
+#include "conv_layer.h"
 #include "layer_tensor.h"
 
 namespace wnfused {
@@ -18,19 +18,19 @@ namespace {
 using namespace cpu;
 using Extents = std::vector<int64_t>;
 
-struct Window {
+struct Sliding {
   const Extents &stride, &padding, &dilation;
   int64_t groups;
 };
 
-void check_window(const Tensor& x, const Tensor& v, const Window& at) {
+void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
   const size_t spatial = static_cast<size_t>(v.dim()) - 2;
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv: x and v must have 3, 4 or 5 dims");
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial,
                   "conv: stride, padding and dilation must have ", spatial, " entries");
 }
 
-Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Window& at) {
+Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Sliding& at) {
   AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
   const Extents none(at.stride.size(), 0);
   const int64_t dims = static_cast<int64_t>(at.stride.size());
@@ -42,7 +42,7 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
 
 // (dx, dw), each undefined unless asked for.
 std::pair<Tensor, Tensor> convolution_backward(
-    const Tensor& dz, const Tensor& x, const Tensor& w, const Window& at, bool input, bool weight) {
+    const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at, bool input, bool weight) {
   AtenTensorHandle dx = nullptr, dw = nullptr, db = nullptr;
   const Extents none(at.stride.size(), 0);
   const int64_t dims = static_cast<int64_t>(at.stride.size());
@@ -81,29 +81,40 @@ Tensor in_lines(const Tensor& z) {
   return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
 }
 
-// How the kernels here (conv3x3.h) run such a layer; nothing where that is left to the vendor's.
-std::optional<Method> own_method(const Tensor& x, const Tensor& v, const Window& at) {
-  const auto all = [](const Extents& extents, int64_t value) {
-    return std::all_of(extents.begin(), extents.end(), [&](int64_t extent) { return extent == value; });
-  };
-  const bool known = v.dim() == 4 && v.size(2) == 3 && v.size(3) == 3 && at.groups == 1 && x.size(1) == v.size(1) &&
-                     all(at.stride, 1) && all(at.padding, 1) && all(at.dilation, 1) &&
+// The layer as conv_layer.h describes one; nothing where that has no word for it.
+std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
+  const bool known = v.dim() <= 4 && at.groups == 1 && x.size(1) == v.size(1) &&
                      x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
   if (!known) return std::nullopt;
-  return conv3x3_method(x.size(0), x.size(1), v.size(0), x.size(2), x.size(3));
+  const int64_t last = v.dim() - 1;
+  const bool flat = v.dim() == 3;
+  const auto pair = [&](const Extents& extents, int64_t one) { return Pair{flat ? one : extents[0], extents.back()}; };
+  return ConvShape{x.size(0), x.size(1), v.size(0), {flat ? 1 : x.size(2), x.size(last)},
+                   {flat ? 1 : v.size(2), v.size(last)}, pair(at.stride, 1), pair(at.padding, 0), pair(at.dilation, 1)};
 }
 
-// v in an order of rows that conv3x3.h knows.
-Tensor rows_for_conv3x3(const Tensor& v) {
-  return v.is_contiguous() || v.size(1) % kLanes == 0 ? v : torch::stable::contiguous(v);
+// Kernels of this library that run the layer; nothing where that is left to the vendor's.
+std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at) {
+  const std::optional<ConvShape> shape = conv_shape(x, v, at);
+  if (!shape) return std::nullopt;
+  const std::optional<Method> method = conv_layer_method(*shape);
+  if (!method) return std::nullopt;
+  return ConvLayer{*shape, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
 }
 
-// A map as large as x. Formats are those that torch gives outputs and gradients.
-Tensor empty_map(const Tensor& x, int64_t channels, bool channels_last) {
-  const int64_t images = x.size(0), height = x.size(2), width = x.size(3);
-  if (!channels_last) return empty({images, channels, height, width}, x.scalar_type());
-  return empty_strided({images, channels, height, width}, {height * width * channels, 1, width * channels, channels},
-                       x.scalar_type());
+// v in an order of rows that the Winograd methods know.
+Tensor rows_for(const ConvLayer& layer) {
+  const Tensor& v = layer.v;
+  const bool known = v.is_contiguous() || v.size(1) % kLanes == 0 || layer.method == Method::kDirect;
+  return known ? v : torch::stable::contiguous(v);
+}
+
+// A map of `size` pixels. Formats are those that torch gives outputs and gradients.
+Tensor empty_map(int64_t images, int64_t channels, const Pair& size, bool flat, bool channels_last) {
+  if (flat) return empty({images, channels, size.column}, ScalarType::Float);
+  if (!channels_last) return empty({images, channels, size.row, size.column}, ScalarType::Float);
+  return empty_strided({images, channels, size.row, size.column},
+                       {size.product() * channels, 1, size.column * channels, channels}, ScalarType::Float);
 }
 
 // The map is larger than the weight: then the pass that scales the weight is the cheaper one.
@@ -118,7 +129,7 @@ std::tuple<Tensor, Tensor> conv(
   check_parameters(x, v_given, g, bias);
   check_activation(activation, slope);
   const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
-  const Window window{stride, padding, dilation, groups};
+  const Sliding window{stride, padding, dilation, groups};
   check_window(x, v, window);
   const Activation act = static_cast<Activation>(activation);
   const int64_t channels = v.size(0);
@@ -139,13 +150,15 @@ std::tuple<Tensor, Tensor> conv(
     if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) torch::stable::copy_(y, z);
     return finite;
   };
-  if (const std::optional<Method> method = own_method(x, v, window)) {
-    const Tensor y = empty_map(x, channels, is_channels_last(x) || is_channels_last(v));
-    const Tensor rows = rows_for_conv3x3(v);
+  if (std::optional<ConvLayer> found = own_layer(x, v, window)) {
+    const ConvShape& shape = found->shape;
+    const bool last = is_channels_last(x) || is_channels_last(v);
+    const Tensor y = empty_map(shape.images, channels, shape.output_size(), v.dim() == 3, last);
+    const Tensor rows = rows_for(*found);
     check_residual(residual_given, y);
-    const Conv3x3Layer layer{*method, x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
-                             static_cast<float>(slope)};
-    if (run_conv3x3(layer, residual_given, y, norms)) return {y, norm};
+    const ConvLayer layer{shape, found->method, x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
+                          static_cast<float>(slope)};
+    if (run_conv_layer(layer, residual_given, y, norms)) return {y, norm};
   }
   const bool passes = act != Activation::kNone || residual_given;
   if (!half && passes) {
@@ -175,7 +188,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   check_parameters(x, v_given, g, std::nullopt);
   const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
   const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
-  const Window window{stride, padding, dilation, groups};
+  const Sliding window{stride, padding, dilation, groups};
   check_window(x, v, window);
   const int64_t channels = v.size(0);
   const bool half = is_bfloat16(x), masked = activation != 0;
@@ -185,18 +198,22 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
 
   // A bias gradient without that of the weight would need a pass of its own.
   const bool products = need_x || need_v, bias_alone = need_bias && !need_v;
-  const std::optional<Method> method = products && !bias_alone ? own_method(x, v, window) : std::nullopt;
-  if (method) {
-    const Tensor rows = rows_for_conv3x3(v);
-    const Conv3x3Layer layer{*method, x, rows, gain, nullptr, static_cast<Activation>(activation), static_cast<float>(slope)};
+  const std::optional<ConvLayer> found = products && !bias_alone ? own_layer(x, v, window) : std::nullopt;
+  if (found) {
+    const ConvShape& shape = found->shape;
+    const bool flat = v.dim() == 3, last = is_channels_last(x) || is_channels_last(v);
+    const Tensor rows = rows_for(*found);
+    const ConvLayer layer{shape, found->method, x, rows, gain, nullptr, static_cast<Activation>(activation),
+                          static_cast<float>(slope)};
     Rounded dgain(sizes_of(g), g.scalar_type());
     std::optional<Tensor> dx, dv, db, dz;
-    if (need_x) dx = empty_map(x, x.size(1), is_channels_last(x) || is_channels_last(v));
+    if (need_x) dx = empty_map(shape.images, shape.inputs, shape.size, flat, last);
     if (need_v) dv = empty_as(rows);
     if (need_bias) db = empty({channels}, ScalarType::Float);
-    if (need_residual && masked) dz = empty_map(x, channels, is_channels_last(y));
-    if (run_conv3x3_backward(layer, dy_given, y, norms,
-                             {dx, dv, dz, dgain.data(), db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr})) {
+    if (need_residual && masked)
+      dz = empty_map(shape.images, channels, shape.output_size(), flat, is_channels_last(y));
+    float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
+    if (run_conv_layer_backward(layer, dy_given, y, norms, {dx, dv, dz, dgain.data(), dbias})) {
       if (dv) dv = laid_out_as(*dv, v);
       return {dx, dv, need_v ? Gradient(dgain.tensor()) : Gradient(), db, dz};
     }

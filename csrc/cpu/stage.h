@@ -27,17 +27,14 @@
 #include <atomic>
 #include <cstdint>
 
+#include "division.h"
 #include "work_queue.h"
 
 namespace wnfused::cpu {
 
-constexpr int kLanes = 16;
 constexpr int kTaps = 9;
 constexpr int kMaxPositions = 36;
-constexpr int kMapPixels = 128;     // pixels that an item moves from one layout to the other
-constexpr int kMaxPanelRows = 64;
 constexpr int kMaxGroups = 16;      // register tiles of one call of a pair product
-constexpr int kMaxGroupBlocks = 2;  // output blocks of a weight gradient's item
 
 enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions };
 
@@ -48,14 +45,8 @@ struct PairTile {
   bool flat;
 };
 
-// A piece of a phase's work: a part of the maps (a chunk, or a slice) and a group of output blocks.
-struct Item {
-  int64_t part, group;
-};
-
-struct Geometry {
-  int64_t images, channels, height, width, blocks;
-  int64_t channel_blocks, padded_channels;
+struct Geometry : MapShape, Division {
+  int64_t blocks;
   // Of a convolution's outputs. A stage has as many as inputs.
   int64_t outputs, output_blocks, padded_outputs;
   Method method;
@@ -64,17 +55,6 @@ struct Geometry {
   // tile_cols an image.
   int64_t tile, tile_rows, tile_cols, units;
   int64_t planes, plane_stride;  // of a bank; the stride is padded so that planes do not share cache sets
-
-  // Neighbouring items, which one worker gets, share their output blocks and so their weights, or else their chunk or
-  // slice of the maps: whichever is more memory stays in that worker's cache.
-  bool weights_stay;
-  // Every worker packs banks of its own (stage_banks.h); in how many parts the items of one worker fetch v ahead.
-  bool own_banks;
-  int64_t fetch_parts;
-  // A convolution: chunks of panel rows x groups of output blocks.
-  int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
-  // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
-  int64_t wgrad_rows, wgrad_slices, wgrad_slice_units, wgrad_groups, wgrad_group_blocks;
 
   // Pairs of bfloat16 (stage_pairs.h). A bank is [segments][output block][segment_depth / 2][16 lanes][2].
   int64_t segments, segment_depth;
@@ -86,8 +66,6 @@ struct Geometry {
 
   bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
   bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
-  int64_t pixels() const { return images * height * width; }
-  int64_t map_size() const { return pixels() * padded_channels; }
   int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
   int64_t gradient_size() const { return planes * plane_stride; }
   int64_t bank_size() const {
@@ -105,16 +83,6 @@ struct Geometry {
   }
   int64_t wgrad_gradients() const { return wgrad_group_blocks * kLanes * wgrad_run; }
   int64_t wgrad_segments() const { return method == Method::kLines ? wgrad_lines : height * width; }
-
-  int64_t conv_items() const { return conv_chunks * conv_groups; }
-  int64_t wgrad_items() const { return wgrad_slices * wgrad_groups; }
-  Item conv_item(int64_t index) const { return item(index, conv_chunks, conv_groups); }
-  Item wgrad_item(int64_t index) const { return item(index, wgrad_slices, wgrad_groups); }
-
- private:
-  Item item(int64_t index, int64_t parts, int64_t groups) const {
-    return weights_stay ? Item{index % parts, index / parts} : Item{index / groups, index % groups};
-  }
 };
 
 // Slices, which fix the order of every sum, depend on the shape alone; how a convolution is divided depends on the

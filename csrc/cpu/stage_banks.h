@@ -14,9 +14,10 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
+template <class G>  // Geometry or Window
 class Banks {
  public:
-  Banks(const Geometry& geometry, const Scratch& scratch, int64_t worker)
+  Banks(const G& geometry, const Scratch& scratch, int64_t worker)
       : geometry_(geometry), shared_(scratch.bank) {
     if (!geometry.own_banks) return;
     own_.weights = scratch.own_bank + worker * scratch.own_bank_stride;
@@ -42,7 +43,7 @@ class Banks {
   void forget() { convolution_ = -1; }
 
  private:
-  const Geometry& geometry_;
+  const G& geometry_;
   const Bank* shared_;
   Bank own_{};
   int64_t convolution_ = -1, group_ = 0;

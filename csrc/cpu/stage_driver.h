@@ -70,7 +70,7 @@ template <class Operand>
 class Forward {
  public:
   // `norm` may be null.
-  Forward(const StageForward& job, Worker& worker, Banks& banks, float* scratch, float* norm)
+  Forward(const StageForward& job, Worker& worker, Banks<Geometry>& banks, float* scratch, float* norm)
       : job_(job), geometry_(job.geometry), worker_(worker), banks_(banks), scratch_(scratch), norm_(norm) {}
 
   // Items to be prepared before convolution `first`.
@@ -113,7 +113,8 @@ class Forward {
         convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
                                   upcoming_weights(job_.v, geometry_, convolution, 1, item), scratch_, *job_.poisoned);
       } else if (own) {
-        measure_norms(job_, convolution, item - geometry_.conv_items(), norm_, scratch_);
+        measure_norms(job_.v, geometry_.outputs, geometry_.channels * kTaps, convolution, item - geometry_.conv_items(),
+                      norm_, scratch_);
       } else {
         pack(convolution + 1, item - geometry_.conv_items(), job_.scratch.bank[(convolution + 1) % 2]);
       }
@@ -134,7 +135,7 @@ class Forward {
   const StageForward& job_;
   const Geometry& geometry_;
   Worker& worker_;
-  Banks& banks_;
+  Banks<Geometry>& banks_;
   float* scratch_;
   float* norm_;
 };
@@ -400,7 +401,7 @@ class Backward {
   float* scratch_;
   StreamMap<Operand> gradient_;  // dh
   Operand* hidden_gradient_;     // da
-  Banks banks_;
+  Banks<Geometry> banks_;
   int64_t pending_ = -1;
 };
 

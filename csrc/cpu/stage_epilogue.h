@@ -39,11 +39,13 @@ struct Epilogue {
   SavedMap saved;
 };
 
-WNFUSED_INLINE Block load_operand(const Geometry& geometry, const float* map, int64_t pixel, int64_t channel_block) {
+template <class G>
+WNFUSED_INLINE Block load_operand(const G& geometry, const float* map, int64_t pixel, int64_t channel_block) {
   return load(map + pixel * geometry.padded_outputs + channel_block * kLanes);
 }
 
-WNFUSED_INLINE void store_operand(const Geometry& geometry, float* map, int64_t pixel, int64_t channel_block,
+template <class G>
+WNFUSED_INLINE void store_operand(const G& geometry, float* map, int64_t pixel, int64_t channel_block,
                                   const Block& value) {
   store(map + pixel * geometry.padded_outputs + channel_block * kLanes, value);
 }
@@ -76,8 +78,8 @@ WNFUSED_INLINE Block activated(const Block& value, Activation activation, float 
 // The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite. A ReLU's
 // value is looked at before it: a transform may overflow to -infinity where the convolution is finite, and 0 would hide
 // that. What a mask lets pass shows in dh.
-template <Ending kEnding, class Operand>
-WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue<Operand>& epilogue, int64_t pixel,
+template <Ending kEnding, class G, class Operand>
+WNFUSED_INLINE void finish_pixel(const G& geometry, const Epilogue<Operand>& epilogue, int64_t pixel,
                                  int64_t channel_block, const Block& accumulator, const Block& bias, Block& poison) {
   constexpr bool kPairs = sizeof(Operand) == sizeof(uint16_t);
   const int64_t offset = pixel * geometry.padded_outputs + channel_block * kLanes;
@@ -99,7 +101,8 @@ WNFUSED_INLINE void finish_pixel(const Geometry& geometry, const Epilogue<Operan
   else if (!kPairs && epilogue.round) value = round_to_bfloat16(value);
   if constexpr (is_operand(kEnding) || kPairs)
     store_operand(geometry, epilogue.operand, pixel, channel_block, value);
-  if (epilogue.saved.data) save_block(geometry, epilogue.saved, pixel, channel_block, value);
+  if constexpr (kEnding != Ending::kLayer)
+    if (epilogue.saved.data) save_block(geometry, epilogue.saved, pixel, channel_block, value);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

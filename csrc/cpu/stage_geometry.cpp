@@ -6,35 +6,8 @@
 namespace wnfused::cpu {
 namespace {
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Output blocks that one pass of the register tile covers.
-constexpr int64_t kGroupBlocks = kMaxGroupBlocks;
-
 // Fewer items than this a phase leave cores idle: cut the output channels too.
 constexpr int64_t kEnoughItems = 8;
-
-// Items of a convolution that a worker should have, and rows of a panel below which register tiles are not full.
-constexpr int64_t kItemsEach = 2;
-constexpr int64_t kMinRows = 8;
-
-// How much longer packing takes where the bank is read by other cores (measured on two): with more workers than that to
-// divide it, one bank for all is packed sooner than one each. Fewer than five processors never come to that: there the
-// stage's tests reach shared banks with a 0 in this place.
-constexpr int64_t kSharingCost = 5;
-
-// Weights stay with a worker where a bank is so many times as much memory as a map: all workers gather all inputs then,
-// and the lines of a map that one of them wrote go to every other one.
-constexpr int64_t kStay = 6;
-
-// Slices of a weight gradient: each costs a bank of memory and one more term of the final sum.
-constexpr int64_t kMaxSlices = 16;
-
-void choose_banks(Geometry& geometry, int64_t workers) {
-  geometry.own_banks = geometry.weights_stay || std::min(workers, geometry.output_blocks) < kSharingCost;
-  const int64_t items = std::max<int64_t>(geometry.conv_items(), 1);
-  geometry.fetch_parts = geometry.own_banks && !geometry.weights_stay ? divide_up(items, workers) : items;
-}
 
 }  // namespace
 
@@ -70,12 +43,7 @@ const char* name_of(Method method) {
 Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs, int64_t height, int64_t width,
                               Method method, int64_t workers) {
   Geometry geometry{};
-  geometry.images = images;
-  geometry.channels = channels;
-  geometry.height = height;
-  geometry.width = width;
-  geometry.channel_blocks = divide_up(channels, kLanes);
-  geometry.padded_channels = geometry.channel_blocks * kLanes;
+  static_cast<MapShape&>(geometry) = map_shape(images, channels, height, width);
   geometry.outputs = outputs;
   geometry.output_blocks = divide_up(outputs, kLanes);
   geometry.padded_outputs = geometry.output_blocks * kLanes;
@@ -87,37 +55,12 @@ Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs,
   geometry.planes = geometry.is_winograd() ? (geometry.tile + 2) * (geometry.tile + 2) : kTaps;
   geometry.plane_stride = geometry.padded_channels * geometry.padded_outputs + kLanes;
 
-  // Each worker packs and finishes the weights of its own output blocks then, at the price of gathering all inputs.
-  geometry.weights_stay = workers > 1 && geometry.output_blocks > 1 &&
-                          geometry.gradient_size() > kStay * geometry.map_size();
-
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams
   // past from the second level, and 32 rows halve that stream.
-  geometry.conv_rows = geometry.channel_blocks <= 1 || geometry.tile == 4 ? 16 : 32;
-  const auto chunks = [&] { return divide_up(geometry.units, geometry.conv_rows); };
-  if (geometry.weights_stay) {
-    geometry.conv_rows = 16;
-    geometry.conv_group_blocks = divide_up(geometry.output_blocks, std::min(workers, geometry.output_blocks));
-  } else {
-    while (geometry.conv_rows > kMinRows && chunks() < kItemsEach * workers) geometry.conv_rows /= 2;
-    const bool split = chunks() < workers;
-    geometry.conv_group_blocks = split ? std::min(kGroupBlocks, geometry.output_blocks) : geometry.output_blocks;
-  }
-  geometry.conv_chunks = chunks();
-  geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
-  choose_banks(geometry, workers);
-
-  geometry.wgrad_rows = 32;
-  geometry.wgrad_group_blocks =
-      std::min(kGroupBlocks, geometry.weights_stay ? geometry.conv_group_blocks : geometry.output_blocks);
-  const int64_t slice_units = (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels;
-  const int64_t slices = std::clamp<int64_t>(geometry.units / slice_units, 1, kMaxSlices);
-  geometry.wgrad_slice_units =
-      std::max<int64_t>(1, divide_up(divide_up(geometry.units, slices), geometry.wgrad_rows)) * geometry.wgrad_rows;
-  geometry.wgrad_slices = std::max<int64_t>(1, divide_up(geometry.units, geometry.wgrad_slice_units));
-  if (geometry.wgrad_slices * divide_up(geometry.output_blocks, geometry.wgrad_group_blocks) < workers)
-    geometry.wgrad_group_blocks = 1;
-  geometry.wgrad_groups = divide_up(geometry.output_blocks, geometry.wgrad_group_blocks);
+  const int64_t rows = geometry.channel_blocks <= 1 || geometry.tile == 4 ? 16 : 32;
+  const Work work{geometry.output_blocks, geometry.gradient_size(), geometry.map_size(), rows, 16, workers};
+  divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
+  divide_gradient(work, geometry.units, (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels, geometry);
   return geometry;
 }
 
@@ -156,13 +99,13 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
   const bool small = 5 * positions < 4 * lines;
   geometry.method = small ? Method::kPositions : Method::kLines;
 
-  const int64_t all_groups = divide_up(geometry.channel_blocks, kGroupBlocks);
+  const int64_t all_groups = divide_up(geometry.channel_blocks, kMaxGroupBlocks);
   const auto divide_conv = [&](int64_t chunks) {
     geometry.conv_chunks = chunks;
     geometry.conv_group_blocks =
-        chunks < kEnoughItems ? std::min(kGroupBlocks, geometry.channel_blocks) : geometry.channel_blocks;
+        chunks < kEnoughItems ? std::min(kMaxGroupBlocks, geometry.channel_blocks) : geometry.channel_blocks;
     geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
-    choose_banks(geometry, workers);
+    choose_banks(geometry.channel_blocks, workers, geometry);
   };
   const auto divide_wgrad = [&](int64_t chunks, int64_t pixels) {
     const int64_t slices = std::clamp<int64_t>(pixels / (4 * geometry.padded_channels), 1, kMaxSlices);

@@ -1,13 +1,15 @@
 // The tables of one instruction set's kernels; included by stage_<isa>.cpp.
 #pragma once
 
-#include "conv3x3_driver.h"
+#include "conv_layer_driver.h"
 #include "stage_driver.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
 const StageKernels stage_kernels = {forward<float>, backward<float>};
 
-const Conv3x3Kernels conv3x3_kernels = {conv3x3_forward, conv3x3_backward};
+const ConvKernels<Geometry> winograd_kernels = {conv_layer_forward<WinogradParts>, conv_layer_backward<WinogradParts>};
+
+const ConvKernels<Window> direct_kernels = {conv_layer_forward<DirectParts>, conv_layer_backward<DirectParts>};
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

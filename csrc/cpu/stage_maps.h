@@ -10,11 +10,11 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-WNFUSED_INLINE int64_t map_items_per_image(const Geometry& geometry) {
-  return (geometry.height * geometry.width + kMapPixels - 1) / kMapPixels;
+WNFUSED_INLINE int64_t map_items_per_image(const MapShape& shape) {
+  return (shape.height * shape.width + kMapPixels - 1) / kMapPixels;
 }
 
-WNFUSED_INLINE int64_t map_items(const Geometry& geometry) { return geometry.images * map_items_per_image(geometry); }
+WNFUSED_INLINE int64_t map_items(const MapShape& shape) { return shape.images * map_items_per_image(shape); }
 
 WNFUSED_INLINE int64_t count_of(bool wanted, int64_t items) { return wanted ? items : 0; }
 
@@ -22,20 +22,20 @@ struct PixelRun {
   int64_t image, begin, end;  // pixels within the image
 };
 
-WNFUSED_INLINE PixelRun map_run(const Geometry& geometry, int64_t item) {
-  const int64_t items = map_items_per_image(geometry), begin = item % items * kMapPixels;
-  return {item / items, begin, smaller(begin + kMapPixels, geometry.height * geometry.width)};
+WNFUSED_INLINE PixelRun map_run(const MapShape& shape, int64_t item) {
+  const int64_t items = map_items_per_image(shape), begin = item % items * kMapPixels;
+  return {item / items, begin, smaller(begin + kMapPixels, shape.height * shape.width)};
 }
 
-WNFUSED_INLINE int64_t element(const ExternalMap& map, const Geometry& geometry, int64_t image, int64_t pixel,
+WNFUSED_INLINE int64_t element(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t pixel,
                                int64_t channel) {
-  return image * map.image_stride + channel * map.channel_stride + pixel / geometry.width * map.row_stride +
-         pixel % geometry.width * map.column_stride;
+  return image * map.image_stride + channel * map.channel_stride + pixel / shape.width * map.row_stride +
+         pixel % shape.width * map.column_stride;
 }
 
 // Pixels of an image lie one after another.
-WNFUSED_INLINE bool planar(const ExternalMap& map, const Geometry& geometry) {
-  return map.column_stride == 1 && (map.row_stride == geometry.width || geometry.height == 1);
+WNFUSED_INLINE bool planar(const ExternalMap& map, const MapShape& shape) {
+  return map.column_stride == 1 && (map.row_stride == shape.width || shape.height == 1);
 }
 
 // Channels of a pixel lie one after another.
@@ -63,26 +63,26 @@ WNFUSED_INLINE void copy_lanes(float* target, const float* source, int64_t lanes
 }
 
 // Pixels of one image to `target`, one after another.
-inline void read_pixels(const Geometry& geometry, const ExternalMap& source, const PixelRun& run, float* target) {
-  const int64_t padded = geometry.padded_channels, count = run.end - run.begin;
-  for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
-    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, geometry.channels - channel0);
+inline void read_pixels(const MapShape& shape, const ExternalMap& source, const PixelRun& run, float* target) {
+  const int64_t padded = shape.padded_channels, count = run.end - run.begin;
+  for (int64_t b = 0; b < shape.channel_blocks; ++b) {
+    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, shape.channels - channel0);
     int64_t t = 0;
     if (lanes == kLanes && interleaved(source)) {
       for (; t < count; ++t)
         store(target + t * padded + channel0,
-              load_elements(source, element(source, geometry, run.image, run.begin + t, channel0)));
+              load_elements(source, element(source, shape, run.image, run.begin + t, channel0)));
     } else if (interleaved(source) && !source.bfloat16) {
       for (; t < count; ++t) {
         float* values = target + t * padded + channel0;
         store(values, zero());
         copy_lanes(values, static_cast<const float*>(source.data) +
-                               element(source, geometry, run.image, run.begin + t, channel0), lanes);
+                               element(source, shape, run.image, run.begin + t, channel0), lanes);
       }
-    } else if (planar(source, geometry)) {
+    } else if (planar(source, shape)) {
       for (; t + kLanes <= count; t += kLanes) {
         Block block[kLanes];
-        const int64_t corner = element(source, geometry, run.image, 0, channel0) + run.begin + t;
+        const int64_t corner = element(source, shape, run.image, 0, channel0) + run.begin + t;
         for (int i = 0; i < kLanes; ++i)
           block[i] = i < lanes ? load_elements(source, corner + i * source.channel_stride) : zero();
         transpose(block);
@@ -93,59 +93,64 @@ inline void read_pixels(const Geometry& geometry, const ExternalMap& source, con
       float* values = target + t * padded + channel0;
       for (int64_t i = 0; i < kLanes; ++i)
         values[i] = i < lanes ? read({source.data, source.bfloat16},
-                                     element(source, geometry, run.image, run.begin + t, channel0 + i))
+                                     element(source, shape, run.image, run.begin + t, channel0 + i))
                               : 0.0f;
     }
   }
 }
 
-inline void read_map(const Geometry& geometry, const ExternalMap& source, int64_t item, float* map) {
-  const PixelRun run = map_run(geometry, item);
-  read_pixels(geometry, source, run, map + (run.image * geometry.height * geometry.width + run.begin) *
-                                               geometry.padded_channels);
+inline void read_map(const MapShape& shape, const ExternalMap& source, int64_t item, float* map) {
+  const PixelRun run = map_run(shape, item);
+  read_pixels(shape, source, run, map + (run.image * shape.height * shape.width + run.begin) *
+                                               shape.padded_channels);
 }
 
-inline void write_map(const Geometry& geometry, const float* map, int64_t item, const ExternalMap& target) {
-  const PixelRun run = map_run(geometry, item);
-  const int64_t padded = geometry.padded_channels;
-  const float* source = map + run.image * geometry.height * geometry.width * padded;
-  for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
-    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, geometry.channels - channel0);
+// The other way.
+inline void write_pixels(const MapShape& shape, const float* source, const PixelRun& run, const ExternalMap& target) {
+  const int64_t padded = shape.padded_channels;
+  source -= run.begin * padded;
+  for (int64_t b = 0; b < shape.channel_blocks; ++b) {
+    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, shape.channels - channel0);
     int64_t pixel = run.begin;
     if (lanes == kLanes && interleaved(target)) {
       for (; pixel < run.end; ++pixel)
-        store_elements(target, element(target, geometry, run.image, pixel, channel0),
+        store_elements(target, element(target, shape, run.image, pixel, channel0),
                        load(source + pixel * padded + channel0));
     } else if (interleaved(target) && !target.bfloat16) {
       for (; pixel < run.end; ++pixel)
-        copy_lanes(static_cast<float*>(target.data) + element(target, geometry, run.image, pixel, channel0),
+        copy_lanes(static_cast<float*>(target.data) + element(target, shape, run.image, pixel, channel0),
                    source + pixel * padded + channel0, lanes);
-    } else if (planar(target, geometry)) {
+    } else if (planar(target, shape)) {
       for (; pixel + kLanes <= run.end; pixel += kLanes) {
         Block block[kLanes];
         WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(source + (pixel + i) * padded + channel0);
         transpose(block);
-        const int64_t corner = element(target, geometry, run.image, 0, channel0) + pixel;
+        const int64_t corner = element(target, shape, run.image, 0, channel0) + pixel;
         for (int i = 0; i < lanes; ++i) store_elements(target, corner + i * target.channel_stride, block[i]);
       }
     }
     for (; pixel < run.end; ++pixel)
       for (int64_t i = 0; i < lanes; ++i)
-        write({target.data, target.bfloat16}, element(target, geometry, run.image, pixel, channel0 + i),
+        write({target.data, target.bfloat16}, element(target, shape, run.image, pixel, channel0 + i),
               source[pixel * padded + channel0 + i]);
   }
 }
 
+inline void write_map(const MapShape& shape, const float* map, int64_t item, const ExternalMap& target) {
+  const PixelRun run = map_run(shape, item);
+  write_pixels(shape, map + (run.image * shape.height * shape.width + run.begin) * shape.padded_channels, run, target);
+}
+
 // A canonical saved map as the kernels' map.
-inline void read_saved(const Geometry& geometry, const SavedMap& saved, int64_t item, float* map) {
-  const int64_t channels = geometry.channels, row = geometry.width * channels;
-  read_map(geometry, {saved.data, saved.bfloat16, geometry.height * row, 1, row, channels}, item, map);
+inline void read_saved(const MapShape& shape, const SavedMap& saved, int64_t item, float* map) {
+  const int64_t channels = shape.channels, row = shape.width * channels;
+  read_map(shape, {saved.data, saved.bfloat16, shape.height * row, 1, row, channels}, item, map);
 }
 
 // The kernels' map as a canonical saved map.
-inline void write_saved(const Geometry& geometry, const float* map, int64_t item, const SavedMap& saved) {
-  const int64_t channels = geometry.channels, row = geometry.width * channels;
-  write_map(geometry, map, item, {saved.data, saved.bfloat16, geometry.height * row, 1, row, channels});
+inline void write_saved(const MapShape& shape, const float* map, int64_t item, const SavedMap& saved) {
+  const int64_t channels = shape.channels, row = shape.width * channels;
+  write_map(shape, map, item, {saved.data, saved.bfloat16, shape.height * row, 1, row, channels});
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -133,9 +133,8 @@ inline void clear_padding(const Geometry& geometry, uint16_t* bank, int64_t outp
         unused * kLanes * sizeof(uint16_t));
 }
 
-// The norm of one row of v. `staging` holds a row in bfloat16's case.
-inline float row_norm(const Parameter& v, const Geometry& geometry, int64_t row, float* staging) {
-  const int64_t floats = geometry.channels * kTaps;
+// The norm of one row of v, `floats` long. `staging` holds a row in bfloat16's case.
+inline float row_norm(const Parameter& v, int64_t floats, int64_t row, float* staging) {
   const float* values = static_cast<const float*>(v.data) + row * floats;
   if (v.bfloat16) {
     read_run(v, row * floats, floats, staging);
@@ -158,12 +157,27 @@ inline float row_norm(const Parameter& v, const Geometry& geometry, int64_t row,
 }
 
 // The norms of one output block's rows. `staging` holds a row.
-template <class Job>
-void measure_norms(const Job& job, int64_t convolution, int64_t output_block, float* norm, float* staging) {
-  const int64_t end = smaller((output_block + 1) * kLanes, job.geometry.outputs);
+inline void measure_norms(const Parameter& v, int64_t outputs, int64_t floats, int64_t convolution,
+                          int64_t output_block, float* norm, float* staging) {
+  const int64_t end = smaller((output_block + 1) * kLanes, outputs);
   for (int64_t channel = output_block * kLanes; channel < end; ++channel) {
-    const int64_t index = convolution * job.geometry.outputs + channel;
-    norm[index] = row_norm(job.v, job.geometry, index, staging);
+    const int64_t index = convolution * outputs + channel;
+    norm[index] = row_norm(v, floats, index, staging);
+  }
+}
+
+// g / ||v|| and the bias of one output block's rows, and their norms unless that is null; zeros for absent rows.
+// `staging` holds a row.
+template <class Job>
+void measure_scales(const Job& job, int64_t outputs, int64_t floats, int64_t convolution, int64_t output_block,
+                    float* bias, float* norm, float* staging, Block (&scale)[kLanes]) {
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
+    const bool present = channel < outputs;
+    const float length = present ? row_norm(job.v, floats, index, staging) : 0.0f;
+    scale[r] = splat(length != 0.0f ? read(job.g, index) / length : 0.0f);
+    bias[channel] = present && job.bias.data ? read(job.bias, index) : 0.0f;
+    if (present && norm) norm[index] = length;
   }
 }
 
@@ -176,14 +190,8 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
   float* lanes = scratch + kLanes * kUnitFloats;  // [144][16 outputs]
   const int64_t row0 = output_block * kLanes;
   Block scale[kLanes];
-  for (int64_t r = 0; r < kLanes; ++r) {
-    const int64_t channel = row0 + r, index = convolution * geometry.outputs + channel;
-    const bool present = channel < geometry.outputs;
-    const float length = present ? row_norm(job.v, geometry, index, lanes + kLanes * kUnitFloats) : 0.0f;
-    scale[r] = splat(length != 0.0f ? read(job.g, index) / length : 0.0f);
-    bank.bias[channel] = present && job.bias.data ? read(job.bias, index) : 0.0f;
-    if (present && norm) norm[index] = length;
-  }
+  measure_scales(job, geometry.outputs, geometry.channels * kTaps, convolution, output_block, bank.bias, norm,
+                 lanes + kLanes * kUnitFloats, scale);
   float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
   if (geometry.is_pairs()) clear_padding(geometry, pairs, output_block);
@@ -289,11 +297,16 @@ inline void sum_slices(const Geometry& geometry, const float* bank, float* targe
   }
 }
 
-// dv and dg of one row, from dW of that row. Row and gradient are padded to whole Blocks with zeros.
+// A row of v is `floats` long; rows in scratch memory are padded to whole Blocks.
+struct RowLength {
+  int64_t floats, padded;
+};
+
+// dv and dg of one row, from dW of that row. Row and gradient are padded with zeros.
 template <class Job>
-void normalise_gradient(const Job& job, int64_t index, const float* weight_gradient, const float* row,
-                        float factor, float* result) {
-  const int64_t floats = job.geometry.channels * kTaps, padded = job.geometry.padded_channels * kTaps;
+void normalise_gradient(const Job& job, int64_t index, const RowLength& length, const float* weight_gradient,
+                        const float* row, float factor, float* result) {
+  const auto [floats, padded] = length;
   const float norm = job.norm[index];
   float dg = 0.0f, scale = 0.0f;
   // <dW, v> could overflow where <dW, v / ||v||> does not.
@@ -322,14 +335,38 @@ void normalise_gradient(const Job& job, int64_t index, const float* weight_gradi
 
 // A row of v, and of its gradient, ahead of normalise_gradient.
 template <class Job>
-void fetch_row(const Job& job, int64_t index) {
-  const int64_t floats = job.geometry.channels * kTaps;
+void fetch_row(const Job& job, int64_t index, int64_t floats) {
   if (!job.v.bfloat16)
     for (int64_t k = 0; k < floats; k += kLanes)
       __builtin_prefetch(static_cast<const float*>(job.v.data) + index * floats + k);
   if (!job.dv.bfloat16)
     for (int64_t k = 0; k < floats; k += kLanes)
       prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
+}
+
+// dv, dg and dbias of one output block, from dW of its rows, which stand in `gradients`. The first row has been fetched.
+// `scratch`: 2 rows.
+template <class Job>
+void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64_t convolution, int64_t output_block,
+                 float factor, float* gradients, const float* bias_gradient, int64_t slices, float* scratch) {
+  const auto [floats, padded] = length;
+  const int64_t padded_outputs = (outputs + kLanes - 1) / kLanes * kLanes;
+  for (int64_t r = 0; r < kLanes && output_block * kLanes + r < outputs; ++r) {
+    const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
+    const float* values = scratch;
+    if (r + 1 < kLanes && channel + 1 < outputs) fetch_row(job, index + 1, floats);
+    if (!job.v.bfloat16 && floats == padded) {
+      values = static_cast<const float*>(job.v.data) + index * floats;
+    } else {
+      read_run(job.v, index * floats, floats, scratch);
+      for (int64_t k = floats; k < padded; ++k) scratch[k] = gradients[r * padded + k] = 0.0f;
+    }
+    normalise_gradient(job, index, length, gradients + r * padded, values, factor, scratch + padded);
+    float sum = 0.0f;
+    for (int64_t s = 0; s < slices; ++s) sum += bias_gradient[s * padded_outputs + channel];
+    if (job.dbias.data) write(job.dbias, index, factor * sum);
+    if (sum - sum != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
+  }
 }
 
 inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.padded_channels * kTaps; }
@@ -340,12 +377,11 @@ template <class Job>
 void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, float factor, const float* bank,
                      const float* bias_gradient, float* scratch) {
   const Geometry& geometry = job.geometry;
-  const int64_t row_floats = padded_row_floats(geometry), outputs = geometry.outputs;
+  const int64_t row_floats = padded_row_floats(geometry);
   float* lanes = scratch;
   float* gradients = lanes + kLanes * kUnitFloats;
   float* row = gradients + kLanes * row_floats;
-  float* result = row + row_floats;
-  fetch_row(job, convolution * outputs + output_block * kLanes);
+  fetch_row(job, convolution * geometry.outputs + output_block * kLanes, geometry.channels * kTaps);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const int64_t input0 = input_block * kLanes;
     const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
@@ -361,23 +397,8 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
       }
     });
   }
-  for (int64_t r = 0; r < kLanes && output_block * kLanes + r < outputs; ++r) {
-    const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
-    const int64_t floats = geometry.channels * kTaps;
-    const float* values = row;
-    if (r + 1 < kLanes && channel + 1 < outputs) fetch_row(job, index + 1);
-    if (!job.v.bfloat16 && floats == row_floats) {
-      values = static_cast<const float*>(job.v.data) + index * floats;
-    } else {
-      read_run(job.v, index * floats, floats, row);
-      for (int64_t k = floats; k < row_floats; ++k) row[k] = gradients[r * row_floats + k] = 0.0f;
-    }
-    normalise_gradient(job, index, gradients + r * row_floats, values, factor, result);
-    float sum = 0.0f;
-    for (int64_t s = 0; s < geometry.wgrad_slices; ++s) sum += bias_gradient[s * geometry.padded_outputs + channel];
-    if (job.dbias.data) write(job.dbias, index, factor * sum);
-    if (sum - sum != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
-  }
+  finish_rows(job, geometry.outputs, {geometry.channels * kTaps, row_floats}, convolution, output_block, factor,
+              gradients, bias_gradient, geometry.wgrad_slices, row);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

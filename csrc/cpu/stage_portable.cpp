@@ -1,5 +1,5 @@
 // The stage's kernels for 128-bit vectors, which every processor has.
-#include "conv3x3.h"
+#include "conv_layer.h"
 #include "target_portable.h"
 
 #include "stage_kernels.h"

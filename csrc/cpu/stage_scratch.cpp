@@ -35,18 +35,11 @@ int64_t zeros_floats(const Geometry& geometry) {
   return geometry.width * std::max(geometry.padded_channels, geometry.padded_outputs);
 }
 
-void lay_out_common(Arena& arena, const Geometry& geometry, int64_t workers, int64_t worker_floats, Scratch& scratch) {
-  scratch.zeros = arena.take(zeros_floats(geometry));
-  if (geometry.own_banks) {
-    scratch.own_bank_stride = geometry.bank_size() + geometry.padded_outputs + kLanes;
-    scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
-  } else {
-    for (Bank& bank : scratch.bank) bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_outputs)};
-  }
-  // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
-  // its sets.
-  scratch.worker_stride = worker_floats / kLanes * kLanes + 3 * kLanes;
-  scratch.worker = arena.take(scratch.worker_stride * workers);
+int64_t worker_floats(const Window& window) {
+  const int64_t row = divide_up(window.planes * window.source.channels, kLanes) * kLanes, finish = 18 * row;
+  return std::max(window.conv_group_blocks * window.conv_rows * kLanes, finish);
 }
+
+int64_t zeros_floats(const Window&) { return 0; }
 
 }  // namespace wnfused::cpu

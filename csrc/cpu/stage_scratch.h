@@ -2,17 +2,33 @@
 #pragma once
 
 #include "stage.h"
+#include "window.h"
 #include "workspace.h"
 
 namespace wnfused::cpu {
 
 // Panel and product of one chunk, or what packing and finishing need: private to a worker.
 int64_t worker_floats(const Geometry& geometry);
+int64_t worker_floats(const Window& window);
 
 // Of the line of zeros, which whoever runs the kernels must clear.
 int64_t zeros_floats(const Geometry& geometry);
+int64_t zeros_floats(const Window& window);
 
 // The line of zeros, the banks of a convolution, and `worker_floats` for each worker.
-void lay_out_common(Arena& arena, const Geometry& geometry, int64_t workers, int64_t worker_floats, Scratch& scratch);
+template <class G>
+void lay_out_common(Arena& arena, const G& geometry, int64_t workers, int64_t worker_floats, Scratch& scratch) {
+  scratch.zeros = arena.take(zeros_floats(geometry));
+  if (geometry.own_banks) {
+    scratch.own_bank_stride = geometry.bank_size() + geometry.padded_outputs + kLanes;
+    scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
+  } else {
+    for (Bank& bank : scratch.bank) bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_outputs)};
+  }
+  // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
+  // its sets.
+  scratch.worker_stride = worker_floats / kLanes * kLanes + 3 * kLanes;
+  scratch.worker = arena.take(scratch.worker_stride * workers);
+}
 
 }  // namespace wnfused::cpu

@@ -67,8 +67,8 @@ for _schema in (
     "set_cpu_isa(str name) -> ()",
     # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
-    # How a convolution of that size with a 3x3 kernel, stride 1 and padding 1 multiplies: one of those, or "vendor".
-    "cpu_conv3x3_method(int images, int inputs, int outputs, int height, int width) -> str",
+    # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, height and width of x.
+    "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation) -> str",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
 ):

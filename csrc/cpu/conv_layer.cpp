@@ -1,0 +1,253 @@
+// The choice of method and instruction set for a single convolution, its maps and scratch. See conv_layer.h.
+#include "conv_layer.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <string>
+#include <type_traits>
+
+#include "isa.h"
+#include "layer_tensor.h"
+#include "parallel.h"
+#include "stage_scratch.h"
+
+namespace wnfused::cpu {
+namespace {
+
+template <class G>
+const ConvKernels<G>& kernels() {
+  const auto chosen = [](const auto& winograd, const auto& direct) -> const ConvKernels<G>& {
+    if constexpr (std::is_same_v<G, Geometry>) return winograd;
+    else return direct;
+  };
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return chosen(avx512::winograd_kernels, avx512::direct_kernels);
+    case Isa::kAvx2:
+      return chosen(avx2::winograd_kernels, avx2::direct_kernels);
+    default:
+      break;
+  }
+#endif
+  return chosen(portable::winograd_kernels, portable::direct_kernels);
+}
+
+// Waking a worker costs what so many multiply-adds do.
+int64_t workers_for(const ConvShape& shape) {
+  constexpr int64_t kWorkEach = 1 << 18;
+  const int64_t work = shape.images * shape.output_size().product() * shape.inputs * shape.outputs * shape.taps();
+  return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
+}
+
+// Of the layer, and of its data gradient.
+template <class G>
+G forward_geometry(const ConvLayer& layer) {
+  const ConvShape& shape = layer.shape;
+  const int64_t workers = workers_for(shape);
+  if constexpr (std::is_same_v<G, Window>) return forward_window(shape, workers);
+  else
+    return make_single_geometry(shape.images, shape.inputs, shape.outputs, shape.size.row, shape.size.column,
+                                layer.method, workers);
+}
+
+template <class G>
+G backward_geometry(const ConvLayer& layer) {
+  const ConvShape& shape = layer.shape;
+  const int64_t workers = workers_for(shape);
+  if constexpr (std::is_same_v<G, Window>) return backward_window(shape, workers);
+  else
+    return make_single_geometry(shape.images, shape.outputs, shape.inputs, shape.size.row, shape.size.column,
+                                layer.method, workers);
+}
+
+Parameter parameter_of(const float* data) { return {const_cast<float*>(data), false, false}; }
+
+Parameter parameter_of(const std::optional<Tensor>& tensor) {
+  if (!tensor) return {};
+  return {const_cast<void*>(tensor->const_data_ptr()), false, !tensor->is_contiguous()};
+}
+
+// A map over one dim has one row.
+LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape) {
+  if (!tensor) return {};
+  const Tensor& t = *tensor;
+  const int64_t last = t.dim() - 1, columns = t.stride(last), rows = t.dim() == 4 ? t.stride(2) : shape.width * columns;
+  const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, t.stride(0), t.stride(1), rows, columns};
+  const auto lies = [](int64_t size, int64_t stride, int64_t expected) { return size == 1 || stride == expected; };
+  const bool in_place = shape.channels == shape.padded_channels && lies(shape.channels, given.channel_stride, 1) &&
+                        lies(shape.width, columns, shape.channels) &&
+                        lies(shape.height, rows, shape.width * shape.channels) &&
+                        lies(shape.images, given.image_stride, shape.height * shape.width * shape.channels);
+  return {given, in_place ? static_cast<float*>(given.data) : nullptr, in_place};
+}
+
+void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
+  if (map.is_copied()) map.own = arena.take(floats);
+}
+
+// Of the map that a convolution reads: floats, and whether it needs more than the caller's tensor has.
+int64_t source_size(const Geometry& geometry) { return geometry.map_size(); }
+int64_t source_size(const Window& window) { return window.padded_size(); }
+bool has_border(const Geometry&) { return false; }
+bool has_border(const Window& window) { return window.has_border(); }
+
+// Items that read or mask pixels hold two runs of them.
+int64_t pixel_floats(const MapShape& shape) { return 2 * kMapPixels * shape.padded_channels; }
+
+template <class G>
+void lay_out(Arena& arena, ConvForward<G>& job, int64_t workers) {
+  const int64_t floats = std::max(worker_floats(job.geometry), pixel_floats(job.input));
+  lay_out_common(arena, job.geometry, workers, floats, job.scratch);
+  lay_out_copy(arena, source_size(job.geometry), job.x);
+  lay_out_copy(arena, job.output.map_size(), job.y);
+  lay_out_copy(arena, job.output.map_size(), job.residual);
+}
+
+template <class G>
+void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
+  const G& geometry = job.geometry;
+  // Both geometries' items run on the same scratch.
+  const int64_t floats = std::max({worker_floats(geometry), worker_floats(job.transposed), pixel_floats(job.input),
+                                   pixel_floats(job.output)});
+  lay_out_common(arena, job.transposed, workers, floats, job.scratch);
+  if (job.weight) {
+    job.scratch.gradient[0] = arena.take(geometry.gradient_size() * geometry.wgrad_slices);
+    job.scratch.bias_gradient[0] = arena.take(geometry.padded_outputs * geometry.wgrad_slices);
+    lay_out_copy(arena, source_size(geometry), job.x);
+  }
+  lay_out_copy(arena, job.input.map_size(), job.dx);
+  if (!job.make_dz) job.dz.own = job.dy.own;
+  else if (!job.dz.in_place) job.dz.own = arena.take(source_size(job.transposed));
+}
+
+// What the jobs of both directions have.
+template <class Job>
+void describe(const ConvLayer& layer, Job& job) {
+  const ConvShape& shape = layer.shape;
+  const Pair size = shape.output_size();
+  job.input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
+  job.output = map_shape(shape.images, shape.outputs, size.row, size.column);
+  job.x = map_of(layer.x, job.input);
+  job.v = parameter_of(layer.v);
+  job.g = parameter_of(layer.gain);
+  job.bias = parameter_of(layer.bias);
+  job.activation = layer.activation;
+  job.slope = layer.slope;
+}
+
+// False when it met a value that is not finite.
+template <class Job>
+bool run_once(Job& job, int64_t workers, void (*run)(const Job&, Worker&)) {
+  Arena measure(nullptr);
+  lay_out(measure, job, workers);
+  const Workspace workspace(measure.used());
+  Arena arena(workspace.data());
+  lay_out(arena, job, workers);
+  std::fill_n(job.scratch.zeros, zeros_floats(job.geometry), 0.0f);
+  std::atomic<bool> poisoned{false};
+  job.poisoned = &poisoned;
+  run_workers(workers, [&](Worker& worker) { run(job, worker); });
+  return !poisoned.load();
+}
+
+template <class G>
+bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
+  ConvForward<G> job{};
+  describe(layer, job);
+  job.geometry = forward_geometry<G>(layer);
+  job.x.in_place &= !has_border(job.geometry);
+  job.y = map_of(y, job.output);
+  job.residual = map_of(residual, job.output);
+  job.norm = norm;
+  return run_once(job, std::min(workers_for(layer.shape), job.geometry.conv_items()), kernels<G>().forward);
+}
+
+template <class G>
+bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
+              const ConvGradients& gradients) {
+  ConvBackward<G> job{};
+  describe(layer, job);
+  job.geometry = forward_geometry<G>(layer);
+  job.transposed = backward_geometry<G>(layer);
+  job.dx = map_of(gradients.dx, job.input);
+  job.dy = map_of(dy, job.output);
+  job.y = map_of(y, job.output);
+  job.dz = map_of(gradients.dz, job.output);
+  job.x.in_place &= !has_border(job.geometry);
+  job.dz.in_place &= !has_border(job.transposed);
+  job.make_dz = layer.activation != Activation::kNone || !job.dy.in_place || has_border(job.transposed);
+  job.weight = gradients.dv.has_value();
+  job.dv = parameter_of(gradients.dv);
+  job.dg = parameter_of(gradients.dgain);
+  job.dbias = parameter_of(gradients.dbias);
+  job.norm = norm;
+  const int64_t items = job.transposed.conv_items() + (job.weight ? job.geometry.wgrad_items() : 0);
+  return run_once(job, std::min(workers_for(layer.shape), items), kernels<G>().backward);
+}
+
+bool takes_winograd(const ConvShape& shape) {
+  const auto all = [](const Pair& pair, int64_t value) { return pair.row == value && pair.column == value; };
+  return all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) && all(shape.dilation, 1);
+}
+
+// Of the products at least a sixth must be no padding, and there must be enough of them to pack the weights for: a tile
+// saves as much as four pixels of the direct method, and narrow vectors pack more slowly.
+constexpr int64_t kPadding = 6, kPixels = 4;
+int64_t weights_a_tile() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
+
+// Memory for copies of maps in other layouts, in floats: 1 GB.
+constexpr int64_t kCopies = int64_t{1} << 28;
+
+// For tests: how a layer is multiplied, or "vendor". Pairs are of rows and of columns.
+std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
+                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                            const std::vector<int64_t>& dilation) {
+  const auto pair = [](const std::vector<int64_t>& values) { return Pair{values.at(0), values.at(1)}; };
+  const ConvShape shape{maps.at(0),   maps.at(1),   maps.at(2),    {maps.at(3), maps.at(4)},
+                        pair(kernel), pair(stride), pair(padding), pair(dilation)};
+  const std::optional<Method> method = conv_layer_method(shape);
+  return method ? name_of(*method) : "vendor";
+}
+
+}  // namespace
+
+std::optional<Method> conv_layer_method(const ConvShape& shape) {
+  const Pair size = shape.output_size();
+  if (std::min({shape.images, shape.inputs, shape.outputs, shape.size.row, shape.size.column, size.row, size.column}) < 1)
+    return std::nullopt;
+  const MapShape input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
+  const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);
+  const int64_t weights = shape.inputs * shape.outputs;
+  if (kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
+  if (2 * (input.map_size() + output.map_size()) > kCopies) return std::nullopt;
+  if (takes_winograd(shape)) {
+    const Method method = preferred_method(shape.images, shape.size.row, shape.size.column);
+    if (method != Method::kDirect) {
+      const int64_t tile = method == Method::kWinograd4 ? 4 : 2;
+      const int64_t tiles = shape.images * divide_up(size.row, tile) * divide_up(size.column, tile);
+      return weights <= weights_a_tile() * tiles ? std::optional(method) : std::nullopt;
+    }
+  }
+  if (shape.taps() > kMaxWindowTaps || shape.stride.product() > kMaxGrids) return std::nullopt;
+  if (weights > weights_a_tile() * divide_up(output.pixels(), kPixels)) return std::nullopt;
+  return Method::kDirect;
+}
+
+bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
+  const auto run = layer.method == Method::kDirect ? forward<Window> : forward<Geometry>;
+  return run(layer, residual, y, norm);
+}
+
+bool run_conv_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
+                             const ConvGradients& gradients) {
+  const auto run = layer.method == Method::kDirect ? backward<Window> : backward<Geometry>;
+  return run(layer, dy, y, norm, gradients);
+}
+
+}  // namespace wnfused::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("cpu_conv_method", TORCH_BOX(&wnfused::cpu::cpu_conv_method));
+}

@@ -1,0 +1,112 @@
+// A single convolution layer on kernels of this library: float32, one group, zero padding, one or two spatial dims.
+//
+//   forward    read x | y = act(conv(x, w) + b + residual), norms | write y
+//   backward   dz = act'(y) dy, read x | dW = x * dz, dx = conv'(dz, w) | dv, dg, db from dW, write dx
+//
+// '|' are phase boundaries. A map that has the kernels' own layout (stage.h), a channels_last tensor of a multiple of 16
+// channels, is read and written where it is; others are converted on the way in and out.
+//
+//   Winograd   3x3, stride 1, padding 1, maps of some size: the stage's convolution, `Geometry`
+//   direct     every other window: `Window` (window.h)
+//
+// Banks, panels, slices and the order of sums are alike. A value that is not finite is left to the vendor's convolution
+// (layer_conv.cpp).
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "layer.h"
+#include "stage.h"
+#include "window.h"
+
+namespace wnfused::cpu {
+
+// A map of the caller's and, in the kernels' layout, the memory for it; the same memory where it has that layout.
+struct LayerMap {
+  ExternalMap given;  // data null: there is none
+  float* own;
+  bool in_place;
+
+  bool is_copied() const { return given.data && !in_place; }
+};
+
+// G: Geometry or Window.
+template <class G>
+struct ConvForward {
+  G geometry;
+  MapShape input, output;
+  LayerMap x, y, residual;
+  Parameter v, g, bias;
+  float* norm;
+  Activation activation;
+  float slope;
+  Scratch scratch;
+  std::atomic<bool>* poisoned;
+  static constexpr bool round_operands = false;
+};
+
+template <class G>
+struct ConvBackward {
+  G geometry, transposed;  // of the forward; from y's map to x's
+  MapShape input, output;
+  LayerMap x, y, dy, dz, dx;  // dz.own may be dy's memory
+  bool make_dz, weight;       // weight: dv, dg and db are wanted
+  Parameter v, g, bias;
+  Parameter dv, dg, dbias;
+  const float* norm;
+  Activation activation;
+  float slope;
+  Scratch scratch;
+  std::atomic<bool>* poisoned;
+  static constexpr bool round_operands = false;
+};
+
+template <class G>
+struct ConvKernels {
+  void (*forward)(const ConvForward<G>&, Worker&);
+  void (*backward)(const ConvBackward<G>&, Worker&);
+};
+
+namespace avx512 {
+extern const ConvKernels<Geometry> winograd_kernels;
+extern const ConvKernels<Window> direct_kernels;
+}
+namespace avx2 {
+extern const ConvKernels<Geometry> winograd_kernels;
+extern const ConvKernels<Window> direct_kernels;
+}
+namespace portable {
+extern const ConvKernels<Geometry> winograd_kernels;
+extern const ConvKernels<Window> direct_kernels;
+}
+
+// How these kernels take a layer, where they are faster than the vendor's (bench/NOTES.md has the measurements): one of
+// the stage's Winograd methods, or kDirect.
+std::optional<Method> conv_layer_method(const ConvShape& shape);
+
+struct ConvLayer {
+  ConvShape shape;
+  Method method;
+  const torch::stable::Tensor &x, &v;  // v: every row one run of memory, [C][taps] or channels_last [taps][C]; dv alike
+  const float *gain, *bias;            // bias may be null
+  Activation activation;
+  float slope;
+};
+
+// Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
+bool run_conv_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
+                    const torch::stable::Tensor& y, float* norm);
+
+// What is filled where it is there. dg and dbias have dv beside them.
+struct ConvGradients {
+  std::optional<torch::stable::Tensor> dx, dv, dz;
+  float *dgain, *dbias;
+};
+
+// y is read where the layer has an activation.
+bool run_conv_layer_backward(const ConvLayer& layer, const torch::stable::Tensor& dy, const torch::stable::Tensor& y,
+                             const float* norm, const ConvGradients& gradients);
+
+}  // namespace wnfused::cpu

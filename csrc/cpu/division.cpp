@@ -1,0 +1,33 @@
+#include "division.h"
+
+namespace wnfused::cpu {
+
+MapShape map_shape(int64_t images, int64_t channels, int64_t height, int64_t width) {
+  const int64_t blocks = divide_up(channels, kLanes);
+  return {images, channels, height, width, blocks, blocks * kLanes};
+}
+
+void choose_banks(int64_t output_blocks, int64_t workers, Division& division) {
+  // How much longer packing takes where the bank is read by other cores (measured on two): with more workers than that
+  // to divide it, one bank for all is packed sooner than one each. Fewer than five processors never come to that: there
+  // the tests reach shared banks with a 0 in this place.
+  constexpr int64_t kSharingCost = 5;
+  division.own_banks = division.weights_stay || std::min(workers, output_blocks) < kSharingCost;
+  const int64_t items = std::max<int64_t>(division.conv_items(), 1);
+  division.fetch_parts = division.own_banks && !division.weights_stay ? divide_up(items, workers) : items;
+}
+
+void divide_gradient(const Work& work, int64_t units, int64_t slice_units, Division& division) {
+  division.wgrad_rows = 32;
+  division.wgrad_group_blocks = std::min(
+      kMaxGroupBlocks, division.weights_stay ? division.conv_group_blocks : work.output_blocks);
+  const int64_t slices = std::clamp<int64_t>(units / slice_units, 1, kMaxSlices);
+  division.wgrad_slice_units =
+      std::max<int64_t>(1, divide_up(divide_up(units, slices), division.wgrad_rows)) * division.wgrad_rows;
+  division.wgrad_slices = std::max<int64_t>(1, divide_up(units, division.wgrad_slice_units));
+  if (division.wgrad_slices * divide_up(work.output_blocks, division.wgrad_group_blocks) < work.workers)
+    division.wgrad_group_blocks = 1;
+  division.wgrad_groups = divide_up(work.output_blocks, division.wgrad_group_blocks);
+}
+
+}  // namespace wnfused::cpu

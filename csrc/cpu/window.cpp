@@ -1,0 +1,117 @@
+#include "window.h"
+
+#include <algorithm>
+
+namespace wnfused::cpu {
+namespace {
+
+// Banks' planes start in different cache sets.
+constexpr int64_t kPlanePadding = kLanes;
+
+// From this many images on, a panel holds one pixel of all of them; larger maps have few pixels at the border.
+constexpr int64_t kManyImages = 16, kSmallMap = 64;
+
+// Indices i = 0, 1, .. with origin + i step < size.
+int64_t count_steps(int64_t origin, int64_t step, int64_t size) {
+  return origin < size ? divide_up(size - origin, step) : 0;
+}
+
+Window make_window(const ConvShape& shape, const MapShape& source, const MapShape& target) {
+  Window window{};
+  window.source = source;
+  window.target = target;
+  window.output_blocks = target.channel_blocks;
+  window.padded_outputs = target.padded_channels;
+  window.planes = shape.taps();
+  window.plane_stride = source.padded_channels * target.padded_channels + kPlanePadding;
+  window.by_position = target.images >= kManyImages && target.height * target.width <= kSmallMap;
+  return window;
+}
+
+void divide(Window& window, int64_t slice_units, int64_t workers) {
+  Pair low{0, 0}, high{window.source.height - 1, window.source.width - 1};
+  for (int64_t i = 0; i < window.grid_count; ++i) {
+    const Grid& grid = window.grids[i];
+    if (grid.rows == 0 || grid.columns == 0) continue;
+    for (int64_t k = 0; k < grid.taps; ++k) {
+      const Tap& tap = window.taps[grid.first_tap + k];
+      low = {std::min(low.row, tap.row), std::min(low.column, tap.column)};
+      high = {std::max(high.row, (grid.rows - 1) * window.source_step.row + tap.row),
+              std::max(high.column, (grid.columns - 1) * window.source_step.column + tap.column)};
+    }
+  }
+  window.before = {-low.row, -low.column};
+  window.after = {high.row - window.source.height + 1, high.column - window.source.width + 1};
+  window.pitch = window.before.column + window.source.width + window.after.column;
+  const Work work{window.output_blocks, window.bank_size(), window.source.map_size(), kMaxPanelRows, kMaxPanelRows,
+                  workers};
+  const auto chunks_before = [&](int64_t grids, int64_t rows) {
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < grids; ++i) chunks += divide_up(window.units(window.grids[i]), rows);
+    return chunks;
+  };
+  divide_convolution(work, [&](int64_t rows) { return chunks_before(window.grid_count, rows); }, window);
+  for (int64_t i = 0; i < window.grid_count; ++i) window.grids[i].first_chunk = chunks_before(i, window.conv_rows);
+  divide_gradient(work, window.units(window.grids[0]), slice_units, window);
+}
+
+}  // namespace
+
+Pair ConvShape::output_size() const {
+  const auto extent = [](int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) / stride + 1;
+  };
+  return {extent(size.row, kernel.row, stride.row, padding.row, dilation.row),
+          extent(size.column, kernel.column, stride.column, padding.column, dilation.column)};
+}
+
+Window forward_window(const ConvShape& shape, int64_t workers) {
+  const Pair size = shape.output_size();
+  Window window = make_window(shape, map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column),
+                              map_shape(shape.images, shape.outputs, size.row, size.column));
+  window.source_step = shape.stride;
+  window.target_step = {1, 1};
+  window.grid_count = 1;
+  window.grids[0] = {{0, 0}, size.row, size.column, 0, shape.taps(), 0};
+  Tap* tap = window.taps;
+  for (int64_t i = 0; i < shape.kernel.row; ++i)
+    for (int64_t j = 0; j < shape.kernel.column; ++j)
+      *tap++ = {i * shape.kernel.column + j, i * shape.dilation.row - shape.padding.row,
+                j * shape.dilation.column - shape.padding.column};
+  divide(window, 4 * window.source.padded_channels, workers);
+  return window;
+}
+
+Window backward_window(const ConvShape& shape, int64_t workers) {
+  const Pair size = shape.output_size();
+  Window window = make_window(shape, map_shape(shape.images, shape.outputs, size.row, size.column),
+                              map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column));
+  window.source_step = {1, 1};
+  window.target_step = shape.stride;
+  int64_t taps = 0;
+  for (int64_t row = 0; row < shape.stride.row; ++row) {
+    for (int64_t column = 0; column < shape.stride.column; ++column) {
+      Grid& grid = window.grids[window.grid_count++];
+      grid = {{row, column},
+              count_steps(row, shape.stride.row, shape.size.row),
+              count_steps(column, shape.stride.column, shape.size.column),
+              taps,
+              0,
+              0};
+      for (int64_t i = 0; i < shape.kernel.row; ++i) {
+        for (int64_t j = 0; j < shape.kernel.column; ++j) {
+          const Pair moved{row + shape.padding.row - i * shape.dilation.row,
+                           column + shape.padding.column - j * shape.dilation.column};
+          if (moved.row % shape.stride.row || moved.column % shape.stride.column) continue;
+          window.taps[taps++] = {i * shape.kernel.column + j, moved.row / shape.stride.row,
+                                 moved.column / shape.stride.column};
+        }
+      }
+      grid.taps = taps - grid.first_tap;
+    }
+  }
+  divide(window, 4 * window.target.padded_channels, workers);
+  return window;
+}
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,84 @@
+// A convolution over any window as matrix products: a direct sum over the taps of the kernel.
+//
+// One Window describes one way through a layer, from the map that is read (`source`) to the one that is written
+// (`target`); the data gradient is another Window, from y's map to x's. Rows of the products are pixels of the target:
+//
+//   forward         stride 2                    data gradient
+//   target  y[i]    one grid                    x[2i + r], r = 0, 1: two grids
+//   source  x[2i + k d - p]                     y[i + (r + p - k d) / 2], of the taps k for which that is whole
+//
+// A grid is the pixels that meet the same taps; within it, target and source move in equal steps, so each tap is one
+// offset. A layer with stride s has s data-gradient grids a dim and none of them multiplies by zeros.
+//
+// Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes].
+#pragma once
+
+#include <cstdint>
+
+#include "division.h"
+
+namespace wnfused::cpu {
+
+// A pair of numbers, of rows and of columns. A convolution over one dim has one row.
+struct Pair {
+  int64_t row, column;
+
+  int64_t product() const { return row * column; }
+};
+
+// A layer y = conv(x, w), zero padding, one group.
+struct ConvShape {
+  int64_t images, inputs, outputs;
+  Pair size, kernel, stride, padding, dilation;  // size: of a map of x
+
+  int64_t taps() const { return kernel.product(); }
+  Pair output_size() const;
+};
+
+// One plane of the bank, and where in the source it meets a unit of a grid, from that unit's own place.
+struct Tap {
+  int64_t plane, row, column;
+};
+
+struct Grid {
+  Pair origin;            // in the target
+  int64_t rows, columns;  // of one image
+  int64_t first_tap, taps;
+  int64_t first_chunk;
+};
+
+// More than these are left to the vendor.
+constexpr int64_t kMaxWindowTaps = 64, kMaxGrids = 16;
+
+struct Window : Division {
+  MapShape source, target;
+  // The source has a border of zeros as wide as the taps reach: before its first row and column, and from one row of
+  // pixels to the next.
+  Pair before, after;
+  int64_t pitch;
+  Pair source_step, target_step;
+  int64_t grid_count;
+  Grid grids[kMaxGrids];
+  Tap taps[kMaxWindowTaps];  // of one grid after the other
+  // Units of a grid are numbered image by image; or position by position, all images at one in turn, so that a panel of
+  // many small images skips the taps that meet nothing but the border.
+  bool by_position;
+  int64_t output_blocks, padded_outputs;  // of the target
+  int64_t planes, plane_stride;
+
+  int64_t bank_size() const { return planes * plane_stride; }
+  int64_t gradient_size() const { return bank_size(); }
+  bool has_border() const { return before.row + before.column + after.row + after.column > 0; }
+  int64_t padded_pixels() const { return (before.row + source.height + after.row) * pitch; }  // of an image
+  int64_t padded_size() const { return source.images * padded_pixels() * source.padded_channels; }
+  // The pixel at a line, numbered through all images, and a column.
+  int64_t padded_index(int64_t line, int64_t column) const {
+    return line / source.height * padded_pixels() + (line % source.height + before.row) * pitch + before.column + column;
+  }
+  int64_t units(const Grid& grid) const { return target.images * grid.rows * grid.columns; }
+};
+
+Window forward_window(const ConvShape& shape, int64_t workers);
+Window backward_window(const ConvShape& shape, int64_t workers);
+
+}  // namespace wnfused::cpu
