@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import own_conv
 import torch
 from torch import Tensor
 
@@ -111,7 +112,7 @@ def cases(isa: str) -> dict[str, Case]:
         for run, method in itertools.product((stage, stage_not_finite), methods):
             todo[named(run, dtype, method)] = functools.partial(run, dtype=dtype, method=method)
     for method in FLOAT_METHODS:
-        todo[named(conv3x3, torch.float32, method)] = functools.partial(conv3x3, method=method)
+        todo[named(own_layer, torch.float32, method)] = functools.partial(own_layer, method=method)
     for run, dtypes in (
         (weight_norm, (*halves, torch.float64, torch.float16)),
         (weight_norm_many, halves),
@@ -245,16 +246,32 @@ def conv(draw: random.Random, dtype: torch.dtype) -> None:
     layer(draw, native.conv, native.conv_backward, reference.conv, reference.conv_backward, x, v, geometry)
 
 
-def conv3x3(draw: random.Random, method: str) -> None:
+def own_layer(draw: random.Random, method: str) -> None:
     """A layer that ``method`` takes from the vendor's library."""
-    shape = (0, 0, 0, 0, 0)
-    while kernels.cpu_conv3x3_method(*shape) != method:
-        images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(9, 50), draw.randint(9, 50)
-        shape = images, inputs, outputs, draw.randint(1, 14), draw.randint(1, 14)
-    images, inputs, outputs, *size = shape
-    x, v = strided(draw, normal(draw, images, inputs, *size)), strided(draw, normal(draw, outputs, inputs, 3, 3))
-    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    layer(draw, native.conv, native.conv_backward, reference.conv, reference.conv_backward, x, v, geometry)
+    while True:
+        case = window(draw) if method == "direct" else conv3x3(draw)
+        if min(case.output_size) > 0 and own_conv.method_of(case) == method:
+            break
+    x = strided(draw, normal(draw, case.images, case.inputs, *case.size))
+    v = strided(draw, normal(draw, case.outputs, case.inputs, *case.kernel))
+    layer(draw, native.conv, native.conv_backward, reference.conv, reference.conv_backward, x, v, case.geometry)
+
+
+def conv3x3(draw: random.Random) -> own_conv.Case:
+    images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(9, 50), draw.randint(9, 50)
+    return own_conv.same3x3(images, inputs, outputs, draw.randint(1, 14), draw.randint(1, 14))
+
+
+def window(draw: random.Random) -> own_conv.Case:
+    dims = draw.choice((1, 2))
+
+    def each(*values: int) -> tuple[int, ...]:
+        return tuple(draw.choice(values) for _ in range(dims))
+
+    size = tuple(draw.randint(1, 60 if dims == 1 else 14) for _ in range(dims))
+    images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(6, 50), draw.randint(6, 50)
+    kernel, stride, padding, dilation = each(1, 1, 2, 3, 5), each(1, 1, 2, 3), each(0, 1, 2, 4), each(1, 1, 2)
+    return own_conv.Case(images, inputs, outputs, size, kernel, stride, padding, dilation)
 
 
 def layer(

@@ -80,7 +80,8 @@ LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape) {
                         lies(shape.width, columns, shape.channels) &&
                         lies(shape.height, rows, shape.width * shape.channels) &&
                         lies(shape.images, given.image_stride, shape.height * shape.width * shape.channels);
-  return {given, in_place ? static_cast<float*>(given.data) : nullptr, in_place};
+  if (in_place) return {given, static_cast<float*>(given.data), Access::kInPlace};
+  return {given, nullptr, Access::kCopy};
 }
 
 void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
@@ -92,6 +93,20 @@ int64_t source_size(const Geometry& geometry) { return geometry.map_size(); }
 int64_t source_size(const Window& window) { return window.padded_size(); }
 bool has_border(const Geometry&) { return false; }
 bool has_border(const Window& window) { return window.has_border(); }
+
+// A map that is read needs the border; one that suits the items needs no copy.
+void choose_source_access(const Geometry&, LayerMap&) {}
+void choose_source_access(const Window& window, LayerMap& map) {
+  if (window.has_border()) map.access = Access::kCopy;
+  else if (map.is_copied() && window.is_pointwise()) map.access = Access::kPanels;
+}
+
+void choose_target_access(const Geometry&, LayerMap&, LayerMap&) {}
+void choose_target_access(const Window& window, LayerMap& target, LayerMap& residual) {
+  if (!target.is_copied() || !window.is_run()) return;
+  target.access = Access::kPanels;
+  residual.access = Access::kPanels;
+}
 
 // Items that read or mask pixels hold two runs of them.
 int64_t pixel_floats(const MapShape& shape) { return 2 * kMapPixels * shape.padded_channels; }
@@ -119,7 +134,7 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   }
   lay_out_copy(arena, job.input.map_size(), job.dx);
   if (!job.make_dz) job.dz.own = job.dy.own;
-  else if (!job.dz.in_place) job.dz.own = arena.take(source_size(job.transposed));
+  else if (!job.dz.is_in_place()) job.dz.own = arena.take(source_size(job.transposed));
 }
 
 // What the jobs of both directions have.
@@ -157,9 +172,10 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
   ConvForward<G> job{};
   describe(layer, job);
   job.geometry = forward_geometry<G>(layer);
-  job.x.in_place &= !has_border(job.geometry);
   job.y = map_of(y, job.output);
   job.residual = map_of(residual, job.output);
+  choose_source_access(job.geometry, job.x);
+  choose_target_access(job.geometry, job.y, job.residual);
   job.norm = norm;
   return run_once(job, std::min(workers_for(layer.shape), job.geometry.conv_items()), kernels<G>().forward);
 }
@@ -175,9 +191,12 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   job.dy = map_of(dy, job.output);
   job.y = map_of(y, job.output);
   job.dz = map_of(gradients.dz, job.output);
-  job.x.in_place &= !has_border(job.geometry);
-  job.dz.in_place &= !has_border(job.transposed);
-  job.make_dz = layer.activation != Activation::kNone || !job.dy.in_place || has_border(job.transposed);
+  LayerMap none{};
+  choose_target_access(job.transposed, job.dx, none);
+  // The weight gradient reads x, and dz, once for every group of output blocks.
+  if (has_border(job.geometry)) job.x.access = Access::kCopy;
+  if (has_border(job.transposed)) job.dz.access = Access::kCopy;
+  job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied() || has_border(job.transposed);
   job.weight = gradients.dv.has_value();
   job.dv = parameter_of(gradients.dv);
   job.dg = parameter_of(gradients.dgain);
@@ -200,6 +219,16 @@ int64_t weights_a_tile() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
 // Memory for copies of maps in other layouts, in floats: 1 GB.
 constexpr int64_t kCopies = int64_t{1} << 28;
 
+// Floats of a map with a border on every side, at least what a Window gives it.
+int64_t bordered(const MapShape& map, const Pair& border) {
+  return map.images * (map.height + 2 * border.row) * (map.width + 2 * border.column) * map.padded_channels;
+}
+
+Pair reach_of(const ConvShape& shape) {
+  return {shape.dilation.row * (shape.kernel.row - 1) + shape.padding.row,
+          shape.dilation.column * (shape.kernel.column - 1) + shape.padding.column};
+}
+
 // For tests: how a layer is multiplied, or "vendor". Pairs are of rows and of columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
@@ -221,7 +250,8 @@ std::optional<Method> conv_layer_method(const ConvShape& shape) {
   const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);
   const int64_t weights = shape.inputs * shape.outputs;
   if (kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
-  if (2 * (input.map_size() + output.map_size()) > kCopies) return std::nullopt;
+  const int64_t copies = bordered(input, shape.padding) + bordered(output, reach_of(shape));
+  if (2 * copies > kCopies) return std::nullopt;
   if (takes_winograd(shape)) {
     const Method method = preferred_method(shape.images, shape.size.row, shape.size.column);
     if (method != Method::kDirect) {

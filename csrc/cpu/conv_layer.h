@@ -23,13 +23,18 @@
 
 namespace wnfused::cpu {
 
-// A map of the caller's and, in the kernels' layout, the memory for it; the same memory where it has that layout.
+// How the kernels come at a map of the caller's: by a copy made before or after the products, where it is, or panel by
+// panel as it is read or written.
+enum class Access { kCopy, kInPlace, kPanels };
+
+// A map of the caller's and, in the kernels' layout, the memory for it (null with kPanels).
 struct LayerMap {
   ExternalMap given;  // data null: there is none
   float* own;
-  bool in_place;
+  Access access;
 
-  bool is_copied() const { return given.data && !in_place; }
+  bool is_in_place() const { return access == Access::kInPlace; }
+  bool is_copied() const { return given.data && access == Access::kCopy; }
 };
 
 // G: Geometry or Window.

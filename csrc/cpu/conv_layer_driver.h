@@ -29,9 +29,19 @@ struct WinogradParts {
     pack_backward(job, job.transposed, 0, block, 1.0f, bank, scratch);
   }
 
-  static void convolve(const G& geometry, int64_t item, const float* map, const float* zeros, const float* bank,
-                       const Epilogue<float>& epilogue, float* scratch, std::atomic<bool>& poisoned) {
-    convolution_item<Ending::kLayer>(geometry, item, map, false, zeros, bank, epilogue, {nullptr, 0}, scratch, poisoned);
+  template <class Job>
+  static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
+                       float* scratch) {
+    Epilogue<float> epilogue{};
+    epilogue.operand = maps.target.own;
+    epilogue.other = maps.residual.own;
+    epilogue.bias = maps.bias;
+    epilogue.activation = maps.activation;
+    epilogue.factor = maps.slope;
+    // A tensor that was just allocated is in no cache.
+    epilogue.fresh = maps.target.is_in_place() && !geometry.weights_stay ? maps.target.own : nullptr;
+    convolution_item<Ending::kLayer>(geometry, item, maps.source.own, false, job.scratch.zeros, bank, epilogue,
+                                     {nullptr, 0}, scratch, *job.poisoned);
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
@@ -70,9 +80,10 @@ struct DirectParts {
     pack_transposed_window(job, job.transposed, block, bank.weights);
   }
 
-  static void convolve(const G& window, int64_t item, const float* map, const float*, const float* bank,
-                       const Epilogue<float>& epilogue, float* scratch, std::atomic<bool>& poisoned) {
-    window_item(window, item, map, bank, epilogue, scratch, poisoned);
+  template <class Job>
+  static void convolve(const Job& job, const G& window, int64_t item, const WindowMaps& maps, const float* bank,
+                       float* scratch) {
+    window_item(window, item, maps, bank, scratch, *job.poisoned);
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float*) {
@@ -100,13 +111,6 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
     Parts::pack(job, item - added, job.scratch.bank[0], job.norm, scratch);
   });
 
-  Epilogue<float> epilogue{};
-  epilogue.operand = job.y.own;
-  epilogue.other = job.residual.own;
-  epilogue.activation = job.activation;
-  epilogue.factor = job.slope;
-  // A tensor that was just allocated is in no cache.
-  epilogue.fresh = job.y.in_place && !geometry.weights_stay ? job.y.own : nullptr;
   // Who packs alone meets every row once.
   float* packed_norm = worker.is_alone() ? job.norm : nullptr;
   const int64_t items = geometry.conv_items(), norms = count_of(own && !packed_norm, geometry.output_blocks);
@@ -116,8 +120,8 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
     const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {
       Parts::pack(job, block, target, packed_norm, scratch);
     });
-    epilogue.bias = bank.bias;
-    Parts::convolve(geometry, item, job.x.own, job.scratch.zeros, bank.weights, epilogue, scratch, *job.poisoned);
+    const WindowMaps maps{job.x, job.y, job.residual, bank.bias, job.activation, job.slope};
+    Parts::convolve(job, geometry, item, maps, bank.weights, scratch);
   });
   worker.phase({count_of(job.y.is_copied(), map_items(job.output))},
                [&](int64_t item) { write_map(job.output, job.y.own, item, job.y.given); });
@@ -133,11 +137,11 @@ void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* 
   const bool border = Parts::has_border(job.transposed);
   float* dz = border ? scratch + kMapPixels * map.padded_channels : job.dz.own + first;
   const float* dy = dz;
-  if (job.dy.in_place) dy = job.dy.own + first;
+  if (job.dy.is_in_place()) dy = job.dy.own + first;
   else read_pixels(map, job.dy.given, run, dz);
   if (job.activation != Activation::kNone) {
     const float* y = scratch;
-    if (job.y.in_place) y = job.y.own + first;
+    if (job.y.is_in_place()) y = job.y.own + first;
     else read_pixels(map, job.y.given, run, scratch);
     const Block slope = splat(job.activation == Activation::kLeakyRelu ? job.slope : 0.0f);
     for (int64_t k = 0; k < floats; k += kLanes) {
@@ -165,17 +169,15 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
     Parts::pack(job, item - inputs, job.scratch.bank[0], scratch);
   });
 
-  Epilogue<float> epilogue{};
-  epilogue.operand = job.dx.own;
-  epilogue.activation = Activation::kNone;
-  epilogue.fresh = job.dx.in_place && !transposed.weights_stay ? job.dx.own : nullptr;
+  const LayerMap none{};
+  const WindowMaps maps{job.dz, job.dx, none, nullptr, Activation::kNone, 0.0f};
   const int64_t gradients = count_of(job.weight, geometry.wgrad_items());
   worker.phase({gradients, count_of(input, transposed.conv_items())}, [&](int64_t item) {
     if (item < gradients) return Parts::weight_gradient(job, item, scratch);
     item -= gradients;
     const Bank& bank =
         banks.of(0, item, [&](int64_t block, const Bank& target) { Parts::pack(job, block, target, scratch); });
-    Parts::convolve(transposed, item, job.dz.own, job.scratch.zeros, bank.weights, epilogue, scratch, *job.poisoned);
+    Parts::convolve(job, transposed, item, maps, bank.weights, scratch);
   });
 
   const int64_t finished = count_of(job.weight, geometry.output_blocks);

@@ -79,8 +79,10 @@ inline void read_pixels(const MapShape& shape, const ExternalMap& source, const 
         copy_lanes(values, static_cast<const float*>(source.data) +
                                element(source, shape, run.image, run.begin + t, channel0), lanes);
       }
-    } else if (planar(source, shape)) {
-      for (; t + kLanes <= count; t += kLanes) {
+    } else if (planar(source, shape) && count >= kLanes) {
+      // What is left over is part of a last block that begins earlier.
+      for (; t < count; t += kLanes) {
+        t = smaller(t, count - kLanes);
         Block block[kLanes];
         const int64_t corner = element(source, shape, run.image, 0, channel0) + run.begin + t;
         for (int i = 0; i < kLanes; ++i)
@@ -120,8 +122,9 @@ inline void write_pixels(const MapShape& shape, const float* source, const Pixel
       for (; pixel < run.end; ++pixel)
         copy_lanes(static_cast<float*>(target.data) + element(target, shape, run.image, pixel, channel0),
                    source + pixel * padded + channel0, lanes);
-    } else if (planar(target, shape)) {
-      for (; pixel + kLanes <= run.end; pixel += kLanes) {
+    } else if (planar(target, shape) && run.end - run.begin >= kLanes) {
+      for (; pixel < run.end; pixel += kLanes) {
+        pixel = smaller(pixel, run.end - kLanes);
         Block block[kLanes];
         WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(source + (pixel + i) * padded + channel0);
         transpose(block);

@@ -24,7 +24,7 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
   window.padded_outputs = target.padded_channels;
   window.planes = shape.taps();
   window.plane_stride = source.padded_channels * target.padded_channels + kPlanePadding;
-  window.by_position = target.images >= kManyImages && target.height * target.width <= kSmallMap;
+  window.by_position = window.planes > 1 && target.images >= kManyImages && target.height * target.width <= kSmallMap;
   return window;
 }
 

@@ -75,6 +75,12 @@ struct Window : Division {
   int64_t padded_index(int64_t line, int64_t column) const {
     return line / source.height * padded_pixels() + (line % source.height + before.row) * pitch + before.column + column;
   }
+  // Units are the target's pixels, in their order.
+  bool is_run() const { return grid_count == 1 && !by_position; }
+  // .. and those of the source, too.
+  bool is_pointwise() const {
+    return is_run() && planes == 1 && !has_border() && source.height == target.height && source.width == target.width;
+  }
   int64_t units(const Grid& grid) const { return target.images * grid.rows * grid.columns; }
 };
 

@@ -167,10 +167,88 @@ inline void window_columns(const Units& units, const Met* taps, int64_t tap_coun
                                     product + r * kLanes, product_col_stride);
 }
 
+// What a window's items read and write. Maps in another layout than the kernels' are converted panel by panel where the
+// units are pixels in order (`given` in place of `own`).
+struct WindowMaps {
+  const LayerMap &source, &target, &residual;
+  const float* bias;
+  Activation activation;
+  float slope;
+};
+
+// Blocks [first, first + blocks) of a map's channels, as if there were no others.
+inline MapShape some_blocks(const MapShape& shape, int64_t first, int64_t blocks) {
+  MapShape some = shape;
+  some.channels = smaller(shape.channels - first * kLanes, blocks * kLanes);
+  some.channel_blocks = blocks;
+  some.padded_channels = blocks * kLanes;
+  return some;
+}
+
+inline ExternalMap some_blocks(const ExternalMap& map, int64_t first) {
+  ExternalMap some = map;
+  some.data = static_cast<float*>(map.data) + first * kLanes * map.channel_stride;
+  return some;
+}
+
+// Calls use(run, row) for the pieces of `count` pixels from number `first` on that lie in one image each; `row` counts
+// from `first`.
+template <class Use>
+WNFUSED_INLINE void for_images(const MapShape& shape, int64_t first, int64_t count, const Use& use) {
+  const int64_t pixels = shape.height * shape.width;
+  for (int64_t row = 0; row < count;) {
+    const int64_t image = (first + row) / pixels, begin = (first + row) % pixels;
+    const int64_t end = smaller(pixels, begin + count - row);
+    use(PixelRun{image, begin, end}, row);
+    row += end - begin;
+  }
+}
+
+// The end of a panel whose units are pixels in order: product [block][rows][16] to the caller's map.
+inline void finish_run(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
+                       int64_t blocks, const float* product, float* scratch, Block& poison) {
+  const MapShape some = some_blocks(window.target, first_block, blocks);
+  const int64_t channels = some.padded_channels, first = units.target[0], rows = window.conv_rows;
+  float *values = scratch, *added = values + rows * channels;
+  const bool residual = maps.residual.given.data != nullptr;
+  if (residual)
+    for_images(window.target, first, units.count, [&](const PixelRun& run, int64_t row) {
+      read_pixels(some, some_blocks(maps.residual.given, first_block), run, added + row * channels);
+    });
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Block bias = maps.bias ? load(maps.bias + (first_block + b) * kLanes) : zero();
+    for (int64_t t = 0; t < units.count; ++t) {
+      const int64_t at = t * channels + b * kLanes;
+      Block value = load(product + (b * rows + t) * kLanes) + bias;
+      if (residual) value = load(added + at) + value;
+      poison = multiply_add(value, zero(), poison);
+      store(values + at, activated(value, maps.activation, maps.slope));
+    }
+  }
+  for_images(window.target, first, units.count, [&](const PixelRun& run, int64_t row) {
+    write_pixels(some, values + row * channels, run, some_blocks(maps.target.given, first_block));
+  });
+}
+
+// The end of any other panel.
+inline void finish_pixels(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
+                          int64_t blocks, const float* product, Block& poison) {
+  Epilogue<float> epilogue{};
+  epilogue.operand = maps.target.own;
+  epilogue.other = maps.residual.own;
+  epilogue.activation = maps.activation;
+  epilogue.factor = maps.slope;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Block bias = maps.bias ? load(maps.bias + (first_block + b) * kLanes) : zero();
+    for (int64_t t = 0; t < units.count; ++t)
+      finish_pixel<Ending::kLayer>(window, epilogue, units.target[t], first_block + b,
+                                   load(product + (b * window.conv_rows + t) * kLanes), bias, poison);
+  }
+}
+
 // Item `item`: one chunk of a grid's units, one group of output blocks.
-inline void window_item(const Window& window, int64_t item, const float* map, const float* bank,
-                        const Epilogue<float>& shared_epilogue, float* scratch, std::atomic<bool>& poisoned) {
-  const Epilogue<float> epilogue = shared_epilogue;
+inline void window_item(const Window& window, int64_t item, const WindowMaps& maps, const float* bank, float* scratch,
+                        std::atomic<bool>& poisoned) {
   const auto [chunk, group] = window.conv_item(item);
   int64_t index = window.grid_count - 1;
   while (window.grids[index].first_chunk > chunk) --index;
@@ -178,8 +256,16 @@ inline void window_item(const Window& window, int64_t item, const float* map, co
   const int64_t first = (chunk - grid.first_chunk) * window.conv_rows, first_block = group * window.conv_group_blocks;
   const int64_t blocks = smaller(window.conv_group_blocks, window.output_blocks - first_block);
   const int64_t channels = window.source.padded_channels, col_stride = channels * kLanes;
+  float *product = scratch, *panel = product + window.conv_group_blocks * window.conv_rows * kLanes;
   Units units;
-  locate_units(window, grid, map, first, smaller(window.conv_rows, window.units(grid) - first), units);
+  const float* source = maps.source.own ? maps.source.own : panel;
+  locate_units(window, grid, source, first, smaller(window.conv_rows, window.units(grid) - first), units);
+  if (source == panel) {
+    for_images(window.source, first, units.count, [&](const PixelRun& run, int64_t row) {
+      read_pixels(window.source, maps.source.given, run, panel + row * channels);
+    });
+    for (int64_t t = 0; t < round_up_rows(units.count); ++t) units.source[t] = panel + smaller(t, units.count - 1) * channels;
+  }
   Met met[kMaxWindowTaps];
   int64_t count = 0;
   for (int64_t k = 0; k < grid.taps; ++k) {
@@ -192,18 +278,14 @@ inline void window_item(const Window& window, int64_t item, const float* map, co
     const bool pair = kCols == 2 && b + 2 <= blocks;
     const auto run = pair ? window_columns<kCols> : window_columns<1>;
     run(units, met, count, window.source.channels, (first_block + b) * col_stride, col_stride,
-        scratch + b * product_stride, product_stride);
+        product + b * product_stride, product_stride);
     b += pair ? kCols : 1;
   }
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t channel_block = first_block + b;
-    const Block bias = epilogue.bias ? load(epilogue.bias + channel_block * kLanes) : zero();
-    Block poison = zero();
-    for (int64_t t = 0; t < units.count; ++t)
-      finish_pixel<Ending::kLayer>(window, epilogue, units.target[t], channel_block,
-                                   load(scratch + b * product_stride + t * kLanes), bias, poison);
-    if (horizontal_sum(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
-  }
+  Block poison = zero();
+  if (maps.target.own) finish_pixels(window, maps, units, first_block, blocks, product, poison);
+  else
+    finish_run(window, maps, units, first_block, blocks, product, panel + window.conv_rows * channels, poison);
+  if (horizontal_sum(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 // bank[col][input] += input of row t * gradient[t][col], over the rows, for `Inputs` channels from each row's pointer on.

@@ -1,0 +1,110 @@
+"""Convolution layers on this library's own CPU kernels, drawn and compared with the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wnfused import reference
+from wnfused.backends import native
+
+NAMES = ("y", "norm", "dx", "dv", "dg", "db", "dz")
+LAYOUTS = {"nchw": (False, False), "last": (True, True), "last map": (True, False), "last weight": (False, True)}
+
+
+class Case(NamedTuple):
+    """A layer. ``size`` of x and the window have one entry a spatial dim."""
+
+    images: int
+    inputs: int
+    outputs: int
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """As the ops take it."""
+        return (list(self.stride), list(self.padding), list(self.dilation), False, [0] * len(self.size), 1)
+
+    @property
+    def output_size(self) -> list[int]:
+        every = zip(self.size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in every]
+
+
+def same3x3(images: int, inputs: int, outputs: int, height: int, width: int) -> Case:
+    """A 3x3 layer that keeps the size of its map."""
+    return Case(images, inputs, outputs, (height, width), (3, 3), (1, 1), (1, 1), (1, 1))
+
+
+def method_of(case: Case) -> str:
+    """How the layer is multiplied, or "vendor"."""
+
+    def two(pair: Sequence[int], first: int) -> list[int]:
+        return [*[first] * (2 - len(pair)), *pair]
+
+    maps = [case.images, case.inputs, case.outputs, *two(case.size, 1)]
+    window = (two(case.kernel, 1), two(case.stride, 1), two(case.padding, 0), two(case.dilation, 1))
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *window)
+
+
+def channels_last(t: Tensor, wanted: bool) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last) if wanted and t.dim() == 4 else t
+
+
+def sample(case: Case, layout: str = "nchw", seed: int = 0) -> list[Tensor]:
+    """x, v, g, bias, residual."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    last_map, last_weight = LAYOUTS[layout]
+    x = channels_last(normal(case.images, case.inputs, *case.size), last_map)
+    v = channels_last(normal(case.outputs, case.inputs, *case.kernel), last_weight)
+    residual = channels_last(normal(case.images, case.outputs, *case.output_size), last_map)
+    return [x, v, normal(case.outputs), normal(case.outputs), residual]
+
+
+def run(op, backward, case, tensors, dy, activation, y=None, needs=(True,) * 4) -> dict[str, Tensor]:
+    tail = (*case.geometry, 0, activation, 0.1)
+    out, norm = op(*tensors, *tail)
+    gradients = backward(dy, out if y is None else y, *tensors[:3], norm, list(needs), *tail)
+    return dict(zip(NAMES, (out, norm, *gradients), strict=True))
+
+
+def both(case, tensors, activation="relu", needs=(True,) * 4):
+    """What the kernels found, and the reference in float64; its masks are read off the output that was found."""
+    y = native.conv(*tensors, *case.geometry, 0, activation, 0.1)[0]
+    dy = torch.empty_like(y).copy_(torch.randn(y.shape, generator=torch.Generator().manual_seed(9)))
+    found = run(native.conv, native.conv_backward, case, tensors, dy, activation, needs=needs)
+    wide = [None if t is None else t.double() for t in tensors]
+    wanted = run(reference.conv, reference.conv_backward, case, wide, dy.double(), activation, y.double(), needs)
+    return found, wanted
+
+
+def assert_close(found, wanted, tolerance: float) -> None:
+    for name in NAMES:
+        actual, expected = found[name].double(), wanted[name]
+        assert actual.shape == expected.shape, name
+        error = (actual - expected).norm() / expected.norm().clamp_min(1e-30) if expected.numel() else 0.0
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+def assert_same_bits_by_threads(case: Case) -> None:
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(both(case, sample(case))[0])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in NAMES)

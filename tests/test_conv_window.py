@@ -1,0 +1,163 @@
+"""Layers of any window that the C++ kernels multiply directly: strides, paddings, dilations, one and two dims."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from instruction_sets import ISAS
+from own_conv import LAYOUTS, Case, assert_close, assert_same_bits_by_threads, both, method_of, sample
+
+import wnfused
+from wnfused import reference
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+# A direct sum over at most 64 taps and 64 channels, and row norms of as many entries.
+TOLERANCE = 64 * 2.0**-24
+
+CASES = {
+    "1x1": Case(2, 24, 40, (9, 7), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "1x1, whole blocks": Case(3, 32, 64, (8, 8), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "1x1, stride 2": Case(2, 16, 32, (9, 8), (1, 1), (2, 2), (0, 0), (1, 1)),
+    "1x1, padded": Case(2, 16, 16, (4, 5), (1, 1), (1, 1), (1, 2), (1, 1)),
+    "3x3, stride 2": Case(2, 16, 32, (12, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "3x3, stride 2, of ragged blocks": Case(3, 20, 23, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "3x3, no padding": Case(1, 16, 16, (3, 4), (3, 3), (1, 1), (0, 0), (1, 1)),
+    "stride beyond the kernel": Case(2, 16, 16, (11, 10), (2, 1), (3, 4), (0, 0), (1, 1)),
+    "uneven": Case(2, 17, 31, (10, 13), (4, 3), (1, 2), (3, 0), (2, 3)),
+    "padding beyond the kernel": Case(1, 16, 24, (5, 4), (3, 2), (2, 1), (5, 7), (1, 2)),
+    "5x5, many small images": Case(21, 16, 32, (4, 5), (5, 5), (1, 1), (2, 2), (1, 1)),
+    "3x3, stride 2, many small images": Case(40, 32, 16, (4, 4), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "64 taps": Case(1, 16, 16, (12, 12), (8, 8), (1, 1), (4, 4), (1, 1)),
+    "weights larger than the map": Case(1, 64, 80, (5, 5), (5, 5), (2, 2), (2, 2), (1, 1)),
+    "one dim": Case(2, 16, 32, (57,), (3,), (1,), (1,), (1,)),
+    "one dim, dilated": Case(1, 24, 24, (100,), (7,), (1,), (15,), (5,)),
+    "one dim, stride 4": Case(3, 32, 48, (41,), (8,), (4,), (2,), (1,)),
+    "one dim, pointwise": Case(2, 40, 16, (33,), (1,), (1,), (0,), (1,)),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SOME = [CASES[name] for name in ("1x1", "3x3, stride 2, of ragged blocks", "one dim, stride 4")]
+
+
+@every_case
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_window_and_layout(isa, case, layout):
+    if len(case.size) == 1 and layout != "nchw":
+        pytest.skip("channels_last is of two dims")
+    assert method_of(case) == "direct"
+    tensors = sample(case, layout)
+    for activation in ("none", "relu", "leaky_relu"):
+        found, wanted = both(case, tensors, activation)
+        assert_close(found, wanted, TOLERANCE)
+    convolution = torch.conv1d if len(case.size) == 1 else torch.conv2d
+    plain = convolution(*tensors[:2], None, case.stride, case.padding, case.dilation)
+    assert found["y"].stride() == plain.stride()
+    assert found["dv"].stride() == tensors[1].stride()
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_only_what_is_needed(needs, case):
+    for activation, residual in itertools.product(("none", "relu"), (False, True)):
+        tensors = sample(case)
+        if not residual:
+            tensors[3] = tensors[4] = None
+        wanted = (*needs[:2], needs[2] and residual, needs[3] and residual)
+        assert_close(*both(case, tensors, activation, wanted), TOLERANCE)
+
+
+def each(dims: int, values: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.tuples(*[values] * dims)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    dims = draw(st.integers(1, 2))
+    counts = (draw(st.integers(1, 18)), draw(st.integers(6, 40)), draw(st.integers(6, 40)))
+    window = [draw(each(dims, st.integers(least, most))) for least, most in ((1, 5), (1, 3), (0, 6), (1, 3))]
+    return Case(*counts, draw(each(dims, st.integers(1, 14))), *window)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    case=cases(),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    strided=st.booleans(),
+    activation=st.sampled_from(["none", "relu", "leaky_relu"]),
+    isa_name=st.sampled_from(ISAS),
+    seed=st.integers(0, 2**16),
+)
+def test_drawn_windows(case, layout, strided, activation, isa_name, seed):
+    assume(min(case.output_size) > 0)
+    tensors = sample(case, layout, seed)
+    if strided:
+        tensors[0] = tensors[0].mT.contiguous().mT
+        tensors[4] = torch.stack([tensors[4]] * 2, -1).flatten(-2)[..., ::2]
+    torch.ops.wnfused_native.set_cpu_isa(isa_name)
+    try:
+        found, wanted = both(case, tensors, activation)
+    finally:
+        torch.ops.wnfused_native.set_cpu_isa("auto")
+    assert_close(found, wanted, 4 * TOLERANCE)  # what Winograd takes of them is drawn, too
+
+
+@pytest.mark.parametrize("case", [*SOME, Case(8, 48, 64, (16, 16), (3, 3), (2, 2), (1, 1), (1, 1))], ids=str)
+def test_threads_and_runs_change_no_bit(isa, case):
+    assert_same_bits_by_threads(case)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
+    """Padding times an infinity would be NaN, in a kernel that multiplies it."""
+    tensors = sample(case)
+    tensors[which].view(-1)[7] = value
+    found = native.conv(*tensors, *case.geometry, 0, "leaky_relu", 0.1)[0]
+    wanted = reference.conv(*(t.double() for t in tensors), *case.geometry, 0, "leaky_relu", 0.1)[0]
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.isinf(), wanted.isinf())
+    assert not found.isfinite().all()
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_zero_rows_and_gains(isa, case):
+    tensors = sample(case)
+    tensors[1][3] = 0
+    tensors[2][5] = 0
+    found, wanted = both(case, tensors)
+    assert_close(found, wanted, TOLERANCE)
+    assert not found["dv"][3].any()
+    assert not found["dg"][3].any()
+    assert found["dg"][5].abs() > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 16, 16, (12, 12), (9, 8), (1, 1), (4, 4), (1, 1)),
+        Case(1, 16, 16, (12, 12), (5, 5), (5, 4), (2, 2), (1, 1)),
+        Case(1, 3, 8, (12, 12), (1, 1), (1, 1), (0, 0), (1, 1)),
+        Case(1, 1024, 1024, (4, 4), (1, 1), (1, 1), (0, 0), (1, 1)),
+        Case(1, 16, 16, (8, 8), (3, 3), (1, 1), (8192, 8192), (1, 1)),
+    ],
+    ids=["taps", "grids", "padded channels", "few pixels to a weight", "a border of a gigabyte"],
+)
+def test_what_is_left_to_the_vendor(case):
+    assert method_of(case) == "vendor"
+
+
+def test_lengths_that_vary():
+    """Audio comes in any length: the same layer, one call after another."""
+    torch.manual_seed(0)
+    layer = wnfused.WNConv1d(32, 32, 7, padding=9, dilation=3, activation="leaky_relu")
+    for length in (1, 2, 63, 64, 65, 127, 1000):
+        x = torch.randn(1, 32, length)
+        plain = torch.conv1d(x.double(), layer.weight.double(), layer.bias.double(), padding=9, dilation=3)
+        wanted = torch.nn.functional.leaky_relu(plain, layer.negative_slope)
+        torch.testing.assert_close(layer(x).double(), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
