@@ -43,6 +43,18 @@ using Gradient = std::optional<Tensor>;
 std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, int64_t activation, double slope);
+// Nothing, or false, where the kernels of this library do not take the layer.
+std::tuple<Gradient, Gradient> conv_transpose(
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, const std::vector<int64_t>& output_padding, int64_t groups,
+    int64_t activation, double slope);
+std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpose_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, const std::vector<int64_t>& output_padding, int64_t groups,
+    int64_t activation, double slope);
+
 std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,

@@ -26,16 +26,21 @@ class Case(NamedTuple):
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    transposed: bool = False
+    output_padding: tuple[int, ...] = (0, 0)
 
     @property
     def geometry(self) -> tuple[Any, ...]:
         """As the ops take it."""
-        return (list(self.stride), list(self.padding), list(self.dilation), False, [0] * len(self.size), 1)
+        window = (list(self.stride), list(self.padding), list(self.dilation))
+        return (*window, self.transposed, list(self.output_padding[: len(self.size)]), 1)
 
     @property
     def output_size(self) -> list[int]:
-        every = zip(self.size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in every]
+        every = zip(self.size, self.kernel, self.stride, self.padding, self.dilation, self.output_padding, strict=False)
+        if self.transposed:
+            return [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in every]
+        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in every]
 
 
 def same3x3(images: int, inputs: int, outputs: int, height: int, width: int) -> Case:
@@ -50,8 +55,10 @@ def method_of(case: Case) -> str:
         return [*[first] * (2 - len(pair)), *pair]
 
     maps = [case.images, case.inputs, case.outputs, *two(case.size, 1)]
+    if case.transposed:
+        maps = [case.images, case.outputs, case.inputs, *two(case.output_size, 1)]
     window = (two(case.kernel, 1), two(case.stride, 1), two(case.padding, 0), two(case.dilation, 1))
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *window)
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *window, case.transposed)
 
 
 def channels_last(t: Tensor, wanted: bool) -> Tensor:
@@ -67,9 +74,10 @@ def sample(case: Case, layout: str = "nchw", seed: int = 0) -> list[Tensor]:
 
     last_map, last_weight = LAYOUTS[layout]
     x = channels_last(normal(case.images, case.inputs, *case.size), last_map)
-    v = channels_last(normal(case.outputs, case.inputs, *case.kernel), last_weight)
+    channels = (case.inputs, case.outputs) if case.transposed else (case.outputs, case.inputs)
+    v = channels_last(normal(*channels, *case.kernel), last_weight)
     residual = channels_last(normal(case.images, case.outputs, *case.output_size), last_map)
-    return [x, v, normal(case.outputs), normal(case.outputs), residual]
+    return [x, v, normal(channels[0]), normal(case.outputs), residual]
 
 
 def run(op, backward, case, tensors, dy, activation, y=None, needs=(True,) * 4) -> dict[str, Tensor]:

@@ -16,22 +16,22 @@ namespace wnfused::cpu {
 namespace {
 
 template <class G>
-const ConvKernels<G>& kernels() {
-  const auto chosen = [](const auto& winograd, const auto& direct) -> const ConvKernels<G>& {
+const ConvKernels<G>& kernels(bool transposed) {
+  const auto chosen = [&](const auto& winograd, const auto& direct, const auto& other) -> const ConvKernels<G>& {
     if constexpr (std::is_same_v<G, Geometry>) return winograd;
-    else return direct;
+    else return transposed ? other : direct;
   };
 #if defined(__x86_64__)
   switch (active_isa()) {
     case Isa::kAvx512:
-      return chosen(avx512::winograd_kernels, avx512::direct_kernels);
+      return chosen(avx512::winograd_kernels, avx512::direct_kernels, avx512::transposed_kernels);
     case Isa::kAvx2:
-      return chosen(avx2::winograd_kernels, avx2::direct_kernels);
+      return chosen(avx2::winograd_kernels, avx2::direct_kernels, avx2::transposed_kernels);
     default:
       break;
   }
 #endif
-  return chosen(portable::winograd_kernels, portable::direct_kernels);
+  return chosen(portable::winograd_kernels, portable::direct_kernels, portable::transposed_kernels);
 }
 
 // Waking a worker costs what so many multiply-adds do.
@@ -41,12 +41,13 @@ int64_t workers_for(const ConvShape& shape) {
   return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
 }
 
-// Of the layer, and of its data gradient.
+// From x's map to y's, and from y's map to x's.
 template <class G>
 G forward_geometry(const ConvLayer& layer) {
   const ConvShape& shape = layer.shape;
   const int64_t workers = workers_for(shape);
-  if constexpr (std::is_same_v<G, Window>) return forward_window(shape, workers);
+  if constexpr (std::is_same_v<G, Window>)
+    return layer.transposed ? backward_window(shape, workers) : forward_window(shape, workers);
   else
     return make_single_geometry(shape.images, shape.inputs, shape.outputs, shape.size.row, shape.size.column,
                                 layer.method, workers);
@@ -56,7 +57,8 @@ template <class G>
 G backward_geometry(const ConvLayer& layer) {
   const ConvShape& shape = layer.shape;
   const int64_t workers = workers_for(shape);
-  if constexpr (std::is_same_v<G, Window>) return backward_window(shape, workers);
+  if constexpr (std::is_same_v<G, Window>)
+    return layer.transposed ? forward_window(shape, workers) : backward_window(shape, workers);
   else
     return make_single_geometry(shape.images, shape.outputs, shape.inputs, shape.size.row, shape.size.column,
                                 layer.method, workers);
@@ -120,21 +122,24 @@ void lay_out(Arena& arena, ConvForward<G>& job, int64_t workers) {
   lay_out_copy(arena, job.output.map_size(), job.residual);
 }
 
+int64_t pixel_runs(const MapShape& map) { return map.images * divide_up(map.height * map.width, kMapPixels); }
+
 template <class G>
 void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
-  const G& geometry = job.geometry;
+  const G &geometry = job.geometry, &products = job.products();
   // Both geometries' items run on the same scratch.
   const int64_t floats = std::max({worker_floats(geometry), worker_floats(job.transposed), pixel_floats(job.input),
                                    pixel_floats(job.output)});
   lay_out_common(arena, job.transposed, workers, floats, job.scratch);
   if (job.weight) {
-    job.scratch.gradient[0] = arena.take(geometry.gradient_size() * geometry.wgrad_slices);
-    job.scratch.bias_gradient[0] = arena.take(geometry.padded_outputs * geometry.wgrad_slices);
+    job.scratch.gradient[0] = arena.take(products.gradient_size() * products.wgrad_slices);
+    job.scratch.bias_gradient[0] = arena.take(products.padded_outputs * products.wgrad_slices);
     lay_out_copy(arena, source_size(geometry), job.x);
   }
   lay_out_copy(arena, job.input.map_size(), job.dx);
   if (!job.make_dz) job.dz.own = job.dy.own;
   else if (!job.dz.is_in_place()) job.dz.own = arena.take(source_size(job.transposed));
+  if (job.sums_bias()) job.bias_sums = arena.take(pixel_runs(job.output) * job.output.padded_channels);
 }
 
 // What the jobs of both directions have.
@@ -144,6 +149,7 @@ void describe(const ConvLayer& layer, Job& job) {
   const Pair size = shape.output_size();
   job.input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   job.output = map_shape(shape.images, shape.outputs, size.row, size.column);
+  if (layer.transposed) std::swap(job.input, job.output);
   job.x = map_of(layer.x, job.input);
   job.v = parameter_of(layer.v);
   job.g = parameter_of(layer.gain);
@@ -177,7 +183,7 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
   choose_source_access(job.geometry, job.x);
   choose_target_access(job.geometry, job.y, job.residual);
   job.norm = norm;
-  return run_once(job, std::min(workers_for(layer.shape), job.geometry.conv_items()), kernels<G>().forward);
+  return run_once(job, std::min(workers_for(layer.shape), job.geometry.conv_items()), kernels<G>(layer.transposed).forward);
 }
 
 template <class G>
@@ -191,19 +197,20 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   job.dy = map_of(dy, job.output);
   job.y = map_of(y, job.output);
   job.dz = map_of(gradients.dz, job.output);
+  job.dv = parameter_of(gradients.dv);
+  job.dg = parameter_of(gradients.dgain);
+  job.dbias = parameter_of(gradients.dbias);
   LayerMap none{};
   choose_target_access(job.transposed, job.dx, none);
   // The weight gradient reads x, and dz, once for every group of output blocks.
   if (has_border(job.geometry)) job.x.access = Access::kCopy;
   if (has_border(job.transposed)) job.dz.access = Access::kCopy;
-  job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied() || has_border(job.transposed);
+  job.is_transposed = layer.transposed;
   job.weight = gradients.dv.has_value();
-  job.dv = parameter_of(gradients.dv);
-  job.dg = parameter_of(gradients.dgain);
-  job.dbias = parameter_of(gradients.dbias);
+  job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied() || has_border(job.transposed);
   job.norm = norm;
-  const int64_t items = job.transposed.conv_items() + (job.weight ? job.geometry.wgrad_items() : 0);
-  return run_once(job, std::min(workers_for(layer.shape), items), kernels<G>().backward);
+  const int64_t items = job.transposed.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
+  return run_once(job, std::min(workers_for(layer.shape), items), kernels<G>(layer.transposed).backward);
 }
 
 bool takes_winograd(const ConvShape& shape) {
@@ -232,17 +239,17 @@ Pair reach_of(const ConvShape& shape) {
 // For tests: how a layer is multiplied, or "vendor". Pairs are of rows and of columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                            const std::vector<int64_t>& dilation) {
+                            const std::vector<int64_t>& dilation, bool transposed) {
   const auto pair = [](const std::vector<int64_t>& values) { return Pair{values.at(0), values.at(1)}; };
   const ConvShape shape{maps.at(0),   maps.at(1),   maps.at(2),    {maps.at(3), maps.at(4)},
                         pair(kernel), pair(stride), pair(padding), pair(dilation)};
-  const std::optional<Method> method = conv_layer_method(shape);
+  const std::optional<Method> method = conv_layer_method(shape, transposed);
   return method ? name_of(*method) : "vendor";
 }
 
 }  // namespace
 
-std::optional<Method> conv_layer_method(const ConvShape& shape) {
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed) {
   const Pair size = shape.output_size();
   if (std::min({shape.images, shape.inputs, shape.outputs, shape.size.row, shape.size.column, size.row, size.column}) < 1)
     return std::nullopt;
@@ -252,7 +259,7 @@ std::optional<Method> conv_layer_method(const ConvShape& shape) {
   if (kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
   const int64_t copies = bordered(input, shape.padding) + bordered(output, reach_of(shape));
   if (2 * copies > kCopies) return std::nullopt;
-  if (takes_winograd(shape)) {
+  if (!transposed && takes_winograd(shape)) {
     const Method method = preferred_method(shape.images, shape.size.row, shape.size.column);
     if (method != Method::kDirect) {
       const int64_t tile = method == Method::kWinograd4 ? 4 : 2;

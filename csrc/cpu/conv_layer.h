@@ -9,6 +9,9 @@
 //   Winograd   3x3, stride 1, padding 1, maps of some size: the stage's convolution, `Geometry`
 //   direct     every other window: `Window` (window.h)
 //
+// A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v
+// belong to x's channels, so every norm comes before the first product.
+//
 // Banks, panels, slices and the order of sums are alike. A value that is not finite is left to the vendor's convolution
 // (layer_conv.cpp).
 #pragma once
@@ -40,8 +43,8 @@ struct LayerMap {
 // G: Geometry or Window.
 template <class G>
 struct ConvForward {
-  G geometry;
-  MapShape input, output;
+  G geometry;              // from x's map to y's
+  MapShape input, output;  // x's and y's
   LayerMap x, y, residual;
   Parameter v, g, bias;
   float* norm;
@@ -54,18 +57,24 @@ struct ConvForward {
 
 template <class G>
 struct ConvBackward {
-  G geometry, transposed;  // of the forward; from y's map to x's
-  MapShape input, output;
+  G geometry, transposed;  // from x's map to y's; from y's map to x's
+  MapShape input, output;  // x's and y's
   LayerMap x, y, dy, dz, dx;  // dz.own may be dy's memory
   bool make_dz, weight;       // weight: dv, dg and db are wanted
+  bool is_transposed;
   Parameter v, g, bias;
   Parameter dv, dg, dbias;
+  float* bias_sums;  // transposed: of the runs of y's pixels, in order
   const float* norm;
   Activation activation;
   float slope;
   Scratch scratch;
   std::atomic<bool>* poisoned;
   static constexpr bool round_operands = false;
+
+  // Whose weight gradient it is, and whether y's pixels are summed for the bias.
+  const G& products() const { return is_transposed ? transposed : geometry; }
+  bool sums_bias() const { return is_transposed && weight && dbias.data; }
 };
 
 template <class G>
@@ -76,23 +85,25 @@ struct ConvKernels {
 
 namespace avx512 {
 extern const ConvKernels<Geometry> winograd_kernels;
-extern const ConvKernels<Window> direct_kernels;
+extern const ConvKernels<Window> direct_kernels, transposed_kernels;
 }
 namespace avx2 {
 extern const ConvKernels<Geometry> winograd_kernels;
-extern const ConvKernels<Window> direct_kernels;
+extern const ConvKernels<Window> direct_kernels, transposed_kernels;
 }
 namespace portable {
 extern const ConvKernels<Geometry> winograd_kernels;
-extern const ConvKernels<Window> direct_kernels;
+extern const ConvKernels<Window> direct_kernels, transposed_kernels;
 }
 
 // How these kernels take a layer, where they are faster than the vendor's (bench/NOTES.md has the measurements): one of
 // the stage's Winograd methods, or kDirect.
-std::optional<Method> conv_layer_method(const ConvShape& shape);
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed);
 
+// shape: of a transposed layer, the convolution whose data gradient it is.
 struct ConvLayer {
   ConvShape shape;
+  bool transposed;
   Method method;
   const torch::stable::Tensor &x, &v;  // v: every row one run of memory, [C][taps] or channels_last [taps][C]; dv alike
   const float *gain, *bias;            // bias may be null

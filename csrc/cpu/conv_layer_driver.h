@@ -12,6 +12,7 @@ namespace wnfused::cpu::WNFUSED_ISA {
 // What the phases are made of, by the stage's convolution ..
 struct WinogradParts {
   using G = Geometry;
+  static constexpr bool kTransposed = false;
 
   static int64_t row_floats(const G& geometry) { return geometry.channels * kTaps; }
   static bool has_border(const G&) { return false; }
@@ -54,11 +55,10 @@ struct WinogradParts {
   }
 };
 
-// .. and by a window's.
-struct DirectParts {
+// .. and by a window's, of a layer and of a transposed one.
+struct WindowParts {
   using G = Window;
 
-  static int64_t row_floats(const G& window) { return window.source.channels * window.planes; }
   static bool has_border(const G& window) { return window.has_border(); }
 
   static void put(const G& window, const PixelRun& run, const float* pixels, float* map) {
@@ -68,6 +68,17 @@ struct DirectParts {
   static void read(const G& window, const ExternalMap& given, int64_t item, float* map, float* scratch) {
     read_source(window, given, item, map, scratch);
   }
+
+  template <class Job>
+  static void convolve(const Job& job, const G& window, int64_t item, const WindowMaps& maps, const float* bank,
+                       float* scratch) {
+    window_item(window, item, maps, bank, scratch, *job.poisoned);
+  }
+};
+
+struct DirectParts : WindowParts {
+  static constexpr bool kTransposed = false;
+  static int64_t row_floats(const G& window) { return window.source.channels * window.planes; }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
     const Window& window = job.geometry;
@@ -80,12 +91,6 @@ struct DirectParts {
     pack_transposed_window(job, job.transposed, block, bank.weights);
   }
 
-  template <class Job>
-  static void convolve(const Job& job, const G& window, int64_t item, const WindowMaps& maps, const float* bank,
-                       float* scratch) {
-    window_item(window, item, maps, bank, scratch, *job.poisoned);
-  }
-
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float*) {
     window_gradient_item(job.geometry, job.transposed, item, job.x.own, job.dz.own, job.scratch.gradient[0],
                          job.scratch.bias_gradient[0]);
@@ -93,6 +98,45 @@ struct DirectParts {
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
     finish_window_gradient(job, job.geometry, block, job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+  }
+};
+
+struct TransposedParts : WindowParts {
+  static constexpr bool kTransposed = true;
+  static int64_t row_floats(const G& window) { return window.target.channels * window.planes; }
+
+  static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float*, float*) {
+    const int64_t channel0 = block * kLanes;
+    for (int64_t channel = channel0; channel < channel0 + kLanes; ++channel)
+      bank.bias[channel] = channel < job.output.channels && job.bias.data ? read_bias(job, channel) : 0.0f;
+    pack_transposed_window(job, job.geometry, block, bank.weights);
+  }
+
+  static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
+    const int64_t rows = job.input.channels;
+    Block scale[kLanes];
+    for (int64_t r = 0; r < kLanes; ++r) {
+      const int64_t row = block * kLanes + r;
+      scale[r] = splat(row < rows ? row_scale(job, row) : 0.0f);
+    }
+    pack_window(job.transposed, job.v, rows, block, scale, bank.weights);
+  }
+
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float*) {
+    window_gradient_item(job.transposed, job.geometry, item, job.dz.own, job.x.own, job.scratch.gradient[0],
+                         job.scratch.bias_gradient[0]);
+  }
+
+  // The bias is the outputs', not the rows'.
+  static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
+    ConvBackward<G> rows = job;
+    rows.dbias = {};
+    finish_window_gradient(rows, job.transposed, block, job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+  }
+
+ private:
+  static float read_bias(const ConvForward<G>& job, int64_t channel) {
+    return cpu::WNFUSED_ISA::read(job.bias, channel);
   }
 };
 
@@ -105,18 +149,24 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   const int64_t inputs = count_of(job.x.is_copied(), map_items(job.input));
   const int64_t added = count_of(job.residual.is_copied(), map_items(job.output));
   const int64_t packs = count_of(!own, geometry.output_blocks);
-  worker.phase({inputs, added, packs}, [&](int64_t item) {
+  const int64_t rows = Parts::kTransposed ? job.input.channels : job.output.channels, row_blocks = divide_up(rows, kLanes);
+  const auto measure = [&](int64_t block) {
+    measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm, scratch);
+  };
+  const auto pack_shared = [&](int64_t block) { Parts::pack(job, block, job.scratch.bank[0], job.norm, scratch); };
+  worker.phase({inputs, added, Parts::kTransposed ? row_blocks : packs}, [&](int64_t item) {
     if (item < inputs) return Parts::read(geometry, job.x.given, item, job.x.own, scratch);
     if ((item -= inputs) < added) return read_map(job.output, job.residual.given, item, job.residual.own);
-    Parts::pack(job, item - added, job.scratch.bank[0], job.norm, scratch);
+    if constexpr (Parts::kTransposed) measure(item - added);
+    else pack_shared(item - added);
   });
+  if constexpr (Parts::kTransposed) worker.phase({packs}, pack_shared);
 
   // Who packs alone meets every row once.
   float* packed_norm = worker.is_alone() ? job.norm : nullptr;
-  const int64_t items = geometry.conv_items(), norms = count_of(own && !packed_norm, geometry.output_blocks);
+  const int64_t items = geometry.conv_items(), norms = count_of(!Parts::kTransposed && own && !packed_norm, row_blocks);
   worker.phase({items, norms}, [&](int64_t item) {
-    if (item >= items)
-      return measure_norms(job.v, job.output.channels, Parts::row_floats(geometry), 0, item - items, job.norm, scratch);
+    if (item >= items) return measure(item - items);
     const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {
       Parts::pack(job, block, target, packed_norm, scratch);
     });
@@ -127,7 +177,26 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
                [&](int64_t item) { write_map(job.output, job.y.own, item, job.y.given); });
 }
 
-// Item `item` of dz: dy where the activation was passed, else `slope` of it. `scratch`: kMapPixels pixels, twice.
+inline void sum_pixels(const float* pixels, int64_t count, int64_t channels, float* sums) {
+  for (int64_t k = 0; k < channels; k += kLanes) {
+    Block sum = zero();
+    for (int64_t t = 0; t < count; ++t) sum = sum + load(pixels + t * channels + k);
+    store(sums + k, sum);
+  }
+}
+
+// One block of the bias gradient, from the sums of `count` runs.
+inline void finish_bias(const Parameter& dbias, const MapShape& map, int64_t count, const float* sums, int64_t block) {
+  Block sum = zero();
+  for (int64_t i = 0; i < count; ++i) sum = sum + load(sums + i * map.padded_channels + block * kLanes);
+  float values[kLanes];
+  store(values, sum);
+  const int64_t channels = smaller(kLanes, map.channels - block * kLanes);
+  for (int64_t i = 0; i < channels; ++i) write(dbias, block * kLanes + i, values[i]);
+}
+
+// Item `item` of dz: dy where the activation was passed, else `slope` of it; and its sum over pixels. `scratch`:
+// kMapPixels pixels, twice.
 template <class Parts>
 void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* scratch) {
   const MapShape& map = job.output;
@@ -150,6 +219,7 @@ void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* 
     }
     dy = dz;
   }
+  if (job.bias_sums) sum_pixels(dy, run.end - run.begin, map.padded_channels, job.bias_sums + item * map.padded_channels);
   if (border) Parts::put(job.transposed, run, dy, job.dz.own);
   if (job.dz.is_copied()) write_pixels(map, dy, run, job.dz.given);
 }
@@ -160,7 +230,7 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
   Banks banks(transposed, job.scratch, worker.index());
   const bool input = job.dx.given.data != nullptr;
-  const int64_t masks = count_of(job.make_dz, map_items(job.output));
+  const int64_t masks = count_of(job.make_dz || job.sums_bias(), map_items(job.output));
   const int64_t inputs = count_of(job.weight && job.x.is_copied(), map_items(job.input));
   const int64_t packs = count_of(input && !transposed.own_banks, transposed.output_blocks);
   worker.phase({masks, inputs, packs}, [&](int64_t item) {
@@ -171,7 +241,8 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
 
   const LayerMap none{};
   const WindowMaps maps{job.dz, job.dx, none, nullptr, Activation::kNone, 0.0f};
-  const int64_t gradients = count_of(job.weight, geometry.wgrad_items());
+  const auto& products = job.products();
+  const int64_t gradients = count_of(job.weight, products.wgrad_items());
   worker.phase({gradients, count_of(input, transposed.conv_items())}, [&](int64_t item) {
     if (item < gradients) return Parts::weight_gradient(job, item, scratch);
     item -= gradients;
@@ -180,10 +251,12 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
     Parts::convolve(job, transposed, item, maps, bank.weights, scratch);
   });
 
-  const int64_t finished = count_of(job.weight, geometry.output_blocks);
-  worker.phase({finished, count_of(job.dx.is_copied(), map_items(job.input))}, [&](int64_t item) {
+  const int64_t finished = count_of(job.weight, products.output_blocks);
+  const int64_t sums = count_of(job.bias_sums, job.output.channel_blocks);
+  worker.phase({finished, sums, count_of(job.dx.is_copied(), map_items(job.input))}, [&](int64_t item) {
     if (item < finished) return Parts::finish(job, item, scratch);
-    write_map(job.input, job.dx.own, item - finished, job.dx.given);
+    if ((item -= finished) < sums) return finish_bias(job.dbias, job.output, masks, job.bias_sums, item);
+    write_map(job.input, job.dx.own, item - sums, job.dx.given);
   });
 }
 

@@ -54,8 +54,6 @@ std::pair<Tensor, Tensor> convolution_backward(
   return {Tensor(dx), Tensor(dw)};
 }
 
-bool is_channels_last(const Tensor& t) { return t.dim() == 4 && !t.is_contiguous() && has_dense_rows(t); }
-
 bool same_layout(const Tensor& a, const Tensor& b) {
   return std::equal(a.strides().begin(), a.strides().end(), b.strides().begin(), b.strides().end());
 }
@@ -97,9 +95,9 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
 std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at) {
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return std::nullopt;
-  const std::optional<Method> method = conv_layer_method(*shape);
+  const std::optional<Method> method = conv_layer_method(*shape, false);
   if (!method) return std::nullopt;
-  return ConvLayer{*shape, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
+  return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
 }
 
 // v in an order of rows that the Winograd methods know.
@@ -107,14 +105,6 @@ Tensor rows_for(const ConvLayer& layer) {
   const Tensor& v = layer.v;
   const bool known = v.is_contiguous() || v.size(1) % kLanes == 0 || layer.method == Method::kDirect;
   return known ? v : torch::stable::contiguous(v);
-}
-
-// A map of `size` pixels. Formats are those that torch gives outputs and gradients.
-Tensor empty_map(int64_t images, int64_t channels, const Pair& size, bool flat, bool channels_last) {
-  if (flat) return empty({images, channels, size.column}, ScalarType::Float);
-  if (!channels_last) return empty({images, channels, size.row, size.column}, ScalarType::Float);
-  return empty_strided({images, channels, size.row, size.column},
-                       {size.product() * channels, 1, size.column * channels, channels}, ScalarType::Float);
 }
 
 // The map is larger than the weight: then the pass that scales the weight is the cheaper one.
@@ -152,11 +142,12 @@ std::tuple<Tensor, Tensor> conv(
   };
   if (std::optional<ConvLayer> found = own_layer(x, v, window)) {
     const ConvShape& shape = found->shape;
+    const Pair size = shape.output_size();
     const bool last = is_channels_last(x) || is_channels_last(v);
-    const Tensor y = empty_map(shape.images, channels, shape.output_size(), v.dim() == 3, last);
+    const Tensor y = empty_map(shape.images, channels, size.row, size.column, v.dim() == 3, last);
     const Tensor rows = rows_for(*found);
     check_residual(residual_given, y);
-    const ConvLayer layer{shape, found->method, x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
+    const ConvLayer layer{shape, false, found->method, x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
                           static_cast<float>(slope)};
     if (run_conv_layer(layer, residual_given, y, norms)) return {y, norm};
   }
@@ -201,17 +192,17 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   const std::optional<ConvLayer> found = products && !bias_alone ? own_layer(x, v, window) : std::nullopt;
   if (found) {
     const ConvShape& shape = found->shape;
+    const Pair size = shape.output_size();
     const bool flat = v.dim() == 3, last = is_channels_last(x) || is_channels_last(v);
     const Tensor rows = rows_for(*found);
-    const ConvLayer layer{shape, found->method, x, rows, gain, nullptr, static_cast<Activation>(activation),
+    const ConvLayer layer{shape, false, found->method, x, rows, gain, nullptr, static_cast<Activation>(activation),
                           static_cast<float>(slope)};
     Rounded dgain(sizes_of(g), g.scalar_type());
     std::optional<Tensor> dx, dv, db, dz;
-    if (need_x) dx = empty_map(shape.images, shape.inputs, shape.size, flat, last);
+    if (need_x) dx = empty_map(shape.images, shape.inputs, shape.size.row, shape.size.column, flat, last);
     if (need_v) dv = empty_as(rows);
     if (need_bias) db = empty({channels}, ScalarType::Float);
-    if (need_residual && masked)
-      dz = empty_map(shape.images, channels, shape.output_size(), flat, is_channels_last(y));
+    if (need_residual && masked) dz = empty_map(shape.images, channels, size.row, size.column, flat, is_channels_last(y));
     float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
     if (run_conv_layer_backward(layer, dy_given, y, norms, {dx, dv, dz, dgain.data(), dbias})) {
       if (dv) dv = laid_out_as(*dv, v);

@@ -65,6 +65,14 @@ inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t colu
   return Tensor(made);
 }
 
+// A float32 map, of one dim where `flat`. Formats are those that torch gives outputs and gradients.
+inline Tensor empty_map(int64_t images, int64_t channels, int64_t rows, int64_t columns, bool flat, bool channels_last) {
+  if (flat) return empty({images, channels, columns}, ScalarType::Float);
+  if (!channels_last) return empty({images, channels, rows, columns}, ScalarType::Float);
+  return empty_strided({images, channels, rows, columns}, {rows * columns * channels, 1, columns * channels, channels},
+                       ScalarType::Float);
+}
+
 // The whole memory of a dense tensor, with the sizes and strides of another.
 inline Tensor viewed_as(const Tensor& t, const Tensor& like) {
   AtenTensorHandle made = nullptr;
@@ -197,6 +205,8 @@ inline bool has_dense_rows(const Tensor& v) {
   return v.stride(1) == 1 && v.stride(3) == channels && v.stride(2) == channels * width &&
          v.stride(0) == channels * width * v.size(2);
 }
+
+inline bool is_channels_last(const Tensor& t) { return t.dim() == 4 && !t.is_contiguous() && has_dense_rows(t); }
 
 inline int64_t row_length(const Tensor& v) { return v.size(0) == 0 ? 0 : v.numel() / v.size(0); }
 

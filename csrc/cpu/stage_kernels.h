@@ -12,4 +12,7 @@ const ConvKernels<Geometry> winograd_kernels = {conv_layer_forward<WinogradParts
 
 const ConvKernels<Window> direct_kernels = {conv_layer_forward<DirectParts>, conv_layer_backward<DirectParts>};
 
+const ConvKernels<Window> transposed_kernels = {conv_layer_forward<TransposedParts>,
+                                                conv_layer_backward<TransposedParts>};
+
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -403,7 +403,13 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
   }
 }
 
-// One block of the data gradient's outputs, which are the layer's inputs. window: the data gradient's.
+// g / ||v|| of a row whose norm is known.
+template <class Job>
+WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
+  return job.norm[row] != 0.0f ? read(job.g, row) / job.norm[row] : 0.0f;
+}
+
+// One block of outputs, where the rows of v are the source's channels.
 template <class Job>
 void pack_transposed_window(const Job& job, const Window& window, int64_t input_block, float* bank) {
   const int64_t outputs = window.source.channels, inputs = window.target.channels, taps = window.planes;
@@ -412,8 +418,7 @@ void pack_transposed_window(const Job& job, const Window& window, int64_t input_
   float* depth0 = bank + input_block * window.source.padded_channels * kLanes;
   for (int64_t output = 0; output < outputs; ++output) {
     const float* row = static_cast<const float*>(job.v.data) + output * floats;
-    const float norm = job.norm[output];
-    const Block scale = splat(norm != 0.0f ? read(job.g, output) / norm : 0.0f);
+    const Block scale = splat(row_scale(job, output));
     float* target = depth0 + output * kLanes;
     if (runs) {
       for (int64_t k = 0; k < taps; ++k)

@@ -37,6 +37,13 @@ for _schema in (
     "conv_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int[] stride, "
     "int[] padding, int[] dilation, int groups, int activation, float negative_slope) "
     "-> (Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dz)",
+    # Absent, or false, where it is left to the vendor's library.
+    "conv_transpose(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, int[] stride, int[] padding, "
+    "int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) "
+    "-> (Tensor? y, Tensor? norm)",
+    "conv_transpose_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int[] stride, "
+    "int[] padding, int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) "
+    "-> (bool done, Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dz)",
     "residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale, int recompute, bool save) "
     "-> (Tensor y, Tensor norm, Tensor maps)",
     "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
@@ -68,7 +75,8 @@ for _schema in (
     # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
     # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, height and width of x.
-    "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation) -> str",
+    # Of a transposed layer they are those of the convolution whose data gradient it is.
+    "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, bool transposed) -> str",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
 ):
@@ -103,7 +111,7 @@ def takes_conv(v: Tensor, stride: Sequence[int], padding: Sequence[int], dilatio
     outputs, inputs, *kernel = v.shape
     size = [1024] if dims == 1 else [32, 32]
     pairs = [[*[one] * (2 - dims), *pair] for one, pair in ((1, kernel), (1, stride), (0, padding), (1, dilation))]
-    return torch.ops.wnfused_native.cpu_conv_method([1, inputs, outputs, *[1] * (2 - dims), *size], *pairs) != "vendor"
+    return torch.ops.wnfused_native.cpu_conv_method([1, inputs, outputs, *[1] * (2 - dims), *size], *pairs, False) != "vendor"
 
 
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:
@@ -251,7 +259,15 @@ def conv(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if transposed or not _is_fused(x, v, g, dim):
+    fused = _is_fused(x, v, g, dim)
+    if fused and transposed:
+        y, norm = torch.ops.wnfused_native.conv_transpose.default(
+            x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, _ACTIVATION[activation],
+            negative_slope,
+        )  # fmt: skip
+        if y is not None:
+            return y, norm
+    if transposed or not fused:
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
         return _composed_conv(x, v, g, bias, residual, *geometry, dim, activation, negative_slope)
     return torch.ops.wnfused_native.conv.default(
@@ -264,7 +280,15 @@ def conv_backward(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if transposed or not _is_fused(x, v, g, dim):
+    fused = _is_fused(x, v, g, dim)
+    if fused and transposed:
+        done, *found = torch.ops.wnfused_native.conv_transpose_backward.default(
+            dy, y, x, v, g, norm, _needs(needs), stride, padding, dilation, output_padding, groups,
+            _ACTIVATION[activation], negative_slope,
+        )  # fmt: skip
+        if done:
+            return _given(found, dy)
+    if transposed or not fused:
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
         return _composed_conv_backward(dy, y, x, v, g, norm, needs, *geometry, dim, activation, negative_slope)
     found = torch.ops.wnfused_native.conv_backward.default(
@@ -342,6 +366,11 @@ def conv_transpose(
     padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
     negative_slope: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y, norm = torch.ops.wnfused_native.conv_transpose.default._op(
+        x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope
+    )
+    if y is not None:
+        return y, norm
     w, norm = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)
     y = torch.convolution(x, w, bias, stride, padding, dilation, True, output_padding, groups)
     if residual is not None and residual.shape != y.shape:
@@ -354,6 +383,11 @@ def conv_transpose_backward(
     padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
     negative_slope: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    done, *found = torch.ops.wnfused_native.conv_transpose_backward.default._op(
+        dy, y, x, v, g, norm, needs, stride, padding, dilation, output_padding, groups, activation, negative_slope
+    )
+    if done:
+        return tuple(found)
     dz = masked(dy, y, reference.ACTIVATIONS[activation], negative_slope)
     w = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)[0]
     wanted = [bool(needs & 1), bool(needs & 2), bool(needs & 4)]

@@ -1,0 +1,113 @@
+// conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
+//
+// It is the data gradient of a convolution from y's map to x's (window.h). What conv_layer.h has no kernel for, or would
+// not be faster at, and what meets a value that is not finite, is answered by nothing: the caller composes it of the row
+// norm and the vendor's product (wnfused/backends/native.py).
+#include <torch/csrc/stable/library.h>
+
+#include "../ops.h"
+#include "conv_layer.h"
+#include "layer_tensor.h"
+
+namespace wnfused {
+namespace {
+
+using namespace cpu;
+using Extents = std::vector<int64_t>;
+
+struct Sliding {
+  const Extents &stride, &padding, &dilation, &output_padding;
+  int64_t groups;
+};
+
+void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias, const Sliding& at) {
+  STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv_transpose: x and v must have 3, 4 or 5 dims");
+  check_parameters(x, v, g, std::nullopt);
+  const size_t spatial = static_cast<size_t>(v.dim()) - 2;
+  STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial &&
+                      at.output_padding.size() == spatial,
+                  "conv_transpose: stride, padding, dilation and output_padding must have ", spatial, " entries");
+  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == v.size(1) * at.groups),
+                  "conv_transpose: bias must have ", v.size(1) * at.groups, " entries");
+}
+
+// The convolution whose data gradient the layer is; nothing where the kernels have no word for it.
+std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
+  const bool known = v.dim() <= 4 && at.groups == 1 && x.size(1) == v.size(0) && v.is_contiguous() &&
+                     x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
+  if (!known) return std::nullopt;
+  const bool flat = v.dim() == 3;
+  const auto pair = [&](const Extents& extents, int64_t one) { return Pair{flat ? one : extents[0], extents.back()}; };
+  const Pair input{flat ? 1 : x.size(2), x.size(-1)}, kernel{flat ? 1 : v.size(2), v.size(-1)};
+  const Pair stride = pair(at.stride, 1), padding = pair(at.padding, 0), dilation = pair(at.dilation, 1);
+  const Pair extra = pair(at.output_padding, 0);
+  const auto extent = [](int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation, int64_t extra) {
+    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + extra + 1;
+  };
+  const Pair output{extent(input.row, kernel.row, stride.row, padding.row, dilation.row, extra.row),
+                    extent(input.column, kernel.column, stride.column, padding.column, dilation.column, extra.column)};
+  const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation};
+  if (std::min(stride.row, stride.column) < 1 || std::min(output.row, output.column) < 1) return std::nullopt;
+  // An output_padding of a stride or more has rows of y that no pixel of x knows.
+  const Pair back = shape.output_size();
+  if (back.row != input.row || back.column != input.column) return std::nullopt;
+  return conv_layer_method(shape, true) ? std::optional(shape) : std::nullopt;
+}
+
+}  // namespace
+
+std::tuple<Gradient, Gradient> conv_transpose(
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, const Extents& stride, const Extents& padding, const Extents& dilation,
+    const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
+  const Sliding at{stride, padding, dilation, output_padding, groups};
+  check(x, v, g, bias, at);
+  check_activation(activation, slope);
+  const std::optional<ConvShape> shape = conv_shape(x, v, at);
+  if (!shape) return {};
+  std::vector<float> held_gain, held_bias;
+  const Tensor y = empty_map(shape->images, shape->inputs, shape->size.row, shape->size.column, v.dim() == 3,
+                             is_channels_last(x) || is_channels_last(v));
+  check_residual(residual, y);
+  Tensor norm = empty({v.size(0)}, ScalarType::Float);
+  const ConvLayer layer{*shape, true, Method::kDirect, x, v, floats_of(g, held_gain),
+                        bias ? floats_of(*bias, held_bias) : nullptr, static_cast<Activation>(activation),
+                        static_cast<float>(slope)};
+  if (!run_conv_layer(layer, residual, y, static_cast<float*>(norm.mutable_data_ptr()))) return {};
+  return {y, norm};
+}
+
+std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpose_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, const Extents& stride, const Extents& padding, const Extents& dilation,
+    const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
+  const Sliding at{stride, padding, dilation, output_padding, groups};
+  check(x, v, g, std::nullopt, at);
+  const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
+  // A bias gradient without that of the weight would need a pass of its own.
+  const bool ours = need_v || (need_x && !need_bias);
+  const std::optional<ConvShape> shape = ours ? conv_shape(x, v, at) : std::nullopt;
+  if (!shape) return {};
+  std::vector<float> held;
+  const ConvLayer layer{*shape, true, Method::kDirect, x, v, floats_of(g, held), nullptr,
+                        static_cast<Activation>(activation), static_cast<float>(slope)};
+  const bool flat = v.dim() == 3, last = is_channels_last(x) || is_channels_last(v), masked = activation != 0;
+  const Pair inputs = shape->output_size();
+  Rounded dgain(sizes_of(g), g.scalar_type());
+  Gradient dx, dv, db, dz;
+  if (need_x) dx = empty_map(shape->images, shape->outputs, inputs.row, inputs.column, flat, last);
+  if (need_v) dv = empty_as(v);
+  if (need_bias) db = empty({shape->inputs}, ScalarType::Float);
+  if (need_residual && masked)
+    dz = empty_map(shape->images, shape->inputs, shape->size.row, shape->size.column, flat, is_channels_last(y));
+  float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
+  if (!run_conv_layer_backward(layer, dy, y, entries<float>(norm), {dx, dv, dz, dgain.data(), dbias})) return {};
+  return {true, dx, dv, need_v ? Gradient(dgain.tensor()) : Gradient(), db, dz};
+}
+
+}  // namespace wnfused
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CPU, library) {
+  library.impl("conv_transpose", TORCH_BOX(&wnfused::conv_transpose));
+  library.impl("conv_transpose_backward", TORCH_BOX(&wnfused::conv_transpose_backward));
+}
