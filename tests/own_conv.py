@@ -65,6 +65,11 @@ def channels_last(t: Tensor, wanted: bool) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last) if wanted and t.dim() == 4 else t
 
 
+def weight_shape(case: Case) -> tuple[int, ...]:
+    channels = (case.inputs, case.outputs) if case.transposed else (case.outputs, case.inputs)
+    return (*channels, *case.kernel)
+
+
 def sample(case: Case, layout: str = "nchw", seed: int = 0) -> list[Tensor]:
     """x, v, g, bias, residual."""
     generator = torch.Generator().manual_seed(seed)
@@ -74,10 +79,9 @@ def sample(case: Case, layout: str = "nchw", seed: int = 0) -> list[Tensor]:
 
     last_map, last_weight = LAYOUTS[layout]
     x = channels_last(normal(case.images, case.inputs, *case.size), last_map)
-    channels = (case.inputs, case.outputs) if case.transposed else (case.outputs, case.inputs)
-    v = channels_last(normal(*channels, *case.kernel), last_weight)
+    v = channels_last(normal(*weight_shape(case)), last_weight)
     residual = channels_last(normal(case.images, case.outputs, *case.output_size), last_map)
-    return [x, v, normal(channels[0]), normal(case.outputs), residual]
+    return [x, v, normal(v.shape[0]), normal(case.outputs), residual]
 
 
 def run(op, backward, case, tensors, dy, activation, y=None, needs=(True,) * 4) -> dict[str, Tensor]:

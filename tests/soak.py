@@ -247,13 +247,14 @@ def conv(draw: random.Random, dtype: torch.dtype) -> None:
 
 
 def own_layer(draw: random.Random, method: str) -> None:
-    """A layer that ``method`` takes from the vendor's library."""
+    """A layer that ``method`` takes from the vendor's library; directly, also a transposed one."""
     while True:
         case = window(draw) if method == "direct" else conv3x3(draw)
         if min(case.output_size) > 0 and own_conv.method_of(case) == method:
             break
     x = strided(draw, normal(draw, case.images, case.inputs, *case.size))
-    v = strided(draw, normal(draw, case.outputs, case.inputs, *case.kernel))
+    v = normal(draw, *own_conv.weight_shape(case))
+    v = v if case.transposed else strided(draw, v)
     layer(draw, native.conv, native.conv_backward, reference.conv, reference.conv_backward, x, v, case.geometry)
 
 
@@ -271,15 +272,16 @@ def window(draw: random.Random) -> own_conv.Case:
     size = tuple(draw.randint(1, 60 if dims == 1 else 14) for _ in range(dims))
     images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(6, 50), draw.randint(6, 50)
     kernel, stride, padding, dilation = each(1, 1, 2, 3, 5), each(1, 1, 2, 3), each(0, 1, 2, 4), each(1, 1, 2)
-    return own_conv.Case(images, inputs, outputs, size, kernel, stride, padding, dilation)
+    return own_conv.Case(images, inputs, outputs, size, kernel, stride, padding, dilation, draw.random() < 0.4)
 
 
 def layer(
     draw: random.Random, forward: Op, backward: Op, wanted_forward: Op, wanted_backward: Op, x: Tensor, v: Tensor,
     geometry: tuple[object, ...],
 ) -> None:  # fmt: skip
-    outputs = v.shape[0]
-    g = gain(draw, outputs).reshape(-1, *[1] * (v.dim() - 1))
+    transposed = len(geometry) > 3 and geometry[3] is True
+    outputs = v.shape[1] if transposed else v.shape[0]
+    g = gain(draw, v.shape[0]).reshape(-1, *[1] * (v.dim() - 1))
     bias = draw.choice((None, normal(draw, outputs)))
     options = (0, draw.choice(("none", "relu", "leaky_relu")), 0.1)
     tolerance = FP32 if x.dtype == torch.float32 else BF16

@@ -218,10 +218,10 @@ bool takes_winograd(const ConvShape& shape) {
   return all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) && all(shape.dilation, 1);
 }
 
-// Of the products at least a sixth must be no padding, and there must be enough of them to pack the weights for: a tile
-// saves as much as four pixels of the direct method, and narrow vectors pack more slowly.
-constexpr int64_t kPadding = 6, kPixels = 4;
-int64_t weights_a_tile() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
+// Of the products at least a sixth must be no padding, and there must be enough of them, tiles or pixels, to pack the
+// weights for. Narrow vectors pack more slowly.
+constexpr int64_t kPadding = 6;
+int64_t weights_a_row() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
 
 // Memory for copies of maps in other layouts, in floats: 1 GB.
 constexpr int64_t kCopies = int64_t{1} << 28;
@@ -264,11 +264,11 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
     if (method != Method::kDirect) {
       const int64_t tile = method == Method::kWinograd4 ? 4 : 2;
       const int64_t tiles = shape.images * divide_up(size.row, tile) * divide_up(size.column, tile);
-      return weights <= weights_a_tile() * tiles ? std::optional(method) : std::nullopt;
+      return weights <= weights_a_row() * tiles ? std::optional(method) : std::nullopt;
     }
   }
   if (shape.taps() > kMaxWindowTaps || shape.stride.product() > kMaxGrids) return std::nullopt;
-  if (weights > weights_a_tile() * divide_up(output.pixels(), kPixels)) return std::nullopt;
+  if (weights > weights_a_row() * output.pixels()) return std::nullopt;
   return Method::kDirect;
 }
 
