@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from bench import models, parameters
-from bench.workloads import FORWARD, TRAINING, ConvLayer, LinearLayer, Network, Workload
+from bench.workloads import FORWARD, TRAINING, ConvLayer, LinearLayer, Network, WindowLayer, Workload
 
 KINK, KINK_BF16 = 1e-3, 1 / 30
 DEEP = 1000  # layers of a network from which float64's maps are too many to keep
@@ -61,6 +61,8 @@ def tolerance(workload: Workload, precision: str) -> Tolerance:
             inner, depth = n, 1
         case ConvLayer(channels=n, kernel=k):
             inner, depth = n * k * k, 1
+        case WindowLayer(channels=n, kernel=k, size=size):
+            inner, depth = n * k ** len(size), 1
         case Network(depth=depth):
             inner = 64 * 9
         case _:
@@ -90,8 +92,8 @@ class Problem:
         shape = models.input_shape(self.workload)
         self.x = torch.randn(shape, generator=generator)
         self.labels = torch.randint(10, shape[:1], generator=generator)
-        self.dy = torch.randn((shape[0], 10) if isinstance(self.workload, Network) else shape, generator=generator)
-        if isinstance(self.workload, (LinearLayer, ConvLayer)):
+        self.dy = torch.randn(models.output_shape(self.workload), generator=generator)
+        if isinstance(self.workload, (LinearLayer, ConvLayer, WindowLayer)):
             with torch.no_grad():
                 before_relu = parameters.fill(models.plain(self.workload).double(), 1)[0](self.x.double())
             kink = KINK_BF16 if any("bf16" in name for name in self.workload.ours) else KINK

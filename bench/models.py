@@ -6,11 +6,12 @@ import functools
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrizations
 
 import wnfused
 from bench.resnet import ResNet
-from bench.workloads import Converted, ConvLayer, LinearLayer, Network, Stage, Workload
+from bench.workloads import Converted, ConvLayer, LinearLayer, Network, Stage, WindowLayer, Workload
 from wnfused.nn import PlainResidualBlock
 
 
@@ -21,6 +22,8 @@ def plain(workload: Workload) -> nn.Module:
             return nn.Sequential(nn.Linear(n, n), nn.ReLU())
         case ConvLayer(channels=n, kernel=k):
             return nn.Sequential(nn.Conv2d(n, n, k, padding=k // 2), nn.ReLU())
+        case WindowLayer():
+            return nn.Sequential(_window(workload, plain=True), nn.ReLU())
         case Stage(channels=n, blocks=blocks):
             return nn.Sequential(*(PlainResidualBlock(n, n) for _ in range(blocks)))
         case Converted(depth=depth, in_channels=channels, width=width):
@@ -34,7 +37,7 @@ def eager(workload: Workload) -> nn.Module:
     """Under ``torch.nn.utils.parametrizations.weight_norm``, the head of a network left plain as ours is."""
     module = plain(workload)
     for name, layer in list(module.named_modules()):
-        if isinstance(layer, (nn.Linear, nn.Conv2d)) and name != "head":
+        if isinstance(layer, (nn.Linear, _ConvNd)) and name != "head":
             parametrizations.weight_norm(layer)
     return module
 
@@ -46,6 +49,8 @@ def ours(workload: Workload) -> nn.Module:
             return wnfused.WNLinear(n, n, activation="relu")
         case ConvLayer(channels=n, kernel=k):
             return wnfused.WNConv2d(n, n, k, padding=k // 2, activation="relu")
+        case WindowLayer():
+            return _window(workload, plain=False)
         case Stage(channels=n, blocks=blocks):
             return wnfused.WNResidualStage(n, n, blocks)
         case Converted():
@@ -56,6 +61,16 @@ def ours(workload: Workload) -> nn.Module:
 
 
 FORMS = {"plain": plain, "eager": eager, "ours": ours}
+
+
+def _window(workload: WindowLayer, plain: bool) -> nn.Module:
+    source, prefix = (nn, "Conv") if plain else (wnfused, "WNConv")
+    kind = getattr(source, f"{prefix}{'Transpose' * workload.transposed}{len(workload.size)}d")
+    reach = workload.dilation * (workload.kernel - 1)
+    padding = (reach + 1 - workload.stride) // 2 if workload.transposed else reach // 2
+    options = {"stride": workload.stride, "padding": padding, "dilation": workload.dilation}
+    options |= {} if plain else {"activation": "relu"}
+    return kind(workload.channels, workload.outputs, workload.kernel, **options)
 
 
 def blocks(workload: Workload) -> int:
@@ -72,11 +87,23 @@ def input_shape(workload: Workload) -> tuple[int, ...]:
     match workload:
         case LinearLayer(features=n, batch=batch):
             return batch, n
+        case WindowLayer(channels=n, size=size, batch=batch):
+            return batch, n, *size
         case ConvLayer(channels=n, size=size, batch=batch) | Stage(channels=n, size=size, batch=batch):
             return batch, n, size, size
         case Network(in_channels=n, size=size, batch=batch):
             return batch, n, size, size
     raise TypeError(f"workload: {type(workload).__name__} has no input")
+
+
+def output_shape(workload: Workload) -> tuple[int, ...]:
+    shape = input_shape(workload)
+    match workload:
+        case Network():
+            return shape[0], 10
+        case WindowLayer(outputs=n, size=size, stride=stride, transposed=transposed):
+            return shape[0], n, *(s * stride if transposed else s // stride for s in size)
+    return shape
 
 
 def input_needs_gradient(workload: Workload) -> bool:
@@ -93,13 +120,14 @@ def flops(workload: Workload) -> tuple[int, int]:
     """
     counted: list[int] = []
 
-    def count(layer: nn.Module, _: object, y: torch.Tensor) -> None:
-        counted.append(2 * y.numel() * layer.weight[0].numel())
+    def count(layer: nn.Module, x: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        map_of_rows = x[0] if isinstance(layer, _ConvTransposeNd) else y
+        counted.append(2 * map_of_rows.numel() * layer.weight[0].numel())
 
     with torch.device("meta"), torch.no_grad():
         module = plain(workload)
         for layer in module.modules():
-            if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            if isinstance(layer, (nn.Linear, _ConvNd)):
                 layer.register_forward_hook(count)
         module(torch.empty(input_shape(workload)))
     forward = sum(counted)

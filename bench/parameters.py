@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from wnfused.nn import WeightNormalised, WNResidualStage
@@ -54,7 +55,7 @@ def layers(module: nn.Module, name: str = "") -> Iterator[Layer]:
                 yield Layer(f"{name}.{block}.conv{i + 1}", entries)
     elif isinstance(module, WeightNormalised):
         yield _layer(name, v=module.weight_v, g=module.weight_g, b=module.bias)
-    elif isinstance(module, (nn.Linear, nn.Conv2d)):
+    elif isinstance(module, (nn.Linear, _ConvNd)):
         if parametrize.is_parametrized(module, "weight"):
             weight = module.parametrizations.weight
             yield _layer(name, v=weight.original1, g=weight.original0, b=module.bias)
@@ -104,5 +105,6 @@ def fill(module: nn.Module, blocks: int) -> nn.Module:
             values["w"] = effective_weight(v.double(), g.double())
         for key, entry in entries.items():
             target = entry.of(entry.parameter)
-            target.copy_(values[key].reshape(target.shape))
+            # A transposed layer's rows are its inputs, of which it has as many as outputs or more.
+            target.copy_(values[key].flatten()[: target.numel()].reshape(target.shape))
     return module

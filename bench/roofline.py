@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from bench import models
 from bench.peers import tensor_float_32
@@ -107,7 +108,7 @@ def _counted(workload: Workload) -> tuple[list[int], list[int], int]:
     with torch.device("meta"), torch.no_grad():
         module = models.plain(workload)
         for layer in module.modules():
-            if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            if isinstance(layer, (nn.Linear, _ConvNd)):
                 layer.register_forward_hook(count)
         module(torch.empty(models.input_shape(workload)))
     return inputs, outputs, 4 * sum(p.numel() for p in module.parameters())

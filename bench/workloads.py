@@ -55,6 +55,24 @@ class ConvLayer(Workload):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowLayer(Workload):
+    """``relu(conv(x))`` with ``x [batch, channels, *size]``, in one or two dims.
+
+    Padded so that a map becomes ``stride`` times as small, or as large by a transposed layer, which has no more outputs
+    than channels.
+    """
+
+    channels: int
+    outputs: int
+    size: tuple[int, ...]
+    kernel: int
+    batch: int
+    stride: int = 1
+    dilation: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stage(Workload):
     """``blocks`` identity blocks on ``x [batch, channels, size, size]``."""
 
@@ -140,6 +158,36 @@ def _conv(kernel: int, shapes: tuple[tuple[int, int, int], ...], quick: tuple[in
         for channels, size, batch in shapes
         for channels_last in (False, True)
     ]
+
+
+def _windows() -> list[Workload]:
+    # Channels in and out, size, kernel, stride, dilation, batch: of residual networks, vocoders, temporal networks.
+    layers = (
+        (16, 32, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 1, 2, 1, 8),
+        (64, 64, (16, 16), 5, 1, 1, 8), (64, 64, (1024,), 3, 1, 4, 1), (32, 32, (8192,), 11, 1, 5, 1),
+        (128, 128, (512,), 7, 1, 1, 8),
+    )  # fmt: skip
+    found = [
+        WindowLayer(
+            group="windows",
+            name=f"{channels} to {outputs}, {'x'.join(map(str, size))}, kernel {kernel}, stride {stride}"
+            f"{f', dilation {dilation}' * (dilation > 1)}, batch {batch}",
+            channels=channels, outputs=outputs, size=size, kernel=kernel, stride=stride, dilation=dilation, batch=batch,
+            quick=(channels, stride) == (16, 2),
+        )
+        for channels, outputs, size, kernel, stride, dilation, batch in layers
+    ]  # fmt: skip
+    return found + [
+        WindowLayer(
+            group="windows",
+            name=f"{channels} to {outputs}, {'x'.join(map(str, size))}, kernel {kernel}, transposed by {stride}, "
+            f"batch {batch}",
+            channels=channels, outputs=outputs, size=size, kernel=kernel, stride=stride, batch=batch, transposed=True,
+        )
+        for channels, outputs, size, kernel, stride, batch in (
+            (128, 64, (64,), 16, 8, 1), (64, 32, (512,), 4, 2, 8), (64, 32, (16, 16), 4, 2, 8),
+        )
+    ]  # fmt: skip
 
 
 def _stage() -> list[Workload]:
@@ -266,6 +314,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_linear_bf16(),
     *_conv(3, ((16, 32, 8), (16, 32, 64), (64, 32, 8), (128, 16, 8), (256, 14, 8), (512, 7, 8), (512, 14, 1)), (64,)),
     *_conv(1, ((64, 32, 8), (256, 16, 8), (512, 8, 8)), (256,)),
+    *_windows(),
     *_stage(),
     *_network(),
     *_converted(),
