@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -107,6 +108,48 @@ def assert_close(found, wanted, tolerance: float) -> None:
         assert actual.shape == expected.shape, name
         error = (actual - expected).norm() / expected.norm().clamp_min(1e-30) if expected.numel() else 0.0
         assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+def assert_layouts_agree(case: Case, tensors: list[Tensor], tolerance: float) -> None:
+    """Right by every activation, and laid out as torch does it."""
+    for activation in ("none", "relu", "leaky_relu"):
+        found, wanted = both(case, tensors, activation)
+        assert_close(found, wanted, tolerance)
+    assert found["y"].stride() == torch.convolution(*tensors[:2], None, *case.geometry).stride()
+    assert found["dv"].stride() == tensors[1].stride()
+
+
+def assert_only_what_is_needed(case: Case, needs: Sequence[bool], tolerance: float) -> None:
+    """Any choice of gradients, with bias and residual and without."""
+    for activation, residual in itertools.product(("none", "relu"), (False, True)):
+        tensors = sample(case)
+        if not residual:
+            tensors[3] = tensors[4] = None
+        wanted = (*needs[:2], needs[2] and residual, needs[3] and residual)
+        assert_close(*both(case, tensors, activation, wanted), tolerance)
+
+
+def assert_not_finite_as_torch(case: Case, which: int, value: float) -> None:
+    """One entry of one argument is ``value``: infinities and NaN come out where torch has them."""
+    tensors = sample(case)
+    tensors[which].view(-1)[7] = value
+    found = native.conv(*tensors, *case.geometry, 0, "leaky_relu", 0.1)[0]
+    wanted = reference.conv(*(t.double() for t in tensors), *case.geometry, 0, "leaky_relu", 0.1)[0]
+    if which != 1:  # a weight that is not finite: padding times it is the vendor's affair
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.isinf(), wanted.isinf())
+    assert not found.isfinite().all()
+
+
+def assert_zero_rows_and_gains(case: Case, tolerance: float) -> None:
+    tensors = sample(case)
+    tensors[1][3] = 0
+    tensors[2][5] = 0
+    found, wanted = both(case, tensors)
+    assert_close(found, wanted, tolerance)
+    assert not found["dv"][3].any()
+    assert not found["dg"][3].any()
+    assert found["dg"][5].abs() > 0
 
 
 def assert_same_bits_by_threads(case: Case) -> None:

@@ -10,10 +10,20 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from instruction_sets import ISAS
-from own_conv import Case, assert_close, assert_same_bits_by_threads, both, method_of, run, sample
+from own_conv import (
+    Case,
+    assert_close,
+    assert_layouts_agree,
+    assert_not_finite_as_torch,
+    assert_only_what_is_needed,
+    assert_same_bits_by_threads,
+    both,
+    method_of,
+    run,
+    sample,
+)
 
 import wnfused
-from wnfused import reference
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -47,24 +57,16 @@ def test_every_window_and_layout(isa, case, layout):
         pytest.skip("channels_last is of two dims")
     assert method_of(case) == "direct"
     tensors = sample(case, layout)
-    for activation in ("none", "relu", "leaky_relu"):
-        found, wanted = both(case, tensors, activation)
-        assert_close(found, wanted, TOLERANCE)
-    assert found["y"].stride() == torch.convolution(*tensors[:2], None, *case.geometry).stride()
+    assert_layouts_agree(case, tensors, TOLERANCE)
     # Not composed of torch's convolution, in either direction.
     with patch.object(torch, "convolution", side_effect=AssertionError), patch.object(native, "masked", None):
-        run(native.conv, native.conv_backward, case, tensors, found["y"], "relu")
+        run(native.conv, native.conv_backward, case, tensors, tensors[4], "relu")
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_only_what_is_needed(needs, case):
-    for activation, residual in itertools.product(("none", "relu"), (False, True)):
-        tensors = sample(case)
-        if not residual:
-            tensors[3] = tensors[4] = None
-        wanted = (*needs[:2], needs[2] and residual, needs[3] and residual)
-        assert_close(*both(case, tensors, activation, wanted), TOLERANCE)
+    assert_only_what_is_needed(case, needs, TOLERANCE)
 
 
 def each(dims: int, values: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
@@ -107,13 +109,7 @@ def test_threads_and_runs_change_no_bit(isa, case):
 @pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_what_is_not_finite_is_composed(isa, case, which, value):
-    tensors = sample(case)
-    tensors[which].view(-1)[7] = value
-    found = native.conv(*tensors, *case.geometry, 0, "leaky_relu", 0.1)[0]
-    wanted = reference.conv(*(t.double() for t in tensors), *case.geometry, 0, "leaky_relu", 0.1)[0]
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.isinf(), wanted.isinf())
-    assert not found.isfinite().all()
+    assert_not_finite_as_torch(case, which, value)
 
 
 def test_a_layer_and_its_gradients():

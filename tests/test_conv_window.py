@@ -9,10 +9,21 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from instruction_sets import ISAS
-from own_conv import LAYOUTS, Case, assert_close, assert_same_bits_by_threads, both, method_of, sample
+from own_conv import (
+    LAYOUTS,
+    Case,
+    assert_close,
+    assert_layouts_agree,
+    assert_not_finite_as_torch,
+    assert_only_what_is_needed,
+    assert_same_bits_by_threads,
+    assert_zero_rows_and_gains,
+    both,
+    method_of,
+    sample,
+)
 
 import wnfused
-from wnfused import reference
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -51,24 +62,13 @@ def test_every_window_and_layout(isa, case, layout):
         pytest.skip("channels_last is of two dims")
     assert method_of(case) == "direct"
     tensors = sample(case, layout)
-    for activation in ("none", "relu", "leaky_relu"):
-        found, wanted = both(case, tensors, activation)
-        assert_close(found, wanted, TOLERANCE)
-    convolution = torch.conv1d if len(case.size) == 1 else torch.conv2d
-    plain = convolution(*tensors[:2], None, case.stride, case.padding, case.dilation)
-    assert found["y"].stride() == plain.stride()
-    assert found["dv"].stride() == tensors[1].stride()
+    assert_layouts_agree(case, tensors, TOLERANCE)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_only_what_is_needed(needs, case):
-    for activation, residual in itertools.product(("none", "relu"), (False, True)):
-        tensors = sample(case)
-        if not residual:
-            tensors[3] = tensors[4] = None
-        wanted = (*needs[:2], needs[2] and residual, needs[3] and residual)
-        assert_close(*both(case, tensors, activation, wanted), TOLERANCE)
+    assert_only_what_is_needed(case, needs, TOLERANCE)
 
 
 def each(dims: int, values: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
@@ -116,25 +116,12 @@ def test_threads_and_runs_change_no_bit(isa, case):
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
     """Padding times an infinity would be NaN, in a kernel that multiplies it."""
-    tensors = sample(case)
-    tensors[which].view(-1)[7] = value
-    found = native.conv(*tensors, *case.geometry, 0, "leaky_relu", 0.1)[0]
-    wanted = reference.conv(*(t.double() for t in tensors), *case.geometry, 0, "leaky_relu", 0.1)[0]
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.isinf(), wanted.isinf())
-    assert not found.isfinite().all()
+    assert_not_finite_as_torch(case, which, value)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_zero_rows_and_gains(isa, case):
-    tensors = sample(case)
-    tensors[1][3] = 0
-    tensors[2][5] = 0
-    found, wanted = both(case, tensors)
-    assert_close(found, wanted, TOLERANCE)
-    assert not found["dv"][3].any()
-    assert not found["dg"][3].any()
-    assert found["dg"][5].abs() > 0
+    assert_zero_rows_and_gains(case, TOLERANCE)
 
 
 @pytest.mark.parametrize(

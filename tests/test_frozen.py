@@ -45,16 +45,26 @@ def test_weights_are_normalised_once():
         assert calls.call_count == 0
 
 
-def test_convolutions_with_kernels_of_their_own_keep_them():
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (WNConv2d(16, 16, 3, padding=1, activation="relu"), (9, 9)),
+        (WNConv2d(16, 32, 3, 2, 1, activation="relu"), (9, 9)),
+        (wnfused.WNConv1d(16, 16, 7, padding=6, dilation=2), (40,)),
+        (wnfused.WNConvTranspose1d(16, 16, 4, 2, 1, activation="leaky_relu"), (40,)),
+    ],
+    ids=["3x3", "stride 2", "one dim", "transposed"],
+)
+def test_convolutions_with_kernels_of_their_own_keep_them(layer, size):
     """They run as outside, on the weights as they were, activation and residual included."""
-    layer, x = WNConv2d(16, 16, 3, padding=1, activation="relu"), torch.randn(2, 16, 9, 9)
-    residual = torch.randn(2, 16, 9, 9)
+    x = torch.randn(2, 16, *size)
     with torch.no_grad():
-        expected = layer(x, residual)
+        residual = torch.randn_like(layer(x))
+        expected = layer(x, residual=residual)
         with wnfused.frozen(layer):
             layer.weight_g.mul_(3)
-            assert torch.equal(layer(x, residual), expected)
-        assert not torch.equal(layer(x, residual), expected)
+            assert torch.equal(layer(x, residual=residual), expected)
+        assert not torch.equal(layer(x, residual=residual), expected)
 
 
 def test_training_inside_still_has_gradients_and_runs_as_always():

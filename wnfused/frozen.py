@@ -14,7 +14,7 @@ from wnfused import dispatch
 from wnfused.backends import native
 from wnfused.fold import plain_layer
 from wnfused.functional import weight_norm_many
-from wnfused.nn import WeightNormalised, WNConv1d, WNConv2d
+from wnfused.nn import WeightNormalised, WNConv1d, WNConv2d, WNConvTranspose1d, WNConvTranspose2d
 
 
 @contextlib.contextmanager
@@ -96,11 +96,14 @@ def _constant(layer: WeightNormalised, weight: Tensor) -> nn.Module:
 
 
 def _has_own_products(layer: WeightNormalised) -> bool:
-    if not isinstance(layer, WNConv1d | WNConv2d) or layer.padding_mode != "zeros" or layer.dim != 0:
+    if not isinstance(layer, WNConv1d | WNConv2d | WNConvTranspose1d | WNConvTranspose2d):
+        return False
+    if layer.padding_mode != "zeros" or layer.dim != 0:
         return False
     if isinstance(layer.padding, str) or not dispatch.prefers_native():
         return False
-    return native.takes_conv(layer.weight_v, layer.stride, layer.padding, layer.dilation, layer.groups)
+    transposed = isinstance(layer, WNConvTranspose1d | WNConvTranspose2d)
+    return native.takes_conv(layer.weight_v, layer.stride, layer.padding, layer.dilation, layer.groups, transposed)
 
 
 def _copy(layer: WeightNormalised) -> nn.Module:

@@ -103,7 +103,9 @@ def instruction_set() -> str | None:
     return None if unavailable() is not None else torch.ops.wnfused_native.cpu_isa()
 
 
-def takes_conv(v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
+def takes_conv(
+    v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool
+) -> bool:
     """Whether convolutions over one or two dims are multiplied here, on maps of some size at least."""
     dims = v.dim() - 2
     if groups != 1 or dims > 2 or v.dtype != torch.float32 or not v.is_cpu:
@@ -111,7 +113,8 @@ def takes_conv(v: Tensor, stride: Sequence[int], padding: Sequence[int], dilatio
     outputs, inputs, *kernel = v.shape
     size = [1024] if dims == 1 else [32, 32]
     pairs = [[*[one] * (2 - dims), *pair] for one, pair in ((1, kernel), (1, stride), (0, padding), (1, dilation))]
-    return torch.ops.wnfused_native.cpu_conv_method([1, inputs, outputs, *[1] * (2 - dims), *size], *pairs, False) != "vendor"
+    maps = [1, inputs, outputs, *[1] * (2 - dims), *size]
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *pairs, transposed) != "vendor"
 
 
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:

@@ -173,7 +173,7 @@ class WeightNormalised(nn.Module):
     def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
         assert self._frozen is not None
         if isinstance(self._frozen, WeightNormalised):
-            return self._frozen.forward(input, residual)
+            return self._frozen.forward(input, residual=residual)
         y: Tensor = self._frozen(input)
         if residual is not None:
             y = y + residual
