@@ -41,27 +41,17 @@ int64_t workers_for(const ConvShape& shape) {
   return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
 }
 
-// From x's map to y's, and from y's map to x's.
+// From x's map to y's, or back.
 template <class G>
-G forward_geometry(const ConvLayer& layer) {
+G geometry_of(const ConvLayer& layer, bool back) {
   const ConvShape& shape = layer.shape;
   const int64_t workers = workers_for(shape);
-  if constexpr (std::is_same_v<G, Window>)
-    return layer.transposed ? backward_window(shape, workers) : forward_window(shape, workers);
-  else
-    return make_single_geometry(shape.images, shape.inputs, shape.outputs, shape.size.row, shape.size.column,
-                                layer.method, workers);
-}
-
-template <class G>
-G backward_geometry(const ConvLayer& layer) {
-  const ConvShape& shape = layer.shape;
-  const int64_t workers = workers_for(shape);
-  if constexpr (std::is_same_v<G, Window>)
-    return layer.transposed ? forward_window(shape, workers) : backward_window(shape, workers);
-  else
-    return make_single_geometry(shape.images, shape.outputs, shape.inputs, shape.size.row, shape.size.column,
-                                layer.method, workers);
+  if constexpr (std::is_same_v<G, Window>) {
+    return layer.transposed == back ? forward_window(shape, workers) : backward_window(shape, workers);
+  } else {
+    return make_single_geometry(shape.images, back ? shape.outputs : shape.inputs, back ? shape.inputs : shape.outputs,
+                                shape.size.row, shape.size.column, layer.method, workers);
+  }
 }
 
 Parameter parameter_of(const float* data) { return {const_cast<float*>(data), false, false}; }
@@ -177,13 +167,14 @@ template <class G>
 bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
   ConvForward<G> job{};
   describe(layer, job);
-  job.geometry = forward_geometry<G>(layer);
+  job.geometry = geometry_of<G>(layer, false);
   job.y = map_of(y, job.output);
   job.residual = map_of(residual, job.output);
   choose_source_access(job.geometry, job.x);
   choose_target_access(job.geometry, job.y, job.residual);
   job.norm = norm;
-  return run_once(job, std::min(workers_for(layer.shape), job.geometry.conv_items()), kernels<G>(layer.transposed).forward);
+  const int64_t workers = std::min(workers_for(layer.shape), job.geometry.conv_items());
+  return run_once(job, workers, kernels<G>(layer.transposed).forward);
 }
 
 template <class G>
@@ -191,8 +182,8 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
               const ConvGradients& gradients) {
   ConvBackward<G> job{};
   describe(layer, job);
-  job.geometry = forward_geometry<G>(layer);
-  job.transposed = backward_geometry<G>(layer);
+  job.geometry = geometry_of<G>(layer, false);
+  job.transposed = geometry_of<G>(layer, true);
   job.dx = map_of(gradients.dx, job.input);
   job.dy = map_of(dy, job.output);
   job.y = map_of(y, job.output);
@@ -251,7 +242,8 @@ std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<
 
 std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed) {
   const Pair size = shape.output_size();
-  if (std::min({shape.images, shape.inputs, shape.outputs, shape.size.row, shape.size.column, size.row, size.column}) < 1)
+  const int64_t channels = std::min(shape.inputs, shape.outputs);
+  if (std::min({shape.images, channels, shape.size.row, shape.size.column, size.row, size.column}) < 1)
     return std::nullopt;
   const MapShape input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);

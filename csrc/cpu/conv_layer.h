@@ -3,8 +3,8 @@
 //   forward    read x | y = act(conv(x, w) + b + residual), norms | write y
 //   backward   dz = act'(y) dy, read x | dW = x * dz, dx = conv'(dz, w) | dv, dg, db from dW, write dx
 //
-// '|' are phase boundaries. A map that has the kernels' own layout (stage.h), a channels_last tensor of a multiple of 16
-// channels, is read and written where it is; others are converted on the way in and out.
+// '|' are phase boundaries. A map that has the kernels' own layout (stage.h), a channels_last tensor of a multiple of
+// 16 channels, is read and written where it is; others are converted on the way in and out.
 //
 //   Winograd   3x3, stride 1, padding 1, maps of some size: the stage's convolution, `Geometry`
 //   direct     every other window: `Window` (window.h)

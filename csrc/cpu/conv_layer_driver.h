@@ -5,7 +5,8 @@
 #include "stage_banks.h"
 #include "stage_maps.h"
 #include "stage_wgrad.h"
-#include "window_kernels.h"
+#include "window_pack.h"
+#include "window_wgrad.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
@@ -149,7 +150,8 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   const int64_t inputs = count_of(job.x.is_copied(), map_items(job.input));
   const int64_t added = count_of(job.residual.is_copied(), map_items(job.output));
   const int64_t packs = count_of(!own, geometry.output_blocks);
-  const int64_t rows = Parts::kTransposed ? job.input.channels : job.output.channels, row_blocks = divide_up(rows, kLanes);
+  const int64_t rows = Parts::kTransposed ? job.input.channels : job.output.channels;
+  const int64_t row_blocks = divide_up(rows, kLanes);
   const auto measure = [&](int64_t block) {
     measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm, scratch);
   };
@@ -219,7 +221,8 @@ void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* 
     }
     dy = dz;
   }
-  if (job.bias_sums) sum_pixels(dy, run.end - run.begin, map.padded_channels, job.bias_sums + item * map.padded_channels);
+  const int64_t channels = map.padded_channels;
+  if (job.bias_sums) sum_pixels(dy, run.end - run.begin, channels, job.bias_sums + item * channels);
   if (border) Parts::put(job.transposed, run, dy, job.dz.own);
   if (job.dz.is_copied()) write_pixels(map, dy, run, job.dz.given);
 }

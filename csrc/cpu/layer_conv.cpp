@@ -202,7 +202,8 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
     if (need_x) dx = empty_map(shape.images, shape.inputs, shape.size.row, shape.size.column, flat, last);
     if (need_v) dv = empty_as(rows);
     if (need_bias) db = empty({channels}, ScalarType::Float);
-    if (need_residual && masked) dz = empty_map(shape.images, channels, size.row, size.column, flat, is_channels_last(y));
+    if (need_residual && masked)
+      dz = empty_map(shape.images, channels, size.row, size.column, flat, is_channels_last(y));
     float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
     if (run_conv_layer_backward(layer, dy_given, y, norms, {dx, dv, dz, dgain.data(), dbias})) {
       if (dv) dv = laid_out_as(*dv, v);

@@ -1,8 +1,8 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
-// It is the data gradient of a convolution from y's map to x's (window.h). What conv_layer.h has no kernel for, or would
-// not be faster at, and what meets a value that is not finite, is answered by nothing: the caller composes it of the row
-// norm and the vendor's product (wnfused/backends/native.py).
+// It is the data gradient of a convolution from y's map to x's (window.h). What conv_layer.h has no kernel for, or
+// would not be faster at, and what meets a value that is not finite, is answered by nothing: the caller composes it of
+// the row norm and the vendor's product (wnfused/backends/native.py).
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
@@ -21,7 +21,8 @@ struct Sliding {
 };
 
 void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias, const Sliding& at) {
-  STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv_transpose: x and v must have 3, 4 or 5 dims");
+  STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(),
+                  "conv_transpose: x and v must have 3, 4 or 5 dims");
   check_parameters(x, v, g, std::nullopt);
   const size_t spatial = static_cast<size_t>(v.dim()) - 2;
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial &&
@@ -41,11 +42,10 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
   const Pair input{flat ? 1 : x.size(2), x.size(-1)}, kernel{flat ? 1 : v.size(2), v.size(-1)};
   const Pair stride = pair(at.stride, 1), padding = pair(at.padding, 0), dilation = pair(at.dilation, 1);
   const Pair extra = pair(at.output_padding, 0);
-  const auto extent = [](int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation, int64_t extra) {
-    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + extra + 1;
+  const auto extent = [&](int64_t Pair::*at) {
+    return (input.*at - 1) * stride.*at - 2 * (padding.*at) + dilation.*at * (kernel.*at - 1) + extra.*at + 1;
   };
-  const Pair output{extent(input.row, kernel.row, stride.row, padding.row, dilation.row, extra.row),
-                    extent(input.column, kernel.column, stride.column, padding.column, dilation.column, extra.column)};
+  const Pair output{extent(&Pair::row), extent(&Pair::column)};
   const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation};
   if (std::min(stride.row, stride.column) < 1 || std::min(output.row, output.column) < 1) return std::nullopt;
   // An output_padding of a stride or more has rows of y that no pixel of x knows.

@@ -58,11 +58,10 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
 }  // namespace
 
 Pair ConvShape::output_size() const {
-  const auto extent = [](int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
-    return (size + 2 * padding - dilation * (kernel - 1) - 1) / stride + 1;
+  const auto extent = [this](int64_t Pair::*at) {
+    return (size.*at + 2 * (padding.*at) - dilation.*at * (kernel.*at - 1) - 1) / (stride.*at) + 1;
   };
-  return {extent(size.row, kernel.row, stride.row, padding.row, dilation.row),
-          extent(size.column, kernel.column, stride.column, padding.column, dilation.column)};
+  return {extent(&Pair::row), extent(&Pair::column)};
 }
 
 Window forward_window(const ConvShape& shape, int64_t workers) {

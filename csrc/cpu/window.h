@@ -73,7 +73,8 @@ struct Window : Division {
   int64_t padded_size() const { return source.images * padded_pixels() * source.padded_channels; }
   // The pixel at a line, numbered through all images, and a column.
   int64_t padded_index(int64_t line, int64_t column) const {
-    return line / source.height * padded_pixels() + (line % source.height + before.row) * pitch + before.column + column;
+    const int64_t image = line / source.height, row = line % source.height;
+    return image * padded_pixels() + (row + before.row) * pitch + before.column + column;
   }
   // Units are the target's pixels, in their order.
   bool is_run() const { return grid_count == 1 && !by_position; }

@@ -1,0 +1,119 @@
+// Parameters to banks, and banks of gradients back to parameters, for any number of taps: 16 rows of v by 16 entries at
+// a time, transposed in registers. See stage_pack.h, whose norms and whose end of a gradient these are.
+//
+//   v, one row:   [C][taps], or channels_last [taps][C]          bank:   [taps][output block][C][16 lanes]
+#pragma once
+
+#include "stage_pack.h"
+#include "window.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Entry e of a row of v: which input channel and tap it is.
+class RowEntry {
+ public:
+  RowEntry(bool taps_first, int64_t channels, int64_t taps)
+      : taps_first_(taps_first), end_(taps_first ? channels : taps) {}
+
+  int64_t channel() const { return taps_first_ ? inner_ : outer_; }
+  int64_t tap() const { return taps_first_ ? outer_ : inner_; }
+
+  void advance() {
+    if (++inner_ < end_) return;
+    inner_ = 0;
+    ++outer_;
+  }
+
+ private:
+  bool taps_first_;
+  int64_t end_, outer_ = 0, inner_ = 0;
+};
+
+WNFUSED_INLINE Block load_part(const float* source, int64_t lanes) {
+  if (lanes >= kLanes) return load(source);
+  float values[kLanes] = {};
+  for (int64_t i = 0; i < lanes; ++i) values[i] = source[i];
+  return load(values);
+}
+
+// One block of outputs, scaled.
+inline void pack_window(const Window& window, const Parameter& v, int64_t outputs, int64_t output_block,
+                        const Block (&scale)[kLanes], float* bank) {
+  const int64_t channels = window.source.channels, floats = channels * window.planes;
+  const int64_t row0 = output_block * kLanes, rows = smaller(kLanes, outputs - row0);
+  const float* values = static_cast<const float*>(v.data) + row0 * floats;
+  RowEntry entry(v.taps_first, channels, window.planes);
+  for (int64_t e = 0; e < floats; e += kLanes) {
+    Block block[kLanes];
+    const int64_t lanes = smaller(kLanes, floats - e);
+    for (int r = 0; r < kLanes; ++r)
+      block[r] = r < rows ? load_part(values + r * floats + e, lanes) * scale[r] : zero();
+    transpose(block);
+    for (int64_t i = 0; i < lanes; ++i, entry.advance())
+      store(bank + entry.tap() * window.plane_stride +
+                (output_block * window.source.padded_channels + entry.channel()) * kLanes,
+            block[i]);
+  }
+}
+
+// g / ||v|| of a row whose norm is known.
+template <class Job>
+WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
+  return job.norm[row] != 0.0f ? read(job.g, row) / job.norm[row] : 0.0f;
+}
+
+// One block of outputs, where the rows of v are the source's channels.
+template <class Job>
+void pack_transposed_window(const Job& job, const Window& window, int64_t input_block, float* bank) {
+  const int64_t outputs = window.source.channels, inputs = window.target.channels, taps = window.planes;
+  const int64_t input0 = input_block * kLanes, lanes = smaller(kLanes, inputs - input0), floats = inputs * taps;
+  const bool runs = job.v.taps_first || taps == 1;
+  float* depth0 = bank + input_block * window.source.padded_channels * kLanes;
+  for (int64_t output = 0; output < outputs; ++output) {
+    const float* row = static_cast<const float*>(job.v.data) + output * floats;
+    const Block scale = splat(row_scale(job, output));
+    float* target = depth0 + output * kLanes;
+    if (runs) {
+      for (int64_t k = 0; k < taps; ++k)
+        store(target + k * window.plane_stride, load_part(row + k * inputs + input0, lanes) * scale);
+      continue;
+    }
+    for (int64_t k0 = 0; k0 < taps; k0 += kLanes) {
+      Block block[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int64_t at = (input0 + i) * taps + k0;
+        block[i] = i < lanes ? load_part(row + at, floats - at) : zero();
+      }
+      transpose(block);
+      const int64_t end = smaller(kLanes, taps - k0);
+      for (int64_t k = 0; k < end; ++k) store(target + (k0 + k) * window.plane_stride, block[k] * scale);
+    }
+  }
+}
+
+// dv, dg and dbias of one output block. window: the forward's. `scratch`: 18 rows of whole Blocks.
+template <class Job>
+void finish_window_gradient(const Job& job, const Window& window, int64_t output_block, const float* bank,
+                            const float* bias_gradient, float* scratch) {
+  const int64_t channels = window.source.channels, outputs = window.target.channels;
+  const int64_t floats = channels * window.planes, padded = (floats + kLanes - 1) / kLanes * kLanes;
+  fetch_row(job, output_block * kLanes, floats);
+  RowEntry entry(job.v.taps_first, channels, window.planes);
+  for (int64_t e = 0; e < floats; e += kLanes) {
+    Block block[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) {
+      block[i] = zero();
+      if (e + i >= floats) continue;
+      const float* source = bank + entry.tap() * window.plane_stride +
+                            (output_block * window.source.padded_channels + entry.channel()) * kLanes;
+      for (int64_t s = 0; s < window.wgrad_slices; ++s) block[i] = block[i] + load(source + s * window.gradient_size());
+      entry.advance();
+    }
+    transpose(block);
+    WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) store(scratch + r * padded + e, block[r]);
+  }
+  finish_rows(job, outputs, {floats, padded}, 0, output_block, 1.0f, scratch, bias_gradient, window.wgrad_slices,
+              scratch + kLanes * padded);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA
