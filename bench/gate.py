@@ -8,7 +8,8 @@ root mean square and each by itself.
 Tolerances, with ``u`` the unit roundoff:
 
 - *Output in float32.* Roundings of a sum of ``K`` products walk at random to about ``u sqrt(K)``; the residual stream
-  of ``L`` layers adds ``u sqrt(L)``. Winograd's transforms and an unlucky order of sums cost a factor up to 4.
+  of ``L`` layers adds ``u sqrt(L)``. Winograd's transforms and an unlucky order of sums cost a factor up to 4, and a
+  network's head, whose sums of positive and negative features cancel, another 2 (torch's own plain WRN-1000 reaches 5).
 - *Output in bfloat16 and TensorFloat-32.* Operands are rounded, sums are kept in float32: ``u`` whatever ``K``, and
   ``u sqrt(L)`` where the stream itself is rounded at every block. ``x`` and ``w`` both, hence a factor 2.
 - *Gradients of one layer.* ``dw`` sums over all positions of the batch, so ``K`` is the longer of both sums. The output
@@ -68,7 +69,8 @@ def tolerance(workload: Workload, precision: str) -> Tolerance:
         case _:
             inner, depth = 9 * shape[1], 2 * models.blocks(workload)
     rounded = precision != "fp32"
-    output = 2 * u * (1 + math.sqrt(depth)) if rounded else 4 * u * (math.sqrt(inner) + math.sqrt(depth))
+    worst = 8 if isinstance(workload, Network) else 4
+    output = 2 * u * (1 + math.sqrt(depth)) if rounded else worst * u * (math.sqrt(inner) + math.sqrt(depth))
     if depth == 1:
         positions = math.prod(shape) // shape[1]
         gradient = 4 * u if rounded else 4 * u * math.sqrt(max(inner, positions))

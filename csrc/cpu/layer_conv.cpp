@@ -1,11 +1,13 @@
 // conv: y = act(s conv(x, v) + b + residual) over 1 to 3 spatial dims, and its gradients.
 //
-//      map-heavy layers (most)      w = s v beforehand where there is no pass over z to ride in; else, and in
-//      weight-heavy layers          z = conv(x, v), the scale in the epilogue; dx from s dz, dw from dz
+//      float32, one group, one or two dims      kernels of this library (conv_layer.h), where they are faster
+//      map-heavy layers (most of the others)    w = s v beforehand where there is no pass over z to ride in; else, and
+//      weight-heavy layers                      z = conv(x, v), the scale in the epilogue; dx from s dz, dw from dz
 //
-// The vendor's library takes the convolutions, in the memory format that torch picks for them; z [N, C, spatial] is
-// then a matrix of lines along C (channels_last) or along the map (NCHW), and each pass of ours works line by line.
-// Floor beside the products: v once, z read and written once; backward dy, y, dz (and s dz) and dw, v, dv once each.
+// The vendor's library takes the convolutions of the last two rows, in the memory format that torch picks for them;
+// z [N, C, spatial] is then a matrix of lines along C (channels_last) or along the map (NCHW), and each pass of ours
+// works line by line. Floor beside the products: v once, z read and written once; backward dy, y, dz (and s dz) and dw,
+// v, dv once each.
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
