@@ -43,6 +43,11 @@ using Gradient = std::optional<Tensor>;
 std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, int64_t activation, double slope);
+std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
+
 // Nothing, or false, where the kernels of this library do not take the layer.
 std::tuple<Gradient, Gradient> conv_transpose(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
@@ -54,11 +59,6 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
     int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, const std::vector<int64_t>& output_padding, int64_t groups,
     int64_t activation, double slope);
-
-std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-    const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
 
 // Replaces each matrix of a [n, r, c], r <= c, by the Q with orthonormal rows of A = L Q, L lower triangular with a
 // positive diagonal; and says which were well-conditioned enough for it. The others stay as they are.

@@ -215,11 +215,13 @@ constexpr int64_t kPadding = 6;
 int64_t weights_a_row() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
 
 // Memory for copies of maps in other layouts, in floats: 1 GB.
-constexpr int64_t kCopies = int64_t{1} << 28;
+constexpr double kCopies = 1 << 28;
 
-// Floats of a map with a border on every side, at least what a Window gives it.
-int64_t bordered(const MapShape& map, const Pair& border) {
-  return map.images * (map.height + 2 * border.row) * (map.width + 2 * border.column) * map.padded_channels;
+// Floats of a map with a border on every side, at least what a Window gives it. No map is too large for a double.
+double bordered(const MapShape& map, const Pair& border) {
+  const double rows = static_cast<double>(map.height + 2 * border.row);
+  const double columns = static_cast<double>(map.width + 2 * border.column);
+  return rows * columns * static_cast<double>(map.images) * static_cast<double>(map.padded_channels);
 }
 
 Pair reach_of(const ConvShape& shape) {
@@ -241,16 +243,13 @@ std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<
 }  // namespace
 
 std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed) {
+  if (!shape.is_sound()) return std::nullopt;
   const Pair size = shape.output_size();
-  const int64_t channels = std::min(shape.inputs, shape.outputs);
-  if (std::min({shape.images, channels, shape.size.row, shape.size.column, size.row, size.column}) < 1)
-    return std::nullopt;
   const MapShape input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);
   const int64_t weights = shape.inputs * shape.outputs;
   if (kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
-  const int64_t copies = bordered(input, shape.padding) + bordered(output, reach_of(shape));
-  if (2 * copies > kCopies) return std::nullopt;
+  if (2 * (bordered(input, shape.padding) + bordered(output, reach_of(shape))) > kCopies) return std::nullopt;
   if (!transposed && takes_winograd(shape)) {
     const Method method = preferred_method(shape.images, shape.size.row, shape.size.column);
     if (method != Method::kDirect) {
@@ -259,7 +258,6 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
       return weights <= weights_a_row() * tiles ? std::optional(method) : std::nullopt;
     }
   }
-  if (shape.taps() > kMaxWindowTaps || shape.stride.product() > kMaxGrids) return std::nullopt;
   if (weights > weights_a_row() * output.pixels()) return std::nullopt;
   return Method::kDirect;
 }

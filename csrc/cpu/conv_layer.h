@@ -30,7 +30,7 @@ namespace wnfused::cpu {
 // panel as it is read or written.
 enum class Access { kCopy, kInPlace, kPanels };
 
-// A map of the caller's and, in the kernels' layout, the memory for it (null with kPanels).
+// A map of the caller's and, in the kernels' layout, the memory for it, if it has any.
 struct LayerMap {
   ExternalMap given;  // data null: there is none
   float* own;

@@ -98,7 +98,8 @@ struct DirectParts : WindowParts {
   }
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
-    finish_window_gradient(job, job.geometry, block, job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+    finish_window_gradient(job, job.geometry, block, job.scratch.gradient[0], job.dbias, job.scratch.bias_gradient[0],
+                           scratch);
   }
 };
 
@@ -130,9 +131,7 @@ struct TransposedParts : WindowParts {
 
   // The bias is the outputs', not the rows'.
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
-    ConvBackward<G> rows = job;
-    rows.dbias = {};
-    finish_window_gradient(rows, job.transposed, block, job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+    finish_window_gradient(job, job.transposed, block, job.scratch.gradient[0], {}, nullptr, scratch);
   }
 
  private:
@@ -214,10 +213,11 @@ void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* 
     const float* y = scratch;
     if (job.y.is_in_place()) y = job.y.own + first;
     else read_pixels(map, job.y.given, run, scratch);
-    const Block slope = splat(job.activation == Activation::kLeakyRelu ? job.slope : 0.0f);
+    const bool leaky = job.activation == Activation::kLeakyRelu;
+    const Block slope = splat(job.slope);
     for (int64_t k = 0; k < floats; k += kLanes) {
-      const Block gradient = load(dy + k), passed = relu_mask(load(y + k), gradient);
-      store(dz + k, job.activation == Activation::kRelu ? passed : multiply_add(slope, gradient - passed, passed));
+      const Block activation = load(y + k), gradient = load(dy + k);
+      store(dz + k, leaky ? leaky_mask(activation, gradient, slope) : relu_mask(activation, gradient));
     }
     dy = dz;
   }

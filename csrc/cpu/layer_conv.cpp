@@ -145,7 +145,7 @@ std::tuple<Tensor, Tensor> conv(
   if (std::optional<ConvLayer> found = own_layer(x, v, window)) {
     const ConvShape& shape = found->shape;
     const Pair size = shape.output_size();
-    const bool last = is_channels_last(x) || is_channels_last(v);
+    const bool last = suggests_channels_last(x) || suggests_channels_last(v);
     const Tensor y = empty_map(shape.images, channels, size.row, size.column, v.dim() == 3, last);
     const Tensor rows = rows_for(*found);
     check_residual(residual_given, y);
@@ -195,7 +195,10 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   if (found) {
     const ConvShape& shape = found->shape;
     const Pair size = shape.output_size();
-    const bool flat = v.dim() == 3, last = is_channels_last(x) || is_channels_last(v);
+    check_gradient(dy_given, "dy", shape.images, channels, size.row, size.column, v.dim() == 3);
+    if (masked) check_gradient(y, "y", shape.images, channels, size.row, size.column, v.dim() == 3);
+    STD_TORCH_CHECK(norm.numel() == channels, "conv: norm must have ", channels, " entries");
+    const bool flat = v.dim() == 3, last = suggests_channels_last(x) || suggests_channels_last(v);
     const Tensor rows = rows_for(*found);
     const ConvLayer layer{shape, false, found->method, x, rows, gain, nullptr, static_cast<Activation>(activation),
                           static_cast<float>(slope)};

@@ -30,6 +30,8 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
                   "conv_transpose: stride, padding, dilation and output_padding must have ", spatial, " entries");
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == v.size(1) * at.groups),
                   "conv_transpose: bias must have ", v.size(1) * at.groups, " entries");
+  STD_TORCH_CHECK(!bias || bias->scalar_type() == ScalarType::Float || bias->scalar_type() == x.scalar_type(),
+                  "conv_transpose: bias must have the dtype of x, or float32");
 }
 
 // The convolution whose data gradient the layer is; nothing where the kernels have no word for it.
@@ -47,11 +49,10 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
   };
   const Pair output{extent(&Pair::row), extent(&Pair::column)};
   const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation};
-  if (std::min(stride.row, stride.column) < 1 || std::min(output.row, output.column) < 1) return std::nullopt;
+  if (std::min(extra.row, extra.column) < 0 || !conv_layer_method(shape, true)) return std::nullopt;
   // An output_padding of a stride or more has rows of y that no pixel of x knows.
   const Pair back = shape.output_size();
-  if (back.row != input.row || back.column != input.column) return std::nullopt;
-  return conv_layer_method(shape, true) ? std::optional(shape) : std::nullopt;
+  return back.row == input.row && back.column == input.column ? std::optional(shape) : std::nullopt;
 }
 
 }  // namespace
@@ -67,7 +68,7 @@ std::tuple<Gradient, Gradient> conv_transpose(
   if (!shape) return {};
   std::vector<float> held_gain, held_bias;
   const Tensor y = empty_map(shape->images, shape->inputs, shape->size.row, shape->size.column, v.dim() == 3,
-                             is_channels_last(x) || is_channels_last(v));
+                             suggests_channels_last(x) || suggests_channels_last(v));
   check_residual(residual, y);
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
   const ConvLayer layer{*shape, true, Method::kDirect, x, v, floats_of(g, held_gain),
@@ -91,8 +92,12 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   std::vector<float> held;
   const ConvLayer layer{*shape, true, Method::kDirect, x, v, floats_of(g, held), nullptr,
                         static_cast<Activation>(activation), static_cast<float>(slope)};
-  const bool flat = v.dim() == 3, last = is_channels_last(x) || is_channels_last(v), masked = activation != 0;
+  const bool flat = v.dim() == 3, masked = activation != 0;
+  const bool last = suggests_channels_last(x) || suggests_channels_last(v);
   const Pair inputs = shape->output_size();
+  check_gradient(dy, "dy", shape->images, shape->inputs, shape->size.row, shape->size.column, flat);
+  if (masked) check_gradient(y, "y", shape->images, shape->inputs, shape->size.row, shape->size.column, flat);
+  STD_TORCH_CHECK(norm.numel() == v.size(0), "conv_transpose: norm must have ", v.size(0), " entries");
   Rounded dgain(sizes_of(g), g.scalar_type());
   Gradient dx, dv, db, dz;
   if (need_x) dx = empty_map(shape->images, shape->outputs, inputs.row, inputs.column, flat, last);

@@ -119,6 +119,14 @@ inline void check_residual(const std::optional<Tensor>& residual, const Tensor& 
                   "layer: residual must have the dtype and shape of the output");
 }
 
+// A gradient, or an output, of a layer over one or two dims.
+inline void check_gradient(
+    const Tensor& t, const char* name, int64_t images, int64_t channels, int64_t rows, int64_t columns, bool flat) {
+  const bool fits = t.dim() == (flat ? 3 : 4) && t.size(0) == images && t.size(1) == channels &&
+                    t.size(-1) == columns && (flat || t.size(2) == rows);
+  STD_TORCH_CHECK(fits && t.scalar_type() == ScalarType::Float, "layer: ", name, " must be float32 of the output's shape");
+}
+
 inline float widened(uint16_t bfloat16) {
   const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
   float value;
@@ -204,6 +212,18 @@ inline bool has_dense_rows(const Tensor& v) {
   const int64_t channels = v.size(1), width = v.size(3);
   return v.stride(1) == 1 && v.stride(3) == channels && v.stride(2) == channels * width &&
          v.stride(0) == channels * width * v.size(2);
+}
+
+// torch's rule for the format of a result: strides that grow in the order C, W, H, N, be the map dense or not. Where
+// sizes of 1 leave both orders open it is NCHW.
+inline bool suggests_channels_last(const Tensor& t) {
+  if (t.dim() != 4 || t.stride(1) == 0) return false;
+  int64_t least = 0;
+  for (const int64_t d : {1, 3, 2, 0}) {
+    if (t.size(d) == 0 || t.stride(d) < least || (d == 0 && least == t.stride(1))) return false;
+    least = t.stride(d) * std::max<int64_t>(t.size(d), 1);
+  }
+  return true;
 }
 
 inline bool is_channels_last(const Tensor& t) { return t.dim() == 4 && !t.is_contiguous() && has_dense_rows(t); }

@@ -113,7 +113,8 @@ struct ExternalMap {
 struct Parameter {
   void* data;
   bool bfloat16;
-  bool taps_first = false;  // v and dv: a row is [9][C], channels_last, not [C][9]; then fp32, and C a multiple of 16
+  // v and dv: a row is [taps][C], channels_last, not [C][taps]; then fp32, and for the stage's kernels C a multiple of 16.
+  bool taps_first = false;
 };
 
 // The canonical maps [.., N, H, W, C]. every == 0: h_b and a_b of every block; every == k: h_b where k divides b, fp32.

@@ -6,7 +6,7 @@
 //
 // Memory that one core writes and another one reads, in turns, makes packing five times as slow, since each line must be
 // called back first, and what reads it twice as slow. So a bank is shared only where five or more workers divide the
-// packing (make_geometry).
+// packing (choose_banks).
 #pragma once
 
 #include "stage_pack.h"

@@ -344,11 +344,12 @@ void fetch_row(const Job& job, int64_t index, int64_t floats) {
       prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
 }
 
-// dv, dg and dbias of one output block, from dW of its rows, which stand in `gradients`. The first row has been fetched.
+// dv, dg and, where it is there, dbias of one output block, from dW of its rows, which stand in `gradients`. The first row has been fetched.
 // `scratch`: 2 rows.
 template <class Job>
 void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64_t convolution, int64_t output_block,
-                 float factor, float* gradients, const float* bias_gradient, int64_t slices, float* scratch) {
+                 float factor, float* gradients, const Parameter& dbias, const float* bias_gradient, int64_t slices,
+                 float* scratch) {
   const auto [floats, padded] = length;
   const int64_t padded_outputs = (outputs + kLanes - 1) / kLanes * kLanes;
   for (int64_t r = 0; r < kLanes && output_block * kLanes + r < outputs; ++r) {
@@ -362,9 +363,10 @@ void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64
       for (int64_t k = floats; k < padded; ++k) scratch[k] = gradients[r * padded + k] = 0.0f;
     }
     normalise_gradient(job, index, length, gradients + r * padded, values, factor, scratch + padded);
+    if (!dbias.data) continue;
     float sum = 0.0f;
     for (int64_t s = 0; s < slices; ++s) sum += bias_gradient[s * padded_outputs + channel];
-    if (job.dbias.data) write(job.dbias, index, factor * sum);
+    write(dbias, index, factor * sum);
     if (sum - sum != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
   }
 }
@@ -398,7 +400,7 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
     });
   }
   finish_rows(job, geometry.outputs, {geometry.channels * kTaps, row_floats}, convolution, output_block, factor,
-              gradients, bias_gradient, geometry.wgrad_slices, row);
+              gradients, job.dbias, bias_gradient, geometry.wgrad_slices, row);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

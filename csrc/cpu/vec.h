@@ -120,6 +120,15 @@ WNFUSED_INLINE Block relu_mask(const Block& activation, const Block& gradient) {
   return result;
 }
 
+// gradient where the activation passed the leaky ReLU, slope * gradient elsewhere.
+WNFUSED_INLINE Block leaky_mask(const Block& activation, const Block& gradient, const Block& slope) {
+  const Native nothing{};
+  Block result;
+  WNFUSED_FOR_PARTS result.part[i] =
+      activation.part[i] <= nothing ? slope.part[i] * gradient.part[i] : gradient.part[i];
+  return result;
+}
+
 // Nearest bfloat16, ties to even, still held as fp32; NaN stays a (quiet) NaN.
 WNFUSED_INLINE Block round_to_bfloat16(const Block& a) {
   Block result;

@@ -57,6 +57,19 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
 
 }  // namespace
 
+bool ConvShape::is_sound() const {
+  // Far beyond any layer, and small enough for sums and products of two.
+  constexpr int64_t kFar = int64_t{1} << 20;
+  const auto sound = [&](int64_t Pair::*at) {
+    const auto within = [](int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; };
+    return within(kernel.*at, 1, kMaxWindowTaps) && within(stride.*at, 1, kMaxGrids) && within(dilation.*at, 1, kFar) &&
+           within(padding.*at, 0, kFar) && size.*at >= 1 &&
+           size.*at + 2 * (padding.*at) > dilation.*at * (kernel.*at - 1);
+  };
+  return images >= 1 && inputs >= 1 && outputs >= 1 && sound(&Pair::row) && sound(&Pair::column) &&
+         taps() <= kMaxWindowTaps && stride.product() <= kMaxGrids;
+}
+
 Pair ConvShape::output_size() const {
   const auto extent = [this](int64_t Pair::*at) {
     return (size.*at + 2 * (padding.*at) - dilation.*at * (kernel.*at - 1) - 1) / (stride.*at) + 1;

@@ -26,12 +26,17 @@ struct Pair {
   int64_t product() const { return row * column; }
 };
 
+// More than these are left to the vendor.
+constexpr int64_t kMaxWindowTaps = 64, kMaxGrids = 16;
+
 // A layer y = conv(x, w), zero padding, one group.
 struct ConvShape {
   int64_t images, inputs, outputs;
   Pair size, kernel, stride, padding, dilation;  // size: of a map of x
 
   int64_t taps() const { return kernel.product(); }
+  // Whether it is a convolution at all, within the bounds of a Window: only then it has an output_size().
+  bool is_sound() const;
   Pair output_size() const;
 };
 
@@ -46,9 +51,6 @@ struct Grid {
   int64_t first_tap, taps;
   int64_t first_chunk;
 };
-
-// More than these are left to the vendor.
-constexpr int64_t kMaxWindowTaps = 64, kMaxGrids = 16;
 
 struct Window : Division {
   MapShape source, target;

@@ -91,10 +91,11 @@ void pack_transposed_window(const Job& job, const Window& window, int64_t input_
   }
 }
 
-// dv, dg and dbias of one output block. window: the forward's. `scratch`: 18 rows of whole Blocks.
+// dv, dg and, where it is there, dbias of one output block. window: the one whose weight gradient it is. `scratch`: 18
+// rows of whole Blocks.
 template <class Job>
 void finish_window_gradient(const Job& job, const Window& window, int64_t output_block, const float* bank,
-                            const float* bias_gradient, float* scratch) {
+                            const Parameter& dbias, const float* bias_gradient, float* scratch) {
   const int64_t channels = window.source.channels, outputs = window.target.channels;
   const int64_t floats = channels * window.planes, padded = (floats + kLanes - 1) / kLanes * kLanes;
   fetch_row(job, output_block * kLanes, floats);
@@ -112,8 +113,8 @@ void finish_window_gradient(const Job& job, const Window& window, int64_t output
     transpose(block);
     WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) store(scratch + r * padded + e, block[r]);
   }
-  finish_rows(job, outputs, {floats, padded}, 0, output_block, 1.0f, scratch, bias_gradient, window.wgrad_slices,
-              scratch + kLanes * padded);
+  finish_rows(job, outputs, {floats, padded}, 0, output_block, 1.0f, scratch, dbias, bias_gradient,
+              window.wgrad_slices, scratch + kLanes * padded);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

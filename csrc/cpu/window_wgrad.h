@@ -1,6 +1,6 @@
 // The weight gradient of a convolution over any window, as a bank: the products of window_conv.h with pixels as depth.
 //
-//      broadcast channel i of source pixel t, moved by the tap   x   gradient of target pixel t   ->   [tap][i][16 lanes]
+//      broadcast channel i of source pixel t, moved by the tap  x  gradient of target pixel t  ->  [tap][i][16 lanes]
 //
 // Slices, and the order of their sum, are those of stage_wgrad.h.
 #pragma once

@@ -1,8 +1,8 @@
 """The C++ backend: schemas of the kernels in the compiled libraries, and thin shells that call them.
 
-The library registers its kernels under ``torch.ops.wnfused_native`` when it is opened. Wide convolutions and matrix
-products are left to the vendor's library that torch carries; what is ours beside them is the norm, the scale and
-the one pass for ``dv, dg``.
+The library registers its kernels under ``torch.ops.wnfused_native`` when it is opened. Residual stages and most
+convolutions in float32 are multiplied by its own kernels; other products are left to the vendor's library that torch
+carries, and what is ours beside them is the norm, the scale and the one pass for ``dv, dg``.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def instruction_set() -> str | None:
 def takes_conv(
     v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool
 ) -> bool:
-    """Whether convolutions over one or two dims are multiplied here, on maps of some size at least."""
+    """Whether convolutions over one or two dims are multiplied here, on maps of 256 pixels."""
     dims = v.dim() - 2
     if groups != 1 or dims > 2 or v.dtype != torch.float32 or not v.is_cpu:
         return False
     outputs, inputs, *kernel = v.shape
-    size = [1024] if dims == 1 else [32, 32]
+    size = [256] if dims == 1 else [16, 16]
     pairs = [[*[one] * (2 - dims), *pair] for one, pair in ((1, kernel), (1, stride), (0, padding), (1, dilation))]
     maps = [1, inputs, outputs, *[1] * (2 - dims), *size]
     return torch.ops.wnfused_native.cpu_conv_method(maps, *pairs, transposed) != "vendor"
@@ -214,7 +214,8 @@ def orthonormal_rows_(a: Tensor) -> Tensor:
 
 
 # The layers. One kernel runs what is common: rows along dim 0, float32 or bfloat16. Everything else (float64, float16,
-# norms along another dim, transposed convolutions) is composed of the row norm, the vendor's product and an epilogue.
+# norms along another dim, transposed convolutions that have no kernel) is composed of the row norm, the vendor's product
+# and an epilogue.
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16)
 """Of ``x``; the parameters have the same, or float32."""

@@ -1,0 +1,104 @@
+"""What layers of any window make of odd arguments, formats and gradients: as torch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from own_conv import Case, method_of, sample
+
+import wnfused
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+PAIRS = ((wnfused, "WNConv"), (torch.nn, "Conv"))
+
+# A layer's arguments and the size of its input.
+REFUSED = {
+    "stride 0": (wnfused.WNConv2d, (16, 16, 1, 0), (8, 8)),
+    "kernel beyond the map": (wnfused.WNConv2d, (16, 16, 5, 2), (4, 4)),
+    "kernel beyond the line": (wnfused.WNConv1d, (32, 32, 7, 2), (6,)),
+    "negative padding": (wnfused.WNConv2d, (16, 16, 3, 1, (-1, -1)), (8, 8)),
+    "dilation 0": (wnfused.WNConv2d, (16, 16, 3, 1, 1, 0), (8, 8)),
+    "negative dilation": (wnfused.WNConv2d, (16, 16, 3, 1, 1, -1), (8, 8)),
+    "negative stride": (wnfused.WNConv2d, (16, 16, 3, (-5, -3)), (4, 4)),
+    "transposed, stride 0": (wnfused.WNConvTranspose2d, (16, 16, 3, 0), (4, 4)),
+    "transposed, negative padding": (wnfused.WNConvTranspose2d, (16, 16, 3, 1, (-1, -1)), (4, 4)),
+    "transposed, dilation 0": (wnfused.WNConvTranspose2d, (16, 16, 3, 1, 0, 0, 1, True, 0), (4, 4)),
+    "transposed, negative output padding": (wnfused.WNConvTranspose2d, (16, 16, 3, 2, 0, (-1, -1)), (1, 1)),
+}
+
+
+@pytest.mark.parametrize(("kind", "arguments", "size"), REFUSED.values(), ids=REFUSED)
+def test_what_torch_refuses_is_refused(kind, arguments, size):
+    layer = kind(*arguments)
+    with pytest.raises((RuntimeError, ValueError)):
+        layer(torch.randn(1, arguments[0], *size))
+    with wnfused.frozen(layer):  # which asks for the method too
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"),
+    [((1, 1), (2**32, 2**32), (0, 0), (1, 1)), ((2, 2), (1, 1), (2**29 - 2,) * 2, (2**30 - 4,) * 2)],
+    ids=["stride", "border"],
+)
+def test_numbers_whose_products_overflow(kernel, stride, padding, dilation):
+    case = Case(1, 16, 16, (4, 4), kernel, stride, padding, dilation)
+    assert method_of(case) == "vendor"
+
+
+def maps_in_many_formats():
+    wide = torch.randn(2, 64, 5, 6).contiguous(memory_format=torch.channels_last)
+    yield "a chunk of channels", wide[:, :32]
+    yield "every other line", wide[:, :32, ::2]
+    yield "every other column", torch.randn(2, 32, 5, 12)[..., ::2]
+    yield "an image's only pixel", torch.randn(3, 32, 1, 1)
+    yield "a pixel, channels_last", torch.randn(3, 32, 1, 1).contiguous(memory_format=torch.channels_last)
+    yield "a line, channels_last", torch.randn(1, 32, 1, 7).contiguous(memory_format=torch.channels_last)
+    yield "transposed", torch.randn(2, 32, 6, 5).mT
+    yield "permuted", torch.randn(2, 5, 6, 32).permute(0, 3, 1, 2)
+    yield "expanded", torch.randn(1, 32, 5, 6).expand(2, -1, -1, -1)
+
+
+@pytest.mark.parametrize(("name", "x"), list(maps_in_many_formats()), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize("last_weight", [False, True])
+@pytest.mark.parametrize("kind", ["1x1", "stride 2", "transposed"])
+def test_formats_are_torchs(name, x, last_weight, kind):
+    """Also where a map is not dense, or sizes of 1 leave its format open."""
+    options = {"1x1": (1, 1, 0), "stride 2": (3, 2, 1), "transposed": (4, 2, 1)}[kind]
+    ours, plain = (getattr(m, f"{p}{'Transpose2d' if kind == 'transposed' else '2d'}") for m, p in PAIRS)
+    layer, twin = ours(32, 16, *options), plain(32, 16, *options)
+    if last_weight:
+        layer.to(memory_format=torch.channels_last)
+        twin.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        y = layer(x)
+        twin.weight.copy_(layer.weight)
+        twin.bias.copy_(layer.bias)
+        wanted = twin(x)
+    assert y.stride() == wanted.stride()
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+def test_an_infinite_gradient_that_meets_no_product(activation):
+    """A pixel of the padding: dx and dv are finite, and what is infinite is not NaN."""
+    case = Case(2, 16, 16, (4, 5), (1, 1), (1, 1), (2, 2), (1, 1))
+    x, v, g, bias, residual = sample(case)
+    y, norm = native.conv(x, v, g, bias, residual, *case.geometry, 0, activation, 0.1)
+    dy = torch.randn_like(y)
+    dy[0, 3, 0, 0] = float("inf")
+    dx, _, _, _, dz = native.conv_backward(
+        dy, y, x, v, g, norm, [True, False, False, True], *case.geometry, 0, activation, 0.1
+    )
+    assert dx.isfinite().all()
+    assert not dz.isnan().any()
+
+
+def test_gradients_of_another_shape_are_refused():
+    case = Case(1, 16, 16, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1))
+    x, v, g, bias, _ = sample(case)
+    y, norm = native.conv(x, v, g, bias, None, *case.geometry, 0, "relu")
+    with pytest.raises(RuntimeError, match="dy must be float32 of the output's shape"):
+        native.conv_backward(y[..., :2], y, x, v, g, norm, [True] * 4, *case.geometry, 0, "relu")
