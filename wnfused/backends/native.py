@@ -214,8 +214,8 @@ def orthonormal_rows_(a: Tensor) -> Tensor:
 
 
 # The layers. One kernel runs what is common: rows along dim 0, float32 or bfloat16. Everything else (float64, float16,
-# norms along another dim, transposed convolutions that have no kernel) is composed of the row norm, the vendor's product
-# and an epilogue.
+# norms along another dim, transposed convolutions that have no kernel) is composed of the row norm, the vendor's
+# product and an epilogue.
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16)
 """Of ``x``; the parameters have the same, or float32."""
