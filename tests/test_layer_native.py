@@ -78,7 +78,7 @@ def both(tensors, geometry=(), activation="relu", slope=0.01, needs=(True,) * 4,
 
 
 def assert_close(found, expected, dtype=torch.float32):
-    for name in NAMES:
+    for name in found:
         actual, wanted = found[name].double(), expected[name]
         assert actual.shape == wanted.shape, name
         assert torch.equal(actual.isfinite(), wanted.isfinite()), name
@@ -250,6 +250,21 @@ def test_shapes_that_do_not_fit_raise():
     for arguments in ((x, v, g[:3]), (x[:, :3], v, g), (x.double(), v, g)):
         with pytest.raises(RuntimeError):
             kernels.linear(*arguments, None, None, 0, 0.0)
+
+
+def test_gradients_that_do_not_fit_raise():
+    x, v, g, *_ = linear_sample(20, 30, 5)
+    y, norm = kernels.linear(x, v, g, None, None, 1, 0.0)
+    dy = torch.ones_like(y)
+    for name, arguments in (
+        ("dy", (dy[:19], y, x, v, g, norm)),
+        ("dy", (dy.bfloat16(), y, x, v, g, norm)),
+        ("y", (dy, y[:, :4], x, v, g, norm)),
+        ("norm", (dy, y, x, v, g, norm[:4])),
+        ("norm", (dy, y, x, v, g, norm.double())),
+    ):
+        with pytest.raises(RuntimeError, match=f"linear: {name} must"):
+            kernels.linear_backward(*arguments, 15, 1, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------- range

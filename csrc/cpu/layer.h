@@ -21,7 +21,7 @@
 // where y would not. Such a call is noticed and taken again with the scaled weight (can_wait below).
 //
 // So v, which is all that a wide layer with a small batch consists of, is read once more than by an un-normalised
-// layer, and from cache where the product takes it in slices (layer_linear.cpp). With a handful of rows of x even the
+// layer, and from cache where the product takes it in slices (linear_vendor.cpp). With a handful of rows of x even the
 // product is ours, and v is read once (layer_small.h).
 #pragma once
 
@@ -80,10 +80,10 @@ struct Mask {
 constexpr int kSmallRows = 32;  // of x: what the small kernels can take
 constexpr int kSmallTile = 8;   // rows of v that their backward takes at once
 
+// x: floats; or in pairs, as v, where the kernel takes products of pairs.
 struct SmallLinear {
   int64_t rows, inner, features;  // of x; of x and v; of v
-  const float* x;
-  Values v;
+  Values x, v;
   const float *gain, *bias, *residual;
   Values y;
   float* norm;

@@ -13,6 +13,7 @@
 // Floor: v once; backward v once and dv once, which is what the un-normalised layer moves for dx and dw.
 #pragma once
 
+#include "gemm.h"
 #include "layer_epilogue.h"
 #include "layer_rows.h"
 
@@ -22,7 +23,8 @@ namespace wnfused::cpu::WNFUSED_ISA {
 constexpr int kSumBlocks = kParts == 1 ? 18 : kParts == 2 ? 5 : 4;
 constexpr int kMaxSmallTile = kParts == 1 ? 8 : 4;
 
-template <int kRows, int kTile, class V>
+// inner: units of a row.
+template <class Units, int kRows, int kTile, class V>
 WNFUSED_INLINE void dot_tile(const V* v, const float* x, int64_t inner, float (&product)[kRows][kTile], float* square) {
   Block sum[kRows][kTile], norm[kRows];
   WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -33,11 +35,14 @@ WNFUSED_INLINE void dot_tile(const V* v, const float* x, int64_t inner, float (&
     Block row[kRows];
     WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
       row[r] = move.load(v + r * inner + k);
-      if (square) norm[r] = multiply_add(row[r], row[r], norm[r]);
+      if (square) {
+        __builtin_prefetch(v + (r + kRows) * inner + k, 0, 2);
+        norm[r] = Units::multiply_add(row[r], row[r], norm[r]);
+      }
     }
     WNFUSED_UNROLL for (int m = 0; m < kTile; ++m) {
       const Block operand = move.load(x + m * inner + k);
-      WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) sum[r][m] = multiply_add(row[r], operand, sum[r][m]);
+      WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) sum[r][m] = Units::multiply_add(row[r], operand, sum[r][m]);
     }
   });
   WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -58,10 +63,12 @@ WNFUSED_INLINE void put(const Values& target, int64_t at, float value) {
 }
 
 // Features [first, first + kRows) for rows [m, m + kTile) of x; the norms come with the first tile.
-template <int kRows, int kTile, class V>
+template <class Units, int kRows, int kTile, class V>
 WNFUSED_INLINE bool small_tile(const SmallLinear& task, const V* v, int64_t first, int64_t m) {
   float product[kRows][kTile], square[kRows], nothing = 0;
-  dot_tile<kRows, kTile>(v + first * task.inner, task.x + m * task.inner, task.inner, product, m == 0 ? square : nullptr);
+  const int64_t inner = task.inner / Units::kEntries;
+  dot_tile<Units, kRows, kTile>(v + first * inner, static_cast<const float*>(task.x.data) + m * inner, inner, product,
+                                m == 0 ? square : nullptr);
   bool in_range = true;
   for (int r = 0; r < kRows; ++r) {
     const int64_t feature = first + r;
@@ -79,18 +86,18 @@ WNFUSED_INLINE bool small_tile(const SmallLinear& task, const V* v, int64_t firs
   return in_range && nothing == 0;
 }
 
-template <int kTile, class V>
+template <class Units, int kTile, class V>
 WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t begin, int64_t end, int64_t m) {
   constexpr int kRows = kSumBlocks / (kTile + 1) > 3 ? 3 : kSumBlocks / (kTile + 1) < 1 ? 1 : kSumBlocks / (kTile + 1);
   bool in_range = true;
   int64_t first = begin;
-  for (; first + kRows <= end; first += kRows) in_range &= small_tile<kRows, kTile>(task, v, first, m);
-  for (; first < end; ++first) in_range &= small_tile<1, kTile>(task, v, first, m);
+  for (; first + kRows <= end; first += kRows) in_range &= small_tile<Units, kRows, kTile>(task, v, first, m);
+  for (; first < end; ++first) in_range &= small_tile<Units, 1, kTile>(task, v, first, m);
   return in_range;
 }
 
 // Slices of features whose rows of v stay in L1 or L2 while the tiles of x pass by.
-template <class V>
+template <class Units, class V>
 WNFUSED_INLINE bool small_slices(const SmallLinear& task, const V* v, int64_t begin, int64_t end) {
   const int64_t slice = task.rows > kMaxSmallTile ? 8 : end - begin;
   bool in_range = true;
@@ -98,17 +105,17 @@ WNFUSED_INLINE bool small_slices(const SmallLinear& task, const V* v, int64_t be
     const int64_t last = first + slice < end ? first + slice : end;
     int64_t m = 0;
     for (; m + kMaxSmallTile <= task.rows; m += kMaxSmallTile)
-      in_range &= small_features<kMaxSmallTile>(task, v, first, last, m);
-    if (kMaxSmallTile > 4 && task.rows - m >= 4) in_range &= small_features<4>(task, v, first, last, m), m += 4;
-    if (task.rows - m >= 2) in_range &= small_features<2>(task, v, first, last, m), m += 2;
-    if (task.rows - m >= 1) in_range &= small_features<1>(task, v, first, last, m);
+      in_range &= small_features<Units, kMaxSmallTile>(task, v, first, last, m);
+    if (kMaxSmallTile > 4 && task.rows - m >= 4) in_range &= small_features<Units, 4>(task, v, first, last, m), m += 4;
+    if (task.rows - m >= 2) in_range &= small_features<Units, 2>(task, v, first, last, m), m += 2;
+    if (task.rows - m >= 1) in_range &= small_features<Units, 1>(task, v, first, last, m);
   }
   return in_range;
 }
 
 inline bool small_linear(const SmallLinear& task, int64_t begin, int64_t end) {
   bool in_range = true;
-  with_entries(task.v, [&](auto* v) __attribute__((always_inline)) { in_range = small_slices(task, v, begin, end); });
+  with_entries(task.v, [&](auto* v) __attribute__((always_inline)) { in_range = small_slices<Singles>(task, v, begin, end); });
   return in_range;
 }
 

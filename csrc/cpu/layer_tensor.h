@@ -157,12 +157,13 @@ inline const float* floats_of(const Tensor& t, std::vector<float>& held) {
   return held.data();
 }
 
-// A tensor that is computed in floats and handed out in the dtype of `like`, and its shape: gradients of gains, say.
+// A tensor, the gradient of gains say, that is computed in floats and handed out in a dtype of its own.
 class Rounded {
  public:
-  Rounded(const std::vector<int64_t>& sizes, ScalarType dtype) : tensor_(empty(sizes, dtype)) {
-    if (dtype == ScalarType::BFloat16) held_.resize(tensor_.numel());
+  explicit Rounded(const Tensor& tensor) : tensor_(tensor) {
+    if (is_bfloat16(tensor)) held_.resize(tensor.numel());
   }
+  Rounded(const std::vector<int64_t>& sizes, ScalarType dtype) : Rounded(empty(sizes, dtype)) {}
 
   float* data() { return is_bfloat16(tensor_) ? held_.data() : static_cast<float*>(tensor_.mutable_data_ptr()); }
 

@@ -35,21 +35,23 @@ struct PairProduct {
   bool neighbours;      // eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r
 };
 
-// Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves; denormals may become zero.
-WNFUSED_INLINE void store_pairs(uint16_t* target, const Block& even, const Block& odd) {
 #if defined(WNFUSED_CONVERTS_BFLOAT16)
+// Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves; denormals become zero.
+WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
   const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  _mm512_storeu_si512(target, _mm512_permutexvar_epi16(order, halves));
-#else
-  const Block low = round_to_bfloat16(even), high = round_to_bfloat16(odd);
-  WNFUSED_FOR_PARTS {
-    const NativeBits pairs = ((NativeBits)low.part[i] >> 16) | (NativeBits)high.part[i];
-    __builtin_memcpy(target + 2 * i * kNativeLanes, &pairs, sizeof pairs);
-  }
-#endif
+  return {(Native)_mm512_permutexvar_epi16(order, halves)};
 }
+#else
+// Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves.
+WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
+  const Block low = round_to_bfloat16(even), high = round_to_bfloat16(odd);
+  Block pairs;
+  WNFUSED_FOR_PARTS pairs.part[i] = (Native)(((NativeBits)low.part[i] >> 16) | (NativeBits)high.part[i]);
+  return pairs;
+}
+#endif
 
 // Pairs of values that are bfloat16 already, as bits.
 WNFUSED_INLINE Block exact_pairs(const Block& even, const Block& odd) {
@@ -60,6 +62,10 @@ WNFUSED_INLINE Block exact_pairs(const Block& even, const Block& odd) {
 
 WNFUSED_INLINE void store_bits(uint16_t* target, const Block& bits) {
   WNFUSED_FOR_PARTS __builtin_memcpy(target + 2 * i * kNativeLanes, &bits.part[i], sizeof(Native));
+}
+
+WNFUSED_INLINE void store_pairs(uint16_t* target, const Block& even, const Block& odd) {
+  store_bits(target, rounded_pairs(even, odd));
 }
 
 // Operands [N, H, W, C], bfloat16.

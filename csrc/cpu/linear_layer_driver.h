@@ -1,0 +1,189 @@
+// The phases of a linear layer (linear_layer.h).
+#pragma once
+
+#include "gemm.h"
+#include "layer_epilogue.h"
+#include "layer_rows.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+WNFUSED_INLINE int64_t blocks_of(int64_t lanes) { return divide_up(lanes, kLanes); }
+WNFUSED_INLINE int64_t whole_tiles(int64_t rows) { return divide_up(rows, kTileRows) * kTileRows; }
+
+template <class T>
+WNFUSED_INLINE Runs<T> runs_of(const Values& matrix, int64_t count, int64_t length, const float* scale = nullptr) {
+  return {static_cast<const T*>(matrix.data), count, length, scale};
+}
+
+// Rows [first, first + count) of y from out = y^T [count][kWideBlocks * 16], lanes from lane0 on.
+template <class T>
+inline void finish_outputs(const LinearForward& job, int64_t first, int64_t count, int64_t lane0, int64_t lanes,
+                           const float* out) {
+  constexpr int64_t kStride = kWideBlocks * kLanes;
+  T* y = static_cast<T*>(job.y.data);
+  const T* residual = static_cast<const T*>(job.residual.data);
+  const Block slope = splat(job.slope);
+  with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
+    for (int64_t n = 0; n < count; n += kLanes) {
+      const int64_t width = smaller(kLanes, count - n), column = first + n;
+      const Block bias = !job.bias ? zero() : width == kLanes ? load(job.bias + column) : load(job.bias + column, width);
+      for (int64_t m = 0; m < lanes; m += kLanes) {
+        Block block[kLanes];
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(out + (n + i) * kStride + m);
+        transpose(block);
+        const int64_t end = smaller(kLanes, lanes - m);
+        for (int64_t i = 0; i < end; ++i) {
+          const int64_t at = (lane0 + m + i) * job.features + column;
+          Block value = block[i] + bias;
+          if (width == kLanes) {
+            if (residual) value = value + load(residual + at);
+            store(y + at, activate<activation.value>(value, slope));
+          } else {
+            if (residual) value = value + load(residual + at, width);
+            store(y + at, activate<activation.value>(value, slope), width);
+          }
+        }
+      }
+    }
+  });
+}
+
+// An item of the forward: rows [first, ..) of v, and of x those packed at `wide`, from lane0 on.
+template <class Units, class X, class V>
+inline void output_item(const LinearForward& job, const WideShape& shape, int64_t first, int64_t lane0, int64_t lanes,
+                        const float* wide, float* scratch) {
+  const int64_t count = smaller(job.row_block, job.features - first), rows = blocks_of(count) * kLanes;
+  const Runs<V> v = runs_of<V>(job.v, job.features, job.inner);
+  float scale[kNarrowRows];
+  for (int64_t r = 0; r < count; ++r) {
+    const V* row = v.data + (first + r) * job.inner;
+    const float norm = __builtin_sqrtf(dot(row, row, job.inner));
+    if (lane0 == 0) job.norm[first + r] = norm;
+    scale[r] = norm == 0 ? 0.0f : job.gain[first + r] / norm;
+  }
+  const Runs<V> w = {v.data + first * job.inner, count, job.inner, scale};
+  float *narrow = scratch, *out = narrow + kNarrowRows * kDepthChunk;
+  for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
+    const int64_t units = shape.chunk_units(chunk);
+    pack_narrow_along<Units>(w, 0, rows, chunk * kDepthChunk, units, narrow);
+    multiply<Units>(narrow, rows, wide + shape.at(chunk, 0), shape.block_floats, blocks_of(lanes), units, out,
+                    kWideBlocks * kLanes, chunk > 0);
+  }
+  finish_outputs<X>(job, first, count, lane0, lanes, out);
+}
+
+template <class Units, class X>
+void linear_forward(const LinearForward& job, Worker& worker) {
+  const int64_t group_lanes = job.wide_blocks * kLanes;
+  const int64_t groups = divide_up(job.rows, group_lanes);
+  const int64_t row_blocks = divide_up(job.features, job.row_block);
+  const WideShape shape(group_lanes, job.inner, Units::kEntries);
+  const Runs<X> x = runs_of<X>(job.x, job.rows, job.inner);
+  float* wide = job.memory.x + worker.index() * job.memory.x_stride;
+  float* scratch = job.memory.worker + worker.index() * job.memory.worker_stride;
+  int64_t packed = -1;
+  worker.phase({groups * row_blocks}, [&](int64_t item) {
+    const int64_t group = item / row_blocks, lane0 = group * group_lanes;
+    const int64_t lanes = smaller(group_lanes, job.rows - lane0);
+    if (group != packed) {
+      for (int64_t chunk = 0; chunk < shape.chunks; ++chunk)
+        for (int64_t b = 0; b < blocks_of(lanes); ++b)
+          pack_wide_along<Units>(x, lane0 + b * kLanes, chunk * kDepthChunk, shape.chunk_units(chunk),
+                                 wide + shape.at(chunk, b));
+      packed = group;
+    }
+    with_entries(job.v, [&](auto* v) {
+      using V = std::remove_pointer_t<decltype(v)>;
+      output_item<Units, X, V>(job, shape, item % row_blocks * job.row_block, lane0, lanes, wide, scratch);
+    });
+  });
+}
+
+// Rows [row0, ..) of dx, columns from block `block0` of 16 on: one item's.
+template <class Units, class X, class V>
+inline void input_item(const LinearBackward& job, int64_t row0, int64_t block0, float* scratch) {
+  constexpr int64_t kStride = kWideBlocks * kLanes;
+  const WideShape shape(job.inner, job.features, Units::kEntries);
+  const int64_t blocks = smaller(job.wide_blocks, shape.blocks - block0), end = smaller(row0 + kInputRows, job.rows);
+  const Runs<V> v = runs_of<V>(job.v, job.features, job.inner, job.scale);
+  const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
+  float *narrow = scratch, *wide = narrow + kNarrowRows * kDepthChunk, *out = wide + kWideBlocks * kDepthChunk * kLanes;
+  for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
+    const int64_t first = chunk * kDepthChunk, units = shape.chunk_units(chunk);
+    for (int64_t b = 0; b < blocks; ++b)
+      pack_wide_across<Units>(v, (block0 + b) * kLanes, first, units, wide + b * shape.block_floats);
+    for (int64_t row = row0; row < end; row += kNarrowRows) {
+      const int64_t rows = whole_tiles(smaller(kNarrowRows, end - row));
+      pack_narrow_along<Units>(dz, row, rows, first, units, narrow);
+      multiply<Units>(narrow, rows, wide, shape.block_floats, blocks, units, out + (row - row0) * kStride, kStride,
+                      chunk > 0);
+    }
+  }
+  const int64_t column = block0 * kLanes, width = smaller(blocks * kLanes, job.inner - column);
+  for (int64_t row = row0; row < end; ++row) {
+    X* target = static_cast<X*>(job.dx.data) + row * job.inner + column;
+    for_blocks(width, [&](int64_t i, auto move) __attribute__((always_inline)) {
+      move.store(target + i, load(out + (row - row0) * kStride + i));
+    });
+  }
+}
+
+// Rows [first, ..) of dv and of dgain: one item's.
+template <class Units, class X, class V>
+inline void weight_item(const LinearBackward& job, const WideShape& shape, int64_t first, const float* wide,
+                        float* scratch) {
+  const int64_t count = smaller(job.row_block, job.features - first), rows = blocks_of(count) * kLanes;
+  const int64_t stride = shape.blocks * kLanes;
+  const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
+  float *narrow = scratch, *dw = narrow + kNarrowRows * kDepthChunk;
+  for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
+    const int64_t units = shape.chunk_units(chunk);
+    pack_narrow_across<Units>(dz, first, rows, chunk * kDepthChunk, units, narrow);
+    for (int64_t block = 0; block < shape.blocks; block += kWideBlocks)
+      multiply<Units>(narrow, rows, wide + shape.at(chunk, block), shape.block_floats,
+                      smaller(kWideBlocks, shape.blocks - block), units, dw + block * kLanes, stride, chunk > 0);
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t row = first + r, at = row * job.inner;
+    job.dgain[row] = gradient_row(dw + r * stride, static_cast<const V*>(job.v.data) + at,
+                                  static_cast<V*>(job.dv.data) + at, job.inner, job.gain[row], job.norm[row]);
+  }
+}
+
+template <class Units, class X>
+void linear_backward(const LinearBackward& job, Worker& worker) {
+  const WideShape shape(job.inner, job.rows, Units::kEntries);
+  const Runs<X> x = runs_of<X>(job.x, job.rows, job.inner);
+  float* wide = job.memory.x + worker.index() * job.memory.x_stride;
+  float* scratch = job.memory.worker + worker.index() * job.memory.worker_stride;
+  const auto pack = [&](int64_t item) {
+    const int64_t block = item / shape.chunks, chunk = item % shape.chunks;
+    pack_wide_across<Units>(x, block * kLanes, chunk * kDepthChunk, shape.chunk_units(chunk),
+                            wide + shape.at(chunk, block));
+  };
+  const int64_t x_items = job.dv.data ? shape.blocks * shape.chunks : 0;
+  const int64_t shared_items = job.memory.x_stride == 0 ? x_items : 0;
+  const int64_t groups = divide_up(shape.blocks, job.wide_blocks);
+  const int64_t inputs = job.dx.data ? groups * divide_up(job.rows, kInputRows) : 0;
+  worker.phase({shared_items, inputs}, [&](int64_t item) {
+    if (item < shared_items) return pack(item);
+    item -= shared_items;
+    with_entries(job.v, [&](auto* v) {
+      using V = std::remove_pointer_t<decltype(v)>;
+      input_item<Units, X, V>(job, item / groups * kInputRows, item % groups * job.wide_blocks, scratch);
+    });
+  });
+  if (!job.dv.data) return;
+  bool packed = shared_items > 0;
+  worker.phase({divide_up(job.features, job.row_block)}, [&](int64_t item) {
+    if (!packed)
+      for (int64_t i = 0; i < x_items; ++i) pack(i);
+    packed = true;
+    with_entries(job.v, [&](auto* v) {
+      using V = std::remove_pointer_t<decltype(v)>;
+      weight_item<Units, X, V>(job, shape, item * job.row_block, wide, scratch);
+    });
+  });
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

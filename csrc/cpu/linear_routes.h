@@ -1,0 +1,63 @@
+// The ways through a linear layer, y = act(s (x v^T) + b + residual), and what each is handed. layer_linear.cpp chooses:
+//
+//      small      a handful of rows of x: v is read once (layer_small.h)
+//      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
+//      vendor     the vendor's products, where nothing better is to be had for the processor
+#pragma once
+
+#include "layer_tensor.h"
+#include "linear_layer.h"
+
+namespace wnfused::cpu {
+
+struct LinearShape {
+  int64_t rows, inner, features;
+
+  bool is_empty() const { return rows == 0 || inner == 0 || features == 0; }
+};
+
+// One call's tensors, dense, and the numbers that go with the rows of v. y and norms are filled.
+struct LinearCall {
+  LinearShape shape;
+  Tensor x, v;
+  const float *gain, *bias;  // bias may be null
+  std::optional<Tensor> residual;
+  Activation activation;
+  float slope;
+  Tensor y;
+  float* norms;
+
+  bool is_half() const { return is_bfloat16(x); }
+};
+
+// Where dx or dv is there, it is filled, and dgain beside dv. dz is that of a layer without activation.
+struct LinearGradient {
+  LinearShape shape;
+  Tensor x, v;
+  const float *gain, *norms;
+  std::optional<Tensor> dx, dv;
+  float* dgain;
+
+  bool is_half() const { return is_bfloat16(x); }
+};
+
+// Whether the small kernels are the fastest, with `products` or without.
+bool is_small(const LinearCall& call, const LinearKernels* products);
+bool is_small(const LinearGradient& call, const LinearKernels* products);
+
+// Whether the range sufficed; if not, y is to be taken another way.
+bool small_linear(const LinearCall& call, const LinearKernels* products);
+void small_linear_backward(const LinearGradient& call, const Tensor& dz);
+
+void linear_by_products(const LinearKernels& kernels, const LinearCall& call);
+void linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz);
+
+// v as it is, and the scale in the epilogue; if the range did not suffice, once more by the scaled weight.
+void vendor_linear(const LinearCall& call);
+void vendor_linear_by_weight(const LinearCall& call);
+
+// scaled: s dz, in the place of dz where the scales are `invertible`. At least one of the two is there.
+void vendor_linear_backward(const LinearGradient& call, const std::optional<Tensor>& dz,
+                            const std::optional<Tensor>& scaled, bool invertible);
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,110 @@
+"""The linear layer's own products (`csrc/cpu/linear_layer.h`): blocks, chunks and workers, against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from instruction_sets import ISAS
+from test_layer_native import NAMES, TOLERANCE, assert_close, both, linear_sample
+
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+# (M, K, N) about the limits: of a chunk of the depth (256 floats, 512 bfloat16) in all three products, of the 64 rows
+# and the 256 lanes of an item, of a tile, of a block; more rows than features and fewer; an x that workers pack
+# together.
+SHAPES = [
+    (9, 256, 64), (9, 257, 65), (16, 255, 63), (17, 512, 16), (31, 513, 15), (33, 511, 129), (24, 40, 257),
+    (255, 33, 70), (257, 17, 40), (513, 24, 9), (300, 7, 1), (70, 2, 300), (260, 520, 30), (129, 270, 260),
+    (1030, 20, 18), (600, 500, 20),
+]  # fmt: skip
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("of_x", "of_parameters"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=["float32", "bfloat16", "bfloat16-x"],
+)
+def test_shapes_about_the_limits(isa, shape, of_x, of_parameters):
+    tensors = linear_sample(*shape, dtype=of_x)
+    tensors[1:4] = [t.to(of_parameters) for t in tensors[1:4]]
+    assert_close(*both(tensors, (), "leaky_relu", 0.2), of_x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_shape(data):
+    m, k, n = (data.draw(st.integers(low, 330), name) for low, name in ((9, "M"), (16, "K"), (1, "N")))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype")
+    needs = data.draw(st.tuples(*[st.booleans()] * 4), "needs")
+    activation = data.draw(st.sampled_from(["none", "relu", "leaky_relu"]), "activation")
+    torch.manual_seed(data.draw(st.integers(0, 2**31), "seed"))
+    tensors = linear_sample(m, k, n, dtype=dtype)
+    if dtype == torch.bfloat16 and data.draw(st.booleans(), "bfloat16 parameters"):
+        tensors[1:4] = [t.to(dtype) for t in tensors[1:4]]
+    torch.ops.wnfused_native.set_cpu_isa(data.draw(st.sampled_from(ISAS), "isa"))
+    try:
+        found, expected = both(tensors, (), activation, needs=needs)
+    finally:
+        torch.ops.wnfused_native.set_cpu_isa("auto")
+    if needs[1]:
+        # <dw, v> / ||v||, of a single row say, may be far smaller than dw, whose error it has.
+        _, v, g, *_ = (t.double() for t in tensors)
+        across, along = expected["dv"] * v.norm(dim=1, keepdim=True) / g.reshape(-1, 1), expected.pop("dg")
+        error = (found.pop("dg").double() - along).norm()
+        assert error <= TOLERANCE[dtype] * (across.norm() + along.norm())
+    assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("shape", [(9, 300, 200), (300, 300, 64), (64, 64, 1000), (600, 500, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_same_bits_for_any_number_of_threads(threads, shape, dtype):
+    tensors = linear_sample(*shape, dtype=dtype)
+    dy = torch.randn(shape[0], shape[2])
+    found = []
+    for count in (1, 2, 3, 4):
+        torch.set_num_threads(count)
+        found.append(both(tensors, dy=dy)[0])
+    for other in found[1:]:
+        for name in NAMES:
+            assert torch.equal(found[0][name], other[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_neighbours_of_what_is_not_finite_stay_finite(isa, dtype):
+    """Padding is zeros, which an infinity beside it must not meet."""
+    tensors = linear_sample(37, 35, 21, dtype=dtype)
+    tensors[0][36, 34] = float("inf")
+    dy = torch.randn(37, 21)
+    dy[0, 20] = -float("inf")
+    found, expected = both(tensors, (), "none", dy=dy)
+    for name, of_row in (("y", 36), ("dx", 0)):
+        assert torch.equal(found[name].isfinite(), expected[name].isfinite()), name
+        assert found[name].isfinite().all(dim=1).sum() == 36, name
+        assert not found[name][of_row].isfinite().any(), name
+
+
+def test_denormals_are_kept_in_float32(isa):
+    x, v, g, bias, residual = linear_sample(40, 50, 30)
+    x *= 1e-39
+    found, expected = both([x, v, g, 0 * bias, 0 * residual], (), "none")
+    assert (found["y"].double() - expected["y"]).abs().max() <= 50 * 2.0**-149
+    assert found["y"].any()
+
+
+def test_more_threads_than_rows(threads, isa):
+    torch.set_num_threads(8)
+    for shape in ((9, 1200, 33), (1200, 33, 9), (33, 9, 1200)):
+        found, expected = both(linear_sample(*shape))
+        for name in NAMES:
+            error = (found[name].double() - expected[name]).norm() / expected[name].norm()
+            assert error <= TOLERANCE[torch.float32], (name, shape)
