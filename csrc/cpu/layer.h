@@ -103,12 +103,11 @@ struct SmallLinearBackward {
   float *dgain, *scratch;
 };
 
-// Whether g / ||v|| can wait until after the product: a sum then comes within 2^12 of its scaled size, so that it can
-// overflow only where the product with the scaled weight is not far from it, and loses no more than that to underflow.
+// Whether g / ||v|| can wait until after the product. Where it is small, sums may overflow that would not with the scaled
+// weight, which shows, as they are not finite then; where it is large, sums sink into denormals, which does not.
 inline bool can_wait(float scale) {
   constexpr float kLargest = 1 << 12;
-  const float size = scale < 0 ? -scale : scale;
-  return size == 0 || (size <= kLargest && size * kLargest >= 1);
+  return -kLargest <= scale && scale <= kLargest;
 }
 
 // The passes that scale a finished product return whether all of it is finite and, where they take the norm, can_wait:

@@ -88,7 +88,8 @@ WNFUSED_INLINE bool small_tile(const SmallLinear& task, const V* v, int64_t firs
 
 template <class Units, int kTile, class V>
 WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t begin, int64_t end, int64_t m) {
-  constexpr int kRows = kSumBlocks / (kTile + 1) > 3 ? 3 : kSumBlocks / (kTile + 1) < 1 ? 1 : kSumBlocks / (kTile + 1);
+  // As many as there are registers for, up to two streams of v; four where one row of x has little to do with each.
+  constexpr int kFit = kSumBlocks / (kTile + 1), kRows = kTile == 1 && kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
   bool in_range = true;
   int64_t first = begin;
   for (; first + kRows <= end; first += kRows) in_range &= small_tile<Units, kRows, kTile>(task, v, first, m);

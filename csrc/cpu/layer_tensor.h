@@ -186,12 +186,12 @@ inline std::vector<float> scales_of(const float* gain, const float* norm, int64_
   return scale;
 }
 
-// Whether every scale can_wait, so that s dz can stand for dz; backward, where dg is divided by it, none may be lost to 0.
 inline bool all_can_wait(const std::vector<float>& scale) { return std::all_of(scale.begin(), scale.end(), can_wait); }
 
+// Whether s dz can stand for dz, from which dg comes by division.
 inline bool are_invertible(const std::vector<float>& scale, const float* norm) {
   for (size_t r = 0; r < scale.size(); ++r)
-    if (norm[r] != 0 && (scale[r] == 0 || !can_wait(scale[r]))) return false;
+    if (norm[r] != 0 && (!can_wait(scale[r]) || !can_wait(1.0f / scale[r]))) return false;
   return true;
 }
 

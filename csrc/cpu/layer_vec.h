@@ -17,6 +17,15 @@ WNFUSED_INLINE Block load(const uint16_t* source) {
 }
 
 WNFUSED_INLINE void store(uint16_t* target, const Block& block) {
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+  // The instruction takes denormals for zero.
+  constexpr int kDenormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(block.part[0], kDenormal) == 0, 1)) {
+    const __m256i converted = (__m256i)_mm512_cvtneps_pbh(block.part[0]);
+    __builtin_memcpy(target, &converted, sizeof converted);
+    return;
+  }
+#endif
   const Block rounded = round_to_bfloat16(block);
   WNFUSED_FOR_PARTS {
     const NativeHalf half = __builtin_convertvector((NativeBits)rounded.part[i] >> 16, NativeHalf);
