@@ -29,12 +29,13 @@ class Case(NamedTuple):
     dilation: tuple[int, ...]
     transposed: bool = False
     output_padding: tuple[int, ...] = (0, 0)
+    groups: int = 1
 
     @property
     def geometry(self) -> tuple[Any, ...]:
         """As the ops take it."""
         window = (list(self.stride), list(self.padding), list(self.dilation))
-        return (*window, self.transposed, list(self.output_padding[: len(self.size)]), 1)
+        return (*window, self.transposed, list(self.output_padding[: len(self.size)]), self.groups)
 
     @property
     def output_size(self) -> list[int]:
@@ -59,7 +60,7 @@ def method_of(case: Case) -> str:
     if case.transposed:
         maps = [case.images, case.outputs, case.inputs, *two(case.output_size, 1)]
     window = (two(case.kernel, 1), two(case.stride, 1), two(case.padding, 0), two(case.dilation, 1))
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *window, case.transposed)
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *window, case.groups, case.transposed)
 
 
 def channels_last(t: Tensor, wanted: bool) -> Tensor:
@@ -67,7 +68,7 @@ def channels_last(t: Tensor, wanted: bool) -> Tensor:
 
 
 def weight_shape(case: Case) -> tuple[int, ...]:
-    channels = (case.inputs, case.outputs) if case.transposed else (case.outputs, case.inputs)
+    channels = (case.inputs, case.outputs) if case.transposed else (case.outputs, case.inputs // case.groups)
     return (*channels, *case.kernel)
 
 

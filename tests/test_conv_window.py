@@ -50,9 +50,16 @@ CASES = {
     "one dim, dilated": Case(1, 24, 24, (100,), (7,), (1,), (15,), (5,)),
     "one dim, stride 4": Case(3, 32, 48, (41,), (8,), (4,), (2,), (1,)),
     "one dim, pointwise": Case(2, 40, 16, (33,), (1,), (1,), (0,), (1,)),
+    "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
+    "groups, stride 2": Case(3, 96, 48, (8, 9), (5, 4), (2, 2), (2, 1), (1, 1), groups=3),
+    "groups of 8 channels": Case(2, 32, 64, (9, 8), (3, 3), (2, 1), (1, 1), (1, 2), groups=4),
+    "groups, pointwise": Case(3, 64, 64, (6, 6), (1, 1), (1, 1), (0, 0), (1, 1), groups=4),
+    "groups, one dim": Case(2, 64, 128, (61,), (41,), (2,), (20,), (1,), groups=8),
+    "groups, many small images": Case(20, 64, 32, (4, 4), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-SOME = [CASES[name] for name in ("1x1", "3x3, stride 2, of ragged blocks", "one dim, stride 4")]
+NAMED = ("1x1", "3x3, stride 2, of ragged blocks", "one dim, stride 4", "groups of 8 channels")
+SOME = [CASES[name] for name in NAMED]
 
 
 @every_case
@@ -80,7 +87,11 @@ def cases(draw: st.DrawFn) -> Case:
     dims = draw(st.integers(1, 2))
     counts = (draw(st.integers(1, 18)), draw(st.integers(6, 40)), draw(st.integers(6, 40)))
     window = [draw(each(dims, st.integers(least, most))) for least, most in ((1, 5), (1, 3), (0, 6), (1, 3))]
-    return Case(*counts, draw(each(dims, st.integers(1, 14))), *window)
+    groups = draw(st.sampled_from([1, 1, 2, 4]))
+    if groups > 1:
+        blocks = st.integers(1, 2 if groups == 4 else 3)
+        counts = (counts[0], groups * draw(st.sampled_from([8, 16, 48])), groups * 16 * draw(blocks))
+    return Case(*counts, draw(each(dims, st.integers(1, 14))), *window, groups=groups)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -132,8 +143,22 @@ def test_zero_rows_and_gains(isa, case):
         Case(1, 3, 8, (12, 12), (1, 1), (1, 1), (0, 0), (1, 1)),
         Case(1, 1024, 1024, (4, 4), (1, 1), (1, 1), (0, 0), (1, 1)),
         Case(1, 16, 16, (8, 8), (3, 3), (1, 1), (8192, 8192), (1, 1)),
+        Case(1, 24, 48, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=3),
+        Case(1, 32, 16, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
+        Case(1, 32, 24, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=3),
+        Case(1, 32, 32, (8,), (4,), (2,), (1,), (1,), transposed=True, groups=2),
     ],
-    ids=["taps", "grids", "padded channels", "few pixels to a weight", "a border of a gigabyte"],
+    ids=[
+        "taps",
+        "grids",
+        "padded channels",
+        "few pixels to a weight",
+        "a border of a gigabyte",
+        "an odd number of groups of 8 channels",
+        "groups of 8 outputs",
+        "groups that do not divide",
+        "transposed groups",
+    ],
 )
 def test_what_is_left_to_the_vendor(case):
     assert method_of(case) == "vendor"

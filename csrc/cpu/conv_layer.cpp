@@ -37,7 +37,7 @@ const ConvKernels<G>& kernels(bool transposed) {
 // Waking a worker costs what so many multiply-adds do.
 int64_t workers_for(const ConvShape& shape) {
   constexpr int64_t kWorkEach = 1 << 18;
-  const int64_t work = shape.images * shape.output_size().product() * shape.inputs * shape.outputs * shape.taps();
+  const int64_t work = shape.images * shape.output_size().product() * shape.inputs * shape.outputs / shape.groups * shape.taps();
   return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
 }
 
@@ -206,7 +206,13 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
 
 bool takes_winograd(const ConvShape& shape) {
   const auto all = [](const Pair& pair, int64_t value) { return pair.row == value && pair.column == value; };
-  return all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) && all(shape.dilation, 1);
+  return shape.groups == 1 && all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) && all(shape.dilation, 1);
+}
+
+// Whether blocks of outputs, and of inputs in the data gradient, belong to one group each, or to two.
+bool fill_blocks(const ConvShape& shape) {
+  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  return outputs % kLanes == 0 && (inputs % kLanes == 0 || (2 * inputs == kLanes && shape.groups % 2 == 0));
 }
 
 // Of the products at least a sixth must be no padding, and there must be enough of them, tiles or pixels, to pack the
@@ -232,10 +238,10 @@ Pair reach_of(const ConvShape& shape) {
 // For tests: how a layer is multiplied, or "vendor". Pairs are of rows and of columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                            const std::vector<int64_t>& dilation, bool transposed) {
+                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed) {
   const auto pair = [](const std::vector<int64_t>& values) { return Pair{values.at(0), values.at(1)}; };
   const ConvShape shape{maps.at(0),   maps.at(1),   maps.at(2),    {maps.at(3), maps.at(4)},
-                        pair(kernel), pair(stride), pair(padding), pair(dilation)};
+                        pair(kernel), pair(stride), pair(padding), pair(dilation), groups};
   const std::optional<Method> method = conv_layer_method(shape, transposed);
   return method ? name_of(*method) : "vendor";
 }
@@ -247,8 +253,9 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
   const Pair size = shape.output_size();
   const MapShape input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);
-  const int64_t weights = shape.inputs * shape.outputs;
-  if (kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
+  if (shape.groups > 1 && (transposed || !fill_blocks(shape))) return std::nullopt;
+  const int64_t weights = shape.inputs * shape.outputs / shape.groups;
+  if (shape.groups == 1 && kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
   if (2 * (bordered(input, shape.padding) + bordered(output, reach_of(shape))) > kCopies) return std::nullopt;
   if (!transposed && takes_winograd(shape)) {
     const Method method = preferred_method(shape.images, shape.size.row, shape.size.column);

@@ -79,7 +79,7 @@ struct WindowParts {
 
 struct DirectParts : WindowParts {
   static constexpr bool kTransposed = false;
-  static int64_t row_floats(const G& window) { return window.source.channels * window.planes; }
+  static int64_t row_floats(const G& window) { return window.depth * window.planes; }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
     const Window& window = job.geometry;

@@ -83,14 +83,15 @@ Tensor in_lines(const Tensor& z) {
 
 // The layer as conv_layer.h describes one; nothing where that has no word for it.
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const bool known = v.dim() <= 4 && at.groups == 1 && x.size(1) == v.size(1) &&
+  const bool known = v.dim() <= 4 && x.size(1) == v.size(1) * at.groups &&
                      x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
   if (!known) return std::nullopt;
   const int64_t last = v.dim() - 1;
   const bool flat = v.dim() == 3;
   const auto pair = [&](const Extents& extents, int64_t one) { return Pair{flat ? one : extents[0], extents.back()}; };
   return ConvShape{x.size(0), x.size(1), v.size(0), {flat ? 1 : x.size(2), x.size(last)},
-                   {flat ? 1 : v.size(2), v.size(last)}, pair(at.stride, 1), pair(at.padding, 0), pair(at.dilation, 1)};
+                   {flat ? 1 : v.size(2), v.size(last)}, pair(at.stride, 1), pair(at.padding, 0), pair(at.dilation, 1),
+                   at.groups};
 }
 
 // Kernels of this library that run the layer; nothing where that is left to the vendor's.

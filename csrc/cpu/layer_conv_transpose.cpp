@@ -48,7 +48,7 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
     return (input.*at - 1) * stride.*at - 2 * (padding.*at) + dilation.*at * (kernel.*at - 1) + extra.*at + 1;
   };
   const Pair output{extent(&Pair::row), extent(&Pair::column)};
-  const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation};
+  const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation, 1};
   if (std::min(extra.row, extra.column) < 0 || !conv_layer_method(shape, true)) return std::nullopt;
   // An output_padding of a stride or more has rows of y that no pixel of x knows.
   const Pair back = shape.output_size();

@@ -36,7 +36,7 @@ int64_t zeros_floats(const Geometry& geometry) {
 }
 
 int64_t worker_floats(const Window& window) {
-  const int64_t row = divide_up(window.planes * window.source.channels, kLanes) * kLanes, finish = 18 * row;
+  const int64_t row = divide_up(window.planes * window.depth, kLanes) * kLanes, finish = 18 * row;
   // Of a panel: what is read, multiplied, added and written.
   const int64_t panel = window.conv_rows * (window.source.padded_channels + 3 * window.conv_group_blocks * kLanes);
   return std::max(panel, finish);

@@ -22,8 +22,13 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
   window.target = target;
   window.output_blocks = target.channel_blocks;
   window.padded_outputs = target.padded_channels;
+  window.groups = shape.groups;
+  const int64_t outputs = target.channels / shape.groups, sharing = shape.groups > 1 ? divide_up(kLanes, outputs) : 1;
+  window.depth = source.channels / shape.groups * sharing;
+  window.bank_depth = shape.groups > 1 ? window.depth : source.padded_channels;
+  window.group_blocks = shape.groups > 1 ? outputs * sharing / kLanes : window.output_blocks;
   window.planes = shape.taps();
-  window.plane_stride = source.padded_channels * target.padded_channels + kPlanePadding;
+  window.plane_stride = window.bank_depth * target.padded_channels + kPlanePadding;
   window.by_position = window.planes > 1 && target.images >= kManyImages && target.height * target.width <= kSmallMap;
   return window;
 }
@@ -66,8 +71,8 @@ bool ConvShape::is_sound() const {
            within(padding.*at, 0, kFar) && size.*at >= 1 &&
            size.*at + 2 * (padding.*at) > dilation.*at * (kernel.*at - 1);
   };
-  return images >= 1 && inputs >= 1 && outputs >= 1 && sound(&Pair::row) && sound(&Pair::column) &&
-         taps() <= kMaxWindowTaps && stride.product() <= kMaxGrids;
+  return images >= 1 && inputs >= 1 && outputs >= 1 && groups >= 1 && inputs % groups == 0 && outputs % groups == 0 &&
+         sound(&Pair::row) && sound(&Pair::column) && taps() <= kMaxWindowTaps && stride.product() <= kMaxGrids;
 }
 
 Pair ConvShape::output_size() const {
@@ -90,7 +95,7 @@ Window forward_window(const ConvShape& shape, int64_t workers) {
     for (int64_t j = 0; j < shape.kernel.column; ++j)
       *tap++ = {i * shape.kernel.column + j, i * shape.dilation.row - shape.padding.row,
                 j * shape.dilation.column - shape.padding.column};
-  divide(window, 4 * window.source.padded_channels, workers);
+  divide(window, 4 * window.bank_depth, workers);
   return window;
 }
 

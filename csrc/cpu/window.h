@@ -10,7 +10,8 @@
 // A grid is the pixels that meet the same taps; within it, target and source move in equal steps, so each tap is one
 // offset. A layer with stride s has s data-gradient grids a dim and none of them multiplies by zeros.
 //
-// Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes].
+// Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are those
+// of the block's group. Groups of 8 outputs share a block in pairs, each with zeros for the other's channels.
 #pragma once
 
 #include <cstdint>
@@ -29,10 +30,11 @@ struct Pair {
 // More than these are left to the vendor.
 constexpr int64_t kMaxWindowTaps = 64, kMaxGrids = 16;
 
-// A layer y = conv(x, w), zero padding, one group.
+// A layer y = conv(x, w), zero padding.
 struct ConvShape {
   int64_t images, inputs, outputs;
   Pair size, kernel, stride, padding, dilation;  // size: of a map of x
+  int64_t groups;
 
   int64_t taps() const { return kernel.product(); }
   // Whether it is a convolution at all, within the bounds of a Window: only then it has an output_size().
@@ -66,10 +68,16 @@ struct Window : Division {
   // many small images skips the taps that meet nothing but the border.
   bool by_position;
   int64_t output_blocks, padded_outputs;  // of the target
+  int64_t groups;
+  int64_t depth, bank_depth;              // channels of the source that an output block sums over; in the bank, padded
+  int64_t group_blocks;                   // output blocks that sum over the same channels
   int64_t planes, plane_stride;
 
   int64_t bank_size() const { return planes * plane_stride; }
   int64_t gradient_size() const { return bank_size(); }
+  int64_t block_floats() const { return bank_depth * kLanes; }
+  // The first of the channels that an output block sums over.
+  int64_t first_channel(int64_t output_block) const { return output_block / group_blocks * depth; }
   bool has_border() const { return before.row + before.column + after.row + after.column > 0; }
   int64_t padded_pixels() const { return (before.row + source.height + after.row) * pitch; }  // of an image
   int64_t padded_size() const { return source.images * padded_pixels() * source.padded_channels; }

@@ -72,15 +72,15 @@ struct Met {
 };
 
 template <int Rows, int Cols>
-inline void window_tile(const float* const* rows, const Met* taps, int64_t tap_count, int64_t channels,
-                        int64_t bank_offset, int64_t col_stride, float* product, int64_t product_col_stride) {
+inline void window_tile(const float* const* rows, int64_t first_channel, const Met* taps, int64_t tap_count,
+                        int64_t channels, int64_t bank_offset, int64_t col_stride, float* product, int64_t product_col_stride) {
   Block accumulator[Rows][Cols];
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[r][c] = zero();
   }
   for (int64_t p = 0; p < tap_count; ++p) {
     const float* at[Rows];
-    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) at[r] = rows[r] + taps[p].offset;
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) at[r] = rows[r] + (taps[p].offset + first_channel);
     const float* weights = taps[p].bank + bank_offset;
     _Pragma("GCC unroll 4") for (int64_t k = 0; k < channels; ++k, weights += kLanes) {
       Block weight[Cols];
@@ -98,17 +98,22 @@ inline void window_tile(const float* const* rows, const Met* taps, int64_t tap_c
   }
 }
 
+// Whether, of so many output blocks, the first two sum over the same channels.
+WNFUSED_INLINE bool takes_pair(const Window& window, int64_t output_block, int64_t blocks) {
+  return blocks >= 2 && output_block % window.group_blocks + 2 <= window.group_blocks;
+}
+
 // A pointer to each row wants a register, so there are no taller tiles.
 template <int Cols>
-inline void window_columns(const Units& units, const Met* taps, int64_t tap_count, int64_t channels,
-                           int64_t bank_offset, int64_t col_stride, float* product, int64_t product_col_stride) {
+inline void window_columns(const Units& units, int64_t first_channel, const Met* taps, int64_t tap_count,
+                           int64_t channels, int64_t bank_offset, int64_t col_stride, float* product, int64_t product_col_stride) {
   const int64_t rows = round_up_rows(units.count);
   int64_t r = 0;
   for (; r + kPairRows <= rows; r += kPairRows)
-    window_tile<kPairRows, Cols>(units.source + r, taps, tap_count, channels, bank_offset, col_stride,
+    window_tile<kPairRows, Cols>(units.source + r, first_channel, taps, tap_count, channels, bank_offset, col_stride,
                                  product + r * kLanes, product_col_stride);
   for (; r < rows; r += kRowMultiple)
-    window_tile<kRowMultiple, Cols>(units.source + r, taps, tap_count, channels, bank_offset, col_stride,
+    window_tile<kRowMultiple, Cols>(units.source + r, first_channel, taps, tap_count, channels, bank_offset, col_stride,
                                     product + r * kLanes, product_col_stride);
 }
 
@@ -200,7 +205,7 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
   const Grid& grid = window.grids[index];
   const int64_t first = (chunk - grid.first_chunk) * window.conv_rows, first_block = group * window.conv_group_blocks;
   const int64_t blocks = smaller(window.conv_group_blocks, window.output_blocks - first_block);
-  const int64_t channels = window.source.padded_channels, col_stride = channels * kLanes;
+  const int64_t channels = window.source.padded_channels, col_stride = window.block_floats();
   float *product = scratch, *panel = product + window.conv_group_blocks * window.conv_rows * kLanes;
   Units units;
   const float* source = maps.source.own ? maps.source.own : panel;
@@ -221,10 +226,10 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
   }
   const int64_t product_stride = window.conv_rows * kLanes;
   for (int64_t b = 0; b < blocks;) {
-    const bool pair = kCols == 2 && b + 2 <= blocks;
+    const bool pair = kCols == 2 && takes_pair(window, first_block + b, blocks - b);
     const auto run = pair ? window_columns<kCols> : window_columns<1>;
-    run(units, met, count, window.source.channels, (first_block + b) * col_stride, col_stride,
-        product + b * product_stride, product_stride);
+    run(units, window.first_channel(first_block + b), met, count, window.depth, (first_block + b) * col_stride,
+        col_stride, product + b * product_stride, product_stride);
     b += pair ? kCols : 1;
   }
   Block poison = zero();

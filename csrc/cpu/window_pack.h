@@ -39,7 +39,7 @@ WNFUSED_INLINE Block load_part(const float* source, int64_t lanes) {
 // One block of outputs, scaled.
 inline void pack_window(const Window& window, const Parameter& v, int64_t outputs, int64_t output_block,
                         const Block (&scale)[kLanes], float* bank) {
-  const int64_t channels = window.source.channels, floats = channels * window.planes;
+  const int64_t channels = window.depth, floats = channels * window.planes;
   const int64_t row0 = output_block * kLanes, rows = smaller(kLanes, outputs - row0);
   const float* values = static_cast<const float*>(v.data) + row0 * floats;
   RowEntry entry(v.taps_first, channels, window.planes);
@@ -51,7 +51,7 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
     transpose(block);
     for (int64_t i = 0; i < lanes; ++i, entry.advance())
       store(bank + entry.tap() * window.plane_stride +
-                (output_block * window.source.padded_channels + entry.channel()) * kLanes,
+                (output_block * window.bank_depth + entry.channel()) * kLanes,
             block[i]);
   }
 }
@@ -62,27 +62,40 @@ WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
   return job.norm[row] != 0.0f ? read(job.g, row) / job.norm[row] : 0.0f;
 }
 
+// Lanes [first, first + lanes) from a run, zeros beside them.
+WNFUSED_INLINE Block load_lanes(const float* source, int64_t first, int64_t lanes) {
+  if (first == 0) return load_part(source, lanes);
+  float values[kLanes] = {};
+  for (int64_t i = 0; i < lanes; ++i) values[first + i] = source[i];
+  return load(values);
+}
+
 // One block of outputs, where the rows of v are the source's channels.
 template <class Job>
 void pack_transposed_window(const Job& job, const Window& window, int64_t input_block, float* bank) {
-  const int64_t outputs = window.source.channels, inputs = window.target.channels, taps = window.planes;
-  const int64_t input0 = input_block * kLanes, lanes = smaller(kLanes, inputs - input0), floats = inputs * taps;
+  const int64_t inputs = window.target.channels / window.groups, outputs = window.source.channels / window.groups;
+  const int64_t taps = window.planes, floats = inputs * taps, input0 = input_block * kLanes;
+  const int64_t first_row = window.first_channel(input_block);
   const bool runs = job.v.taps_first || taps == 1;
-  float* depth0 = bank + input_block * window.source.padded_channels * kLanes;
-  for (int64_t output = 0; output < outputs; ++output) {
+  float* depth0 = bank + input_block * window.block_floats();
+  for (int64_t d = 0; d < window.depth; ++d) {
+    const int64_t output = first_row + d, group_input0 = output / outputs * inputs;
+    // The inputs of the row's group that are in this block: from input `at` of the group on, in lanes from `lane` on.
+    const int64_t at = input0 > group_input0 ? input0 - group_input0 : 0, lane = group_input0 + at - input0;
+    const int64_t lanes = smaller(kLanes - lane, inputs - at);
     const float* row = static_cast<const float*>(job.v.data) + output * floats;
     const Block scale = splat(row_scale(job, output));
-    float* target = depth0 + output * kLanes;
+    float* target = depth0 + d * kLanes;
     if (runs) {
       for (int64_t k = 0; k < taps; ++k)
-        store(target + k * window.plane_stride, load_part(row + k * inputs + input0, lanes) * scale);
+        store(target + k * window.plane_stride, load_lanes(row + k * inputs + at, lane, lanes) * scale);
       continue;
     }
     for (int64_t k0 = 0; k0 < taps; k0 += kLanes) {
       Block block[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
-        const int64_t at = (input0 + i) * taps + k0;
-        block[i] = i < lanes ? load_part(row + at, floats - at) : zero();
+        const int64_t first = (at + i - lane) * taps + k0;
+        block[i] = i >= lane && i < lane + lanes ? load_part(row + first, floats - first) : zero();
       }
       transpose(block);
       const int64_t end = smaller(kLanes, taps - k0);
@@ -96,7 +109,7 @@ void pack_transposed_window(const Job& job, const Window& window, int64_t input_
 template <class Job>
 void finish_window_gradient(const Job& job, const Window& window, int64_t output_block, const float* bank,
                             const Parameter& dbias, const float* bias_gradient, float* scratch) {
-  const int64_t channels = window.source.channels, outputs = window.target.channels;
+  const int64_t channels = window.depth, outputs = window.target.channels;
   const int64_t floats = channels * window.planes, padded = (floats + kLanes - 1) / kLanes * kLanes;
   fetch_row(job, output_block * kLanes, floats);
   RowEntry entry(job.v.taps_first, channels, window.planes);
@@ -106,7 +119,7 @@ void finish_window_gradient(const Job& job, const Window& window, int64_t output
       block[i] = zero();
       if (e + i >= floats) continue;
       const float* source = bank + entry.tap() * window.plane_stride +
-                            (output_block * window.source.padded_channels + entry.channel()) * kLanes;
+                            (output_block * window.bank_depth + entry.channel()) * kLanes;
       for (int64_t s = 0; s < window.wgrad_slices; ++s) block[i] = block[i] + load(source + s * window.gradient_size());
       entry.advance();
     }

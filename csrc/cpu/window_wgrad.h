@@ -39,7 +39,7 @@ inline void window_gradient_item(const Window& window, const Window& transposed,
   const auto [slice, group] = window.wgrad_item(item);
   const int64_t first_block = group * window.wgrad_group_blocks;
   const int64_t blocks = smaller(window.wgrad_group_blocks, window.output_blocks - first_block);
-  const int64_t channels = window.source.padded_channels, col_stride = channels * kLanes;
+  const int64_t pixel = window.source.padded_channels, col_stride = window.block_floats();
   float* bank = banks + slice * window.gradient_size() + first_block * col_stride;
   float* bias_gradient = bias_gradients + slice * window.padded_outputs + first_block * kLanes;
   for (int64_t p = 0; p < window.planes; ++p)
@@ -62,13 +62,14 @@ inline void window_gradient_item(const Window& window, const Window& transposed,
     for (int64_t k = 0; k < grid.taps; ++k) {
       const Tap& tap = window.taps[k];
       if (!touches(window, units, tap)) continue;
-      const int64_t offset = (tap.row * window.pitch + tap.column) * channels;
+      const int64_t offset = (tap.row * window.pitch + tap.column) * pixel;
       float* plane = bank + tap.plane * window.plane_stride;
       for (int64_t b = 0; b < blocks;) {
-        const bool pair = kCols == 2 && b + 2 <= blocks;
+        const bool pair = kCols == 2 && takes_pair(window, first_block + b, blocks - b);
         const auto run = pair ? window_outer_tile<kPairRows, kCols> : window_outer_tile<kPairRows, 1>;
-        for (int64_t i = 0; i < channels; i += kPairRows)
-          run(units.source, offset + i, gradients, b * kLanes, units.count, plane + b * col_stride + i * kLanes,
+        const int64_t first = offset + window.first_channel(first_block + b);
+        for (int64_t i = 0; i < window.bank_depth; i += kPairRows)
+          run(units.source, first + i, gradients, b * kLanes, units.count, plane + b * col_stride + i * kLanes,
               col_stride);
         b += pair ? kCols : 1;
       }

@@ -76,7 +76,8 @@ for _schema in (
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
     # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, height and width of x.
     # Of a transposed layer they are those of the convolution whose data gradient it is.
-    "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, bool transposed) -> str",
+    "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
+    "int groups, bool transposed) -> str",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
 ):
@@ -108,13 +109,13 @@ def takes_conv(
 ) -> bool:
     """Whether convolutions over one or two dims are multiplied here, on maps of 256 pixels."""
     dims = v.dim() - 2
-    if groups != 1 or dims > 2 or v.dtype != torch.float32 or not v.is_cpu:
+    if dims > 2 or v.dtype != torch.float32 or not v.is_cpu:
         return False
     outputs, inputs, *kernel = v.shape
     size = [256] if dims == 1 else [16, 16]
     pairs = [[*[one] * (2 - dims), *pair] for one, pair in ((1, kernel), (1, stride), (0, padding), (1, dilation))]
-    maps = [1, inputs, outputs, *[1] * (2 - dims), *size]
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *pairs, transposed) != "vendor"
+    maps = [1, inputs * groups, outputs, *[1] * (2 - dims), *size]
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *pairs, groups, transposed) != "vendor"
 
 
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:
