@@ -215,6 +215,12 @@ bool fill_blocks(const ConvShape& shape) {
   return outputs % kLanes == 0 && (inputs % kLanes == 0 || (2 * inputs == kLanes && shape.groups % 2 == 0));
 }
 
+// Depthwise layers have products for one load each. The vendor's is as good at that forward, and backward with few taps.
+bool suits_groups(const ConvShape& shape, bool backward) {
+  constexpr int64_t kManyTaps = 16;
+  return shape.is_depthwise() ? backward && shape.taps() >= kManyTaps : fill_blocks(shape);
+}
+
 // Of the products at least a sixth must be no padding, and there must be enough of them, tiles or pixels, to pack the
 // weights for. Narrow vectors pack more slowly.
 constexpr int64_t kPadding = 6;
@@ -238,22 +244,22 @@ Pair reach_of(const ConvShape& shape) {
 // For tests: how a layer is multiplied, or "vendor". Pairs are of rows and of columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed) {
+                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed, bool backward) {
   const auto pair = [](const std::vector<int64_t>& values) { return Pair{values.at(0), values.at(1)}; };
   const ConvShape shape{maps.at(0),   maps.at(1),   maps.at(2),    {maps.at(3), maps.at(4)},
                         pair(kernel), pair(stride), pair(padding), pair(dilation), groups};
-  const std::optional<Method> method = conv_layer_method(shape, transposed);
+  const std::optional<Method> method = conv_layer_method(shape, transposed, backward);
   return method ? name_of(*method) : "vendor";
 }
 
 }  // namespace
 
-std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed) {
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool backward) {
   if (!shape.is_sound()) return std::nullopt;
   const Pair size = shape.output_size();
   const MapShape input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);
-  if (shape.groups > 1 && (transposed || !fill_blocks(shape))) return std::nullopt;
+  if (shape.groups > 1 && (transposed || !suits_groups(shape, backward))) return std::nullopt;
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
   if (shape.groups == 1 && kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
   if (2 * (bordered(input, shape.padding) + bordered(output, reach_of(shape))) > kCopies) return std::nullopt;

@@ -96,9 +96,9 @@ extern const ConvKernels<Geometry> winograd_kernels;
 extern const ConvKernels<Window> direct_kernels, transposed_kernels;
 }
 
-// How these kernels take a layer, where they are faster than the vendor's (bench/NOTES.md has the measurements): one of
-// the stage's Winograd methods, or kDirect.
-std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed);
+// How these kernels take a layer, or its gradients, where they are faster than the vendor's (bench/NOTES.md has the
+// measurements): one of the stage's Winograd methods, or kDirect.
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool backward);
 
 // shape: of a transposed layer, the convolution whose data gradient it is.
 struct ConvLayer {

@@ -89,7 +89,10 @@ struct DirectParts : WindowParts {
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
-    pack_transposed_window(job, job.transposed, block, bank.weights);
+    const Window& window = job.transposed;
+    // A channel of a depthwise layer is both input and output.
+    if (window.depthwise) pack_known_window(job, window, job.output.channels, block, bank.weights);
+    else pack_transposed_window(job, window, block, bank.weights);
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float*) {
@@ -115,13 +118,7 @@ struct TransposedParts : WindowParts {
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
-    const int64_t rows = job.input.channels;
-    Block scale[kLanes];
-    for (int64_t r = 0; r < kLanes; ++r) {
-      const int64_t row = block * kLanes + r;
-      scale[r] = splat(row < rows ? row_scale(job, row) : 0.0f);
-    }
-    pack_window(job.transposed, job.v, rows, block, scale, bank.weights);
+    pack_known_window(job, job.transposed, job.input.channels, block, bank.weights);
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float*) {

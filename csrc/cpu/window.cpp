@@ -23,10 +23,19 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
   window.output_blocks = target.channel_blocks;
   window.padded_outputs = target.padded_channels;
   window.groups = shape.groups;
-  const int64_t outputs = target.channels / shape.groups, sharing = shape.groups > 1 ? divide_up(kLanes, outputs) : 1;
-  window.depth = source.channels / shape.groups * sharing;
-  window.bank_depth = shape.groups > 1 ? window.depth : source.padded_channels;
-  window.group_blocks = shape.groups > 1 ? outputs * sharing / kLanes : window.output_blocks;
+  window.depthwise = shape.is_depthwise();
+  if (window.depthwise) {
+    window.depth = window.bank_depth = window.group_blocks = 1;
+    window.group_channels = kLanes;
+  } else if (shape.groups > 1) {
+    const int64_t outputs = target.channels / shape.groups, sharing = divide_up(kLanes, outputs);
+    window.depth = window.bank_depth = window.group_channels = source.channels / shape.groups * sharing;
+    window.group_blocks = outputs * sharing / kLanes;
+  } else {
+    window.depth = window.group_channels = source.channels;
+    window.bank_depth = source.padded_channels;
+    window.group_blocks = window.output_blocks;
+  }
   window.planes = shape.taps();
   window.plane_stride = window.bank_depth * target.padded_channels + kPlanePadding;
   window.by_position = window.planes > 1 && target.images >= kManyImages && target.height * target.width <= kSmallMap;

@@ -11,7 +11,8 @@
 // offset. A layer with stride s has s data-gradient grids a dim and none of them multiplies by zeros.
 //
 // Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are those
-// of the block's group. Groups of 8 outputs share a block in pairs, each with zeros for the other's channels.
+// of the block's group. Groups of 8 outputs share a block in pairs, each with zeros for the other's channels. Of a depthwise
+// layer, whose groups are single channels, a tap has one entry a lane, [tap][block][16 lanes].
 #pragma once
 
 #include <cstdint>
@@ -37,6 +38,7 @@ struct ConvShape {
   int64_t groups;
 
   int64_t taps() const { return kernel.product(); }
+  bool is_depthwise() const { return groups > 1 && groups == inputs && groups == outputs; }
   // Whether it is a convolution at all, within the bounds of a Window: only then it has an output_size().
   bool is_sound() const;
   Pair output_size() const;
@@ -68,16 +70,17 @@ struct Window : Division {
   // many small images skips the taps that meet nothing but the border.
   bool by_position;
   int64_t output_blocks, padded_outputs;  // of the target
+  bool depthwise;
   int64_t groups;
   int64_t depth, bank_depth;              // channels of the source that an output block sums over; in the bank, padded
-  int64_t group_blocks;                   // output blocks that sum over the same channels
+  int64_t group_blocks, group_channels;   // output blocks that sum over the same channels; from these to the next ones
   int64_t planes, plane_stride;
 
   int64_t bank_size() const { return planes * plane_stride; }
   int64_t gradient_size() const { return bank_size(); }
   int64_t block_floats() const { return bank_depth * kLanes; }
   // The first of the channels that an output block sums over.
-  int64_t first_channel(int64_t output_block) const { return output_block / group_blocks * depth; }
+  int64_t first_channel(int64_t output_block) const { return output_block / group_blocks * group_channels; }
   bool has_border() const { return before.row + before.column + after.row + after.column > 0; }
   int64_t padded_pixels() const { return (before.row + source.height + after.row) * pitch; }  // of an image
   int64_t padded_size() const { return source.images * padded_pixels() * source.padded_channels; }

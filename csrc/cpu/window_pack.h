@@ -62,6 +62,17 @@ WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
   return job.norm[row] != 0.0f ? read(job.g, row) / job.norm[row] : 0.0f;
 }
 
+// .. by the scales of rows whose norms are known.
+template <class Job>
+void pack_known_window(const Job& job, const Window& window, int64_t outputs, int64_t output_block, float* bank) {
+  Block scale[kLanes];
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t row = output_block * kLanes + r;
+    scale[r] = splat(row < outputs ? row_scale(job, row) : 0.0f);
+  }
+  pack_window(window, job.v, outputs, output_block, scale, bank);
+}
+
 // Lanes [first, first + lanes) from a run, zeros beside them.
 WNFUSED_INLINE Block load_lanes(const float* source, int64_t first, int64_t lanes) {
   if (first == 0) return load_part(source, lanes);
