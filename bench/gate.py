@@ -62,8 +62,8 @@ def tolerance(workload: Workload, precision: str) -> Tolerance:
             inner, depth = n, 1
         case ConvLayer(channels=n, kernel=k):
             inner, depth = n * k * k, 1
-        case WindowLayer(channels=n, kernel=k, size=size):
-            inner, depth = n * k ** len(size), 1
+        case WindowLayer(channels=n, kernel=k, size=size, groups=groups):
+            inner, depth = n // groups * k ** len(size), 1
         case Network(depth=depth):
             inner = 64 * 9
         case _:

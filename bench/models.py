@@ -68,7 +68,7 @@ def _window(workload: WindowLayer, plain: bool) -> nn.Module:
     kind = getattr(source, f"{prefix}{'Transpose' * workload.transposed}{len(workload.size)}d")
     reach = workload.dilation * (workload.kernel - 1)
     padding = (reach + 1 - workload.stride) // 2 if workload.transposed else reach // 2
-    options = {"stride": workload.stride, "padding": padding, "dilation": workload.dilation}
+    options = {"stride": workload.stride, "padding": padding, "dilation": workload.dilation, "groups": workload.groups}
     options |= {} if plain else {"activation": "relu"}
     return kind(workload.channels, workload.outputs, workload.kernel, **options)
 

@@ -70,6 +70,7 @@ class WindowLayer(Workload):
     stride: int = 1
     dilation: int = 1
     transposed: bool = False
+    groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +177,20 @@ def _windows() -> list[Workload]:
             quick=(channels, stride) == (16, 2),
         )
         for channels, outputs, size, kernel, stride, dilation, batch in layers
+    ]  # fmt: skip
+    # Of discriminators in vocoders, and of a network of depthwise layers.
+    grouped = (
+        (128, 128, (2048,), 41, 2, 4, 2), (128, 256, (1024,), 41, 2, 16, 4), (256, 512, (1024,), 41, 4, 16, 4),
+        (96, 96, (56, 56), 7, 1, 96, 1),
+    )  # fmt: skip
+    found += [
+        WindowLayer(
+            group="windows",
+            name=f"{channels} to {outputs}, {'x'.join(map(str, size))}, kernel {kernel}, stride {stride}, "
+            f"{groups} groups, batch {batch}",
+            channels=channels, outputs=outputs, size=size, kernel=kernel, stride=stride, groups=groups, batch=batch,
+        )
+        for channels, outputs, size, kernel, stride, groups, batch in grouped
     ]  # fmt: skip
     return found + [
         WindowLayer(
