@@ -6,10 +6,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from instruction_sets import ISAS
 from torch import nn
 
 import wnfused
 from wnfused import WNConv2d, WNLinear, dispatch
+from wnfused.backends import native
 from wnfused.nn import WeightNormalised
 
 
@@ -43,6 +45,28 @@ def test_weights_are_normalised_once():
             for _ in range(3):
                 layer(x)
         assert calls.call_count == 0
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize(("isa_name", "kept"), [("avx512", True), ("avx2", False), ("portable", False)])
+def test_linear_layers_with_products_of_their_own_keep_them(isa_name, kept):
+    if isa_name not in ISAS:
+        pytest.skip(f"not on this processor: {isa_name}")
+    layer, small = WNLinear(256, 256, activation="relu"), WNLinear(64, 64)
+    x, residual = torch.randn(20, 256), torch.randn(20, 256)
+    torch.ops.wnfused_native.set_cpu_isa(isa_name)
+    try:
+        with torch.no_grad():
+            expected = layer(x, residual=residual)
+            with wnfused.frozen(layer), wnfused.frozen(small):
+                layer.weight_g.mul_(2)
+                assert isinstance(layer._frozen, WNLinear) is kept
+                assert not isinstance(small._frozen, WNLinear)
+                found = layer(x, residual=residual)
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(found, expected) or not kept
+    finally:
+        torch.ops.wnfused_native.set_cpu_isa("auto")
 
 
 @pytest.mark.parametrize(

@@ -263,8 +263,31 @@ def test_gradients_that_do_not_fit_raise():
         ("norm", (dy, y, x, v, g, norm[:4])),
         ("norm", (dy, y, x, v, g, norm.double())),
     ):
-        with pytest.raises(RuntimeError, match=f"linear: {name} must"):
+        with pytest.raises(RuntimeError, match=f": {name} must"):
             kernels.linear_backward(*arguments, 15, 1, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["own", "vendor"])
+@pytest.mark.parametrize("needs", [15, 4])
+def test_gradients_of_a_convolution_that_do_not_fit_raise(dtype, needs):
+    x, v, g = torch.randn(2, 16, 6, 6, dtype=dtype), torch.randn(32, 16, 3, 3), torch.randn(32)
+    window = ([2, 2], [1, 1], [1, 1], 1)
+    y, norm = kernels.conv(x, v, g, None, None, *window, 1, 0.0)
+    dy = torch.ones_like(y)
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    wide = torch.ones(2, 64, 3, 3, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    for name, arguments in (
+        ("dy", (wide, y, x, v, g, norm)),
+        ("dy", (dy[0], y, x, v, g, norm)),
+        ("dy", (dy[..., :2], y, x, v, g, norm)),
+        ("y", (dy, y[:1], x, v, g, norm)),
+        ("y", (dy, y.to(other), x, v, g, norm)),
+        ("norm", (dy, y, x, v, g, norm[:1].expand(32))),
+        ("norm", (dy, y, x, v, g, norm.bfloat16())),
+        ("groups", (dy, y, x, v, g, norm)),
+    ):
+        with pytest.raises(RuntimeError, match=f": {name} must"):
+            kernels.conv_backward(*arguments, needs, *window[:3], 0 if name == "groups" else 1, 1, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------- range

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(nat
 SHAPES = [
     (9, 256, 64), (9, 257, 65), (16, 255, 63), (17, 512, 16), (31, 513, 15), (33, 511, 129), (24, 40, 257),
     (255, 33, 70), (257, 17, 40), (513, 24, 9), (300, 7, 1), (70, 2, 300), (260, 520, 30), (129, 270, 260),
-    (1030, 20, 18), (600, 500, 20),
+    (1030, 20, 18), (1200, 500, 20),
 ]  # fmt: skip
 
 
@@ -65,9 +65,13 @@ def test_any_shape(data):
     assert_close(found, expected, dtype)
 
 
-@pytest.mark.parametrize("shape", [(9, 300, 200), (300, 300, 64), (64, 64, 1000), (600, 500, 40)], ids=str)
+# float32 by AVX-512 for any rows of x, by AVX2 for up to 64; elsewhere the products are not these.
+@pytest.mark.parametrize("shape", [(9, 300, 200), (300, 300, 64), (64, 64, 1000), (1200, 500, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_same_bits_for_any_number_of_threads(threads, shape, dtype):
+def test_the_same_bits_for_any_number_of_threads(threads, isa, shape, dtype):
+    own = {"avx512": dtype == torch.float32, "avx512_bf16": True, "avx2": dtype == torch.float32 and shape[0] <= 64}
+    if not own.get(isa, False):
+        pytest.skip("the vendor's products")
     tensors = linear_sample(*shape, dtype=dtype)
     dy = torch.randn(shape[0], shape[2])
     found = []
@@ -77,6 +81,32 @@ def test_the_same_bits_for_any_number_of_threads(threads, shape, dtype):
     for other in found[1:]:
         for name in NAMES:
             assert torch.equal(found[0][name], other[name]), name
+
+
+@pytest.mark.parametrize("rows", [3, 8, 20])
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("x_size", "v_size", "gain"), [(1.0, 5e-20, 1.0), (1e-10, 1e-18, 1e8), (1e20, 1e15, 1e-12)])
+def test_bfloat16_has_the_range_of_an_un_normalised_layer(isa, rows, parameters, x_size, v_size, gain):
+    """Squares of v that are denormals, or too small for that; the processor's products of pairs lose them."""
+    if isa == "amx-emulated":
+        pytest.skip("the vendor's products")
+    x, v, *_ = linear_sample(rows, 64, 32)
+    x, v, g = (x * x_size).bfloat16(), (v * v_size).to(parameters), torch.full((32,), gain).to(parameters)
+    y, norm = native.linear(x, v, g, None, None, 0, "none")
+    lengths = v.double().norm(dim=1)
+    expected = x.double() @ (v.double() * (g.double() / lengths)[:, None]).T
+    torch.testing.assert_close(norm.double(), lengths, rtol=1e-5, atol=0)
+    assert (y.double() - expected).norm() <= TOLERANCE[torch.bfloat16] * expected.norm()
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_does_not_meet_an_infinite_gain(isa, parameters):
+    x, v = torch.ones(20, 35, dtype=torch.bfloat16), torch.ones(7, 35).to(parameters)
+    g = torch.ones(7).to(parameters)
+    g[0] = float("inf")
+    y, _ = native.linear(x, v, g, None, None, 0, "none")
+    assert y[:, 0].isposinf().all()
+    assert y[:, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

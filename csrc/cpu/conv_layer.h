@@ -1,4 +1,4 @@
-// A single convolution layer on kernels of this library: float32, one group, zero padding, one or two spatial dims.
+// A single convolution layer on kernels of this library: float32, zero padding, one or two spatial dims.
 //
 //   forward    read x | y = act(conv(x, w) + b + residual), norms | write y
 //   backward   dz = act'(y) dy, read x | dW = x * dz, dx = conv'(dz, w) | dv, dg, db from dW, write dx

@@ -19,6 +19,12 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
+WNFUSED_INLINE Block part_of(const Block& block, int64_t count) {
+  float entries[kLanes];
+  store(entries, block);
+  return load(entries, count);
+}
+
 // A matrix in the caller's memory, as runs; what is packed of run r is its entries times scale[r].
 template <class T>
 struct Runs {
@@ -30,8 +36,9 @@ struct Runs {
   WNFUSED_INLINE Block entries(int64_t run, int64_t at) const {
     if (run >= count || at >= length) return zero();
     const T* source = data + run * length + at;
-    const Block block = at + kLanes <= length ? load(source) : load(source, length - at);
-    return scale ? block * splat(scale[run]) : block;
+    if (at + kLanes <= length) return scale ? load(source) * splat(scale[run]) : load(source);
+    const Block part = load(source, length - at);
+    return scale ? part_of(part * splat(scale[run]), length - at) : part;  // a scale that is not finite leaves no zeros
   }
 };
 

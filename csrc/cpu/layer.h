@@ -6,7 +6,8 @@
 //      z  [P][C]            "columns": a linear layer, or channels_last with P = N H W; s and b run along a line
 //      z  [N * C][H W]      "planes": NCHW; s and b are one number a line
 //
-// The vendor's library takes the products z, dx and dw. Ours is what stands beside them, each a single pass:
+// Where no kernel of this library takes the products z, dx and dw (linear_routes.h, conv_layer.h), the vendor's does. Ours
+// is what stands beside them then, each a single pass:
 //
 //      norms / scaled       read v            (write w)       before the product
 //      epilogue             read and write z                  in the place of eager's bias and ReLU passes
@@ -21,8 +22,7 @@
 // where y would not. Such a call is noticed and taken again with the scaled weight (can_wait below).
 //
 // So v, which is all that a wide layer with a small batch consists of, is read once more than by an un-normalised
-// layer, and from cache where the product takes it in slices (linear_vendor.cpp). With a handful of rows of x even the
-// product is ours, and v is read once (layer_small.h).
+// layer, and from cache where the product takes it in slices (linear_vendor.cpp).
 #pragma once
 
 #include <cstdint>

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "layer.h"
+#include "linear_layer.h"
 #include "stage.h"
 #include "target_avx2.h"
 

@@ -1,6 +1,6 @@
 // conv: y = act(s conv(x, v) + b + residual) over 1 to 3 spatial dims, and its gradients.
 //
-//      float32, one group, one or two dims      kernels of this library (conv_layer.h), where they are faster
+//      float32, one or two dims                 kernels of this library (conv_layer.h), where they are faster
 //      map-heavy layers (most of the others)    w = s v beforehand where there is no pass over z to ride in; else, and
 //      weight-heavy layers                      z = conv(x, v), the scale in the epilogue; dx from s dz, dw from dz
 //
@@ -30,6 +30,20 @@ void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv: x and v must have 3, 4 or 5 dims");
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial,
                   "conv: stride, padding and dilation must have ", spatial, " entries");
+  STD_TORCH_CHECK(at.groups >= 1, "conv: groups must be at least 1");
+}
+
+// A gradient, or an output, of a layer over any number of dims.
+void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at) {
+  constexpr int64_t kFar = int64_t{1} << 40;
+  bool fits = t.scalar_type() == x.scalar_type() && t.dim() == x.dim() && t.size(0) == x.size(0) && t.size(1) == v.size(0);
+  for (int64_t d = 2; fits && d < v.dim(); ++d) {
+    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], dilation = at.dilation[d - 2];
+    fits = stride >= 1 && 0 <= padding && padding < kFar && 1 <= dilation && dilation < kFar && v.size(d) >= 1;
+    const int64_t room = fits ? x.size(d) + 2 * padding - dilation * (v.size(d) - 1) - 1 : 0;
+    fits = fits && room >= 0 && t.size(d) == room / stride + 1;
+  }
+  STD_TORCH_CHECK(fits, "conv: ", name, " must have the dtype of x and the shape of the output");
 }
 
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Sliding& at) {
@@ -184,8 +198,12 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
   const Sliding window{stride, padding, dilation, groups};
   check_window(x, v, window);
+  check_activation(activation, slope);
   const int64_t channels = v.size(0);
   const bool half = is_bfloat16(x), masked = activation != 0;
+  check_output(dy_given, "dy", x, v, window);
+  if (masked) check_output(y, "y", x, v, window);
+  check_norm(norm, channels);
   std::vector<float> held;
   const float* gain = floats_of(g, held);
   const float* norms = entries<float>(norm);
@@ -196,9 +214,6 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   if (found) {
     const ConvShape& shape = found->shape;
     const Pair size = shape.output_size();
-    check_gradient(dy_given, "dy", shape.images, channels, size.row, size.column, v.dim() == 3);
-    if (masked) check_gradient(y, "y", shape.images, channels, size.row, size.column, v.dim() == 3);
-    STD_TORCH_CHECK(norm.numel() == channels, "conv: norm must have ", channels, " entries");
     const bool flat = v.dim() == 3, last = suggests_channels_last(x) || suggests_channels_last(v);
     const Tensor rows = rows_for(*found);
     const ConvLayer layer{shape, false, found->method, x, rows, gain, nullptr, static_cast<Activation>(activation),

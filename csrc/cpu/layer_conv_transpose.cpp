@@ -84,6 +84,7 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
   const Sliding at{stride, padding, dilation, output_padding, groups};
   check(x, v, g, std::nullopt, at);
+  check_activation(activation, slope);
   const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
   // A bias gradient without that of the weight would need a pass of its own.
   const bool ours = need_v || (need_x && !need_bias);
@@ -97,7 +98,7 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   const Pair inputs = shape->output_size();
   check_gradient(dy, "dy", shape->images, shape->inputs, shape->size.row, shape->size.column, flat);
   if (masked) check_gradient(y, "y", shape->images, shape->inputs, shape->size.row, shape->size.column, flat);
-  STD_TORCH_CHECK(norm.numel() == v.size(0), "conv_transpose: norm must have ", v.size(0), " entries");
+  check_norm(norm, v.size(0));
   Rounded dgain(sizes_of(g), g.scalar_type());
   Gradient dx, dv, db, dz;
   if (need_x) dx = empty_map(shape->images, shape->outputs, inputs.row, inputs.column, flat, last);

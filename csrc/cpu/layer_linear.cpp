@@ -67,8 +67,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
   const bool half = is_bfloat16(x), masked = activation != 0;
   check_output(dy_given, "dy", shape, x);
   if (masked) check_output(y, "y", shape, x);
-  STD_TORCH_CHECK(norm.scalar_type() == ScalarType::Float && norm.is_contiguous() && norm.numel() == shape.features,
-                  "linear: norm must be float32 with ", shape.features, " entries");
+  check_norm(norm, shape.features);
   const Tensor dy = contiguous_or_self(dy_given);
   std::vector<float> held;
   LinearGradient call{shape, contiguous_or_self(x), contiguous_or_self(v), floats_of(g, held), entries<float>(norm),

@@ -62,6 +62,17 @@ WNFUSED_INLINE void put(const Values& target, int64_t at, float value) {
   else static_cast<float*>(target.data)[at] = value;
 }
 
+// The instruction for pairs loses squares that are denormals.
+template <class Units>
+WNFUSED_INLINE float small_norm(const SmallLinear& task, int64_t feature, float square) {
+  constexpr float kSafe = 0x1p-90f;
+  if constexpr (Units::kEntries == 2) {
+    const uint16_t* row = static_cast<const uint16_t*>(task.v.data) + feature * task.inner;
+    if (square < kSafe) square = dot(row, row, task.inner);
+  }
+  return __builtin_sqrtf(square);
+}
+
 // Features [first, first + kRows) for rows [m, m + kTile) of x; the norms come with the first tile.
 template <class Units, int kRows, int kTile, class V>
 WNFUSED_INLINE bool small_tile(const SmallLinear& task, const V* v, int64_t first, int64_t m) {
@@ -72,7 +83,7 @@ WNFUSED_INLINE bool small_tile(const SmallLinear& task, const V* v, int64_t firs
   bool in_range = true;
   for (int r = 0; r < kRows; ++r) {
     const int64_t feature = first + r;
-    if (m == 0) task.norm[feature] = __builtin_sqrtf(square[r]);
+    if (m == 0) task.norm[feature] = small_norm<Units>(task, feature, square[r]);
     const float scale = task.gain[feature] * inverse_or_zero(task.norm[feature]);
     in_range = in_range && can_wait(scale);
     for (int t = 0; t < kTile; ++t) {

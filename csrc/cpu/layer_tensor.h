@@ -119,6 +119,11 @@ inline void check_residual(const std::optional<Tensor>& residual, const Tensor& 
                   "layer: residual must have the dtype and shape of the output");
 }
 
+inline void check_norm(const Tensor& norm, int64_t rows) {
+  STD_TORCH_CHECK(norm.scalar_type() == ScalarType::Float && norm.is_contiguous() && norm.numel() == rows,
+                  "layer: norm must be float32 with ", rows, " entries");
+}
+
 // A gradient, or an output, of a layer over one or two dims.
 inline void check_gradient(
     const Tensor& t, const char* name, int64_t images, int64_t channels, int64_t rows, int64_t columns, bool flat) {
@@ -167,8 +172,12 @@ class Rounded {
 
   float* data() { return is_bfloat16(tensor_) ? held_.data() : static_cast<float*>(tensor_.mutable_data_ptr()); }
 
-  const Tensor& tensor() {
+  void round() {
     std::transform(held_.begin(), held_.end(), static_cast<uint16_t*>(tensor_.mutable_data_ptr()), narrowed);
+  }
+
+  const Tensor& tensor() {
+    round();
     return tensor_;
   }
 

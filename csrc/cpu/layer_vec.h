@@ -133,7 +133,7 @@ WNFUSED_INLINE B zero_of() {
 template <class T>
 WNFUSED_INLINE BlockOf<T> load(const T* source, int64_t count) {
   T entries[kLanes] = {};
-  for (int64_t i = 0; i < count; ++i) entries[i] = source[i];
+  __builtin_memcpy(entries, source, count * sizeof(T));  // a pair of bfloat16 taken for a float may lie at any address
   return load(entries);
 }
 
@@ -141,7 +141,7 @@ template <class T>
 WNFUSED_INLINE void store(T* target, const BlockOf<T>& block, int64_t count) {
   T entries[kLanes];
   store(entries, block);
-  for (int64_t i = 0; i < count; ++i) target[i] = entries[i];
+  __builtin_memcpy(target, entries, count * sizeof(T));
 }
 
 // The sum of the lanes, halves first: the tree of horizontal_sum(), in registers.

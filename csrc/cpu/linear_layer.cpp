@@ -8,8 +8,9 @@ namespace wnfused::cpu {
 namespace {
 
 constexpr int64_t kAlone = int64_t{1} << 18;  // multiply-adds below which a second worker costs more than it brings
-constexpr int64_t kGradientFloats = int64_t{1} << 17;  // of dw that an item holds
+constexpr int64_t kGradientFloats = int64_t{1} << 17;  // of dw that an item should hold
 constexpr int64_t kOwnFloats = int64_t{1} << 18;  // of a packed x that each worker keeps for itself
+constexpr int64_t kPackedFloats = int64_t{1} << 21;  // .. and of the part of x that it packs forward
 
 int64_t workers_for(const LinearShape& shape) {
   return shape.rows * shape.inner * shape.features < kAlone ? 1 : worker_limit();
@@ -42,8 +43,9 @@ void linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const int64_t workers = workers_for(call.shape);
   // To divide the rows of x has every worker pack all of v, to divide v all of x, which costs three times as much.
   const bool divide_x = workers > 1 && features < 3 * rows;
-  const int64_t wide_blocks = divide_x ? fair_share(rows, workers, 2 * kLanes, kWideBlocks * kLanes) / kLanes
-                                       : std::min(kWideBlocks, divide_up(rows, kLanes));
+  const int64_t most_blocks = std::clamp<int64_t>(kPackedFloats / (inner * kLanes) / 2 * 2, 2, kWideBlocks);
+  const int64_t wide_blocks = divide_x ? fair_share(rows, workers, 2 * kLanes, most_blocks * kLanes) / kLanes
+                                       : std::min(most_blocks, divide_up(rows, kLanes));
   const int64_t groups = divide_up(rows, wide_blocks * kLanes);
   const int64_t row_block = fair_share(features, divide_up(workers, groups), kLanes, kNarrowRows);
   const int64_t packed = WideShape(wide_blocks * kLanes, inner, kernels.entries).size();

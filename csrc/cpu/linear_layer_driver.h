@@ -32,17 +32,16 @@ inline void finish_outputs(const LinearForward& job, int64_t first, int64_t coun
         WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(out + (n + i) * kStride + m);
         transpose(block);
         const int64_t end = smaller(kLanes, lanes - m);
-        for (int64_t i = 0; i < end; ++i) {
-          const int64_t at = (lane0 + m + i) * job.features + column;
-          Block value = block[i] + bias;
-          if (width == kLanes) {
-            if (residual) value = value + load(residual + at);
-            store(y + at, activate<activation.value>(value, slope));
-          } else {
-            if (residual) value = value + load(residual + at, width);
-            store(y + at, activate<activation.value>(value, slope), width);
+        const auto finish = [&](auto move) __attribute__((always_inline)) {
+          for (int64_t i = 0; i < end; ++i) {
+            const int64_t at = (lane0 + m + i) * job.features + column;
+            Block value = block[i] + bias;
+            if (residual) value = value + move.load(residual + at);
+            move.store(y + at, activate<activation.value>(value, slope));
           }
-        }
+        };
+        if (width == kLanes) finish(Whole{});
+        else finish(Partial{width});
       }
     }
   });

@@ -7,13 +7,13 @@ namespace wnfused::cpu {
 namespace {
 
 constexpr int64_t kHalfRows = 4;
-constexpr int64_t kPairRows = 16;
+constexpr int64_t kRowsOfPairs = 16;
 
 // Products of pairs as they lie in memory.
 bool takes_pairs(const LinearCall& call, const LinearKernels* products) {
   const LinearShape& shape = call.shape;
   return products && products->small_pairs && call.is_half() && is_bfloat16(call.v) && shape.inner % 2 == 0 &&
-         shape.rows <= (shape.inner < 256 ? kPairRows / 2 : kPairRows);
+         shape.rows <= (shape.inner < 256 ? kRowsOfPairs / 2 : kRowsOfPairs);
 }
 
 }  // namespace
@@ -56,7 +56,7 @@ bool small_linear(const LinearCall& call, const LinearKernels* products) {
   return in_range;
 }
 
-// Every worker sums its share of dx apart; folded in the workers' order.
+// Every worker sums its share of dx apart; folded in the workers' order, so the last bits of dx depend on their number.
 void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
   const LinearShape& shape = call.shape;
   std::vector<float> held_x, held_dz;
@@ -90,7 +90,7 @@ void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
   if (!dx) return;
   for (int64_t w = 1; w < workers; ++w)
     for (int64_t i = 0; i < size; ++i) dx[i] += partial[(w - 1) * size + i];
-  if (rounded) rounded->tensor();
+  if (rounded) rounded->round();
 }
 
 }  // namespace wnfused::cpu

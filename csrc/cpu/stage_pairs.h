@@ -35,6 +35,13 @@ struct PairProduct {
   bool neighbours;      // eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r
 };
 
+// Pairs of values that are bfloat16 already, as bits.
+WNFUSED_INLINE Block exact_pairs(const Block& even, const Block& odd) {
+  Block pairs;
+  WNFUSED_FOR_PARTS pairs.part[i] = (Native)(((NativeBits)even.part[i] >> 16) | (NativeBits)odd.part[i]);
+  return pairs;
+}
+
 #if defined(WNFUSED_CONVERTS_BFLOAT16)
 // Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves; denormals become zero.
 WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
@@ -46,19 +53,9 @@ WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
 #else
 // Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves.
 WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
-  const Block low = round_to_bfloat16(even), high = round_to_bfloat16(odd);
-  Block pairs;
-  WNFUSED_FOR_PARTS pairs.part[i] = (Native)(((NativeBits)low.part[i] >> 16) | (NativeBits)high.part[i]);
-  return pairs;
+  return exact_pairs(round_to_bfloat16(even), round_to_bfloat16(odd));
 }
 #endif
-
-// Pairs of values that are bfloat16 already, as bits.
-WNFUSED_INLINE Block exact_pairs(const Block& even, const Block& odd) {
-  Block pairs;
-  WNFUSED_FOR_PARTS pairs.part[i] = (Native)(((NativeBits)even.part[i] >> 16) | (NativeBits)odd.part[i]);
-  return pairs;
-}
 
 WNFUSED_INLINE void store_bits(uint16_t* target, const Block& bits) {
   WNFUSED_FOR_PARTS __builtin_memcpy(target + 2 * i * kNativeLanes, &bits.part[i], sizeof(Native));

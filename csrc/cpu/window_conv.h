@@ -134,9 +134,10 @@ inline void depthwise_columns(const Units& units, int64_t first_channel, const M
                                        product + r * kLanes, product_col_stride);
 }
 
-// Whether, of so many output blocks, the first two sum over the same channels.
+// Whether, of so many output blocks, the first two can share a tile: they sum over the same channels, or each over its
+// own.
 WNFUSED_INLINE bool takes_pair(const Window& window, int64_t output_block, int64_t blocks) {
-  return blocks >= 2 && output_block % window.group_blocks + 2 <= window.group_blocks;
+  return blocks >= 2 && (window.depthwise || output_block % window.group_blocks + 2 <= window.group_blocks);
 }
 
 // A pointer to each row wants a register, so there are no taller tiles.
@@ -261,18 +262,17 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
       met[count++] = {(tap.row * window.pitch + tap.column) * channels, bank + tap.plane * window.plane_stride};
   }
   const int64_t product_stride = window.conv_rows * kLanes;
-  for (int64_t b = 0; b < blocks && window.depthwise;) {
-    const bool pair = kCols == 2 && b + 2 <= blocks;
-    const auto run = pair ? depthwise_columns<kCols> : depthwise_columns<1>;
-    run(units, window.first_channel(first_block + b), met, count, (first_block + b) * col_stride,
-        product + b * product_stride, product_stride);
-    b += pair ? kCols : 1;
-  }
-  for (int64_t b = 0; b < blocks && !window.depthwise;) {
-    const bool pair = kCols == 2 && takes_pair(window, first_block + b, blocks - b);
-    const auto run = pair ? window_columns<kCols> : window_columns<1>;
-    run(units, window.first_channel(first_block + b), met, count, window.depth, (first_block + b) * col_stride,
-        col_stride, product + b * product_stride, product_stride);
+  for (int64_t b = 0; b < blocks;) {
+    const int64_t block = first_block + b, first_channel = window.first_channel(block), weights = block * col_stride;
+    const bool pair = kCols == 2 && takes_pair(window, block, blocks - b);
+    float* target = product + b * product_stride;
+    if (window.depthwise) {
+      const auto run = pair ? depthwise_columns<kCols> : depthwise_columns<1>;
+      run(units, first_channel, met, count, weights, target, product_stride);
+    } else {
+      const auto run = pair ? window_columns<kCols> : window_columns<1>;
+      run(units, first_channel, met, count, window.depth, weights, col_stride, target, product_stride);
+    }
     b += pair ? kCols : 1;
   }
   Block poison = zero();

@@ -1,8 +1,8 @@
 """The C++ backend: schemas of the kernels in the compiled libraries, and thin shells that call them.
 
 The library registers its kernels under ``torch.ops.wnfused_native`` when it is opened. Residual stages and most
-convolutions in float32 are multiplied by its own kernels; other products are left to the vendor's library that torch
-carries, and what is ours beside them is the norm, the scale and the one pass for ``dv, dg``.
+convolutions and linear layers are multiplied by its own kernels; other products are left to the vendor's library that
+torch carries, and what is ours beside them is the norm, the scale and the one pass for ``dv, dg``.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ for _schema in (
     "set_cpu_isa(str name) -> ()",
     # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
-    # How a convolution, or its gradients, multiply: one of those, or "vendor". maps: images, inputs, outputs, height and width of x.
-    # Of a transposed layer they are those of the convolution whose data gradient it is.
+    # How a convolution multiplies, or its gradients: one of those, or "vendor". maps: images, inputs, outputs, height
+    # and width of x. Of a transposed layer they are those of the convolution whose data gradient it is.
     "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
     "int groups, bool transposed, bool backward) -> str",
     # FLOP/s of multiply-adds on registers alone, on all threads.
@@ -116,6 +116,16 @@ def takes_conv(
     pairs = [[*[one] * (2 - dims), *pair] for one, pair in ((1, kernel), (1, stride), (0, padding), (1, dilation))]
     maps = [1, inputs * groups, outputs, *[1] * (2 - dims), *size]
     return torch.ops.wnfused_native.cpu_conv_method(maps, *pairs, groups, transposed, False) != "vendor"
+
+
+def takes_linear(v: Tensor) -> bool:
+    """Whether a linear layer is multiplied here, and large enough to be faster than a plain one."""
+    if not v.is_cpu or v.numel() < 2**16:
+        return False
+    isa = instruction_set()
+    if v.dtype == torch.bfloat16:
+        return isa == "avx512_bf16"
+    return v.dtype == torch.float32 and isa in ("amx", "avx512_bf16", "avx512")
 
 
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:
