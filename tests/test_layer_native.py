@@ -262,6 +262,7 @@ def test_gradients_that_do_not_fit_raise():
         ("y", (dy, y[:, :4], x, v, g, norm)),
         ("norm", (dy, y, x, v, g, norm[:4])),
         ("norm", (dy, y, x, v, g, norm.double())),
+        ("dy", (dy.reshape(4, 5, 5), y, x.reshape(5, 4, 30), v, g, norm)),
     ):
         with pytest.raises(RuntimeError, match=f": {name} must"):
             kernels.linear_backward(*arguments, 15, 1, 0.0)

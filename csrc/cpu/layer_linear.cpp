@@ -25,9 +25,9 @@ const LinearKernels* products_for(const LinearShape& shape, const Tensor& x) {
 }
 
 void check_output(const Tensor& t, const char* name, const LinearShape& shape, const Tensor& x) {
-  STD_TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.numel() == shape.rows * shape.features &&
-                      t.dim() == x.dim() && t.size(-1) == shape.features,
-                  "linear: ", name, " must have the dtype of x and the shape of the output");
+  bool fits = t.scalar_type() == x.scalar_type() && t.dim() == x.dim() && t.size(-1) == shape.features;
+  for (int64_t d = 0; fits && d + 1 < x.dim(); ++d) fits = t.size(d) == x.size(d);
+  STD_TORCH_CHECK(fits, "linear: ", name, " must have the dtype of x and the shape of the output");
 }
 
 }  // namespace
