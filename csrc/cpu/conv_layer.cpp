@@ -37,7 +37,8 @@ const ConvKernels<G>& kernels(bool transposed) {
 // Waking a worker costs what so many multiply-adds do.
 int64_t workers_for(const ConvShape& shape) {
   constexpr int64_t kWorkEach = 1 << 18;
-  const int64_t work = shape.images * shape.output_size().product() * shape.inputs * shape.outputs / shape.groups * shape.taps();
+  const int64_t weights = shape.inputs * shape.outputs / shape.groups * shape.taps();
+  const int64_t work = shape.images * shape.output_size().product() * weights;
   return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
 }
 
@@ -206,7 +207,8 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
 
 bool takes_winograd(const ConvShape& shape) {
   const auto all = [](const Pair& pair, int64_t value) { return pair.row == value && pair.column == value; };
-  return shape.groups == 1 && all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) && all(shape.dilation, 1);
+  return shape.groups == 1 && all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) &&
+         all(shape.dilation, 1);
 }
 
 // Whether blocks of outputs, and of inputs in the data gradient, belong to one group each, or to two.

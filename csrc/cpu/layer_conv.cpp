@@ -36,7 +36,8 @@ void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
 // A gradient, or an output, of a layer over any number of dims.
 void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at) {
   constexpr int64_t kFar = int64_t{1} << 31;
-  bool fits = t.scalar_type() == x.scalar_type() && t.dim() == x.dim() && t.size(0) == x.size(0) && t.size(1) == v.size(0);
+  bool fits = t.scalar_type() == x.scalar_type() && t.dim() == x.dim() && t.size(0) == x.size(0) &&
+              t.size(1) == v.size(0);
   for (int64_t d = 2; fits && d < v.dim(); ++d) {
     const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], dilation = at.dilation[d - 2];
     fits = stride >= 1 && 0 <= padding && padding < kFar && 1 <= dilation && dilation < kFar && v.size(d) >= 1;

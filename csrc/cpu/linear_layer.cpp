@@ -1,3 +1,4 @@
+// The choice of instruction set for a linear layer's products, their memory, and how rows are shared out.
 #include "linear_layer.h"
 
 #include "isa.h"

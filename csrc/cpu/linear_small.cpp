@@ -6,8 +6,8 @@
 namespace wnfused::cpu {
 namespace {
 
-constexpr int64_t kHalfRows = 4;
-constexpr int64_t kRowsOfPairs = 16;
+// Up to so many rows of x, in floats beside products of this library, in bfloat16, and in pairs as they lie.
+constexpr int64_t kFloatRows = 8, kHalfRows = 4, kRowsOfPairs = 16;
 
 // Products of pairs as they lie in memory.
 bool takes_pairs(const LinearCall& call, const LinearKernels* products) {
@@ -25,14 +25,14 @@ bool is_small(const LinearCall& call, const LinearKernels* products) {
   const LinearShape& shape = call.shape;
   if (takes_pairs(call, products)) return true;
   if (call.is_half()) return shape.rows <= kHalfRows;
-  if (products) return shape.rows <= kSmallTile;
+  if (products) return shape.rows <= kFloatRows;
   return shape.rows <= kSmallRows / 2 || (shape.rows <= kSmallRows && shape.inner >= 128);
 }
 
 bool is_small(const LinearGradient& call, const LinearKernels* products) {
   const LinearShape& shape = call.shape;
   if (call.is_half()) return shape.rows <= (products ? kHalfRows / 2 : kHalfRows);
-  if (products) return shape.rows <= kSmallTile;
+  if (products) return shape.rows <= kFloatRows;
   return shape.rows <= kSmallRows / 2 ||
          (shape.rows <= kSmallRows && shape.features * shape.inner <= (int64_t{1} << 18));
 }
