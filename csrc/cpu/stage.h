@@ -6,8 +6,9 @@
 //
 // Layouts (C is padded to Cp, a multiple of 16 channels, by zeros):
 //   map      [N, H, W, Cp] fp32           h, a and their gradients: no border, the gather supplies the zeros
-//   bank     [planes][Op/16][Cp][16]      one convolution's packed weights, or the gradient of them, fp32:
-//                                         plane (tap, or Winograd position), output block, input channel, output lane
+//   bank     [planes][Op/16][Cp][16]      one convolution's packed weights, or with nine planes the gradient of them,
+//                                         fp32: plane (tap, or Winograd position), output block, input channel, output
+//                                         lane
 //   operand  [N, H, W, C] bfloat16        what the convolutions of the last two methods read: h, a, dh, da rounded
 // Where C needs no padding and everything is fp32, the canonical saved maps [.., N, H, W, C] ARE maps in this sense and
 // the kernels write and read them in place; otherwise an epilogue stores a converted copy. In bfloat16 the saved maps are
@@ -33,7 +34,6 @@
 namespace wnfused::cpu {
 
 constexpr int kTaps = 9;
-constexpr int kMaxPositions = 36;
 constexpr int kMaxGroups = 16;      // register tiles of one call of a pair product
 
 enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions };
@@ -67,9 +67,9 @@ struct Geometry : MapShape, Division {
   bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
   bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
   int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
-  int64_t gradient_size() const { return planes * plane_stride; }
+  int64_t gradient_size() const { return kTaps * plane_stride; }
   int64_t bank_size() const {
-    return is_pairs() ? segments * channel_blocks * segment_depth * (kLanes / 2) : gradient_size();
+    return is_pairs() ? segments * channel_blocks * segment_depth * (kLanes / 2) : planes * plane_stride;
   }
   // Pairs: bfloat16 elements of a worker's panels. A convolution's last tile reads past its last row.
   int64_t pair_slack() const { return (pair_rows + 4) * padded_channels; }
@@ -82,6 +82,8 @@ struct Geometry : MapShape, Division {
     return padded_channels * (method == Method::kLines ? wgrad_plane : wgrad_run);
   }
   int64_t wgrad_gradients() const { return wgrad_group_blocks * kLanes * wgrad_run; }
+  // Of a plane of sums (stage_wgrad.h).
+  int64_t sums_stride() const { return wgrad_group_blocks * padded_channels * kLanes + kLanes; }
   int64_t wgrad_segments() const { return method == Method::kLines ? wgrad_lines : height * width; }
 };
 

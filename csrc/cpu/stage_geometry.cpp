@@ -58,7 +58,7 @@ Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs,
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams
   // past from the second level, and 32 rows halve that stream.
   const int64_t rows = geometry.channel_blocks <= 1 || geometry.tile == 4 ? 16 : 32;
-  const Work work{geometry.output_blocks, geometry.gradient_size(), geometry.map_size(), rows, 16, workers};
+  const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), rows, 16, workers};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels, geometry);
   return geometry;

@@ -281,19 +281,11 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
 
 // dW of one (input, output block), the slices' banks summed in order; taps at target.
 inline void sum_slices(const Geometry& geometry, const float* bank, float* target) {
-  Block sum[kMaxPositions];
-  for (int64_t p = 0; p < geometry.planes; ++p) {
-    sum[p] = load(bank + p * geometry.plane_stride);
-    for (int64_t s = 1; s < geometry.wgrad_slices; ++s)
-      sum[p] = sum[p] + load(bank + s * geometry.gradient_size() + p * geometry.plane_stride);
-  }
-  const auto position = [&sum](int p) { return sum[p]; };
-  if (geometry.method == Method::kWinograd4) {
-    filter_gradient<4>(position, target);
-  } else if (geometry.method == Method::kWinograd2) {
-    filter_gradient<2>(position, target);
-  } else {
-    for (int k = 0; k < kTaps; ++k) store(target + k * kLanes, sum[k]);
+  for (int k = 0; k < kTaps; ++k) {
+    const float* tap = bank + k * geometry.plane_stride;
+    Block sum = load(tap);
+    for (int64_t s = 1; s < geometry.wgrad_slices; ++s) sum = sum + load(tap + s * geometry.gradient_size());
+    store(target + k * kLanes, sum);
   }
 }
 

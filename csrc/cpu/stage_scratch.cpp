@@ -19,7 +19,8 @@ int64_t float_worker_floats(const Geometry& geometry) {
   const int64_t conv =
       panels(geometry.conv_rows, geometry.channel_blocks) + panels(geometry.conv_rows, geometry.conv_group_blocks);
   const int64_t wgrad =
-      panels(geometry.wgrad_rows, geometry.channel_blocks) + panels(geometry.wgrad_rows, geometry.wgrad_group_blocks);
+      panels(geometry.wgrad_rows, geometry.channel_blocks) + panels(geometry.wgrad_rows, geometry.wgrad_group_blocks) +
+      (geometry.is_winograd() ? geometry.planes * geometry.sums_stride() : 0);
   return std::max(conv, wgrad);
 }
 

@@ -8,9 +8,11 @@
 //   Winograd: the input's panel is that of the forward; output gradients of a tile become A y A', 16 or 36 planes.
 //   direct:   one plane of gradients meets the panels of nine taps.
 //
-// Eight (or 16) inputs x 2 (or 1) output blocks are held in registers over the rows of a panel; the bank is read and
-// written once a panel. Slices are summed, in order, when the gradient is finished (stage_pack.h), so that the order of
-// every sum is fixed by the shape. The bias gradient is summed along the way.
+// Eight (or 16) inputs x 2 (or 1) output blocks are held in registers over the rows of a panel; sums are read and written
+// once a panel. Winograd's 16 or 36 planes of sums are a worker's own and become the nine taps of the slice's bank at its
+// end: whoever finishes the gradient (stage_pack.h) may be on another core, and a line that crosses over costs as much as
+// a hundred multiply-adds. Slices are summed there, in order, so that the order of every sum is fixed by the shape. The
+// bias gradient is summed along the way.
 #pragma once
 
 #include "stage_conv.h"
@@ -66,6 +68,19 @@ inline void gather_pixel_gradients(const Geometry& geometry, const float* map, i
   }
 }
 
+// The sums of a slice: `planes` of [output block][input][16], which are its bank itself where a plane is a tap.
+struct Sums {
+  float* data;
+  int64_t plane_stride;
+};
+
+// The taps of a slice from its sums.
+template <int M>
+inline void reduce_sums(const Geometry& geometry, const Sums& sums, int64_t floats, float* bank) {
+  for (int64_t i = 0; i < floats; i += kLanes)
+    filter_gradient<M>(sums.data + i, sums.plane_stride, bank + i, geometry.plane_stride);
+}
+
 // bank (+)= panel' x gradients for every input block of one plane.
 inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t panel_plane, const Panel& gradients,
                            int64_t gradient_plane, int64_t count, int64_t blocks, bool accumulate, float* bank) {
@@ -90,12 +105,14 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
   // Winograd's first panel writes every plane; a tap that no pixel of the slice reaches would stay unwritten.
   const bool direct = geometry.method == Method::kDirect;
-  for (int64_t p = 0; p < geometry.planes && (direct || begin >= end); ++p)
-    __builtin_memset(bank + p * geometry.plane_stride, 0, blocks * block_stride * sizeof(float));
+  for (int tap = 0; tap < kTaps && (direct || begin >= end); ++tap)
+    __builtin_memset(bank + tap * geometry.plane_stride, 0, blocks * block_stride * sizeof(float));
   __builtin_memset(bias_gradient + first_block * kLanes, 0, blocks * kLanes * sizeof(float));
 
   const Panel panel(scratch, geometry.wgrad_rows, geometry.channel_blocks);
   const Panel gradients(scratch + geometry.planes * panel.plane_stride, geometry.wgrad_rows, blocks);
+  const Sums sums = direct ? Sums{bank, geometry.plane_stride}
+                           : Sums{gradients.data + geometry.planes * gradients.plane_stride, geometry.sums_stride()};
   const auto gather_inputs = geometry.tile == 4 ? gather_tiles<4, RoundX> : gather_tiles<2, RoundX>;
   const auto gather_gradients = direct               ? gather_pixel_gradients<RoundGradient>
                                 : geometry.tile == 4 ? gather_tile_gradients<4, RoundGradient>
@@ -106,13 +123,16 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
     if (geometry.is_winograd()) {
       gather_inputs(geometry, x, zeros, first, count, panel);
       for (int64_t p = 0; p < geometry.planes; ++p)
-        multiply_plane(geometry, panel, p, gradients, p, count, blocks, first > begin, bank + p * geometry.plane_stride);
+        multiply_plane(geometry, panel, p, gradients, p, count, blocks, first > begin, sums.data + p * sums.plane_stride);
     } else {
       for (int tap = 0; tap < kTaps; ++tap)
         if (gather_tap<RoundX>(geometry, x, first, count, tap, panel, tap))
-          multiply_plane(geometry, panel, tap, gradients, 0, count, blocks, true, bank + tap * geometry.plane_stride);
+          multiply_plane(geometry, panel, tap, gradients, 0, count, blocks, true, sums.data + tap * sums.plane_stride);
     }
   }
+  if (direct || begin >= end) return;
+  const auto reduce = geometry.tile == 4 ? reduce_sums<4> : reduce_sums<2>;
+  reduce(geometry, sums, blocks * block_stride, bank);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

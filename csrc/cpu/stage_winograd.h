@@ -186,21 +186,21 @@ WNFUSED_INLINE void gradient_transform(const Block (&y)[M][M], float* target, in
   }
 }
 
-// G' m G: position(p) is the Block of position p, tap k goes to target + k * kLanes.
-template <int M, class Position>
-WNFUSED_INLINE void filter_gradient(const Position& position, float* target) {
+// G' m G: position p at source + p * source_stride, tap k goes to target + k * stride.
+template <int M>
+WNFUSED_INLINE void filter_gradient(const float* source, int64_t source_stride, float* target, int64_t stride) {
   constexpr int kPatch = M + 2;
   Blocks<3> columns[kPatch];
   WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) {
     Patch<M> column;
-    WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) column.at[i] = position(kPatch * i + j);
+    WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) column.at[i] = load(source + (kPatch * i + j) * source_stride);
     columns[j] = Winograd<M>::filter_gradient(column);
   }
   WNFUSED_UNROLL for (int i = 0; i < 3; ++i) {
     Patch<M> row;
     WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) row.at[j] = columns[j].at[i];
     const Blocks<3> taps = Winograd<M>::filter_gradient(row);
-    WNFUSED_UNROLL for (int j = 0; j < 3; ++j) store(target + (3 * i + j) * kLanes, taps.at[j]);
+    WNFUSED_UNROLL for (int j = 0; j < 3; ++j) store(target + (3 * i + j) * stride, taps.at[j]);
   }
 }
 
