@@ -250,7 +250,7 @@ struct OutputLines {
 // Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
 template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
-                     const float* bank, int64_t first_block, int64_t blocks, const Upcoming& upcoming,
+                     const float* bank, int64_t first_block, int64_t blocks, const Ahead& ahead,
                      const OutputLines& outputs, const Panel& panel, const Panel& product) {
   const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
   const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
@@ -259,14 +259,14 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
     const auto gather = geometry.tile == 4 ? gather_tiles<4, Round> : gather_tiles<2, Round>;
     gather(geometry, map, zeros, first, count, panel);
     for (int64_t p = 0; p < geometry.planes; ++p) {
-      upcoming.part(p, geometry.planes).prefetch();
+      ahead.part(p, geometry.planes).prefetch();
       outputs.prefetch(geometry, p, geometry.planes);
       const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride};
       multiply_rows(&plane, 1, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
     }
     return;
   }
-  upcoming.prefetch();
+  ahead.prefetch();
   PlanePair taps[kTaps];
   int64_t touching = 0;
   for (int tap = 0; tap < kTaps; ++tap)
@@ -281,7 +281,7 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
                              const float* zeros, const float* bank, const Epilogue<float>& epilogue,
-                             const Upcoming& upcoming, float* scratch, std::atomic<bool>& poisoned) {
+                             const Ahead& ahead, float* scratch, std::atomic<bool>& poisoned) {
   const auto [chunk, group] = geometry.conv_item(item);
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
@@ -293,7 +293,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   const Panel product(overwrite ? scratch : scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
   const OutputLines outputs{epilogue.fresh, first, count, first_block, blocks};
   const auto run = round_map ? convolve<true> : convolve<false>;
-  run(geometry, map, zeros, first, count, bank, first_block, blocks, upcoming, outputs, panel, product);
+  run(geometry, map, zeros, first, count, bank, first_block, blocks, ahead, outputs, panel, product);
   for (int64_t b = 0; b < blocks; ++b)
     if (!scatter<kEnding>(geometry, product, first, count, first_block + b, b, epilogue))
       poisoned.store(true, std::memory_order_relaxed);

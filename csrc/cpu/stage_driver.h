@@ -111,7 +111,8 @@ class Forward {
                                      [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
         epilogue.bias = bank.bias;
         convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
-                                  upcoming_weights(job_.v, geometry_, convolution, 1, item), scratch_, *job_.poisoned);
+                                  {upcoming_weights(job_.v, geometry_, convolution, 1, item), {}}, scratch_,
+                                  *job_.poisoned);
       } else if (own) {
         measure_norms(job_.v, geometry_.outputs, geometry_.channels * kTaps, convolution, item - geometry_.conv_items(),
                       norm_, scratch_);
@@ -198,6 +199,7 @@ template <class Operand>
 struct BackwardMaps {
   const Operand* stream;
   const Operand* hidden;
+  const Operand* next_hidden;  // of the block before
 };
 
 // One worker's walk through the backward of a stage.
@@ -244,7 +246,8 @@ class Backward {
       const BackwardMaps<Operand> maps{
           convert ? as_operand<Operand>(job_.scratch.saved_stream) : saved_in_place<Operand>(saved, geometry_, 2 * b),
           convert ? as_operand<Operand>(job_.scratch.saved_hidden)
-                  : saved_in_place<Operand>(saved, geometry_, 2 * b + 1)};
+                  : saved_in_place<Operand>(saved, geometry_, 2 * b + 1),
+          convert || b == 0 ? nullptr : saved_in_place<Operand>(saved, geometry_, 2 * b - 1)};
       hidden_phase(b, maps, items, [&](int64_t item) {
         read_saved(geometry_, saved_map(saved, geometry_, 2 * b), item, job_.scratch.saved_stream);
       });
@@ -283,7 +286,7 @@ class Backward {
     banks_.forget();
     worker_.phase({shared_items()}, [&](int64_t item) { pack_shared(2 * end - 1, item); });
     for (int64_t b = end - 1; b >= begin; --b) {
-      const BackwardMaps<Operand> maps{stream(b).operand, hidden(b)};
+      const BackwardMaps<Operand> maps{stream(b).operand, hidden(b), b > begin ? hidden(b - 1) : nullptr};
       hidden_phase(b, maps, 0, [](int64_t) {});
       stream_phase(b, maps, b > begin, 0, [](int64_t) {});
     }
@@ -301,7 +304,7 @@ class Backward {
     worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(1, item, maps.hidden, gradient_.operand);
       if ((item -= gradients) < geometry_.conv_items())
-        return convolution<Ending::kMask>(2 * b + 1, item, gradient_.operand, job_.round_operands, epilogue);
+        return convolution<Ending::kMask>(2 * b + 1, item, gradient_.operand, job_.round_operands, maps.stream, epilogue);
       if ((item -= geometry_.conv_items()) < read_items) return read(item);
       if ((item -= read_items) < packs) return pack_shared(2 * b, item);
       finish_pending(item - packs);
@@ -323,7 +326,7 @@ class Backward {
     worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(0, item, maps.stream, hidden_gradient_);
       if ((item -= gradients) < geometry_.conv_items())
-        return convolution<Ending::kAdd>(2 * b, item, hidden_gradient_, false, epilogue);
+        return convolution<Ending::kAdd>(2 * b, item, hidden_gradient_, false, maps.next_hidden, epilogue);
       if ((item -= geometry_.conv_items()) < read_items) return read(item);
       if ((item -= read_items) < packs) return pack_shared(2 * b - 1, item);
       finish_pending(item - packs);
@@ -360,12 +363,27 @@ class Backward {
 
   // An item of the data gradient of `convolution`.
   template <Ending kEnding>
-  void convolution(int64_t convolution, int64_t item, const Operand* map, bool round_map,
+  void convolution(int64_t convolution, int64_t item, const Operand* map, bool round_map, const Operand* next,
                    const Epilogue<Operand>& epilogue) {
     const Bank& bank = banks_.of(convolution, item,
                                  [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
     convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
-                              upcoming_weights(job_.v, geometry_, convolution, -1, item), scratch_, *job_.poisoned);
+                              {upcoming_weights(job_.v, geometry_, convolution, -1, item), upcoming_map(next, item)},
+                              scratch_, *job_.poisoned);
+  }
+
+  // What item `item` of a convolution fetches of the map that the next phase's weight gradient reads: it was saved long
+  // ago, and half of it perhaps by another worker. Nothing where it would crowd out what is in use.
+  Upcoming upcoming_map(const Operand* map, int64_t item) const {
+    constexpr int64_t kMost = int64_t{1} << 18;  // a quarter of the second-level cache, or less
+    const int64_t items = geometry_.conv_items(), workers = worker_.count();
+    const bool divided = geometry_.wgrad_slices >= workers;
+    const int64_t bytes = map && job_.parameters ? geometry_.operand_size() * int64_t{sizeof(float)} : 0;
+    if (bytes > kMost * (divided ? workers : 1)) return {};
+    const Upcoming all{reinterpret_cast<const char*>(map), bytes};
+    if (divided) return all.part(item, items);
+    const int64_t parts = divide_up(items, workers);
+    return all.part(item % parts, parts);
   }
 
   // The convolution whose weight gradient the last phase summed is finished in the next one.

@@ -166,7 +166,7 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
 // Item `item` of a convolution: one chunk, one group of output blocks.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const uint16_t* map, bool, const float*,
-                             const float* bank, const Epilogue<uint16_t>& epilogue, const Upcoming& upcoming,
+                             const float* bank, const Epilogue<uint16_t>& epilogue, const Ahead& ahead,
                              float* scratch, std::atomic<bool>& poisoned) {
   const auto [part, group] = geometry.conv_item(item);
   const int64_t first_block = group * geometry.conv_group_blocks;
@@ -175,7 +175,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
       first_block, blocks,
       reinterpret_cast<const uint16_t*>(bank) + first_block * geometry.segment_depth * kLanes,
       reinterpret_cast<uint16_t*>(scratch), scratch + panel_floats(geometry.conv_panel())};
-  upcoming.prefetch();
+  ahead.prefetch();
   Block poison = zero();
   if (geometry.method == Method::kLines) convolve_lines<kEnding>(geometry, map, part, epilogue, chunk, poison);
   else convolve_positions<kEnding>(geometry, map, part, epilogue, chunk, poison);

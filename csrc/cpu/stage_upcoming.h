@@ -22,6 +22,20 @@ struct Upcoming {
   }
 };
 
+// What the next phase reads and no cache near may have: parameters, and of a backward a saved map.
+struct Ahead {
+  Upcoming weights, map;
+
+  WNFUSED_INLINE Ahead part(int64_t index, int64_t parts) const {
+    return {weights.part(index, parts), map.part(index, parts)};
+  }
+
+  WNFUSED_INLINE void prefetch() const {
+    weights.prefetch();
+    map.prefetch();
+  }
+};
+
 // As the only core's that has it. Processors without the instruction do nothing.
 WNFUSED_INLINE void prefetch_for_writing(const void* line) {
 #if defined(__x86_64__)

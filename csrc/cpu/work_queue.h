@@ -97,7 +97,8 @@ class Worker {
   // Distinct for every worker of a call, below the number of workers; names its private scratch.
   int64_t index() const { return index_; }
 
-  bool is_alone() const { return queue_.workers() == 1; }
+  int64_t count() const { return queue_.workers(); }
+  bool is_alone() const { return count() == 1; }
 
   // Runs this worker's part of groups of so many items, numbered through. Every worker calls phase() with the same groups
   // in the same order.
