@@ -9,6 +9,7 @@ import torch
 from bench import deep, gate, initialisation, models, peers
 from bench.ceiling import ceiling
 from bench.measure import Runner, interleave
+from bench.moment import moments
 from bench.result import Result
 from bench.workloads import DIGITS, EPOCH, FORWARD, DeepStep, Network, Orthogonal, Workload
 
@@ -94,10 +95,11 @@ def _gated(
 def _measure(workload: Workload, runners: list[Runner], base: str, budget: float, result: Result, device: str) -> None:
     # bench/gpu.py puts a roofline beside its rows.
     peak = ceiling(peers.PEERS[base].precision) if device == "cpu" else None
-    samples = interleave(runners, base, budget, beside=peak.rate if peak else None)
+    samples = interleave(runners, base, budget, beside=moments(peak) if peak else None)
     result.measured(samples, base)
     if peak is not None:
         result.compared_with_peak(samples, _flops(workload, result.pass_name), peak.short)
+        result.told_apart(samples)
 
 
 def _flops(workload: Workload, pass_name: str) -> int:

@@ -28,6 +28,7 @@ import wnfused
 from bench import gate, models, parameters, peers
 from bench.ceiling import ceiling
 from bench.measure import MIN_ROUNDS, Samples
+from bench.moment import moments
 from bench.result import Result
 from bench.workloads import BACKWARD, STEP, DeepStep, Network
 from wnfused.train.memory import PeakMemory
@@ -210,6 +211,7 @@ def _measure(
 ) -> None:
     samples = {name: Samples({peer: [] for peer in processes}) for name in results}
     peak = ceiling("fp32")
+    look = moments(peak)
     for process in processes.values():
         process.ask("step")  # allocates the momentum
     start = time.perf_counter()
@@ -219,9 +221,9 @@ def _measure(
         for name in names if rounds % 2 else reversed(names):
             for part, seconds in processes[name].ask("step").items():
                 samples[part].seconds[name].append(seconds)
-        rate = peak.rate()
+        moment = look()
         for taken in samples.values():
-            taken.beside.append(rate)
+            taken.beside.append(moment)
         rounds += 1
     memory = {name: process.ask("memory")["peak_bytes"] for name, process in processes.items()}
     flops = models.flops(workload)[1]
@@ -230,6 +232,7 @@ def _measure(
         result.peak_bytes = memory
         if name != SGD:
             result.compared_with_peak(samples[name], flops, peak.short)
+        result.told_apart(samples[name])
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Samples:
     """Seconds a call, by peer and round, and what ``beside`` returned in each round."""
 
     seconds: dict[str, list[float]]
-    beside: list[float] = field(default_factory=list)
+    beside: list[Any] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
@@ -78,7 +78,7 @@ def interleave(
     base: str,
     budget: float,
     *,
-    beside: Callable[[], float] | None = None,
+    beside: Callable[[], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     min_rounds: int = MIN_ROUNDS,
     max_rounds: int = MAX_ROUNDS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +35,61 @@ def ratio(spread: Spread) -> str:
     return f"{median} [{low} {high}]" + (" <" if spread.median < 1 else "")
 
 
+def nanoseconds(spread: Spread) -> str:
+    """The range of the quartiles, one number where they are the same."""
+    low, high = (f"{value * 1e9:.0f}" for value in (spread.low, spread.high))
+    return f"{low} ns" if low == high else f"{low}-{high} ns"
+
+
 def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of one group; the columns are the peers that appear in it."""
+    """Header and rows of one group; the columns are the peers that appear in it, and what was measured beside them."""
     names = list(dict.fromkeys(n for r in results for n in (*r.ratios, *r.failed) if n != r.base))
-    with_share = any(result.share for result in results)
-    with_memory = any(result.peak_bytes for result in results)
-    with_layers = any(result.group in ("depth", "deep") for result in results)
+    columns = [column for column in _BESIDE if any(column.shown(result) for result in results)]
     header = ["workload", "pass", "ours", "backend", *(f"{name} / ours" for name in names)]
-    header += ["a layer"] * with_layers + ["of peak"] * with_share + ["memory"] * with_memory + ["rounds"]
-    return header, [_row(result, names, with_layers, with_share, with_memory) for result in results]
+    header += [*(column.title for column in columns), "rounds"]
+    return header, [_row(result, names, columns) for result in results]
 
 
-def _row(result: Result, names: list[str], with_layers: bool, with_share: bool, with_memory: bool) -> list[str]:
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    shown: Callable[[Result], Any]  # whether a group with this result has the column
+    cell: Callable[[Result], str | None]
+
+
+_BESIDE = (
+    _Column(
+        "a layer",
+        lambda result: result.group in ("depth", "deep"),
+        lambda result: result.layers and duration(result.seconds[result.base].median / result.layers),
+    ),
+    _Column(
+        "of peak",
+        lambda result: result.share,
+        lambda result: result.share and f"{result.share.median:.0%} {result.ceiling}",
+    ),
+    _Column(
+        "memory",
+        lambda result: result.peak_bytes,
+        lambda result: ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result.peak_bytes.items()),
+    ),
+    _Column(
+        "core to core",
+        lambda result: result.crossing,
+        lambda result: result.crossing and nanoseconds(result.crossing),
+    ),
+)
+
+
+def _row(result: Result, names: list[str], columns: Sequence[_Column]) -> list[str]:
     row = [result.workload, PASSES.get(result.pass_name, result.pass_name)]
     if not result.base:
-        return [*row, "no result", *[""] * (len(names) + 1 + with_layers + with_share + with_memory), "0"]
+        return [*row, "no result", *[""] * (len(names) + 1 + len(columns)), "0"]
     row += [duration(result.seconds[result.base].median), result.base]
     for name in names:
         absent = "wrong" if name in result.failed else "-"
         row.append(ratio(result.ratios[name]) if name in result.ratios else absent)
-    if with_layers:
-        row.append(duration(result.seconds[result.base].median / result.layers) if result.layers else "-")
-    if with_share:
-        row.append(f"{result.share.median:.0%} {result.ceiling}" if result.share else "-")
-    if with_memory:
-        row.append(", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in result.peak_bytes.items()))
-    return [*row, str(result.rounds)]
+    return [*row, *(column.cell(result) or "-" for column in columns), str(result.rounds)]
 
 
 def print_groups(groups: Iterable[tuple[str, list[Result]]]) -> None:
@@ -69,10 +99,15 @@ def print_groups(groups: Iterable[tuple[str, list[Result]]]) -> None:
         _print_table(name, *table(results))
         for result in results:
             used.update(result.seconds)
+            for distance, part in result.apart.items():
+                ratios = ", ".join(f"{peer} / ours {ratio(spread)}" for peer, spread in part.ratios.items())
+                title = f"{result.workload}, {PASSES.get(result.pass_name, result.pass_name)}"
+                print(f"  cores {distance}: {title}, {part.rounds} rounds: {ratios}")
             for kind, notes in (("skipped", result.skipped), ("WRONG", result.failed)):
                 for peer, note in notes.items():
                     print(f"  {kind}: {peer} on {result.workload}: {note}")
     print("\nRatios: peer / ours within a round, median [quartiles]; above 1 ours is faster, < marks where it is not.")
+    print("Core to core: what a line of memory takes to cross. Rounds are told apart where a host moved the cores.")
     for name, known in PEERS.items():
         if name in used:
             print(f"  {name:<15} {known.title}")

@@ -50,60 +50,74 @@ class Shelf {
  public:
   explicit constexpr Shelf(int64_t kept_floats) : kept_floats_(kept_floats) {}
 
-  // A buffer of at least `floats` and at most `most`, else null.
+  // The smallest buffer of at least `floats` and at most `most`, else null.
   Tensor* take(int64_t floats, int64_t most) {
-    for (auto& slot : slots_) {
-      std::unique_ptr<Tensor> buffer(slot.exchange(nullptr));
-      if (!buffer) continue;
-      if (buffer->numel() >= floats && buffer->numel() <= most) {
-        floats_.fetch_sub(buffer->numel());
-        return buffer.release();
+    for (int attempt = 0; attempt < kSlots; ++attempt) {
+      Slot* best = nullptr;
+      int64_t best_size = most;
+      for (Slot& slot : slots_) {
+        const int64_t size = slot.size.load(std::memory_order_relaxed);
+        if (size < floats || size > best_size || !slot.buffer.load(std::memory_order_relaxed)) continue;
+        best = &slot;
+        best_size = size;
       }
-      Tensor* empty = nullptr;
-      if (slot.compare_exchange_strong(empty, buffer.get())) buffer.release();
-      else floats_.fetch_sub(buffer->numel());
+      if (!best) return nullptr;
+      // Somebody else may have been here since.
+      std::unique_ptr<Tensor> buffer = best->empty(floats_);
+      if (buffer && buffer->numel() >= floats && buffer->numel() <= most) return buffer.release();
+      if (buffer) put(std::move(buffer));
     }
     return nullptr;
   }
 
   // Keeps the buffer in an empty slot, else in place of a smaller one, as long as the sum of all stays in bounds.
   void put(std::unique_ptr<Tensor> buffer) {
-    if (buffer->numel() > kept_floats_) return;
+    const int64_t size = buffer->numel();
+    if (size > kept_floats_) return;
     for (int attempt = 0; attempt < 2; ++attempt) {
-      if (floats_.fetch_add(buffer->numel()) + buffer->numel() <= kept_floats_) {
-        for (auto& slot : slots_) {
-          Tensor* empty = nullptr;
-          if (slot.compare_exchange_strong(empty, buffer.get())) {
-            buffer.release();
-            return;
-          }
-        }
-      }
-      floats_.fetch_sub(buffer->numel());
-      if (!drop_smaller(buffer->numel())) return;
+      if (floats_.fetch_add(size) + size <= kept_floats_)
+        for (Slot& slot : slots_)
+          if (slot.fill(buffer)) return;
+      floats_.fetch_sub(size);
+      if (!drop_smaller(size)) return;
     }
   }
 
  private:
+  struct Slot {
+    std::atomic<Tensor*> buffer{nullptr};
+    std::atomic<int64_t> size{0};  // of the buffer that was put here last: a hint
+
+    // What was in it; the shelf's sum is that much less.
+    std::unique_ptr<Tensor> empty(std::atomic<int64_t>& floats) {
+      std::unique_ptr<Tensor> taken(buffer.exchange(nullptr));
+      if (taken) floats.fetch_sub(taken->numel());
+      return taken;
+    }
+
+    // False, and the buffer stays with the caller, where there is one already.
+    bool fill(std::unique_ptr<Tensor>& given) {
+      const int64_t floats = given->numel();
+      Tensor* none = nullptr;
+      if (!buffer.compare_exchange_strong(none, given.get())) return false;
+      given.release();
+      size.store(floats, std::memory_order_relaxed);
+      return true;
+    }
+  };
+
   bool drop_smaller(int64_t floats) {
     bool dropped = false;
-    for (auto& slot : slots_) {
-      std::unique_ptr<Tensor> buffer(slot.exchange(nullptr));
-      if (!buffer) continue;
-      Tensor* empty = nullptr;
-      if (buffer->numel() >= floats && slot.compare_exchange_strong(empty, buffer.get())) {
-        buffer.release();
-        continue;
-      }
-      floats_.fetch_sub(buffer->numel());
-      dropped = true;
+    for (Slot& slot : slots_) {
+      if (slot.size.load(std::memory_order_relaxed) >= floats) continue;
+      dropped |= slot.empty(floats_) != nullptr;
     }
     return dropped;
   }
 
   int64_t kept_floats_;
   std::atomic<int64_t> floats_{0};
-  std::atomic<Tensor*> slots_[kSlots]{};
+  Slot slots_[kSlots];
 };
 
 Shelf<6> workspaces(int64_t{1} << 25);  // 128 MB
@@ -136,7 +150,8 @@ Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType
   const int64_t size_of = dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2;
   const int64_t floats = (elements * size_of + 3) / 4;
   if (floats < kLargeTensor) return torch::stable::empty(sizes, dtype);
-  std::unique_ptr<Tensor> buffer(tensors.take(floats, floats + floats / 2));
+  // Twice as large a one may serve: gradients of narrow stages find room in maps of wide ones, which are used up by then.
+  std::unique_ptr<Tensor> buffer(tensors.take(floats, 2 * floats));
   if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;

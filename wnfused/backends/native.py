@@ -80,6 +80,8 @@ for _schema in (
     "int groups, bool transposed, bool backward) -> str",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
+    # What a line of memory takes from one core's cache to another's; NaN where there is one processor.
+    "cpu_crossing_seconds() -> float",
 ):
     _schemas.define(_schema)
 

@@ -1,0 +1,41 @@
+"""The machine in one round of a measurement: how fast it multiplies, and how far apart its cores are.
+
+A virtual machine's host may move its cores between dies from one second to the next. What crosses from core to core,
+such as every map of a small batch that two threads share, then takes ten times as long, for every peer, but not alike:
+medians over such rounds describe neither state, so rounds are told apart by what a line of memory takes to cross
+(``torch.ops.wnfused_native.cpu_crossing_seconds() -> float``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.ceiling import Ceiling
+
+# Within a die a line crosses in 20 to 60 ns, between dies or sockets in 100 to 400.
+FAR = 100e-9
+
+
+@dataclass(frozen=True)
+class Moment:
+    """``peak``: FLOP/s of the machine's ceiling; ``crossing``: seconds a line takes from core to core."""
+
+    peak: float
+    crossing: float
+
+
+def moments(peak: Ceiling) -> Callable[[], Moment]:
+    """Measures the machine once a call."""
+    return lambda: Moment(peak.rate(), float(torch.ops.wnfused_native.cpu_crossing_seconds()))
+
+
+def distances(taken: Sequence[Moment]) -> list[str]:
+    """``"near"``, ``"far"`` or ``"mixed"`` by round: how far apart the cores were before and after it."""
+    far = [moment.crossing > FAR for moment in taken]
+    return [
+        "far" if before and after else "mixed" if before or after else "near"
+        for before, after in zip([*far[:1], *far[:-1]], far, strict=True)
+    ]
