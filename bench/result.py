@@ -10,7 +10,6 @@ from bench.measure import Samples, Spread
 from bench.moment import distances
 from bench.workloads import Workload
 
-
 MIN_APART = 3  # rounds, for a median
 
 
@@ -27,9 +26,9 @@ class Result:
     """``seconds`` by peer, the base first; ``ratios`` of the other peers over the base; ``share`` of the peak.
 
     ``errors`` are those of the gate, ``skipped`` says why a peer could not run, ``failed`` how one failed the gate:
-    neither has numbers. ``crossing`` is what a line of memory took from core to core, in seconds, and ``apart`` tells the
-    rounds by it where they differ. ``peak_bytes`` is there for peers that ran in a process of their own. ``layers`` is the depth
-    of a network.
+    neither has numbers. ``crossing`` is what a line of memory took from core to core, in seconds, and ``apart`` tells
+    the rounds by it where they differ. ``peak_bytes`` is there for peers that ran in a process of their own. ``layers``
+    is the depth of a network.
     """
 
     group: str

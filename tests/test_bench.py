@@ -212,7 +212,8 @@ def test_rounds_are_told_apart_by_the_distance_of_the_cores():
     alone = Result("group", "workload", "forward")
     alone.measured(samples, "ours")
     alone.told_apart(Samples(samples.seconds, [Moment(1e9, math.nan)] * 8))
-    assert alone.crossing is None and not alone.apart
+    assert alone.crossing is None
+    assert not alone.apart
 
 
 def test_a_line_crosses_between_cores_in_a_moment():
