@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from bench import models, parameters
-from bench.workloads import FORWARD, TRAINING, ConvLayer, LinearLayer, Network, WindowLayer, Workload
+from bench.workloads import FORWARD, TRAINING, Converted, ConvLayer, LinearLayer, Network, WindowLayer, Workload
 
 KINK, KINK_BF16 = 1e-3, 1 / 30
 DEEP = 1000  # layers of a network from which float64's maps are too many to keep
@@ -66,10 +66,12 @@ def tolerance(workload: Workload, precision: str) -> Tolerance:
             inner, depth = n // groups * k ** len(size), 1
         case Network(depth=depth):
             inner = 64 * 9
+        case Converted():
+            inner, depth = max(models.rows(workload)), len(models.rows(workload))
         case _:
             inner, depth = 9 * shape[1], 2 * models.blocks(workload)
     rounded = precision != "fp32"
-    worst = 8 if isinstance(workload, Network) else 4
+    worst = 8 if isinstance(workload, (Network, Converted)) else 4
     output = 2 * u * (1 + math.sqrt(depth)) if rounded else worst * u * (math.sqrt(inner) + math.sqrt(depth))
     if depth == 1:
         positions = math.prod(shape) // shape[1]

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrizations
 
 import wnfused
-from bench.resnet import ResNet
+from bench.users import NETWORKS
 from bench.workloads import Converted, ConvLayer, LinearLayer, Network, Stage, WindowLayer, Workload
 from wnfused.nn import PlainResidualBlock
 
@@ -26,8 +26,8 @@ def plain(workload: Workload) -> nn.Module:
             return nn.Sequential(_window(workload, plain=True), nn.ReLU())
         case Stage(channels=n, blocks=blocks):
             return nn.Sequential(*(PlainResidualBlock(n, n) for _ in range(blocks)))
-        case Converted(depth=depth, in_channels=channels, width=width):
-            return ResNet(depth, channels, width)
+        case Converted(network=network):
+            return NETWORKS[network]()
         case Network(depth=depth, in_channels=channels):
             return wnfused.models.wrn(depth, in_channels=channels, norm="none")
     raise TypeError(f"workload: {type(workload).__name__} has no module")
@@ -74,12 +74,14 @@ def _window(workload: WindowLayer, plain: bool) -> nn.Module:
 
 
 def blocks(workload: Workload) -> int:
-    """Residual blocks a stage; 1 where there is no stage."""
+    """Residual blocks that follow one another at one size; 1 where there are none."""
     match workload:
         case Stage(blocks=count):
             return count
         case Network(depth=depth):
             return (depth - 4) // 6
+        case Converted():
+            return 3
     return 1
 
 
@@ -93,6 +95,8 @@ def input_shape(workload: Workload) -> tuple[int, ...]:
             return batch, n, size, size
         case Network(in_channels=n, size=size, batch=batch):
             return batch, n, size, size
+        case Converted(size=size, batch=batch):
+            return batch, *size
     raise TypeError(f"workload: {type(workload).__name__} has no input")
 
 
@@ -101,6 +105,9 @@ def output_shape(workload: Workload) -> tuple[int, ...]:
     match workload:
         case Network():
             return shape[0], 10
+        case Converted():
+            with torch.device("meta"):
+                return tuple(plain(workload)(torch.empty(shape)).shape)
         case WindowLayer(outputs=n, size=size, stride=stride, transposed=transposed):
             return shape[0], n, *(s * stride if transposed else s // stride for s in size)
     return shape
@@ -108,7 +115,15 @@ def output_shape(workload: Workload) -> tuple[int, ...]:
 
 def input_needs_gradient(workload: Workload) -> bool:
     """A layer or stage passes its input's gradient on; a whole network begins at the data."""
-    return not isinstance(workload, Network)
+    return not isinstance(workload, (Network, Converted))
+
+
+@functools.cache
+def rows(workload: Workload) -> tuple[int, ...]:
+    """Entries of a row of each layer's weight, in the order of the modules."""
+    with torch.device("meta"):
+        module = plain(workload)
+    return tuple(layer.weight[0].numel() for layer in module.modules() if isinstance(layer, (nn.Linear, _ConvNd)))
 
 
 @functools.cache

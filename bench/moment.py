@@ -21,7 +21,7 @@ FAR = 100e-9
 
 @dataclass(frozen=True)
 class Moment:
-    """``peak``: FLOP/s of the machine's ceiling; ``crossing``: seconds a line takes from core to core."""
+    """``peak``: FLOP/s of the machine's ceiling; ``crossing``: seconds a line takes from core to core, or NaN."""
 
     peak: float
     crossing: float
@@ -33,9 +33,6 @@ def moments(peak: Ceiling) -> Callable[[], Moment]:
 
 
 def distances(taken: Sequence[Moment]) -> list[str]:
-    """``"near"``, ``"far"`` or ``"mixed"`` by round: how far apart the cores were before and after it."""
-    far = [moment.crossing > FAR for moment in taken]
-    return [
-        "far" if before and after else "mixed" if before or after else "near"
-        for before, after in zip([*far[:1], *far[:-1]], far, strict=True)
-    ]
+    """``"near"`` or ``"far"`` by round where the cores were so before and after it, else ``"mixed"``."""
+    found = ["far" if m.crossing > FAR else "near" if m.crossing <= FAR else "mixed" for m in taken]
+    return [a if a == b else "mixed" for a, b in zip([*found[:1], *found[:-1]], found, strict=True)]

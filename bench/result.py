@@ -75,8 +75,8 @@ class Result:
 
     def told_apart(self, samples: Samples) -> None:
         """The rounds by the distance of the cores."""
-        crossings = [moment.crossing for moment in samples.beside]
-        if any(math.isnan(crossing) for crossing in crossings):
+        crossings = [moment.crossing for moment in samples.beside if not math.isnan(moment.crossing)]
+        if not crossings:
             return
         self.crossing = Spread.of(crossings)
         found = distances(samples.beside)

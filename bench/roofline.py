@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from bench import models
 from bench.peers import tensor_float_32
-from bench.workloads import FORWARD, STEP, Network, Stage, Workload
+from bench.workloads import FORWARD, STEP, Converted, Network, Stage, Workload
 
 COPIED = 2**30  # bytes: far more than any cache holds
 SIZE = 8192  # of a square matrix product
@@ -84,7 +84,7 @@ def bytes_moved(workload: Workload, pass_name: str, size: int) -> int:
     """
     inputs, outputs, parameters = _counted(workload)
     # A stage keeps the map on the chip between its layers, a network between those of a stage, which is nearly all.
-    deep = isinstance(workload, (Stage, Network))
+    deep = isinstance(workload, (Stage, Network, Converted))
     forward = size * (inputs[0] + outputs[-1]) + parameters
     if pass_name == FORWARD:
         return forward

@@ -94,10 +94,15 @@ class Network(Workload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted(Network):
-    """A user's ResNet of ``depth = 6 N + 2`` layers under torch's weight norm; ours is ``wnfused.convert`` of it."""
+class Converted(Workload):
+    """A user's network under torch's weight norm, ours ``wnfused.convert`` of it, on ``x [batch, *size]``.
 
-    width: int = 16
+    ``network`` is a name of ``bench.users.NETWORKS``.
+    """
+
+    network: str
+    size: tuple[int, ...]
+    batch: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,18 +267,26 @@ def _network() -> list[Workload]:
 
 
 def _converted() -> list[Workload]:
+    images, sound = (3, 32, 32), (1, 8192)
+    # Network, size, batches; images in both layouts.
+    networks = (
+        ("ResNet-20", images, (1, 8, 32)), ("ResNet-20 x 4", images, (8,)), ("bottleneck ResNet-29", images, (1, 8)),
+        ("MobileNet", images, (1, 8)), ("ConvNeXt", (3, 64, 64), (1, 8)), ("vocoder", (80, 32), (1, 4)),
+        ("discriminator", sound, (1, 4)), ("temporal network", (64, 256), (1, 16)),
+    )  # fmt: skip
     return [
         Converted(
             group="converted",
-            name=f"ResNet-20{f' x {width // 16}' * (width > 16)}, batch {batch}{', channels_last' * channels_last}",
-            depth=20,
-            width=width,
+            name=f"{network}, batch {batch}{', channels_last' * channels_last}",
+            network=network,
+            size=size,
             batch=batch,
             channels_last=channels_last,
-            quick=(width, batch, channels_last) == (16, 8, True),
+            quick=(network, batch, channels_last) == ("ResNet-20", 8, True),
         )
-        for width, batch in ((16, 1), (16, 8), (16, 32), (64, 8))
-        for channels_last in (False, True)
+        for network, size, batches in networks
+        for batch in batches
+        for channels_last in ((False, True) if len(size) == 3 else (False,))
     ]
 
 
