@@ -30,7 +30,7 @@ from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
-# A direct sum over at most 64 taps and 64 channels, and row norms of as many entries.
+# A direct sum over at most 64 taps and 64 channels, or 5000 products; and row norms of as many entries.
 TOLERANCE = 64 * 2.0**-24
 
 CASES = {
@@ -52,6 +52,9 @@ CASES = {
     "one dim, dilated": Case(1, 24, 24, (100,), (7,), (1,), (15,), (5,)),
     "one dim, stride 4": Case(3, 32, 48, (41,), (8,), (4,), (2,), (1,)),
     "one dim, pointwise": Case(2, 40, 16, (33,), (1,), (1,), (0,), (1,)),
+    "1x1, many inputs": Case(3, 136, 40, (11, 17), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "1x1, many channels": Case(2, 128, 304, (16, 17), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "one dim, pointwise, many inputs": Case(2, 160, 24, (300,), (1,), (1,), (0,), (1,)),
     "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
     "groups, stride 2": Case(3, 96, 48, (8, 9), (5, 4), (2, 2), (2, 1), (1, 1), groups=3),
     "groups of 8 channels": Case(2, 32, 64, (9, 8), (3, 3), (2, 1), (1, 1), (1, 2), groups=4),

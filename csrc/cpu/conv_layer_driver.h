@@ -95,9 +95,9 @@ struct DirectParts : WindowParts {
     else pack_transposed_window(job, window, block, bank.weights);
   }
 
-  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float*) {
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
     window_gradient_item(job.geometry, job.transposed, item, job.x.own, job.dz.own, job.scratch.gradient[0],
-                         job.scratch.bias_gradient[0]);
+                         job.scratch.bias_gradient[0], scratch);
   }
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
@@ -121,9 +121,9 @@ struct TransposedParts : WindowParts {
     pack_known_window(job, job.transposed, job.input.channels, block, bank.weights);
   }
 
-  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float*) {
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
     window_gradient_item(job.transposed, job.geometry, item, job.dz.own, job.x.own, job.scratch.gradient[0],
-                         job.scratch.bias_gradient[0]);
+                         job.scratch.bias_gradient[0], scratch);
   }
 
   // The bias is the outputs', not the rows'.

@@ -96,4 +96,7 @@ void divide_convolution(const Work& work, const Chunks& chunks_of, Division& div
 // every sum, depend on the units and their number alone.
 void divide_gradient(const Work& work, int64_t units, int64_t slice_units, Division& division);
 
+// The same of one that is a single product (product_wgrad.h).
+void divide_product_gradient(const Work& work, int64_t pixels, Division& division);
+
 }  // namespace wnfused::cpu

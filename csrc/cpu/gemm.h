@@ -104,11 +104,11 @@ inline void pack_wide_across(const Runs<T>& runs, int64_t lane0, int64_t first, 
 
 template <class Units, int Rows, int Cols>
 inline void product_tile(const float* narrow, const float* wide, int64_t wide_stride, int64_t units, float* out,
-                         int64_t out_stride, bool accumulate) {
+                         int64_t out_stride, int64_t out_col_stride, bool accumulate) {
   Block sum[Rows][Cols];
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-      sum[r][c] = accumulate ? load(out + r * out_stride + c * kLanes) : zero();
+      sum[r][c] = accumulate ? load(out + r * out_stride + c * out_col_stride) : zero();
   }
   _Pragma("GCC unroll 4") for (int64_t u = 0; u < units; ++u, ++narrow, wide += kLanes) {
     Block lanes[Cols];
@@ -119,26 +119,27 @@ inline void product_tile(const float* narrow, const float* wide, int64_t wide_st
     }
   }
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(out + r * out_stride + c * kLanes, sum[r][c]);
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(out + r * out_stride + c * out_col_stride, sum[r][c]);
   }
 }
 
-// out = (out if accumulate) + narrow wide, for a multiple of kTileRows.
+// out = (out if accumulate) + narrow wide, for a multiple of kTileRows; blocks of out are `out_col_stride` floats apart.
 template <class Units>
 inline void multiply(const float* narrow, int64_t rows, const float* wide, int64_t wide_stride, int64_t blocks,
-                     int64_t units, float* out, int64_t out_stride, bool accumulate) {
+                     int64_t units, float* out, int64_t out_stride, int64_t out_col_stride, bool accumulate) {
   const int64_t paired = kCols == 2 ? blocks / 2 * 2 : 0;
   if constexpr (kCols == 2)
     for (int64_t r = 0; r < rows; r += kPairRows)
       for (int64_t c = 0; c < paired; c += 2)
         product_tile<Units, kPairRows, 2>(narrow + r * kDepthChunk, wide + c * wide_stride, wide_stride, units,
-                                          out + r * out_stride + c * kLanes, out_stride, accumulate);
+                                          out + r * out_stride + c * out_col_stride, out_stride, out_col_stride,
+                                          accumulate);
   for (int64_t c = paired; c < blocks; ++c)
     for (int64_t r = 0; r < rows;) {
       const bool tall = r + kSingleRows <= rows;
       const auto tile = tall ? product_tile<Units, kSingleRows, 1> : product_tile<Units, kPairRows, 1>;
-      tile(narrow + r * kDepthChunk, wide + c * wide_stride, wide_stride, units, out + r * out_stride + c * kLanes,
-           out_stride, accumulate);
+      tile(narrow + r * kDepthChunk, wide + c * wide_stride, wide_stride, units,
+           out + r * out_stride + c * out_col_stride, out_stride, out_col_stride, accumulate);
       r += tall ? kSingleRows : kPairRows;
     }
 }

@@ -66,7 +66,7 @@ inline void output_item(const LinearForward& job, const WideShape& shape, int64_
     const int64_t units = shape.chunk_units(chunk);
     pack_narrow_along<Units>(w, 0, rows, chunk * kDepthChunk, units, narrow);
     multiply<Units>(narrow, rows, wide + shape.at(chunk, 0), shape.block_floats, blocks_of(lanes), units, out,
-                    kWideBlocks * kLanes, chunk > 0);
+                    kWideBlocks * kLanes, kLanes, chunk > 0);
   }
   finish_outputs<X>(job, first, count, lane0, lanes, out);
 }
@@ -115,7 +115,7 @@ inline void input_item(const LinearBackward& job, int64_t row0, int64_t block0, 
       const int64_t rows = whole_tiles(smaller(kNarrowRows, end - row));
       pack_narrow_along<Units>(dz, row, rows, first, units, narrow);
       multiply<Units>(narrow, rows, wide, shape.block_floats, blocks, units, out + (row - row0) * kStride, kStride,
-                      chunk > 0);
+                      kLanes, chunk > 0);
     }
   }
   const int64_t column = block0 * kLanes, width = smaller(blocks * kLanes, job.inner - column);
@@ -140,7 +140,8 @@ inline void weight_item(const LinearBackward& job, const WideShape& shape, int64
     pack_narrow_across<Units>(dz, first, rows, chunk * kDepthChunk, units, narrow);
     for (int64_t block = 0; block < shape.blocks; block += kWideBlocks)
       multiply<Units>(narrow, rows, wide + shape.at(chunk, block), shape.block_floats,
-                      smaller(kWideBlocks, shape.blocks - block), units, dw + block * kLanes, stride, chunk > 0);
+                      smaller(kWideBlocks, shape.blocks - block), units, dw + block * kLanes, stride, kLanes,
+                      chunk > 0);
   }
   for (int64_t r = 0; r < count; ++r) {
     const int64_t row = first + r, at = row * job.inner;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "linear_layer.h"
+
 namespace wnfused::cpu {
 namespace {
 
@@ -40,7 +42,9 @@ int64_t worker_floats(const Window& window) {
   const int64_t row = divide_up(window.planes * window.depth, kLanes) * kLanes, finish = 18 * row;
   // Of a panel: what is read, multiplied, added and written.
   const int64_t panel = window.conv_rows * (window.source.padded_channels + 3 * window.conv_group_blocks * kLanes);
-  return std::max(panel, finish);
+  const int64_t product =
+      window.has_product_gradient() ? kDepthChunk * (kNarrowRows + window.wgrad_group_blocks * kLanes) : 0;
+  return std::max({panel, finish, product});
 }
 
 int64_t zeros_floats(const Window&) { return 0; }

@@ -66,7 +66,9 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
   };
   divide_convolution(work, [&](int64_t rows) { return chunks_before(window.grid_count, rows); }, window);
   for (int64_t i = 0; i < window.grid_count; ++i) window.grids[i].first_chunk = chunks_before(i, window.conv_rows);
-  divide_gradient(work, window.units(window.grids[0]), slice_units, window);
+  const int64_t units = window.units(window.grids[0]);
+  if (window.has_product_gradient()) divide_product_gradient(work, units, window);
+  else divide_gradient(work, units, slice_units, window);
 }
 
 }  // namespace

@@ -96,6 +96,11 @@ struct Window : Division {
   bool is_pointwise() const {
     return is_run() && planes == 1 && !has_border() && source.height == target.height && source.width == target.width;
   }
+  // Whether the weight gradient is taken as one product of matrices (product_wgrad.h): with fewer channels a sum over
+  // the window, which packs nothing, is as fast.
+  bool has_product_gradient() const {
+    return is_pointwise() && groups == 1 && bank_depth >= 128 && target.pixels() >= 256;
+  }
   int64_t units(const Grid& grid) const { return target.images * grid.rows * grid.columns; }
 };
 

@@ -5,6 +5,7 @@
 // Slices, and the order of their sum, are those of stage_wgrad.h.
 #pragma once
 
+#include "product_wgrad.h"
 #include "window_conv.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -74,7 +75,8 @@ inline void depthwise_outer(const Window& window, const Grid& grid, const Units&
 // Item `item` of the weight gradient of `window`, a forward: one slice of units, one group of output blocks. dy is the
 // source of `transposed`: y's map, with the border that the data gradient wants.
 inline void window_gradient_item(const Window& window, const Window& transposed, int64_t item, const float* x,
-                                 const float* dy, float* banks, float* bias_gradients) {
+                                 const float* dy, float* banks, float* bias_gradients, float* scratch) {
+  if (window.has_product_gradient()) return product_gradient_item(window, item, x, dy, banks, bias_gradients, scratch);
   const auto [slice, group] = window.wgrad_item(item);
   const int64_t first_block = group * window.wgrad_group_blocks;
   const int64_t blocks = smaller(window.wgrad_group_blocks, window.output_blocks - first_block);
