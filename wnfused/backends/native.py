@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused.backends import native_cuda, tensors_of
+from wnfused.backends import native_composed, native_cuda, tensors_of
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.library import opened
+from wnfused.backends.native_norm import (  # noqa: F401  ops of this backend, found by name
+    laid_out_like,
+    weight_norm,
+    weight_norm_backward,
+    weight_norm_many,
+    weight_norm_many_backward,
+)
 
 _schemas = torch.library.Library("wnfused_native", "DEF")
 for _schema in (
@@ -150,57 +157,6 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
     return None
 
 
-def _dense_rows(v: Tensor, dim: int | None) -> Tensor:
-    """``v`` as the kernel reads it: contiguous, or for rows along dim 0 also channels_last, where a row is one run."""
-    if v.is_contiguous():
-        return v
-    if dim == 0 and v.dim() == 4 and v.is_contiguous(memory_format=torch.channels_last):
-        return v
-    return v.contiguous()
-
-
-def _like(dw: Tensor, v: Tensor) -> Tensor:
-    """``dw`` in the memory and dtype of ``v``."""
-    return dw if dw.stride() == v.stride() and dw.dtype == v.dtype else torch.empty_like(v).copy_(dw)
-
-
-def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
-    dim = None if dim is None else dim % v.dim()
-    if v.is_cuda:
-        return native_cuda.weight_norm(_dense_rows(v, dim), g, dim)
-    return torch.ops.wnfused_native.weight_norm(_dense_rows(v, dim), g, -1 if dim is None else dim)
-
-
-def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
-    dim = None if dim is None else dim % v.dim()
-    v = _dense_rows(v, dim)
-    if v.is_cuda:
-        return native_cuda.weight_norm_backward(_like(dw, v), v, g, norm, dim)
-    return torch.ops.wnfused_native.weight_norm_backward(_like(dw, v), v, g, norm, -1 if dim is None else dim)
-
-
-Tensors = Sequence[Tensor]
-
-
-def weight_norm_many(
-    v: Tensors, g: Tensors, dim: int | None = 0, weights: bool = True
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    if dim is not None and dim < 0:  # another dim of each tensor
-        return reference.weight_norm_many(v, g, dim, weights)
-    rows = [_dense_rows(t, dim) for t in v]
-    return torch.ops.wnfused_native.weight_norm_many(rows, g, -1 if dim is None else dim, weights)
-
-
-def weight_norm_many_backward(
-    dw: Tensors, v: Tensors, g: Tensors, norm: Tensors, dim: int | None = 0
-) -> tuple[list[Tensor], list[Tensor]]:
-    if dim is not None and dim < 0:
-        return reference.weight_norm_many_backward(dw, v, g, norm, dim)
-    rows = [_dense_rows(t, dim) for t in v]
-    gradients = [_like(d, t) for d, t in zip(dw, rows, strict=True)]
-    return torch.ops.wnfused_native.weight_norm_many_backward(gradients, rows, g, norm, -1 if dim is None else dim)
-
-
 def residual_stage(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -229,9 +185,7 @@ def orthonormal_rows_(a: Tensor) -> Tensor:
     return torch.ops.wnfused_native.orthonormal_rows_(a)
 
 
-# The layers. One kernel runs what is common: rows along dim 0, float32 or bfloat16. Everything else (float64, float16,
-# norms along another dim, transposed convolutions that have no kernel) is composed of the row norm, the vendor's
-# product and an epilogue.
+# The layers. One kernel runs what is common: rows along dim 0, float32 or bfloat16. Everything else is composed.
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16)
 """Of ``x``; the parameters have the same, or float32."""
@@ -258,7 +212,7 @@ def linear(
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not _is_fused(x, v, g, dim):
-        return _composed_linear(x, v, g, bias, residual, dim, activation, negative_slope)
+        return native_composed.linear(x, v, g, bias, residual, dim, activation, negative_slope)
     return torch.ops.wnfused_native.linear.default(x, v, g, bias, residual, _ACTIVATION[activation], negative_slope)
 
 
@@ -267,7 +221,7 @@ def linear_backward(
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if not _is_fused(x, v, g, dim):
-        return _composed_linear_backward(dy, y, x, v, g, norm, needs, dim, activation, negative_slope)
+        return native_composed.linear_backward(dy, y, x, v, g, norm, needs, dim, activation, negative_slope)
     found = torch.ops.wnfused_native.linear_backward.default(
         dy, y, x, v, g, norm, _needs(needs), _ACTIVATION[activation], negative_slope
     )
@@ -289,7 +243,7 @@ def conv(
             return y, norm
     if transposed or not fused:
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
-        return _composed_conv(x, v, g, bias, residual, *geometry, dim, activation, negative_slope)
+        return native_composed.conv(x, v, g, bias, residual, *geometry, dim, activation, negative_slope)
     return torch.ops.wnfused_native.conv.default(
         x, v, g, bias, residual, stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
     )
@@ -310,71 +264,11 @@ def conv_backward(
             return _given(found, dy)
     if transposed or not fused:
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
-        return _composed_conv_backward(dy, y, x, v, g, norm, needs, *geometry, dim, activation, negative_slope)
+        return native_composed.conv_backward(dy, y, x, v, g, norm, needs, *geometry, dim, activation, negative_slope)
     found = torch.ops.wnfused_native.conv_backward.default(
         dy, y, x, v, g, norm, _needs(needs), stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
     )
     return _given(found, dy)
-
-
-# The composed layers.
-
-
-def _effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    w, norm = weight_norm(v, g, dim)
-    return w.to(dtype), norm
-
-
-def _composed_linear(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    w, norm = _effective_weight(v, g, dim, x.dtype)
-    y = torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
-    return epilogue_(y, residual, activation, negative_slope), norm
-
-
-def _composed_linear_backward(
-    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
-    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dz = masked(dy, y, activation, negative_slope)
-    rows = dz.reshape(-1, dz.shape[-1])
-    dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
-    if needs[0]:
-        dx = dz @ _effective_weight(v, g, dim, x.dtype)[0]
-    if needs[1]:
-        dv, dg = weight_norm_backward(rows.T @ x.reshape(-1, x.shape[-1]), v, g, norm, dim)
-    if needs[2]:
-        db = rows.sum(0, dtype=reference.wide(dy.dtype)).to(v.dtype)
-    return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
-
-
-def _composed_conv(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
-    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    w, norm = _effective_weight(v, g, dim, x.dtype)
-    b = None if bias is None else bias.to(x.dtype)
-    y = torch.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
-    return epilogue_(y, residual, activation, negative_slope), norm
-
-
-def _composed_conv_backward(
-    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool], stride: list[int],
-    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
-    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dz = masked(dy, y, activation, negative_slope)
-    w, _ = _effective_weight(v, g, dim, x.dtype)
-    features = w.shape[1] * groups if transposed else w.shape[0]
-    gradients = torch.ops.aten.convolution_backward(
-        dz, x, w, [features], stride, padding, dilation, transposed, output_padding, groups, needs[:3]
-    )
-    dx, dw, db = (dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dy.new_empty(0), dy.new_empty(0))
-    return dx, dv, dg, db.to(v.dtype), dz if needs[3] and dz is not dy else dy.new_empty(0)
 
 
 # Transposed convolutions as the short way of a layer calls them (``wnfused.ops._direct``): rows along dim 0, v
@@ -416,5 +310,5 @@ def conv_transpose_backward(
     )
     dv = dg = None
     if wanted[1]:
-        dv, dg = torch.ops.wnfused_native.weight_norm_backward.default._op(_like(dw, v), v, g, norm, 0)
+        dv, dg = torch.ops.wnfused_native.weight_norm_backward.default._op(laid_out_like(dw, v), v, g, norm, 0)
     return dx, dv, dg, db, dz if needs & 8 else None

@@ -1,0 +1,70 @@
+"""Layers that no kernel runs whole, composed of the row norm, the vendor's product and an epilogue.
+
+float64, float16, norms along another dim, and transposed convolutions that have no kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wnfused import reference
+from wnfused.backends.epilogue import epilogue_, masked
+from wnfused.backends.native_norm import weight_norm, weight_norm_backward
+
+
+def effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    w, norm = weight_norm(v, g, dim)
+    return w.to(dtype), norm
+
+
+def linear(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    w, norm = effective_weight(v, g, dim, x.dtype)
+    y = torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
+    return epilogue_(y, residual, activation, negative_slope), norm
+
+
+def linear_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dz = masked(dy, y, activation, negative_slope)
+    rows = dz.reshape(-1, dz.shape[-1])
+    dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
+    if needs[0]:
+        dx = dz @ effective_weight(v, g, dim, x.dtype)[0]
+    if needs[1]:
+        dv, dg = weight_norm_backward(rows.T @ x.reshape(-1, x.shape[-1]), v, g, norm, dim)
+    if needs[2]:
+        db = rows.sum(0, dtype=reference.wide(dy.dtype)).to(v.dtype)
+    return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
+
+
+def conv(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    w, norm = effective_weight(v, g, dim, x.dtype)
+    b = None if bias is None else bias.to(x.dtype)
+    y = torch.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
+    return epilogue_(y, residual, activation, negative_slope), norm
+
+
+def conv_backward(
+    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool], stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dz = masked(dy, y, activation, negative_slope)
+    w, _ = effective_weight(v, g, dim, x.dtype)
+    features = w.shape[1] * groups if transposed else w.shape[0]
+    gradients = torch.ops.aten.convolution_backward(
+        dz, x, w, [features], stride, padding, dilation, transposed, output_padding, groups, needs[:3]
+    )
+    dx, dw, db = (dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dy.new_empty(0), dy.new_empty(0))
+    return dx, dv, dg, db.to(v.dtype), dz if needs[3] and dz is not dy else dy.new_empty(0)
