@@ -28,8 +28,18 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc"
 CACHE = ROOT / "build" / "emulation"
 TABLES = ("stage_bfloat16", "stage_tf32", "stage_float32", "stage_sm90a")
-UNITS = ("cuda/stage_driver.cu", *(f"cuda/{table}.cu" for table in TABLES), "emulation/machine.cpp",
-         "emulation/primitives.cpp", "emulation/hopper_primitives.cpp", "emulation/module.cpp")  # fmt: skip
+MACHINE = (
+    "machine",
+    "machine_memory",
+    "machine_phases",
+    "machine_products",
+    "primitives",
+    "hopper_primitives",
+    "module",
+)
+UNITS = (
+    "cuda/stage_driver.cu", *(f"cuda/{table}.cu" for table in TABLES), *(f"emulation/{name}.cpp" for name in MACHINE),
+)  # fmt: skip
 # Registers that nobody set hold a pattern; fibers jump between stacks, which fortified jumps refuse.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
          "-ftrivial-auto-var-init=pattern"]  # fmt: skip
