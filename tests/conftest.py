@@ -63,3 +63,14 @@ def on_the_reference(one_thread):
     """For what is observed by hooks, on float64 and tiny maps: which kernels run is another matter."""
     with dispatch.use_backend("reference"):
         yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small training run that was left alone, and its result."""
+    from small_runs import SMALL
+
+    from wnfused.train import train
+
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    return out, train(SMALL, out)

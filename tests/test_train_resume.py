@@ -1,0 +1,127 @@
+"""The rules of a run's folder, and resuming what was interrupted."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import SMALL, assert_same_weights
+
+from wnfused.train import UsageError, checkpoint, train
+from wnfused.train.run import Silent
+
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupt(Silent):
+    """A reporter that ends the process's run in the middle of epoch ``epoch``."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_batch(self, epoch: int, done: int, batches: int) -> None:
+        if epoch == self.epoch and done == batches // 2:
+            raise Interrupted
+
+
+def test_a_finished_run_is_not_touched(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, result = finished
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with pytest.raises(UsageError, match="holds a finished run already"):
+        train(SMALL, out)
+    assert train(SMALL, out, resume=True) == json.loads(json.dumps(result))
+    with pytest.raises(UsageError, match=r"lr: 0\.5, not 0\.02"):
+        train(replace(SMALL, lr=0.5), out, resume=True)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_interrupted_run_goes_on_to_the_same_weights(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, epoch: int
+) -> None:
+    out, result = finished
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, reporter=Interrupt(epoch))
+    assert (tmp_path / "last.ckpt").exists() == (epoch > 0)
+    with pytest.raises(UsageError, match="holds a run already"):
+        train(SMALL, tmp_path)
+    resumed = train(SMALL, tmp_path, resume=True)
+    assert_same_weights(out, tmp_path)
+    for name in ("test_accuracy", "test_loss", "history", "updates", "best_epoch", "best_test_accuracy"):
+        assert resumed[name] == result[name], name
+
+
+def test_resuming_augmented_training_with_batch_norm_and_steps_is_exact(tmp_path: Path) -> None:
+    config = replace(
+        SMALL, data="synthetic", norm="batch", epochs=3, batch_size=100, accumulate=2, warmup=1.5, milestones=(2,),
+        crop_flip=True, cutout=4, mixup=0.5, weight_decay=1e-3,
+    )  # fmt: skip
+    train(config, tmp_path / "whole")
+    for epoch in (1, 2):
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / "parts", resume=epoch > 1, reporter=Interrupt(epoch))
+    train(config, tmp_path / "parts", resume=True)
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_resuming_a_folder_without_a_run_begins_one(tmp_path: Path) -> None:
+    assert train(replace(SMALL, epochs=1), tmp_path / "new", resume=True)["epochs_finished"] == 1
+
+
+def test_a_run_without_its_configuration_goes_on_by_its_checkpoint(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, reporter=Interrupt(1))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"lr: 0\.5, not 0\.02"):
+        train(replace(SMALL, lr=0.5), tmp_path, resume=True)
+    train(SMALL, tmp_path, resume=True)
+    assert_same_weights(finished[0], tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["config"] == SMALL.to_dict()
+
+
+def test_parts_of_a_run_with_nothing_to_go_on_by_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "best.ckpt").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"neither config\.json nor last\.ckpt to go on by: choose another folder"):
+        train(SMALL, tmp_path, resume=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "foreign"])
+def test_a_corrupt_checkpoint_is_refused_and_nothing_is_lost(tmp_path: Path, damage: str) -> None:
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, reporter=Interrupt(1))
+    last = tmp_path / "last.ckpt"
+    if damage == "truncated":
+        last.write_bytes(last.read_bytes()[:-1000])
+    elif damage == "changed":
+        content = bytearray(last.read_bytes())
+        content[len(content) // 2] ^= 255
+        last.write_bytes(content)
+    else:
+        checkpoint.save(last, {"something": "else"})
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=r"last\.ckpt"):
+        train(SMALL, tmp_path, resume=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path: Path) -> None:
+    for name, config in (("one", SMALL), ("other", replace(SMALL, depth=22))):
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / name, reporter=Interrupt(1))
+    (tmp_path / "other" / "last.ckpt").replace(tmp_path / "one" / "last.ckpt")
+    with pytest.raises(UsageError, match=r"last\.ckpt.*depth: 16, not 22"):
+        train(SMALL, tmp_path / "one", resume=True)
+
+
+def test_nothing_is_begun_before_the_arguments_are_known_to_work(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--init"):
+        train(replace(SMALL, init="nonsense"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
