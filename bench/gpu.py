@@ -17,6 +17,7 @@ import collections
 import contextlib
 import datetime
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -39,8 +40,8 @@ LIMITS = {"build": 170, "tests": 170, "memcheck": 170, "racecheck": 170, "measur
 """Seconds a step may take, if as many are left."""
 TOGETHER = (("build",), ("tests", "memcheck", "racecheck"), ("measure",))
 """Steps that run side by side: nothing but the last is timed."""
-PATIENCE = {"tests": 60.0, "measure": 200.0}
-"""Seconds for one test, with what Triton compiles for it, and for one workload."""
+PATIENCE = {"tests": 120.0, "rates": 60.0}
+"""Seconds for one test, with what it imports and Triton compiles for it, and for the machine's ceilings."""
 TEST_PROCESSES = 8
 """At most: Triton compiles some 250 kernels for the tests, a second each."""
 ALONE = {"OMP_NUM_THREADS": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -57,7 +58,8 @@ WENT_WELL = ("passed", "skipped")
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python bench/gpu.py", description=__doc__)
-    made.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="default: build/gpu")
+    out = Path(os.environ.get("OUT", ROOT / "build" / "gpu"))
+    made.add_argument("--out", type=Path, default=out, metavar="DIR", help="default: $OUT if it is set, else build/gpu")
     made.add_argument("--only", action="append", default=[], choices=STEPS, help="this step; may be repeated")
     made.add_argument("--match", default="", metavar="TEXT", help="only workloads whose name holds this")
     made.add_argument("--seconds", type=float, default=SECONDS_A_PASS, help="measuring time of a pass")
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _draw(report.content, options.out)
     except Exception:  # the numbers are saved
         traceback.print_exc()
+    _print_summary(report.content["steps"])
     print(f"\nsaved {options.out / 'gpu.json'}")
     return 0 if all(step["status"] in WENT_WELL for step in report.content["steps"].values()) else 1
 
@@ -193,6 +196,8 @@ def build(report: Report, limit: float) -> dict[str, Any]:
     """The libraries, in place."""
     command = [sys.executable, "-c", BUILD, "--quiet", "build_ext", "--inplace"]
     environment = {"WNFUSED_CUDA": "0" if report.options.rehearse else "1", "WNFUSED_REQUIRE_EXTENSIONS": "1"}
+    # Ninja lies beside the interpreter where it came as a package; without it one file is compiled after the other.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if (nvcc := _tool("nvcc")) is not None:
         environment["CUDA_HOME"] = str(Path(nvcc).parents[1])
     return {"status": _run(command, limit, report.options.out / "build.log", **environment) or "passed"}
@@ -253,11 +258,15 @@ def _sanitizer(tool: str) -> Callable[[Report, float], dict[str, Any]]:
     def step(report: Report, limit: float) -> dict[str, Any]:
         if report.options.rehearse or (found := _tool("compute-sanitizer")) is None:
             return {"status": "skipped", "why": "a rehearsal" if report.options.rehearse else "no compute-sanitizer"}
-        command = [found, f"--tool={tool}", "--error-exitcode=9", sys.executable, "-m", "bench.gpu_small"]
+        # Triton starts compilers, which are none of the sanitizer's business.
+        options = [f"--tool={tool}", "--error-exitcode=9", "--target-processes=application-only"]
+        command = [found, *options, sys.executable, "-m", "bench.gpu_small"]
         log = report.options.out / f"{tool}.log"
         # Each tensor by itself: in a pool, what is read or written beyond one belongs to the pool.
         wrong = _run(command, limit, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         lines = log.read_text(errors="replace").splitlines()
+        if any("Device not supported" in line for line in lines):
+            return {"status": "skipped", "why": f"{tool} does not support this device"}
         return {
             "status": wrong or "passed",
             "summary": [line for line in lines if "SUMMARY" in line][-1:],
@@ -293,7 +302,9 @@ def measure(report: Report, limit: float) -> dict[str, Any]:
     items = [*([] if options.rehearse else [gpu_worker.RATES]), *workloads]
     log = options.out / "measure.log"
     log.unlink(missing_ok=True)
-    supervised.run([*command, "measure"], items, limit, PATIENCE["measure"], log, seen=seen)
+    patience = {item: gpu_workloads.patience(workload) for item, workload in workloads.items()}
+    patience[gpu_worker.RATES] = PATIENCE["rates"]
+    supervised.run([*command, "measure"], items, limit, patience, log, seen=seen)
     _print_results(so_far)
     unreached = all(why == "time was up" for why in so_far["left_out"].values())
     status = "failed" if so_far["wrong"] or not unreached else "out of time" if so_far["left_out"] else "passed"
@@ -311,21 +322,31 @@ def _with_floor(row: dict[str, Any], workload: Any, rates: dict[str, Any] | None
 
 
 def _print_results(found: dict[str, Any]) -> None:
-    from bench import report
-    from bench.result import Result
+    """Two lines a row: who was measured against whom is in ``gpu.json``, with quartiles and errors."""
+    from bench.report import duration
 
-    rows = found["results"]
-    results = [Result.from_dict({key: value for key, value in row.items() if key != "floor"}) for row in rows]
-    for group in dict.fromkeys(result.group for result in results):
-        print(f"\n{group}\n" + report.plain_table(*report.table([r for r in results if r.group == group])))
-    for row in rows:
-        if "floor" in row:
-            share, bound = row["floor"]["share"], row["floor"]["bound"]
-            print(f"  {row['workload']}, {row['pass_name']}: {share:.0%} of the roofline ({bound})")
-    for row in rows:
+    for row in found["results"]:
+        print(f"{row['workload']}, {row['pass_name']}:")
+        if not row["base"]:
+            print("  no result of ours")
+            continue
+        floor = f", {row['floor']['share']:.0%} of the roofline ({row['floor']['bound']})" if "floor" in row else ""
+        ratios = (f"{peer.removeprefix('cuda ')} {spread['median']:.2f}" for peer, spread in row["ratios"].items())
+        ours = duration(row["seconds"][row["base"]]["median"])
+        print(f"  {row['base'].removeprefix('cuda ')} {ours}{floor}; peer / ours: {', '.join(ratios) or 'none'}")
+    for row in found["results"]:
         for peer, why in row["failed"].items():
             print(f"WRONG: {peer} on {row['workload']}, {row['pass_name']}: {why}")
     print(*(f"{item}: {why}" for item, why in found["left_out"].items()), sep="\n", flush=True)
+
+
+def _print_summary(steps: dict[str, dict[str, Any]]) -> None:
+    """How each step ended, last, where a terminal that keeps only the end still shows it."""
+    print("\nsteps")
+    for name, step in steps.items():
+        wrong = [*step.get("failed", {}), *step.get("died", {})] if name == "tests" else []
+        print(f"  {name}: {step['status']} in {step['seconds']} s", step.get("why", ""))
+        print(*(f"    {item}" for item in wrong[:20]), *["    .."] * (len(wrong) > 20), sep="\n" if wrong else "")
 
 
 STEP_FUNCTIONS: dict[str, Callable[[Report, float], dict[str, Any]]] = {

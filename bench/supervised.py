@@ -46,7 +46,7 @@ def run(
     command: Sequence[str],
     items: Sequence[str],
     limit: float,
-    patience: float,
+    patience: float | Mapping[str, float],
     log: Path,
     *,
     seen: Callable[[str, Outcome], None] = lambda item, outcome: None,
@@ -56,7 +56,8 @@ def run(
 
     Args:
         limit: seconds for all items.
-        patience: seconds in which something must begin or end.
+        patience: seconds in which something must begin or end, or those of each item; the longest of all while a worker
+            has begun none.
         seen: called for each item once its outcome is known.
     """
     end = time.monotonic() + limit
@@ -84,7 +85,7 @@ def run(
 
 
 def _one_worker(
-    command: Sequence[str], items: Sequence[str], end: float, patience: float, log: Path,
+    command: Sequence[str], items: Sequence[str], end: float, patience: float | Mapping[str, float], log: Path,
     note: Callable[[str, Outcome], None], environment: Mapping[str, str],
 ) -> tuple[str | None, str]:  # fmt: skip
     """The item over which a worker died, if it did, and how it ended."""
@@ -109,8 +110,12 @@ def _one_worker(
                     return begun, f"the process ended with {how}"
                 if now > end:
                     return begun, "time was up"
-                if now - last > patience:
-                    return begun, f"nothing happened for {patience:.0f} s"
+                if isinstance(patience, Mapping):
+                    allowed = patience[begun] if begun else max(patience.values())
+                else:
+                    allowed = patience
+                if now - last > allowed:
+                    return begun, f"nothing happened for {allowed:.0f} s"
                 time.sleep(0.1)
 
 

@@ -10,6 +10,7 @@ import torch
 from samples import ALIGNED, SAMPLES, Sample, composite_stage
 
 import wnfused
+from wnfused.backends import native_cuda
 from wnfused.backends.triton import strategy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -34,7 +35,12 @@ def error(found: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def compare(
-    run, expected, tensors: list[torch.Tensor], dtype: torch.dtype, backend: str, tolerance: float | None = None
+    run,
+    expected,
+    tensors: list[torch.Tensor],
+    dtype: torch.dtype,
+    backend: str,
+    tolerance: float | None = None,
 ) -> None:
     """Output and all gradients on CUDA against float64 on the CPU."""
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
@@ -54,11 +60,38 @@ def compare(
         assert error(a.grad, b.grad) < 4 * tolerance
 
 
+def calm(sample: Sample, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The first draw whose gradients stay when its numbers move by a rounding: no unit is that near its kink."""
+
+    def gradients(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        y = sample.expected(*tensors)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=y.dtype)
+        return torch.autograd.grad(y, tensors, dy)
+
+    for seed in range(1, 200):
+        drawn = [t.detach().to(dtype).double().requires_grad_() for t in sample.tensors(seed=seed)]
+        generator = torch.Generator().manual_seed(seed)
+        noise = [torch.randn(t.shape, generator=generator, dtype=t.dtype) * torch.finfo(dtype).eps for t in drawn]
+        moved = [(t + t * n).detach().requires_grad_() for t, n in zip(drawn, noise, strict=True)]
+        pairs = zip(gradients(moved), gradients(drawn), strict=True)
+        if all(error(a, b) < 2 * TOLERANCE[dtype] for a, b in pairs):
+            return drawn
+    raise AssertionError(f"{sample.name}: no draw is calm in {dtype}")
+
+
+def test_backends_are_there() -> None:
+    """Without one of them the tests below would skip, and prove nothing."""
+    status = wnfused.dispatch.backend_status()
+    assert status["native"] is None
+    assert status["triton"] is None
+    assert native_cuda.unavailable() is None
+
+
 @pytest.mark.parametrize("backend", ["native", "triton", "reference"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_samples(sample: Sample, dtype: torch.dtype, backend: str) -> None:
-    compare(sample.run, sample.expected, sample.tensors(), dtype, backend)
+    compare(sample.run, sample.expected, calm(sample, dtype), dtype, backend)
 
 
 # As above; tf32 rounds to ten bits of mantissa.
@@ -120,6 +153,7 @@ def test_nan_stays_nan(way: str) -> None:
 
 
 def stage_tensors(blocks: int, n: int, c: int, size: int) -> list[torch.Tensor]:
+    torch.manual_seed(2)  # with it no unit of the small stages is so near its kink that float32 switches it
     v = torch.randn(blocks, 2, c, c, 3, 3)
     g = torch.rand(blocks, 2, c) + 0.5
     g[:, 1] *= blocks**-0.5

@@ -58,6 +58,14 @@ def test_time_runs_out(command, tmp_path):
     assert found["b"] == {"status": "not reached", "why": "time was up"}
 
 
+def test_each_item_has_a_patience_of_its_own(command, tmp_path):
+    start = time.monotonic()
+    found = supervised.run(command, ["a", "hang", "b"], 60, {"a": 50, "hang": 1, "b": 50}, tmp_path / "log")
+    assert time.monotonic() - start < 30
+    assert found["hang"] == {"status": "died", "why": "nothing happened for 1 s"}
+    assert found["a"] == found["b"] == {"status": "done"}
+
+
 def test_a_worker_that_does_not_start_is_not_started_for_ever(tmp_path):
     found = supervised.run([sys.executable, "-c", "raise SystemExit(3)"], ["a", "b"], 60, 60, tmp_path / "log")
     assert list(found) == ["a", "b"]
