@@ -69,14 +69,16 @@ constexpr int64_t kTileRows = kPairRows;
 // to a whole Block is defined, and not used.
 
 template <class Units, class T>
-inline void pack_narrow_along(const Runs<T>& runs, int64_t row0, int64_t rows, int64_t first, int64_t units, float* target) {
+inline void pack_narrow_along(const Runs<T>& runs, int64_t row0, int64_t rows, int64_t first, int64_t units,
+                             float* target) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t u = 0; u < units; u += kLanes)
       store(target + r * kDepthChunk + u, Units::along(runs, row0 + r, first + u));
 }
 
 template <class Units, class T>
-inline void pack_narrow_across(const Runs<T>& runs, int64_t row0, int64_t rows, int64_t first, int64_t units, float* target) {
+inline void pack_narrow_across(const Runs<T>& runs, int64_t row0, int64_t rows, int64_t first, int64_t units,
+                              float* target) {
   for (int64_t r = 0; r < rows; r += kLanes)
     for (int64_t u = 0; u < units; u += kLanes) {
       Block block[kLanes];

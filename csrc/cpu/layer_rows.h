@@ -100,12 +100,13 @@ WNFUSED_INLINE void gradient_rows(const RowRange& rows, const RowGradient& task,
 
 inline void gradient(const RowRange& rows, const RowGradient& task) {
   // Of the four pairs of types, dw wider than v does not occur: dw has the dtype of x, v that or float32.
-  if (!task.dw.bfloat16)
-    gradient_rows(rows, task, static_cast<float*>(task.dw.data), static_cast<float*>(task.v.data), static_cast<float*>(task.dv.data));
-  else if (task.v.bfloat16)
-    gradient_rows(rows, task, static_cast<uint16_t*>(task.dw.data), static_cast<uint16_t*>(task.v.data), static_cast<uint16_t*>(task.dv.data));
-  else
-    gradient_rows(rows, task, static_cast<uint16_t*>(task.dw.data), static_cast<float*>(task.v.data), static_cast<float*>(task.dv.data));
+  const auto run = [&](auto* dw, auto* v) {
+    using V = std::remove_pointer_t<decltype(v)>;
+    gradient_rows(rows, task, dw, v, static_cast<V*>(task.dv.data));
+  };
+  if (!task.dw.bfloat16) run(static_cast<float*>(task.dw.data), static_cast<float*>(task.v.data));
+  else if (task.v.bfloat16) run(static_cast<uint16_t*>(task.dw.data), static_cast<uint16_t*>(task.v.data));
+  else run(static_cast<uint16_t*>(task.dw.data), static_cast<float*>(task.v.data));
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

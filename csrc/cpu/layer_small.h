@@ -127,7 +127,9 @@ WNFUSED_INLINE bool small_slices(const SmallLinear& task, const V* v, int64_t be
 
 inline bool small_linear(const SmallLinear& task, int64_t begin, int64_t end) {
   bool in_range = true;
-  with_entries(task.v, [&](auto* v) __attribute__((always_inline)) { in_range = small_slices<Singles>(task, v, begin, end); });
+  with_entries(task.v, [&](auto* v) __attribute__((always_inline)) {
+    in_range = small_slices<Singles>(task, v, begin, end);
+  });
   return in_range;
 }
 

@@ -57,7 +57,8 @@ inline Tensor empty_as(const Tensor& t, ScalarType dtype) {
 inline Tensor empty_as(const Tensor& t) { return empty_as(t, t.scalar_type()); }
 
 // A matrix in the memory of `t`, `offset` entries after its first (the shim counts from there, not from the storage).
-inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t columns, int64_t row_stride,
+                     int64_t column_stride) {
   const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
   AtenTensorHandle made = nullptr;
   TORCH_ERROR_CODE_CHECK(

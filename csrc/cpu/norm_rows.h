@@ -15,7 +15,9 @@ template <class T, class W>
 inline void combine_run(const Factors<T, W>& task, int64_t length) {
   using B = BlockOf<T>;
   if (*task.norm == 0) {
-    for_blocks(length, [&](int64_t i, auto move) __attribute__((always_inline)) { move.store(task.out + i, zero_of<B>()); });
+    for_blocks(length, [&](int64_t i, auto move) __attribute__((always_inline)) {
+      move.store(task.out + i, zero_of<B>());
+    });
     return;
   }
   const B s = splat_of<B>(*task.s);

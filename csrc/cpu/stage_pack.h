@@ -336,7 +336,8 @@ void fetch_row(const Job& job, int64_t index, int64_t floats) {
       prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
 }
 
-// dv, dg and, where it is there, dbias of one output block, from dW of its rows, which stand in `gradients`. The first row has been fetched.
+// dv, dg and, where it is there, dbias of one output block, from dW of its rows, which stand in `gradients`. The first row
+// has been fetched.
 // `scratch`: 2 rows.
 template <class Job>
 void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64_t convolution, int64_t output_block,

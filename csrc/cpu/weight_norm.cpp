@@ -150,7 +150,8 @@ void run_whole(const Task<T, W>& task) {
   const RowFactors<T, W> found(task, 0, sum);
   if (!task.w) return;
   in_pieces([&](int64_t, int64_t at, int64_t length) {
-    on.combine({task.backward() ? task.dw + at : nullptr, task.v + at, task.w + at, &found.s, &found.t, &found.norm}, length);
+    on.combine({task.backward() ? task.dw + at : nullptr, task.v + at, task.w + at, &found.s, &found.t, &found.norm},
+               length);
   });
 }
 
@@ -185,7 +186,9 @@ class Batch {
 };
 
 // A tensor as the kernels read it: rows along dim 0 each in one run, or contiguous; float16 as float.
-Tensor readable(const Tensor& t) { return t.scalar_type() == ScalarType::Half ? torch::stable::to(t, ScalarType::Float) : t; }
+Tensor readable(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Half ? torch::stable::to(t, ScalarType::Float) : t;
+}
 
 ScalarType wide(ScalarType type) { return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
 
@@ -242,7 +245,8 @@ struct Backward {
   Tensor dw, v, gain, norm, dv, dgain;
 };
 
-void add_backward(Batch& batch, Backward& b, const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim) {
+void add_backward(Batch& batch, Backward& b, const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm,
+                  int64_t dim) {
   const Rows shape = rows_of(v, dim);
   check_gain(g, v, shape);
   const ScalarType type = wide(v.scalar_type());

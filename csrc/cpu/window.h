@@ -12,8 +12,8 @@
 //
 // Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are those
 // of the block's group. Where a group has 8 outputs of this Window, two share a block, each with zeros for the other's
-// channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is depthwise: groups
-// of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
+// channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is depthwise:
+// groups of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
 #pragma once
 
 #include <cstdint>

@@ -73,7 +73,8 @@ struct Met {
 
 template <int Rows, int Cols>
 inline void window_tile(const float* const* rows, int64_t first_channel, const Met* taps, int64_t tap_count,
-                        int64_t channels, int64_t bank_offset, int64_t col_stride, float* product, int64_t product_col_stride) {
+                        int64_t channels, int64_t bank_offset, int64_t col_stride, float* product,
+                        int64_t product_col_stride) {
   Block accumulator[Rows][Cols];
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[r][c] = zero();
@@ -143,7 +144,8 @@ WNFUSED_INLINE bool takes_pair(const Window& window, int64_t output_block, int64
 // A pointer to each row wants a register, so there are no taller tiles.
 template <int Cols>
 inline void window_columns(const Units& units, int64_t first_channel, const Met* taps, int64_t tap_count,
-                           int64_t channels, int64_t bank_offset, int64_t col_stride, float* product, int64_t product_col_stride) {
+                           int64_t channels, int64_t bank_offset, int64_t col_stride, float* product,
+                           int64_t product_col_stride) {
   const int64_t rows = round_up_rows(units.count);
   int64_t r = 0;
   for (; r + kPairRows <= rows; r += kPairRows)

@@ -33,7 +33,7 @@ inline void window_outer_tile(const float* const* rows, int64_t offset, const fl
   }
 }
 
-// bank[tap] += x of row t, moved by the tap, * gradient[t] over the rows, for `Taps` taps of one block of a depthwise layer.
+// bank[tap] += x of row t, moved by the tap, * gradient[t] over the rows, for `Taps` taps of a block of a depthwise layer.
 template <int Taps>
 inline void depthwise_outer_tile(const float* const* rows, const int64_t* offsets, const float* const* gradients,
                                  int64_t channel, int64_t gradient_offset, int64_t count, float* const* bank) {
