@@ -345,8 +345,9 @@ def _print_summary(steps: dict[str, dict[str, Any]]) -> None:
     print("\nsteps")
     for name, step in steps.items():
         wrong = [*step.get("failed", {}), *step.get("died", {})] if name == "tests" else []
-        print(f"  {name}: {step['status']} in {step['seconds']} s", step.get("why", ""))
-        print(*(f"    {item}" for item in wrong[:20]), *["    .."] * (len(wrong) > 20), sep="\n" if wrong else "")
+        print(f"  {name}: {step['status']} in {step['seconds']} s {step.get('why', '')}".rstrip())
+        for item in [*wrong[:20], *[".."] * (len(wrong) > 20)]:
+            print(f"    {item}")
 
 
 STEP_FUNCTIONS: dict[str, Callable[[Report, float], dict[str, Any]]] = {
