@@ -1,7 +1,7 @@
 """The machine's peak, measured in every round beside the peers, so that a slow minute slows both.
 
 ``torch.ops.wnfused_native.cpu_peak_flops(bool bfloat16) -> float`` is the rate of a loop that only multiplies and adds
-in registers, on all threads, in FLOP/s. Where there is no such op, the practical ceiling stands in: the rate of a
+in registers, on all threads, in FLOP/s. Where the library was not built, the practical ceiling stands in: the rate of a
 large matrix product of the vendor's library through ``torch.mm``.
 """
 
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from wnfused.backends import native
 
 # 2 N^3 = 2.1 GFLOP: long enough to reach the library's full rate, short enough to repeat every round.
 SIZE = 1024
@@ -29,7 +31,7 @@ class Ceiling:
 def ceiling(kind: str) -> Ceiling:
     """The ceiling of the CPU for products in ``"fp32"`` or ``"bf16"``."""
     bfloat16 = kind == "bf16"
-    if hasattr(torch.ops.wnfused_native, "cpu_peak_flops"):
+    if native.unavailable() is None:
         op = torch.ops.wnfused_native.cpu_peak_flops
         return Ceiling(f"the {kind} peak of a register-only loop", f"{kind} peak", lambda: float(op(bfloat16)))
     library = "oneDNN bf16 gemm" if bfloat16 else "MKL sgemm"

@@ -8,12 +8,14 @@ medians over such rounds describe neither state, so rounds are told apart by wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bench.ceiling import Ceiling
+from wnfused.backends import native
 
 # Within a die a line crosses in 20 to 60 ns, between dies or sockets in 100 to 400.
 FAR = 100e-9
@@ -28,8 +30,9 @@ class Moment:
 
 
 def moments(peak: Ceiling) -> Callable[[], Moment]:
-    """Measures the machine once a call."""
-    return lambda: Moment(peak.rate(), float(torch.ops.wnfused_native.cpu_crossing_seconds()))
+    """Measures the machine once a call; without the C++ library no crossing."""
+    known = native.unavailable() is None
+    return lambda: Moment(peak.rate(), torch.ops.wnfused_native.cpu_crossing_seconds() if known else math.nan)
 
 
 def distances(taken: Sequence[Moment]) -> list[str]:

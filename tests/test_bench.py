@@ -19,9 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench is part of
 import wnfused
 from bench import __main__ as command
 from bench import cases, deep, gate, initialisation, models, parameters, peers, report, workloads
+from bench.ceiling import ceiling
 from bench.measure import Runner, Samples, Spread, interleave
-from bench.moment import Moment, distances
+from bench.moment import Moment, distances, moments
 from bench.result import Result
+from wnfused.backends import native
 
 LAYER = workloads.LinearLayer(group="linear", name="tiny", features=8, batch=4, peers=("eager", "plain"))
 CONV = workloads.ConvLayer(group="conv3x3", name="tiny", channels=4, kernel=3, size=5, batch=2, channels_last=True)
@@ -214,6 +216,15 @@ def test_rounds_are_told_apart_by_the_distance_of_the_cores():
     alone.told_apart(Samples(samples.seconds, [Moment(1e9, math.nan)] * 8))
     assert alone.crossing is None
     assert not alone.apart
+
+
+def test_without_the_library_the_vendor_is_the_ceiling(monkeypatch):
+    monkeypatch.setattr(native, "unavailable", lambda: "not built")
+    peak = ceiling("fp32")
+    moment = moments(peak)()
+    assert peak.short == "MKL sgemm"
+    assert moment.peak > 0
+    assert math.isnan(moment.crossing)
 
 
 def test_a_line_crosses_between_cores_in_a_moment():
