@@ -50,7 +50,7 @@ def same3x3(images: int, inputs: int, outputs: int, height: int, width: int) -> 
     return Case(images, inputs, outputs, (height, width), (3, 3), (1, 1), (1, 1), (1, 1))
 
 
-def method_of(case: Case, backward: bool = False) -> str:
+def method_of(case: Case) -> str:
     """How the layer is multiplied, or "vendor"."""
 
     def two(pair: Sequence[int], first: int) -> list[int]:
@@ -60,7 +60,7 @@ def method_of(case: Case, backward: bool = False) -> str:
     if case.transposed:
         maps = [case.images, case.outputs, case.inputs, *two(case.output_size, 1)]
     window = (two(case.kernel, 1), two(case.stride, 1), two(case.padding, 0), two(case.dilation, 1))
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *window, case.groups, case.transposed, backward)
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *window, case.groups, case.transposed)
 
 
 def channels_last(t: Tensor, wanted: bool) -> Tensor:

@@ -63,15 +63,6 @@ CASES = {
     "groups, many small images": Case(20, 64, 32, (4, 4), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# The gradients of depthwise layers of many taps; what is forward, and few taps, is the vendor's.
-DEPTHWISE = {
-    "depthwise": Case(2, 32, 32, (9, 10), (5, 5), (1, 1), (2, 2), (1, 1), groups=32),
-    "depthwise, stride 2": Case(2, 40, 40, (11, 8), (7, 4), (2, 3), (3, 1), (1, 2), groups=40),
-    "depthwise, ragged": Case(3, 21, 21, (8, 8), (4, 4), (1, 1), (0, 0), (1, 1), groups=21),
-    "depthwise, two channels": Case(3, 2, 2, (8, 8), (4, 4), (1, 1), (2, 2), (1, 1), groups=2),
-    "depthwise, one dim": Case(2, 48, 48, (75,), (19,), (1,), (9,), (1,), groups=48),
-    "depthwise, many small images": Case(19, 16, 16, (4, 4), (5, 5), (1, 1), (2, 2), (1, 1), groups=16),
-}
 NAMED = ("1x1", "3x3, stride 2, of ragged blocks", "one dim, stride 4", "groups of 8 channels")
 SOME = [CASES[name] for name in NAMED]
 
@@ -86,22 +77,7 @@ def test_every_window_and_layout(isa, case, layout):
     assert_layouts_agree(case, tensors, TOLERANCE)
 
 
-@pytest.mark.parametrize("case", DEPTHWISE.values(), ids=DEPTHWISE)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_depthwise_gradients(isa, case, layout):
-    if len(case.size) == 1 and layout != "nchw":
-        pytest.skip("channels_last is of two dims")
-    assert [method_of(case, backward) for backward in (False, True)] == ["vendor", "direct"]
-    few = case._replace(kernel=(3,) * len(case.size))
-    assert method_of(few, True) == "vendor"
-    assert_layouts_agree(case, sample(case, layout), TOLERANCE)
-
-
-def test_depthwise_gradients_change_no_bit_by_threads(isa):
-    assert_same_bits_by_threads(DEPTHWISE["depthwise, stride 2"])
-
-
-@pytest.mark.parametrize("case", [*SOME, DEPTHWISE["depthwise"]], ids=str)
+@pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_only_what_is_needed(needs, case):
     assert_only_what_is_needed(case, needs, TOLERANCE)
@@ -116,10 +92,8 @@ def cases(draw: st.DrawFn) -> Case:
     dims = draw(st.integers(1, 2))
     counts = (draw(st.integers(1, 18)), draw(st.integers(6, 40)), draw(st.integers(6, 40)))
     window = [draw(each(dims, st.integers(least, most))) for least, most in ((1, 5), (1, 3), (0, 6), (1, 3))]
-    groups = draw(st.sampled_from([1, 1, 2, 4, 0]))
-    if groups == 0:  # depthwise
-        counts, groups = (*counts[:2], counts[1]), counts[1]
-    elif groups > 1:
+    groups = draw(st.sampled_from([1, 1, 2, 4]))
+    if groups > 1:
         blocks = st.integers(1, 2 if groups == 4 else 3)
         counts = (counts[0], groups * draw(st.sampled_from([8, 16, 48])), groups * 16 * draw(blocks))
     return Case(*counts, draw(each(dims, st.integers(1, 14))), *window, groups=groups)
@@ -162,7 +136,7 @@ def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
     assert_not_finite_as_torch(case, which, value)
 
 
-@pytest.mark.parametrize("case", [*SOME, DEPTHWISE["depthwise"]], ids=str)
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_zero_rows_and_gains(isa, case):
     assert_zero_rows_and_gains(case, TOLERANCE)
 

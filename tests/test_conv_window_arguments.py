@@ -63,12 +63,17 @@ def maps_in_many_formats():
 
 @pytest.mark.parametrize(("name", "x"), list(maps_in_many_formats()), ids=lambda v: v if isinstance(v, str) else "")
 @pytest.mark.parametrize("last_weight", [False, True])
-@pytest.mark.parametrize("kind", ["1x1", "stride 2", "transposed"])
+@pytest.mark.parametrize("kind", ["1x1", "stride 2", "depthwise", "transposed"])
 def test_formats_are_torchs(name, x, last_weight, kind):
     """Also where a map is not dense, or sizes of 1 leave its format open."""
-    options = {"1x1": (1, 1, 0), "stride 2": (3, 2, 1), "transposed": (4, 2, 1)}[kind]
+    options = {
+        "1x1": (16, 1, 1, 0),
+        "stride 2": (16, 3, 2, 1),
+        "depthwise": (32, 3, 1, 1, 1, 32),
+        "transposed": (16, 4, 2, 1),
+    }[kind]
     ours, plain = (getattr(m, f"{p}{'Transpose2d' if kind == 'transposed' else '2d'}") for m, p in PAIRS)
-    layer, twin = ours(32, 16, *options), plain(32, 16, *options)
+    layer, twin = ours(32, *options), plain(32, *options)
     if last_weight:
         layer.to(memory_format=torch.channels_last)
         twin.to(memory_format=torch.channels_last)

@@ -17,21 +17,25 @@ namespace {
 
 template <class G>
 const ConvKernels<G>& kernels(bool transposed) {
-  const auto chosen = [&](const auto& winograd, const auto& direct, const auto& other) -> const ConvKernels<G>& {
+  const auto chosen = [&](const auto& winograd, const auto& depthwise, const auto& direct,
+                          const auto& other) -> const ConvKernels<G>& {
     if constexpr (std::is_same_v<G, Geometry>) return winograd;
+    else if constexpr (std::is_same_v<G, Depthwise>) return depthwise;
     else return transposed ? other : direct;
   };
 #if defined(__x86_64__)
   switch (active_isa()) {
     case Isa::kAvx512:
-      return chosen(avx512::winograd_kernels, avx512::direct_kernels, avx512::transposed_kernels);
+      return chosen(avx512::winograd_kernels, avx512::depthwise_kernels, avx512::direct_kernels,
+                    avx512::transposed_kernels);
     case Isa::kAvx2:
-      return chosen(avx2::winograd_kernels, avx2::direct_kernels, avx2::transposed_kernels);
+      return chosen(avx2::winograd_kernels, avx2::depthwise_kernels, avx2::direct_kernels, avx2::transposed_kernels);
     default:
       break;
   }
 #endif
-  return chosen(portable::winograd_kernels, portable::direct_kernels, portable::transposed_kernels);
+  return chosen(portable::winograd_kernels, portable::depthwise_kernels, portable::direct_kernels,
+                portable::transposed_kernels);
 }
 
 // Waking a worker costs what so many multiply-adds do.
@@ -42,12 +46,14 @@ int64_t workers_for(const ConvShape& shape) {
   return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
 }
 
-// From x's map to y's, or back.
+// From x's map to y's, or back; of the op's forward, or its backward.
 template <class G>
-G geometry_of(const ConvLayer& layer, bool back) {
+G geometry_of(const ConvLayer& layer, bool back, bool backward) {
   const ConvShape& shape = layer.shape;
   const int64_t workers = workers_for(shape);
-  if constexpr (std::is_same_v<G, Window>) {
+  if constexpr (std::is_same_v<G, Depthwise>) {
+    return make_depthwise(shape, back, backward ? backward_pieces(shape) : forward_pieces(workers));
+  } else if constexpr (std::is_same_v<G, Window>) {
     return layer.transposed == back ? forward_window(shape, workers) : backward_window(shape, workers);
   } else {
     return make_single_geometry(shape.images, back ? shape.outputs : shape.inputs, back ? shape.inputs : shape.outputs,
@@ -103,6 +109,30 @@ void choose_target_access(const Window& window, LayerMap& target, LayerMap& resi
 
 // Items that read or mask pixels hold two runs of them.
 int64_t pixel_floats(const MapShape& shape) { return 2 * kMapPixels * shape.padded_channels; }
+
+void lay_out_banks(Arena& arena, const Depthwise& layer, int64_t workers, int64_t worker_floats, Scratch& scratch) {
+  scratch.own_bank_stride = layer.bank_size() + 2 * layer.padded_outputs + kLanes;
+  scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
+  scratch.worker_stride = worker_floats + 3 * kLanes;
+  scratch.worker = arena.take(scratch.worker_stride * workers);
+}
+
+void lay_out(Arena& arena, ConvForward<Depthwise>& job, int64_t workers) {
+  const DepthwiseRoom room = forward_room(job.geometry);
+  lay_out_banks(arena, job.geometry, workers,
+                std::max(((job.geometry.blocks_at_once + 1) * room.x + 2 * room.y) * kLanes, worker_floats(job.geometry)), job.scratch);
+}
+
+void lay_out(Arena& arena, ConvBackward<Depthwise>& job, int64_t workers) {
+  const Depthwise& layer = job.geometry;
+  const DepthwiseRoom room = backward_room(layer, job.transposed);
+  const int64_t blocks = layer.blocks_at_once, sums = blocks * (layer.planes + 1) * kLanes;
+  const int64_t item = ((blocks + 1) * room.x + (blocks + 2) * room.y + room.dx) * kLanes;
+  lay_out_banks(arena, layer, workers, sums + std::max(item, worker_floats(layer)), job.scratch);
+  if (!job.weight) return;
+  job.scratch.gradient[0] = arena.take(layer.gradient_size() * layer.wgrad_slices);
+  job.scratch.bias_gradient[0] = arena.take(layer.padded_outputs * layer.wgrad_slices);
+}
 
 template <class G>
 void lay_out(Arena& arena, ConvForward<G>& job, int64_t workers) {
@@ -168,7 +198,7 @@ template <class G>
 bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
   ConvForward<G> job{};
   describe(layer, job);
-  job.geometry = geometry_of<G>(layer, false);
+  job.geometry = geometry_of<G>(layer, false, false);
   job.y = map_of(y, job.output);
   job.residual = map_of(residual, job.output);
   choose_source_access(job.geometry, job.x);
@@ -183,8 +213,8 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
               const ConvGradients& gradients) {
   ConvBackward<G> job{};
   describe(layer, job);
-  job.geometry = geometry_of<G>(layer, false);
-  job.transposed = geometry_of<G>(layer, true);
+  job.geometry = geometry_of<G>(layer, false, true);
+  job.transposed = geometry_of<G>(layer, true, true);
   job.dx = map_of(gradients.dx, job.input);
   job.dy = map_of(dy, job.output);
   job.y = map_of(y, job.output);
@@ -217,12 +247,6 @@ bool fill_blocks(const ConvShape& shape) {
   return outputs % kLanes == 0 && (inputs % kLanes == 0 || (2 * inputs == kLanes && shape.groups % 2 == 0));
 }
 
-// Depthwise layers have products for one load each. The vendor's is as good at that forward, and backward with few taps.
-bool suits_groups(const ConvShape& shape, bool backward) {
-  constexpr int64_t kManyTaps = 16;
-  return shape.is_depthwise() ? backward && shape.taps() >= kManyTaps : fill_blocks(shape);
-}
-
 // Of the products at least a sixth must be no padding, and there must be enough of them, tiles or pixels, to pack the
 // weights for. Narrow vectors pack more slowly.
 constexpr int64_t kPadding = 6;
@@ -243,25 +267,34 @@ Pair reach_of(const ConvShape& shape) {
           shape.dilation.column * (shape.kernel.column - 1) + shape.padding.column};
 }
 
+// Whether no tile of a depthwise layer is larger than that either: none is larger than a block of an image.
+bool tiles_are_small(const ConvShape& shape) {
+  const Pair size = shape.output_size();
+  return 2 * (bordered(map_shape(1, kLanes, shape.size.row, shape.size.column), shape.padding) +
+              bordered(map_shape(1, kLanes, size.row, size.column), reach_of(shape))) <= kCopies;
+}
+
 // For tests: how a layer is multiplied, or "vendor". Pairs are of rows and of columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed, bool backward) {
+                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed) {
   const auto pair = [](const std::vector<int64_t>& values) { return Pair{values.at(0), values.at(1)}; };
   const ConvShape shape{maps.at(0),   maps.at(1),   maps.at(2),    {maps.at(3), maps.at(4)},
                         pair(kernel), pair(stride), pair(padding), pair(dilation), groups};
-  const std::optional<Method> method = conv_layer_method(shape, transposed, backward);
+  const std::optional<Method> method = conv_layer_method(shape, transposed);
   return method ? name_of(*method) : "vendor";
 }
 
 }  // namespace
 
-std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool backward) {
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed) {
   if (!shape.is_sound()) return std::nullopt;
   const Pair size = shape.output_size();
   const MapShape input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);
-  if (shape.groups > 1 && (transposed || !suits_groups(shape, backward))) return std::nullopt;
+  if (shape.groups > 1 && transposed) return std::nullopt;
+  if (shape.is_depthwise()) return tiles_are_small(shape) ? std::optional(Method::kDirect) : std::nullopt;
+  if (shape.groups > 1 && !fill_blocks(shape)) return std::nullopt;
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
   if (shape.groups == 1 && kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
   if (2 * (bordered(input, shape.padding) + bordered(output, reach_of(shape))) > kCopies) return std::nullopt;
@@ -278,13 +311,17 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
 }
 
 bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
-  const auto run = layer.method == Method::kDirect ? forward<Window> : forward<Geometry>;
+  const auto run = layer.method != Method::kDirect ? forward<Geometry>
+                   : layer.shape.is_depthwise()    ? forward<Depthwise>
+                                                   : forward<Window>;
   return run(layer, residual, y, norm);
 }
 
 bool run_conv_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
                              const ConvGradients& gradients) {
-  const auto run = layer.method == Method::kDirect ? backward<Window> : backward<Geometry>;
+  const auto run = layer.method != Method::kDirect ? backward<Geometry>
+                   : layer.shape.is_depthwise()    ? backward<Depthwise>
+                                                   : backward<Window>;
   return run(layer, dy, y, norm, gradients);
 }
 

@@ -7,7 +7,7 @@
 // 16 channels, is read and written where it is; others are converted on the way in and out.
 //
 //   Winograd   3x3, stride 1, padding 1, maps of some size: the stage's convolution, `Geometry`
-//   direct     every other window: `Window` (window.h)
+//   direct     every other window: `Window` (window.h), or `Depthwise` (depthwise.h)
 //
 // A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v
 // belong to x's channels, so every norm comes before the first product.
@@ -20,9 +20,9 @@
 
 #include <optional>
 
+#include "depthwise.h"
 #include "layer.h"
 #include "stage.h"
-#include "window.h"
 
 namespace wnfused::cpu {
 
@@ -40,7 +40,7 @@ struct LayerMap {
   bool is_copied() const { return given.data && access == Access::kCopy; }
 };
 
-// G: Geometry or Window.
+// G: Geometry, Window or Depthwise.
 template <class G>
 struct ConvForward {
   G geometry;              // from x's map to y's
@@ -86,19 +86,22 @@ struct ConvKernels {
 namespace avx512 {
 extern const ConvKernels<Geometry> winograd_kernels;
 extern const ConvKernels<Window> direct_kernels, transposed_kernels;
+extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 namespace avx2 {
 extern const ConvKernels<Geometry> winograd_kernels;
 extern const ConvKernels<Window> direct_kernels, transposed_kernels;
+extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 namespace portable {
 extern const ConvKernels<Geometry> winograd_kernels;
 extern const ConvKernels<Window> direct_kernels, transposed_kernels;
+extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 
-// How these kernels take a layer, or its gradients, where they are faster than the vendor's (bench/NOTES.md has the
+// How these kernels take a layer and its gradients, where they are faster than the vendor's (bench/NOTES.md has the
 // measurements): one of the stage's Winograd methods, or kDirect.
-std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool backward);
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed);
 
 // shape: of a transposed layer, the convolution whose data gradient it is.
 struct ConvLayer {

@@ -89,10 +89,7 @@ struct DirectParts : WindowParts {
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
-    const Window& window = job.transposed;
-    // A channel of a depthwise layer is both input and output.
-    if (window.depthwise) pack_known_window(job, window, job.output.channels, block, bank.weights);
-    else pack_transposed_window(job, window, block, bank.weights);
+    pack_transposed_window(job, job.transposed, block, bank.weights);
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {

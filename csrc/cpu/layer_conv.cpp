@@ -110,10 +110,10 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
 }
 
 // Kernels of this library that run the layer; nothing where that is left to the vendor's.
-std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at, bool backward) {
+std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at) {
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return std::nullopt;
-  const std::optional<Method> method = conv_layer_method(*shape, false, backward);
+  const std::optional<Method> method = conv_layer_method(*shape, false);
   if (!method) return std::nullopt;
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
 }
@@ -158,7 +158,7 @@ std::tuple<Tensor, Tensor> conv(
     if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) torch::stable::copy_(y, z);
     return finite;
   };
-  if (std::optional<ConvLayer> found = own_layer(x, v, window, false)) {
+  if (std::optional<ConvLayer> found = own_layer(x, v, window)) {
     const ConvShape& shape = found->shape;
     const Pair size = shape.output_size();
     const bool last = suggests_channels_last(x) || suggests_channels_last(v);
@@ -211,7 +211,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
 
   // A bias gradient without that of the weight would need a pass of its own.
   const bool products = need_x || need_v, bias_alone = need_bias && !need_v;
-  const std::optional<ConvLayer> found = products && !bias_alone ? own_layer(x, v, window, true) : std::nullopt;
+  const std::optional<ConvLayer> found = products && !bias_alone ? own_layer(x, v, window) : std::nullopt;
   if (found) {
     const ConvShape& shape = found->shape;
     const Pair size = shape.output_size();

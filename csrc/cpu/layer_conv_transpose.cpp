@@ -49,7 +49,7 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
   };
   const Pair output{extent(&Pair::row), extent(&Pair::column)};
   const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation, 1};
-  if (std::min(extra.row, extra.column) < 0 || !conv_layer_method(shape, true, false)) return std::nullopt;
+  if (std::min(extra.row, extra.column) < 0 || !conv_layer_method(shape, true)) return std::nullopt;
   // An output_padding of a stride or more has rows of y that no pixel of x knows.
   const Pair back = shape.output_size();
   return back.row == input.row && back.column == input.column ? std::optional(shape) : std::nullopt;

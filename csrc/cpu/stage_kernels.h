@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv_layer_driver.h"
+#include "depthwise_driver.h"
 #include "stage_driver.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -14,5 +15,7 @@ const ConvKernels<Window> direct_kernels = {conv_layer_forward<DirectParts>, con
 
 const ConvKernels<Window> transposed_kernels = {conv_layer_forward<TransposedParts>,
                                                 conv_layer_backward<TransposedParts>};
+
+const ConvKernels<Depthwise> depthwise_kernels = {depthwise_forward, depthwise_backward};
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

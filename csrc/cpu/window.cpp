@@ -23,8 +23,7 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
   window.output_blocks = target.channel_blocks;
   window.padded_outputs = target.padded_channels;
   window.groups = shape.groups;
-  window.depthwise = shape.is_depthwise();
-  if (window.depthwise) {
+  if (shape.is_depthwise()) {
     window.depth = window.bank_depth = window.group_blocks = 1;
     window.group_channels = kLanes;
   } else if (shape.groups > 1) {

@@ -12,8 +12,8 @@
 //
 // Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are those
 // of the block's group. Where a group has 8 outputs of this Window, two share a block, each with zeros for the other's
-// channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is depthwise:
-// groups of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
+// channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is depthwise
+// (depthwise.h): groups of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
 #pragma once
 
 #include <cstdint>
@@ -71,7 +71,6 @@ struct Window : Division {
   // many small images skips the taps that meet nothing but the border.
   bool by_position;
   int64_t output_blocks, padded_outputs;  // of the target
-  bool depthwise;
   int64_t groups;
   int64_t depth, bank_depth;              // channels of the source that an output block sums over; in the bank, padded
   int64_t group_blocks, group_channels;   // output blocks that sum over the same channels; from these to the next ones

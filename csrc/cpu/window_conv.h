@@ -99,46 +99,9 @@ inline void window_tile(const float* const* rows, int64_t first_channel, const M
   }
 }
 
-// The products of a depthwise layer, whose outputs meet one channel each: blocks side by side in the map and in the bank.
-template <int Rows, int Cols>
-inline void depthwise_tile(const float* const* rows, int64_t first_channel, const Met* taps, int64_t tap_count,
-                           int64_t bank_offset, float* product, int64_t product_col_stride) {
-  Block accumulator[Rows][Cols];
-  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[r][c] = zero();
-  }
-  for (int64_t p = 0; p < tap_count; ++p) {
-    const int64_t offset = taps[p].offset + first_channel;
-    Block weight[Cols];
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(taps[p].bank + bank_offset + c * kLanes);
-    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-        accumulator[r][c] = multiply_add(load(rows[r] + offset + c * kLanes), weight[c], accumulator[r][c]);
-    }
-  }
-  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-      store(product + c * product_col_stride + r * kLanes, accumulator[r][c]);
-  }
-}
-
-template <int Cols>
-inline void depthwise_columns(const Units& units, int64_t first_channel, const Met* taps, int64_t tap_count,
-                              int64_t bank_offset, float* product, int64_t product_col_stride) {
-  const int64_t rows = round_up_rows(units.count);
-  int64_t r = 0;
-  for (; r + kPairRows <= rows; r += kPairRows)
-    depthwise_tile<kPairRows, Cols>(units.source + r, first_channel, taps, tap_count, bank_offset, product + r * kLanes,
-                                    product_col_stride);
-  for (; r < rows; r += kRowMultiple)
-    depthwise_tile<kRowMultiple, Cols>(units.source + r, first_channel, taps, tap_count, bank_offset,
-                                       product + r * kLanes, product_col_stride);
-}
-
-// Whether, of so many output blocks, the first two can share a tile: they sum over the same channels, or each over its
-// own.
+// Whether, of so many output blocks, the first two can share a tile: they sum over the same channels.
 WNFUSED_INLINE bool takes_pair(const Window& window, int64_t output_block, int64_t blocks) {
-  return blocks >= 2 && (window.depthwise || output_block % window.group_blocks + 2 <= window.group_blocks);
+  return blocks >= 2 && output_block % window.group_blocks + 2 <= window.group_blocks;
 }
 
 // A pointer to each row wants a register, so there are no taller tiles.
@@ -268,13 +231,8 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
     const int64_t block = first_block + b, first_channel = window.first_channel(block), weights = block * col_stride;
     const bool pair = kCols == 2 && takes_pair(window, block, blocks - b);
     float* target = product + b * product_stride;
-    if (window.depthwise) {
-      const auto run = pair ? depthwise_columns<kCols> : depthwise_columns<1>;
-      run(units, first_channel, met, count, weights, target, product_stride);
-    } else {
-      const auto run = pair ? window_columns<kCols> : window_columns<1>;
-      run(units, first_channel, met, count, window.depth, weights, col_stride, target, product_stride);
-    }
+    const auto run = pair ? window_columns<kCols> : window_columns<1>;
+    run(units, first_channel, met, count, window.depth, weights, col_stride, target, product_stride);
     b += pair ? kCols : 1;
   }
   Block poison = zero();

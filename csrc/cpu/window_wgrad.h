@@ -33,45 +33,6 @@ inline void window_outer_tile(const float* const* rows, int64_t offset, const fl
   }
 }
 
-// bank[tap] += x of row t, moved by the tap, * gradient[t] over the rows, for `Taps` taps of a block of a depthwise layer.
-template <int Taps>
-inline void depthwise_outer_tile(const float* const* rows, const int64_t* offsets, const float* const* gradients,
-                                 int64_t channel, int64_t gradient_offset, int64_t count, float* const* bank) {
-  Block accumulator[Taps];
-  WNFUSED_UNROLL for (int k = 0; k < Taps; ++k) accumulator[k] = load(bank[k]);
-  for (int64_t t = 0; t < count; ++t) {
-    const Block value = load(gradients[t] + gradient_offset);
-    const float* inputs = rows[t] + channel;
-    WNFUSED_UNROLL for (int k = 0; k < Taps; ++k)
-      accumulator[k] = multiply_add(load(inputs + offsets[k]), value, accumulator[k]);
-  }
-  WNFUSED_UNROLL for (int k = 0; k < Taps; ++k) store(bank[k], accumulator[k]);
-}
-
-// A panel's share of a depthwise layer's gradient: `bank` as its first block's.
-inline void depthwise_outer(const Window& window, const Grid& grid, const Units& units, int64_t first_block,
-                            int64_t blocks, const float* const* gradients, float* bank) {
-  constexpr int kTapsAtOnce = kParts == 1 ? 8 : 4;
-  int64_t offsets[kMaxWindowTaps];
-  float* planes[kMaxWindowTaps];
-  int64_t met = 0;
-  for (int64_t k = 0; k < grid.taps; ++k) {
-    const Tap& tap = window.taps[k];
-    if (!touches(window, units, tap)) continue;
-    offsets[met] = (tap.row * window.pitch + tap.column) * window.source.padded_channels;
-    planes[met++] = bank + tap.plane * window.plane_stride;
-  }
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t channel = window.first_channel(first_block + b), lanes = b * kLanes;
-    int64_t k = 0;
-    for (; k + kTapsAtOnce <= met; k += kTapsAtOnce)
-      depthwise_outer_tile<kTapsAtOnce>(units.source, offsets + k, gradients, channel, lanes, units.count, planes + k);
-    for (; k < met; ++k)
-      depthwise_outer_tile<1>(units.source, offsets + k, gradients, channel, lanes, units.count, planes + k);
-    for (int64_t i = 0; i < met; ++i) planes[i] += kLanes;
-  }
-}
-
 // Item `item` of the weight gradient of `window`, a forward: one slice of units, one group of output blocks. dy is the
 // source of `transposed`: y's map, with the border that the data gradient wants.
 inline void window_gradient_item(const Window& window, const Window& transposed, int64_t item, const float* x,
@@ -99,10 +60,6 @@ inline void window_gradient_item(const Window& window, const Window& transposed,
       const int64_t line = units.target[t] / width, column = units.target[t] % width;
       gradients[t] = dy + transposed.padded_index(line, column) * window.padded_outputs + first_block * kLanes;
       for (int64_t b = 0; b < blocks; ++b) sum[b] = sum[b] + load(gradients[t] + b * kLanes);
-    }
-    if (window.depthwise) {
-      depthwise_outer(window, grid, units, first_block, blocks, gradients, bank);
-      continue;
     }
     for (int64_t k = 0; k < grid.taps; ++k) {
       const Tap& tap = window.taps[k];

@@ -81,10 +81,10 @@ for _schema in (
     "set_cpu_isa(str name) -> ()",
     # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
-    # How a convolution multiplies, or its gradients: one of those, or "vendor". maps: images, inputs, outputs, height
+    # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, height
     # and width of x. Of a transposed layer they are those of the convolution whose data gradient it is.
     "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "int groups, bool transposed, bool backward) -> str",
+    "int groups, bool transposed) -> str",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
     # What a line of memory takes from one core's cache to another's; NaN where there is one processor.
@@ -124,7 +124,7 @@ def takes_conv(
     size = [256] if dims == 1 else [16, 16]
     pairs = [[*[one] * (2 - dims), *pair] for one, pair in ((1, kernel), (1, stride), (0, padding), (1, dilation))]
     maps = [1, inputs * groups, outputs, *[1] * (2 - dims), *size]
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *pairs, groups, transposed, False) != "vendor"
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *pairs, groups, transposed) != "vendor"
 
 
 def takes_linear(v: Tensor) -> bool:
