@@ -40,8 +40,9 @@ int64_t zeros_floats(const Geometry& geometry) {
 
 int64_t worker_floats(const Window& window) {
   const int64_t row = divide_up(window.planes * window.depth, kLanes) * kLanes, finish = 18 * row;
-  // Of a panel: what is read, multiplied, added and written.
-  const int64_t panel = window.conv_rows * (window.source.padded_channels + 3 * window.conv_group_blocks * kLanes);
+  // Of a panel: what is read, added and written, and a row that is not read.
+  const int64_t outputs = window.conv_group_blocks * kLanes;
+  const int64_t panel = window.conv_rows * (window.source.padded_channels + 2 * outputs) + outputs;
   const int64_t product =
       window.has_product_gradient() ? kDepthChunk * (kNarrowRows + window.wgrad_group_blocks * kLanes) : 0;
   return std::max({panel, finish, product});

@@ -23,37 +23,46 @@ struct Units {
 
 inline void locate_units(const Window& window, const Grid& grid, const float* map, int64_t first, int64_t count,
                          Units& units) {
-  const int64_t images = window.target.images, positions = grid.rows * grid.columns;
-  const int64_t padded_image = window.padded_pixels(), channels = window.source.padded_channels;
-  int64_t image, position;
-  if (window.by_position) image = first % images, position = first / images;
-  else image = first / positions, position = first % positions;
-  int64_t i = position / grid.columns, j = position % grid.columns;
+  const int64_t channels = window.source.padded_channels;
   units.count = count;
-  units.low = {i * window.source_step.row, j * window.source_step.column};
-  units.high = units.low;
-  const auto next_position = [&] {
-    if (++j < grid.columns) return true;
-    j = 0;
-    if (++i < grid.rows) return true;
-    i = 0;
-    return false;
-  };
-  for (int64_t t = 0; t < count; ++t) {
-    const int64_t row = i * window.source_step.row, column = j * window.source_step.column;
-    const int64_t line = (row + window.before.row) * window.pitch;
-    units.source[t] = map + (image * padded_image + line + window.before.column + column) * channels;
-    units.target[t] = (image * window.target.height + grid.origin.row + i * window.target_step.row) *
-                          window.target.width +
-                      grid.origin.column + j * window.target_step.column;
-    units.low = {smaller(units.low.row, row), smaller(units.low.column, column)};
-    units.high = {-smaller(-units.high.row, -row), -smaller(-units.high.column, -column)};
-    if (window.by_position) {
-      if (++image < images) continue;
-      image = 0;
-      next_position();
-    } else if (!next_position()) {
-      ++image;
+  if (window.is_pointwise()) {
+    for (int64_t t = 0; t < count; ++t) {
+      units.source[t] = map + (first + t) * channels;
+      units.target[t] = first + t;
+    }
+    units.low = {0, 0};
+    units.high = {window.source.height - 1, window.source.width - 1};
+  } else {
+    const int64_t images = window.target.images, positions = grid.rows * grid.columns;
+    int64_t image, position;
+    if (window.by_position) image = first % images, position = first / images;
+    else image = first / positions, position = first % positions;
+    int64_t i = position / grid.columns, j = position % grid.columns;
+    units.low = {i * window.source_step.row, j * window.source_step.column};
+    units.high = units.low;
+    const auto next_position = [&] {
+      if (++j < grid.columns) return true;
+      j = 0;
+      if (++i < grid.rows) return true;
+      i = 0;
+      return false;
+    };
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t row = i * window.source_step.row, column = j * window.source_step.column;
+      const int64_t line = (row + window.before.row) * window.pitch;
+      units.source[t] = map + (image * window.padded_pixels() + line + window.before.column + column) * channels;
+      units.target[t] = (image * window.target.height + grid.origin.row + i * window.target_step.row) *
+                            window.target.width +
+                        grid.origin.column + j * window.target_step.column;
+      units.low = {smaller(units.low.row, row), smaller(units.low.column, column)};
+      units.high = {-smaller(-units.high.row, -row), -smaller(-units.high.column, -column)};
+      if (window.by_position) {
+        if (++image < images) continue;
+        image = 0;
+        next_position();
+      } else if (!next_position()) {
+        ++image;
+      }
     }
   }
   for (int64_t t = count; t < round_up_rows(count); ++t) units.source[t] = units.source[0];
@@ -71,21 +80,89 @@ struct Met {
   const float* bank;
 };
 
+// What becomes of the sums of a panel: of row t and block b, where they go and what is added to them, 16 b floats from
+// there. Rows that only fill a tile write to memory that nobody reads.
+struct PanelEnd {
+  float* target[kMaxPanelRows];
+  const float* added[kMaxPanelRows];  // the first null: nothing is added
+  const float* bias;                  // or null
+  Activation activation;
+  float slope;
+  int64_t next;  // from a block's outputs to those of the panel's next two, or of the next panel's first; 0: not known
+  Block poison;  // the sum of what was written before its activation: finite while all of that is
+};
+
+// Row `row` and block `block` are the tile's first. An infinity stays one, whatever the activation, as torch's does.
 template <int Rows, int Cols>
-inline void window_tile(const float* const* rows, int64_t first_channel, const Met* taps, int64_t tap_count,
-                        int64_t channels, int64_t bank_offset, int64_t col_stride, float* product,
-                        int64_t product_col_stride) {
+WNFUSED_INLINE void finish_tile(PanelEnd& end, int64_t row, int64_t block, Block (&sum)[Rows][Cols]) {
+  const int64_t channel = block * kLanes;
+  if (end.bias) {
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) {
+      const Block bias = load(end.bias + channel + c * kLanes);
+      WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) sum[r][c] = sum[r][c] + bias;
+    }
+  }
+  if (end.added[0]) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      const float* added = end.added[row + r] + channel;
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = load(added + c * kLanes) + sum[r][c];
+    }
+  }
+  Block poison = end.poison;
+  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) poison = poison + sum[r][c];
+  }
+  end.poison = poison;
+  if (end.activation == Activation::kRelu) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = relu(sum[r][c]);
+    }
+  } else if (end.activation == Activation::kLeakyRelu) {
+    const Block slope = splat(end.slope);
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = leaky_mask(sum[r][c], sum[r][c], slope);
+    }
+  }
+  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+    float* target = end.target[row + r] + channel;
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(target + c * kLanes, sum[r][c]);
+  }
+}
+
+// What a panel multiplies: the taps it meets, `channels` of the source from `first_channel` on, and the bank from
+// `bank_offset` on, `col_stride` floats from one block to the next.
+struct PanelProducts {
+  const float* const* rows;
+  const Met* taps;
+  int64_t tap_count, first_channel, channels, bank_offset, col_stride;
+  int64_t ahead;  // from a row to one that a tile soon after reads for the first time; 0: none does
+};
+
+template <int Rows, int Cols>
+inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, PanelEnd& end) {
+  if (end.next) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      const float* next = end.target[row + r] + (block * kLanes + end.next);
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) prefetch_for_writing(next + c * kLanes);
+    }
+  }
+  if (panel.ahead) {
+    for (int64_t k = 0; k < panel.channels; k += kLanes) {
+      WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) __builtin_prefetch(panel.rows[row + r] + (panel.ahead + k));
+    }
+  }
   Block accumulator[Rows][Cols];
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[r][c] = zero();
   }
-  for (int64_t p = 0; p < tap_count; ++p) {
+  for (int64_t p = 0; p < panel.tap_count; ++p) {
     const float* at[Rows];
-    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) at[r] = rows[r] + (taps[p].offset + first_channel);
-    const float* weights = taps[p].bank + bank_offset;
-    _Pragma("GCC unroll 4") for (int64_t k = 0; k < channels; ++k, weights += kLanes) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r)
+      at[r] = panel.rows[row + r] + (panel.taps[p].offset + panel.first_channel);
+    const float* weights = panel.taps[p].bank + panel.bank_offset;
+    _Pragma("GCC unroll 4") for (int64_t k = 0; k < panel.channels; ++k, weights += kLanes) {
       Block weight[Cols];
-      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * col_stride);
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * panel.col_stride);
       WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
         const Block value = splat(at[r][k]);
         WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
@@ -93,10 +170,7 @@ inline void window_tile(const float* const* rows, int64_t first_channel, const M
       }
     }
   }
-  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-      store(product + c * product_col_stride + r * kLanes, accumulator[r][c]);
-  }
+  finish_tile(end, row, block, accumulator);
 }
 
 // Whether, of so many output blocks, the first two can share a tile: they sum over the same channels.
@@ -106,17 +180,11 @@ WNFUSED_INLINE bool takes_pair(const Window& window, int64_t output_block, int64
 
 // A pointer to each row wants a register, so there are no taller tiles.
 template <int Cols>
-inline void window_columns(const Units& units, int64_t first_channel, const Met* taps, int64_t tap_count,
-                           int64_t channels, int64_t bank_offset, int64_t col_stride, float* product,
-                           int64_t product_col_stride) {
-  const int64_t rows = round_up_rows(units.count);
+inline void window_columns(const PanelProducts& panel, int64_t count, int64_t block, PanelEnd& end) {
+  const int64_t rows = round_up_rows(count);
   int64_t r = 0;
-  for (; r + kPairRows <= rows; r += kPairRows)
-    window_tile<kPairRows, Cols>(units.source + r, first_channel, taps, tap_count, channels, bank_offset, col_stride,
-                                 product + r * kLanes, product_col_stride);
-  for (; r < rows; r += kRowMultiple)
-    window_tile<kRowMultiple, Cols>(units.source + r, first_channel, taps, tap_count, channels, bank_offset, col_stride,
-                                    product + r * kLanes, product_col_stride);
+  for (; r + kPairRows <= rows; r += kPairRows) window_tile<kPairRows, Cols>(panel, r, block, end);
+  for (; r < rows; r += kRowMultiple) window_tile<kRowMultiple, Cols>(panel, r, block, end);
 }
 
 // What a window's items read and write. Maps in another layout than the kernels' are converted panel by panel where the
@@ -156,49 +224,43 @@ WNFUSED_INLINE void for_images(const MapShape& shape, int64_t first, int64_t cou
   }
 }
 
-// The end of a panel whose units are pixels in order: product [block][rows][16] to the caller's map.
-inline void finish_run(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
-                       int64_t blocks, const float* product, float* scratch, Block& poison) {
-  const MapShape some = some_blocks(window.target, first_block, blocks);
-  const int64_t channels = some.padded_channels, first = units.target[0], rows = window.conv_rows;
-  float *values = scratch, *added = values + rows * channels;
+// Where a panel's outputs go. `scratch`: of the panel's rows and blocks, what is written and what is added, if those are
+// not where they are, and a row that is not read.
+inline void aim_panel(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
+                      int64_t blocks, float* scratch, PanelEnd& end) {
+  const int64_t channels = blocks * kLanes, rows = window.conv_rows, pixel = window.padded_outputs;
+  float *values = scratch, *added = values + rows * channels, *unread = added + rows * channels;
   const bool residual = maps.residual.given.data != nullptr;
-  if (residual)
-    for_images(window.target, first, units.count, [&](const PixelRun& run, int64_t row) {
-      read_pixels(some, some_blocks(maps.residual.given, first_block), run, added + row * channels);
-    });
-  for (int64_t b = 0; b < blocks; ++b) {
-    const Block bias = maps.bias ? load(maps.bias + (first_block + b) * kLanes) : zero();
+  end = {};
+  end.bias = maps.bias ? maps.bias + first_block * kLanes : nullptr;
+  end.activation = maps.activation;
+  end.slope = maps.slope;
+  end.poison = zero();
+  if (maps.target.own) {
     for (int64_t t = 0; t < units.count; ++t) {
-      const int64_t at = t * channels + b * kLanes;
-      Block value = load(product + (b * rows + t) * kLanes) + bias;
-      if (residual) value = load(added + at) + value;
-      poison = multiply_add(value, zero(), poison);
-      store(values + at, activated(value, maps.activation, maps.slope));
+      const int64_t at = units.target[t] * pixel + first_block * kLanes;
+      end.target[t] = maps.target.own + at;
+      if (residual) end.added[t] = maps.residual.own + at;
+    }
+  } else {
+    if (residual)
+      for_images(window.target, units.target[0], units.count, [&](const PixelRun& run, int64_t row) {
+        read_pixels(some_blocks(window.target, first_block, blocks), some_blocks(maps.residual.given, first_block), run,
+                    added + row * channels);
+      });
+    for (int64_t t = 0; t < units.count; ++t) {
+      end.target[t] = values + t * channels;
+      if (residual) end.added[t] = added + t * channels;
     }
   }
-  for_images(window.target, first, units.count, [&](const PixelRun& run, int64_t row) {
-    write_pixels(some, values + row * channels, run, some_blocks(maps.target.given, first_block));
-  });
-}
-
-// The end of any other panel.
-inline void finish_pixels(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
-                          int64_t blocks, const float* product, Block& poison) {
-  Epilogue<float> epilogue{};
-  epilogue.operand = maps.target.own;
-  epilogue.other = maps.residual.own;
-  epilogue.activation = maps.activation;
-  epilogue.factor = maps.slope;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const Block bias = maps.bias ? load(maps.bias + (first_block + b) * kLanes) : zero();
-    for (int64_t t = 0; t < units.count; ++t)
-      finish_pixel<Ending::kLayer>(window, epilogue, units.target[t], first_block + b,
-                                   load(product + (b * window.conv_rows + t) * kLanes), bias, poison);
+  for (int64_t t = units.count; t < round_up_rows(units.count); ++t) {
+    end.target[t] = unread;
+    end.added[t] = end.added[0];
   }
 }
 
-// Item `item`: one chunk of a grid's units, one group of output blocks.
+// Item `item`: one chunk of a grid's units, one group of output blocks. Maps in another layout than the kernels' are
+// converted panel by panel where the units are pixels in order (`given` in place of `own`).
 inline void window_item(const Window& window, int64_t item, const WindowMaps& maps, const float* bank, float* scratch,
                         std::atomic<bool>& poisoned) {
   const auto [chunk, group] = window.conv_item(item);
@@ -207,8 +269,8 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
   const Grid& grid = window.grids[index];
   const int64_t first = (chunk - grid.first_chunk) * window.conv_rows, first_block = group * window.conv_group_blocks;
   const int64_t blocks = smaller(window.conv_group_blocks, window.output_blocks - first_block);
-  const int64_t channels = window.source.padded_channels, col_stride = window.block_floats();
-  float *product = scratch, *panel = product + window.conv_group_blocks * window.conv_rows * kLanes;
+  const int64_t channels = window.source.padded_channels;
+  float *panel = scratch, *values = panel + window.conv_rows * channels;
   Units units;
   const float* source = maps.source.own ? maps.source.own : panel;
   locate_units(window, grid, source, first, smaller(window.conv_rows, window.units(grid) - first), units);
@@ -226,20 +288,28 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
     if (touches(window, units, tap))
       met[count++] = {(tap.row * window.pitch + tap.column) * channels, bank + tap.plane * window.plane_stride};
   }
-  const int64_t product_stride = window.conv_rows * kLanes;
+  PanelEnd end;
+  aim_panel(window, maps, units, first_block, blocks, values, end);
+  // A tensor that was just allocated is in no cache.
+  const bool fresh = maps.target.is_in_place() && window.is_run();
+  const int64_t ahead = maps.source.is_in_place() && window.is_pointwise() ? 2 * kPairRows * channels : 0;
   for (int64_t b = 0; b < blocks;) {
-    const int64_t block = first_block + b, first_channel = window.first_channel(block), weights = block * col_stride;
+    const int64_t block = first_block + b;
     const bool pair = kCols == 2 && takes_pair(window, block, blocks - b);
-    float* target = product + b * product_stride;
     const auto run = pair ? window_columns<kCols> : window_columns<1>;
-    run(units, first_channel, met, count, window.depth, weights, col_stride, target, product_stride);
+    end.next = 0;
+    if (fresh) end.next = b + kCols < blocks ? kCols * kLanes : window.conv_rows * window.padded_outputs - b * kLanes;
+    run({units.source, met, count, window.first_channel(block), window.depth, block * window.block_floats(),
+         window.block_floats(), b == 0 ? ahead : 0},
+        units.count, b, end);
     b += pair ? kCols : 1;
   }
-  Block poison = zero();
-  if (maps.target.own) finish_pixels(window, maps, units, first_block, blocks, product, poison);
-  else
-    finish_run(window, maps, units, first_block, blocks, product, panel + window.conv_rows * channels, poison);
-  if (horizontal_sum(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+  if (!maps.target.own)
+    for_images(window.target, units.target[0], units.count, [&](const PixelRun& run, int64_t row) {
+      write_pixels(some_blocks(window.target, first_block, blocks), values + row * blocks * kLanes, run,
+                   some_blocks(maps.target.given, first_block));
+    });
+  if (horizontal_sum(end.poison * zero()) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA
