@@ -69,9 +69,13 @@ Parameter parameter_of(const std::optional<Tensor>& tensor) {
 }
 
 // A map over one dim has one row.
-LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape) {
+LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool flat) {
   if (!tensor) return {};
   const Tensor& t = *tensor;
+  if (flat) {
+    const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, 0, 1, shape.map_size(), shape.channels};
+    return {given, static_cast<float*>(given.data), Access::kInPlace};
+  }
   const int64_t last = t.dim() - 1, columns = t.stride(last), rows = t.dim() == 4 ? t.stride(2) : shape.width * columns;
   const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, t.stride(0), t.stride(1), rows, columns};
   const auto lies = [](int64_t size, int64_t stride, int64_t expected) { return size == 1 || stride == expected; };
@@ -171,7 +175,7 @@ void describe(const ConvLayer& layer, Job& job) {
   job.input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   job.output = map_shape(shape.images, shape.outputs, size.row, size.column);
   if (layer.transposed) std::swap(job.input, job.output);
-  job.x = map_of(layer.x, job.input);
+  job.x = map_of(layer.x, job.input, layer.flat);
   job.v = parameter_of(layer.v);
   job.g = parameter_of(layer.gain);
   job.bias = parameter_of(layer.bias);
@@ -199,8 +203,8 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
   ConvForward<G> job{};
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, false);
-  job.y = map_of(y, job.output);
-  job.residual = map_of(residual, job.output);
+  job.y = map_of(y, job.output, layer.flat);
+  job.residual = map_of(residual, job.output, layer.flat);
   choose_source_access(job.geometry, job.x);
   choose_target_access(job.geometry, job.y, job.residual);
   job.norm = norm;
@@ -215,10 +219,10 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, true);
   job.transposed = geometry_of<G>(layer, true, true);
-  job.dx = map_of(gradients.dx, job.input);
-  job.dy = map_of(dy, job.output);
-  job.y = map_of(y, job.output);
-  job.dz = map_of(gradients.dz, job.output);
+  job.dx = map_of(gradients.dx, job.input, layer.flat);
+  job.dy = map_of(dy, job.output, layer.flat);
+  job.y = map_of(y, job.output, layer.flat);
+  job.dz = map_of(gradients.dz, job.output, layer.flat);
   job.dv = parameter_of(gradients.dv);
   job.dg = parameter_of(gradients.dgain);
   job.dbias = parameter_of(gradients.dbias);

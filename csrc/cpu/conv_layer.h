@@ -112,6 +112,7 @@ struct ConvLayer {
   const float *gain, *bias;            // bias may be null
   Activation activation;
   float slope;
+  bool flat = false;  // the maps are dense matrices, a row a pixel of one line
 };
 
 // Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.

@@ -51,6 +51,7 @@ std::tuple<Tensor, Tensor> linear(
   const LinearKernels* products = products_for(shape, x);
   const bool small = is_small(call, products);
   if (small && small_linear(call, products)) return {y, norm};
+  if (!small && are_pixels(shape, x, v, products) && linear_by_pixels(call)) return {y, norm};
   if (products) linear_by_products(*products, call);
   else if (small) vendor_linear_by_weight(call);
   else vendor_linear(call);
@@ -74,18 +75,37 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
                       std::nullopt, std::nullopt, nullptr};
   const LinearKernels* products = products_for(shape, x);
   const bool small = is_small(call, products), vendor = !small && !products;
+  std::optional<Rounded> bias_gradient, gain_gradient;
+  if (need_bias) bias_gradient.emplace(std::vector<int64_t>{shape.features}, v.scalar_type());
+  if (need_x) call.dx = empty_as(call.x);
+  if (need_v) {
+    call.dv = empty_as(call.v);
+    call.dgain = gain_gradient.emplace(sizes_of(g), g.scalar_type()).data();
+  }
+  Gradient dg, db, scaled, dz = dy;
+  // A bias gradient without that of the weight would need a pass of its own.
+  const bool together = (need_x || need_v) && (need_v || !need_bias);
+  if (!small && together && are_pixels(shape, x, v, products)) {
+    if (need_residual && masked) dz = empty_as(dy);
+    else dz.reset();
+    float* dbias = need_bias ? bias_gradient->data() : nullptr;
+    if (linear_by_pixels_backward(call, dy, masked ? contiguous_or_self(y) : dy, static_cast<Activation>(activation),
+                                  static_cast<float>(slope), dz, dbias)) {
+      if (need_bias) db = bias_gradient->tensor();
+      if (need_v) dg = gain_gradient->tensor();
+      return {call.dx, call.dv, dg, db, dz};
+    }
+    dz = dy;
+  }
   // The vendor's products take s dz, unless dy can be taken as it is and the scaled weight is the smaller of the two.
   const bool scale_dz =
       vendor && (need_x || need_v) && half == is_bfloat16(v) && (masked || shape.rows <= shape.inner);
   const std::vector<float> scale = scale_dz ? scales_of(call.gain, call.norms, shape.features) : std::vector<float>();
   const bool invertible = scale_dz && are_invertible(scale, call.norms);
 
-  Gradient dg, db, scaled, dz = dy;
   if (scale_dz) scaled = empty_as(dy);
   if (masked && invertible && !need_residual) dz.reset();
   else if (masked) dz = empty_as(dy);
-  std::optional<Rounded> bias_gradient, gain_gradient;
-  if (need_bias) bias_gradient.emplace(std::vector<int64_t>{shape.features}, v.scalar_type());
   if (masked || scale_dz || need_bias) {
     const Tensor signs = masked ? contiguous_or_self(y) : dy;
     run_mask({true, 0, shape.rows, shape.features, shape.features},
@@ -96,11 +116,6 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
   }
   if (need_bias) db = bias_gradient->tensor();
 
-  if (need_x) call.dx = empty_as(call.x);
-  if (need_v) {
-    call.dv = empty_as(call.v);
-    call.dgain = gain_gradient.emplace(sizes_of(g), g.scalar_type()).data();
-  }
   if (need_x || need_v) {
     if (small) small_linear_backward(call, *dz);
     else if (products) linear_by_products_backward(*products, call, *dz);

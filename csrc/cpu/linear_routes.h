@@ -2,6 +2,7 @@
 //
 //      small      a handful of rows of x: v is read once (layer_small.h)
 //      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
+//      pixels     far more of them than v has entries to pack: a 1x1 convolution, x's rows its pixels (conv_layer.h)
 //      vendor     the vendor's products, where nothing better is to be had for the processor
 #pragma once
 
@@ -51,6 +52,15 @@ void small_linear_backward(const LinearGradient& call, const Tensor& dz);
 
 void linear_by_products(const LinearKernels& kernels, const LinearCall& call);
 void linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz);
+
+// Whether pixels are the fastest, beside `products`.
+bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products);
+
+// Of the gradients, dz is filled where it is there, dbias beside dv. False if a value that is not finite was met: then
+// nothing of it counts.
+bool linear_by_pixels(const LinearCall& call);
+bool linear_by_pixels_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activation activation,
+                               float slope, const std::optional<Tensor>& dz, float* dbias);
 
 // v as it is, and the scale in the epilogue; if the range did not suffice, once more by the scaled weight.
 void vendor_linear(const LinearCall& call);

@@ -1,0 +1,37 @@
+// A linear layer as a 1x1 convolution (conv_layer.h): its products read x where it is and write y where it goes, and of
+// everything only v is packed.
+#include "conv_layer.h"
+#include "linear_routes.h"
+
+namespace wnfused::cpu {
+namespace {
+
+ConvShape pixels_of(const LinearShape& shape) {
+  constexpr Pair kOne{1, 1};
+  return {1, shape.inner, shape.features, {1, shape.rows}, kOne, kOne, {0, 0}, kOne, 1};
+}
+
+}  // namespace
+
+bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products) {
+  // Measured beside the products of AVX-512: entries of v that a row of x pays the packing of.
+  constexpr int64_t kWeightsARow = 160;
+  const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
+  return products && floats && shape.inner % kLanes == 0 && shape.features % kLanes == 0 &&
+         shape.inner * shape.features <= kWeightsARow * shape.rows;
+}
+
+bool linear_by_pixels(const LinearCall& call) {
+  const ConvLayer layer{pixels_of(call.shape), false,     Method::kDirect, call.x,     call.v,
+                        call.gain,             call.bias, call.activation, call.slope, true};
+  return run_conv_layer(layer, call.residual, call.y, call.norms);
+}
+
+bool linear_by_pixels_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activation activation,
+                               float slope, const std::optional<Tensor>& dz, float* dbias) {
+  const ConvLayer layer{pixels_of(call.shape), false,   Method::kDirect, call.x, call.v,
+                        call.gain,             nullptr, activation,      slope,  true};
+  return run_conv_layer_backward(layer, dy, y, call.norms, {call.dx, call.dv, dz, call.dgain, dbias});
+}
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,101 @@
+"""Linear layers with many rows for each weight, which run as 1x1 convolutions (`csrc/cpu/linear_pixels.cpp`)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from test_layer_native import NAMES, TOLERANCE, assert_close, both, linear_sample
+
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+# (M, K, N) in whole blocks of 16 channels: about a panel of 64 rows, a weight gradient as one product (128 channels and
+# 256 rows), one that is not; the last ones have too many weights for their rows, or too few rows.
+SHAPES = [
+    (9, 16, 16), (63, 16, 32), (64, 32, 16), (65, 64, 48), (300, 128, 64), (300, 64, 128), (257, 256, 48),
+    (1030, 96, 32), (2048, 16, 16), (64, 128, 128), (8, 16, 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
+def test_shapes(isa, shape, activation):
+    assert_close(*both(linear_sample(*shape), (), activation, 0.2), torch.float32)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu"])
+def test_only_what_is_needed(needs, activation):
+    found, expected = both(linear_sample(200, 48, 32), (), activation, needs=needs)
+    assert {name for name in NAMES if found.get(name) is not None} == {
+        name for name in NAMES if expected.get(name) is not None
+    }
+    assert_close(found, expected, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(700, 64, 48), (300, 128, 64)], ids=str)
+def test_the_same_bits_for_any_number_of_threads(isa, shape):
+    if not isa.startswith("avx512"):
+        pytest.skip("the vendor's products")
+    tensors, dy = linear_sample(*shape), torch.randn(shape[0], shape[2])
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 4):
+            torch.set_num_threads(count)
+            found.append(both(tensors, dy=dy)[0])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        for name in NAMES:
+            assert torch.equal(found[0][name], other[name]), name
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
+def test_what_is_not_finite_comes_out_as_torchs(isa, value, activation):
+    tensors = linear_sample(90, 32, 48)
+    tensors[0][7, 5] = value
+    dy = torch.randn(90, 48)
+    dy[11, 3] = value
+    found, expected = both(tensors, (), activation, 0.2, dy=dy)
+    for name in NAMES:
+        wanted = expected[name]
+        assert torch.equal(found[name].isnan(), wanted.isnan()), name
+        assert torch.equal(found[name].isinf(), wanted.isinf()), name
+
+
+def test_any_dims_and_strides(isa):
+    x, v, g, bias, residual = linear_sample(120, 32, 48)
+    wide = torch.randn(120, 64)
+    wide[:, ::2] = x
+    plain = native.linear(x, v, g, bias, residual, 0, "relu")[0]
+    for given, added in (
+        (wide[:, ::2], residual),
+        (x.reshape(4, 5, 6, 32), residual.reshape(4, 5, 6, 48)),
+        (x.t().contiguous().t(), residual.t().contiguous().t()),
+    ):
+        y = native.linear(given, v, g, bias, added, 0, "relu")[0]
+        assert torch.equal(y.reshape(120, 48), plain)
+
+
+def test_zero_rows_and_gains(isa):
+    tensors = linear_sample(200, 32, 48)
+    tensors[1][3] = 0
+    tensors[2].view(-1)[5] = 0
+    found, expected = both(tensors)
+    assert_close(found, expected, torch.float32)
+    assert not found["dv"][3].any()
+
+
+def test_range_of_an_un_normalised_layer(isa):
+    """Squares of v that are nearly denormals, or large."""
+    x, v, _, _, _ = linear_sample(200, 32, 48)
+    for size in (1e-18, 1e15):
+        y, norm = native.linear(x, v * size, torch.ones(48), None, None, 0, "none")
+        lengths = (v.double() * size).norm(dim=1)
+        torch.testing.assert_close(norm.double(), lengths, rtol=1e-5, atol=0)
+        wanted = x.double() @ (v.double() * size / lengths[:, None]).T
+        assert (y.double() - wanted).norm() <= TOLERANCE[torch.float32] * wanted.norm()
