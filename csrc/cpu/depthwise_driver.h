@@ -2,7 +2,7 @@
 #pragma once
 
 #include "depthwise_kernels.h"
-#include "window_pack.h"
+#include "depthwise_pack.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
@@ -54,13 +54,10 @@ inline void depthwise_forward(const ConvForward<Depthwise>& job, Worker& worker)
   const int64_t items = layer.conv_items();
   worker.phase({items, count_of(!packed_norm, layer.output_blocks)}, [&](int64_t item) {
     if (item >= items)
-      return measure_norms(job.v, job.output.channels, layer.planes, 0, item - items, job.norm, scratch);
+      return measure_rows(job.v, job.output.channels, layer.planes, item - items, job.norm);
     const Span blocks = blocks_of(layer, item);
-    bank.pack(blocks, job.poisoned, [&](int64_t block, const Bank& target) {
-      Block scale[kLanes];
-      measure_scales(job, job.output.channels, layer.planes, 0, block, target.bias, packed_norm, scratch, scale);
-      pack_window(layer, job.v, job.output.channels, block, scale, target.weights);
-    });
+    bank.pack(blocks, job.poisoned,
+              [&](int64_t block, const Bank& target) { pack_rows(job, block, target, packed_norm); });
     depthwise_forward_item(job, room, item / layer.groups_of_blocks, blocks, bank.bank(), scratch);
   });
 }
@@ -76,32 +73,22 @@ inline void depthwise_backward(const ConvBackward<Depthwise>& job, Worker& worke
     const int64_t slice = item / forward.groups_of_blocks;
     const Span blocks = blocks_of(forward, item);
     if (job.dx.given.data)
-      bank.pack(blocks, job.poisoned, [&](int64_t block, const Bank& target) {
-        pack_known_window(job, back, job.output.channels, block, target.weights);
-      });
+      bank.pack(blocks, job.poisoned, [&](int64_t block, const Bank& target) { pack_rows(job, block, target); });
     clear_pixels(sums, blocks.count() * (forward.planes + 1));
     for (int64_t tile = tiles * slice / slices; tile < tiles * (slice + 1) / slices; ++tile)
       depthwise_backward_item(job, room, tile, blocks, bank.bank(), sums, scratch);
     if (!job.weight) return;
     float* weight = job.scratch.gradient[0] + slice * forward.gradient_size();
     float* bias = job.scratch.bias_gradient[0] + slice * forward.padded_outputs;
-    Block poison = zero();
     for (int64_t b = 0; b < blocks.count(); ++b) {
       const float* sum = sums + b * sum_floats(forward);
       const int64_t lane = (blocks.begin + b) * kLanes;
-      for (int64_t k = 0; k < forward.planes; ++k) {
-        const Block value = load(sum + k * kLanes);
-        store(weight + k * forward.plane_stride + lane, value);
-        poison = multiply_add(value, zero(), poison);
-      }
+      for (int64_t k = 0; k < forward.planes; ++k)
+        store(weight + k * forward.plane_stride + lane, load(sum + k * kLanes));
       store(bias + lane, load(sum + forward.planes * kLanes));
     }
-    if (horizontal_sum(poison) != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
   });
-  worker.phase({count_of(job.weight, forward.output_blocks)}, [&](int64_t block) {
-    finish_window_gradient(job, forward, block, job.scratch.gradient[0], job.dbias, job.scratch.bias_gradient[0],
-                           scratch);
-  });
+  worker.phase({count_of(job.weight, forward.output_blocks)}, [&](int64_t block) { finish_rows(job, block); });
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

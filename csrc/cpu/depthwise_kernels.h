@@ -141,6 +141,7 @@ struct RowEnd {
   int64_t added_step;
   float* target;
   int64_t target_step;
+  int64_t next;  // from a row of the target to the next one that is written, where no cache has that; else 0
   Activation activation;
   float slope;
 };
@@ -158,6 +159,10 @@ template <int Count, int Step>
 inline void depthwise_tile(const RowProducts& row, int64_t first, const RowEnd& end) {
   const int64_t step = Step ? Step * kLanes : row.step;
   const float *source = row.source + first * step, *bank = row.bank;
+  float* target = end.target + first * end.target_step;
+  if (end.next) {
+    WNFUSED_UNROLL for (int t = 0; t < Count; ++t) prefetch_for_writing(target + t * end.target_step + end.next);
+  }
   Block sum[Count];
   WNFUSED_UNROLL for (int t = 0; t < Count; ++t) sum[t] = end.start;
   for (const Term *term = row.terms, *last = term + row.count; term < last; ++term) {
@@ -175,7 +180,6 @@ inline void depthwise_tile(const RowProducts& row, int64_t first, const RowEnd& 
     // Of an infinity too.
     WNFUSED_UNROLL for (int t = 0; t < Count; ++t) sum[t] = leaky_mask(sum[t], sum[t], splat(end.slope));
   }
-  float* target = end.target + first * end.target_step;
   WNFUSED_UNROLL for (int t = 0; t < Count; ++t) store(target + t * end.target_step, sum[t]);
 }
 
@@ -299,15 +303,34 @@ class TileRows {
   Term terms_[kMaxWindowTaps];
 };
 
-// target = the products of a block, added and activated as `end` says; of what `end` says of places, nothing counts.
-inline void depthwise_products(const TileRows& rows, const Pair& target_step, const float* source, const float* bank,
-                               const Pixels& target, const Pixels& added, RowEnd end) {
-  end.target_step = target.step * target_step.column;
-  end.added_step = added.step * target_step.column;
-  rows.for_each(source, bank, [&](const RowProducts& products, int64_t row, int64_t column, int64_t pixels) {
-    end.target = target.at(row, column);
-    end.added = added.data ? added.at(row, column) : nullptr;
-    depthwise_row(products, pixels, end);
+// Where the products of some blocks of a tile come from and go to, of the first one; the next one's are kLanes floats on,
+// those of the padded source `room` pixels. bias and added may be null.
+struct TileProducts {
+  int64_t blocks, room;
+  const float *source, *bank, *bias;
+  Pixels target, added;
+  Activation activation;
+  float slope;
+};
+
+// Row by row, all blocks of each: in the caller's map they lie beside each other.
+inline void depthwise_products(const TileRows& rows, const Pair& target_step, const TileProducts& tile) {
+  RowEnd end;
+  end.activation = tile.activation;
+  end.slope = tile.slope;
+  end.target_step = tile.target.step * target_step.column;
+  end.next = tile.target.step == kLanes ? 0 : tile.target.row_step * target_step.row;
+  end.added_step = tile.added.step * target_step.column;
+  rows.for_each(tile.source, tile.bank, [&](RowProducts products, int64_t row, int64_t column, int64_t pixels) {
+    for (int64_t b = 0; b < tile.blocks; ++b) {
+      const int64_t lane = b * kLanes;
+      end.start = tile.bias ? load(tile.bias + lane) : zero();
+      end.target = tile.target.at(row, column) + lane;
+      end.added = tile.added.data ? tile.added.at(row, column) + lane : nullptr;
+      depthwise_row(products, pixels, end);
+      products.source += tile.room * kLanes;
+      products.bank += kLanes;
+    }
   });
 }
 
@@ -347,15 +370,19 @@ inline void depthwise_forward_item(const ConvForward<Depthwise>& job, const Dept
   const float* x = padded_input(job.x.given, layer.source, image, blocks, held, room.x, scratch);
   const TileRows rows(layer, held, region, layer.plane_stride);
   float *y_copy = scratch + (blocks.count() + 1) * room.x * kLanes, *added_copy = y_copy + room.y * kLanes;
-  for (int64_t b = 0; b < blocks.count(); ++b) {
+  const ExternalMap &given = job.y.given, &residual = job.residual.given;
+  const bool open = lies_open(given, layer.target, blocks.end - 1) &&
+                    (!residual.data || lies_open(residual, layer.target, blocks.end - 1));
+  const int64_t at_once = open ? blocks.count() : 1;
+  for (int64_t b = 0; b < blocks.count(); b += at_once) {
     const int64_t block = blocks.begin + b;
     Pixels added{};
-    if (job.residual.given.data)
-      added = read_region(job.residual.given, layer.target, image, block, region, added_copy);
-    const Pixels y = target_region(job.y.given, layer.target, image, block, region, y_copy);
-    const RowEnd end{load(bank.bias + block * kLanes), nullptr, 0, nullptr, 0, job.activation, job.slope};
-    depthwise_products(rows, layer.target_step, x + b * room.x * kLanes, bank.weights + block * kLanes, y, added, end);
-    write_region(job.y.given, layer.target, image, block, region, y_copy);
+    if (residual.data) added = read_region(residual, layer.target, image, block, region, added_copy);
+    const Pixels y = target_region(given, layer.target, image, block, region, y_copy);
+    depthwise_products(rows, layer.target_step,
+                       {at_once, room.x, x + b * room.x * kLanes, bank.weights + block * kLanes,
+                        bank.bias + block * kLanes, y, added, job.activation, job.slope});
+    write_region(given, layer.target, image, block, region, y_copy);
   }
 }
 
@@ -427,10 +454,15 @@ inline void depthwise_backward_item(const ConvBackward<Depthwise>& job, const De
       float* sum = sums + b * sum_floats(forward);
       depthwise_gradient(weight_rows, x + b * room.x * kLanes, own_dz, sum, sum + forward.planes * kLanes);
     }
-    if (!input) continue;
+  }
+  if (!input) return;
+  const int64_t at_once = lies_open(job.dx.given, job.input, blocks.end - 1) ? blocks.count() : 1;
+  for (int64_t b = 0; b < blocks.count(); b += at_once) {
+    const int64_t block = blocks.begin + b;
     const Pixels dx = target_region(job.dx.given, job.input, image, block, region, dx_copy);
-    depthwise_products(input_rows, back.target_step, dz.data, bank.weights + block * kLanes, dx, {},
-                       {zero(), nullptr, 0, nullptr, 0, Activation::kNone, 0.0f});
+    depthwise_products(input_rows, back.target_step,
+                       {at_once, room.y, all_dz.data + b * room.y * kLanes, bank.weights + block * kLanes, nullptr, dx,
+                        {}, Activation::kNone, 0.0f});
     write_region(job.dx.given, job.input, image, block, region, dx_copy);
   }
 }

@@ -174,12 +174,21 @@ WNFUSED_INLINE void store_bfloat16(uint16_t* target, const Block& block) {
   }
 }
 
+// The sums of halves, of quarters and so on, in that order for every width of vectors.
 WNFUSED_INLINE float horizontal_sum(const Block& a) {
+#if WNFUSED_VECTOR_BITS == 512
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.part[0]), 1));
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.part[0]), high);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
   float lanes[kLanes];
   store(lanes, a);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 
 // r[i][j] <-> r[j][i]
