@@ -146,11 +146,6 @@ inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, 
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) prefetch_for_writing(next + c * kLanes);
     }
   }
-  if (panel.ahead) {
-    for (int64_t k = 0; k < panel.channels; k += kLanes) {
-      WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) __builtin_prefetch(panel.rows[row + r] + (panel.ahead + k));
-    }
-  }
   Block accumulator[Rows][Cols];
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[r][c] = zero();
@@ -160,13 +155,20 @@ inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, 
     WNFUSED_UNROLL for (int r = 0; r < Rows; ++r)
       at[r] = panel.rows[row + r] + (panel.taps[p].offset + panel.first_channel);
     const float* weights = panel.taps[p].bank + panel.bank_offset;
-    _Pragma("GCC unroll 4") for (int64_t k = 0; k < panel.channels; ++k, weights += kLanes) {
-      Block weight[Cols];
-      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * panel.col_stride);
-      WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-        const Block value = splat(at[r][k]);
-        WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-          accumulator[r][c] = multiply_add(value, weight[c], accumulator[r][c]);
+    const int64_t run = panel.ahead ? kLanes : panel.channels;  // of channels, a line of memory
+    for (int64_t first = 0; first < panel.channels; first += run) {
+      if (panel.ahead) {
+        WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) __builtin_prefetch(at[r] + (first + panel.ahead));
+      }
+      const int64_t end = smaller(first + run, panel.channels);
+      _Pragma("GCC unroll 4") for (int64_t k = first; k < end; ++k, weights += kLanes) {
+        Block weight[Cols];
+        WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * panel.col_stride);
+        WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+          const Block value = splat(at[r][k]);
+          WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
+            accumulator[r][c] = multiply_add(value, weight[c], accumulator[r][c]);
+        }
       }
     }
   }
