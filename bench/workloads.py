@@ -183,10 +183,11 @@ def _windows() -> list[Workload]:
         )
         for channels, outputs, size, kernel, stride, dilation, batch in layers
     ]  # fmt: skip
-    # Of discriminators in vocoders, and of a network of depthwise layers.
+    # Of discriminators in vocoders, and of networks of depthwise layers.
     grouped = (
         (128, 128, (2048,), 41, 2, 4, 2), (128, 256, (1024,), 41, 2, 16, 4), (256, 512, (1024,), 41, 4, 16, 4),
-        (96, 96, (56, 56), 7, 1, 96, 1),
+        (96, 96, (56, 56), 7, 1, 96, 1), (96, 96, (32, 32), 3, 1, 96, 8), (384, 384, (16, 16), 3, 1, 384, 8),
+        (144, 144, (32, 32), 3, 2, 144, 8), (960, 960, (8, 8), 3, 1, 960, 8),
     )  # fmt: skip
     found += [
         WindowLayer(

@@ -230,6 +230,8 @@ def orthonormal_rows(draw: random.Random) -> None:
 
 def linear(draw: random.Random, dtype: torch.dtype) -> None:
     rows, inputs, outputs = draw.choice((0, 1, 2, draw.randint(3, 70))), draw.randint(1, 80), draw.randint(1, 80)
+    if draw.random() < 0.3:  # enough rows for a 1x1 convolution
+        rows, inputs, outputs = draw.randint(30, 300), 16 * draw.randint(1, 9), 16 * draw.randint(1, 3)
     x = strided(draw, normal(draw, rows, inputs)).to(dtype)
     v = normal(draw, outputs, inputs)
     layer(draw, native.linear, native.linear_backward, reference.linear, reference.linear_backward, x, v, ())
@@ -247,7 +249,7 @@ def conv(draw: random.Random, dtype: torch.dtype) -> None:
 
 
 def own_layer(draw: random.Random, method: str) -> None:
-    """A layer that ``method`` takes from the vendor's library; directly, also a transposed one."""
+    """A layer that ``method`` takes from the vendor's library; directly, also a transposed or a depthwise one."""
     while True:
         case = window(draw) if method == "direct" else conv3x3(draw)
         if min(case.output_size) > 0 and own_conv.method_of(case) == method:
@@ -272,7 +274,10 @@ def window(draw: random.Random) -> own_conv.Case:
     size = tuple(draw.randint(1, 60 if dims == 1 else 14) for _ in range(dims))
     images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(6, 50), draw.randint(6, 50)
     kernel, stride, padding, dilation = each(1, 1, 2, 3, 5), each(1, 1, 2, 3), each(0, 1, 2, 4), each(1, 1, 2)
-    return own_conv.Case(images, inputs, outputs, size, kernel, stride, padding, dilation, draw.random() < 0.4)
+    case = own_conv.Case(images, inputs, outputs, size, kernel, stride, padding, dilation, draw.random() < 0.4)
+    if draw.random() < 0.3:
+        return case._replace(outputs=inputs, groups=inputs, transposed=False)
+    return case
 
 
 def layer(

@@ -114,6 +114,7 @@ void choose_target_access(const Window& window, LayerMap& target, LayerMap& resi
 // Items that read or mask pixels hold two runs of them.
 int64_t pixel_floats(const MapShape& shape) { return 2 * kMapPixels * shape.padded_channels; }
 
+// A worker's bank, and beside its bias which blocks it has packed (depthwise_driver.h).
 void lay_out_banks(Arena& arena, const Depthwise& layer, int64_t workers, int64_t worker_floats, Scratch& scratch) {
   scratch.own_bank_stride = layer.bank_size() + 2 * layer.padded_outputs + kLanes;
   scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
@@ -122,9 +123,9 @@ void lay_out_banks(Arena& arena, const Depthwise& layer, int64_t workers, int64_
 }
 
 void lay_out(Arena& arena, ConvForward<Depthwise>& job, int64_t workers) {
-  const DepthwiseRoom room = forward_room(job.geometry);
-  lay_out_banks(arena, job.geometry, workers,
-                std::max(((job.geometry.blocks_at_once + 1) * room.x + 2 * room.y) * kLanes, worker_floats(job.geometry)), job.scratch);
+  const Depthwise& layer = job.geometry;
+  const DepthwiseRoom room = forward_room(layer);
+  lay_out_banks(arena, layer, workers, ((layer.blocks_at_once + 1) * room.x + 2 * room.y) * kLanes, job.scratch);
 }
 
 void lay_out(Arena& arena, ConvBackward<Depthwise>& job, int64_t workers) {
@@ -132,7 +133,7 @@ void lay_out(Arena& arena, ConvBackward<Depthwise>& job, int64_t workers) {
   const DepthwiseRoom room = backward_room(layer, job.transposed);
   const int64_t blocks = layer.blocks_at_once, sums = blocks * (layer.planes + 1) * kLanes;
   const int64_t item = ((blocks + 1) * room.x + (blocks + 2) * room.y + room.dx) * kLanes;
-  lay_out_banks(arena, layer, workers, sums + std::max(item, worker_floats(layer)), job.scratch);
+  lay_out_banks(arena, layer, workers, sums + item, job.scratch);
   if (!job.weight) return;
   job.scratch.gradient[0] = arena.take(layer.gradient_size() * layer.wgrad_slices);
   job.scratch.bias_gradient[0] = arena.take(layer.padded_outputs * layer.wgrad_slices);

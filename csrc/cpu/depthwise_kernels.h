@@ -14,7 +14,7 @@ namespace wnfused::cpu::WNFUSED_ISA {
 constexpr int kDepthwisePixels = kParts == 1 ? 16 : kParts == 2 ? 5 : 2;
 constexpr int kDepthwiseTaps = kParts == 1 ? 9 : kParts == 2 ? 5 : 2;
 
-// Pixels of one block of channels: those of a map of the caller's, or a worker's own, `step` floats from one to the next.
+// Pixels of one block of channels, of a map of the caller's or a worker's own: `step` floats from one to the next.
 struct Pixels {
   float* data;
   int64_t row_step, step;
@@ -33,9 +33,9 @@ WNFUSED_INLINE bool lies_open(const ExternalMap& map, const MapShape& shape, int
 }
 
 WNFUSED_INLINE Pixels open_pixels(const ExternalMap& map, int64_t image, int64_t block, const Region& region) {
-  return {static_cast<float*>(map.data) + image * map.image_stride + block * kLanes + region.rows.begin * map.row_stride +
-              region.columns.begin * map.column_stride,
-          map.row_stride, map.column_stride};
+  const int64_t first = region.rows.begin * map.row_stride + region.columns.begin * map.column_stride;
+  return {static_cast<float*>(map.data) + image * map.image_stride + block * kLanes + first, map.row_stride,
+          map.column_stride};
 }
 
 // One block of a map as one of a map of its own.
@@ -303,8 +303,8 @@ class TileRows {
   Term terms_[kMaxWindowTaps];
 };
 
-// Where the products of some blocks of a tile come from and go to, of the first one; the next one's are kLanes floats on,
-// those of the padded source `room` pixels. bias and added may be null.
+// Where the products of some blocks of a tile come from and go to: the first one's; the next one's are kLanes floats on,
+// in the padded source `room` pixels. bias and added may be null.
 struct TileProducts {
   int64_t blocks, room;
   const float *source, *bank, *bias;
@@ -350,7 +350,8 @@ inline const float* padded_input(const ExternalMap& given, const MapShape& shape
   const Region inside = inside_of(shape, held);
   const auto pad = [&](const Pixels& x, int64_t count, float* target) {
     return pad_regions(held, inside, count, room, target, [&](int64_t row) {
-      return [source = x.at(row, 0), step = x.step](int64_t t, int64_t b) { return load(source + t * step + b * kLanes); };
+      const float* source = x.at(row, 0);
+      return [source, step = x.step](int64_t t, int64_t b) { return load(source + t * step + b * kLanes); };
     });
   };
   if (lies_open(given, shape, blocks.end - 1))
