@@ -149,16 +149,22 @@ def test_zero_rows_and_gains(isa, case):
     assert_zero_rows_and_gains(case, TOLERANCE)
 
 
+def test_maps_of_any_size_are_taken():
+    for size in ((4096, 4096), (1, 2**24), (2**24, 1)):
+        assert method_of(depthwise(1, 16, size, (3, 3))) == "direct"
+
+
 @pytest.mark.parametrize(
     "case",
     [
         depthwise(1, 16, (80, 80), (9, 8)),
         depthwise(1, 16, (20, 20), (5, 5), (5, 4)),
         depthwise(1, 16, (8, 8), (3, 3), None, (8192, 8192)),
+        depthwise(1, 112, (8, 8), (3, 3), None, (600, 600)),
         Case(1, 16, 32, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=16),
         Case(1, 16, 16, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), transposed=True, groups=16),
     ],
-    ids=["taps", "grids", "a border of a gigabyte", "two outputs a channel", "transposed"],
+    ids=["taps", "grids", "a border of a gigabyte", "a border of megabytes", "two outputs a channel", "transposed"],
 )
 def test_what_is_left_to_the_vendor(case):
     assert method_of(case) == "vendor"

@@ -128,6 +128,21 @@ def test_threads_and_runs_change_no_bit(isa, case):
     assert_same_bits_by_threads(case)
 
 
+def test_huge_outputs_change_no_bit_by_threads(isa):
+    """Finite, though their sum is not."""
+    x = torch.rand(1, 64, 8, 16, generator=torch.Generator().manual_seed(0)) * 4e35
+    v, before, found = torch.ones(64, 64, 1, 1), torch.get_num_threads(), []
+    window = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(native.conv(x, v, torch.ones(64), None, None, *window, 0, "none", 0.0)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0].isfinite().all()
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
 @pytest.mark.parametrize("case", SOME, ids=str)

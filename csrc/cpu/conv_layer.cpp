@@ -69,10 +69,10 @@ Parameter parameter_of(const std::optional<Tensor>& tensor) {
 }
 
 // A map over one dim has one row.
-LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool flat) {
+LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool matrix) {
   if (!tensor) return {};
   const Tensor& t = *tensor;
-  if (flat) {
+  if (matrix) {
     const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, 0, 1, shape.map_size(), shape.channels};
     return {given, static_cast<float*>(given.data), Access::kInPlace};
   }
@@ -176,7 +176,7 @@ void describe(const ConvLayer& layer, Job& job) {
   job.input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   job.output = map_shape(shape.images, shape.outputs, size.row, size.column);
   if (layer.transposed) std::swap(job.input, job.output);
-  job.x = map_of(layer.x, job.input, layer.flat);
+  job.x = map_of(layer.x, job.input, layer.matrix);
   job.v = parameter_of(layer.v);
   job.g = parameter_of(layer.gain);
   job.bias = parameter_of(layer.bias);
@@ -204,8 +204,8 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
   ConvForward<G> job{};
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, false);
-  job.y = map_of(y, job.output, layer.flat);
-  job.residual = map_of(residual, job.output, layer.flat);
+  job.y = map_of(y, job.output, layer.matrix);
+  job.residual = map_of(residual, job.output, layer.matrix);
   choose_source_access(job.geometry, job.x);
   choose_target_access(job.geometry, job.y, job.residual);
   job.norm = norm;
@@ -220,10 +220,10 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, true);
   job.transposed = geometry_of<G>(layer, true, true);
-  job.dx = map_of(gradients.dx, job.input, layer.flat);
-  job.dy = map_of(dy, job.output, layer.flat);
-  job.y = map_of(y, job.output, layer.flat);
-  job.dz = map_of(gradients.dz, job.output, layer.flat);
+  job.dx = map_of(gradients.dx, job.input, layer.matrix);
+  job.dy = map_of(dy, job.output, layer.matrix);
+  job.y = map_of(y, job.output, layer.matrix);
+  job.dz = map_of(gradients.dz, job.output, layer.matrix);
   job.dv = parameter_of(gradients.dv);
   job.dg = parameter_of(gradients.dgain);
   job.dbias = parameter_of(gradients.dbias);
@@ -272,13 +272,6 @@ Pair reach_of(const ConvShape& shape) {
           shape.dilation.column * (shape.kernel.column - 1) + shape.padding.column};
 }
 
-// Whether no tile of a depthwise layer is larger than that either: none is larger than a block of an image.
-bool tiles_are_small(const ConvShape& shape) {
-  const Pair size = shape.output_size();
-  return 2 * (bordered(map_shape(1, kLanes, shape.size.row, shape.size.column), shape.padding) +
-              bordered(map_shape(1, kLanes, size.row, size.column), reach_of(shape))) <= kCopies;
-}
-
 // For tests: how a layer is multiplied, or "vendor". Pairs are of rows and of columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
@@ -298,7 +291,7 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
   const MapShape input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
   const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);
   if (shape.groups > 1 && transposed) return std::nullopt;
-  if (shape.is_depthwise()) return tiles_are_small(shape) ? std::optional(Method::kDirect) : std::nullopt;
+  if (shape.is_depthwise()) return has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
   if (shape.groups > 1 && !fill_blocks(shape)) return std::nullopt;
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
   if (shape.groups == 1 && kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;

@@ -12,7 +12,7 @@
 // A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v
 // belong to x's channels, so every norm comes before the first product.
 //
-// Banks, panels, slices and the order of sums are alike. A value that is not finite is left to the vendor's convolution
+// Banks, panels, slices and the order of sums are alike but for depthwise layers. A value that is not finite is left to the vendor's convolution
 // (layer_conv.cpp).
 #pragma once
 
@@ -112,7 +112,7 @@ struct ConvLayer {
   const float *gain, *bias;            // bias may be null
   Activation activation;
   float slope;
-  bool flat = false;  // the maps are dense matrices, a row a pixel of one line
+  bool matrix = false;  // the maps are dense, a row a pixel of one line, of whole blocks of channels
 };
 
 // Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.

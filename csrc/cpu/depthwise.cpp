@@ -20,25 +20,42 @@ Span joined(const Span& a, const Span& b) {
   return {std::min(a.begin, b.begin), std::max(a.end, b.end)};
 }
 
-// Both maps are cut alike.
-void divide(const ConvShape& shape, int64_t pieces, Depthwise& layer) {
-  // A copy of so many pixels and blocks stays in a second-level cache, and a tile of so many pixels costs no more than it
-  // must. What a tile reads around itself is no more than itself, along a row a quarter. Blocks beside each other are
+Pair reach_of(const ConvShape& shape) {
+  return {shape.dilation.row * (shape.kernel.row - 1), shape.dilation.column * (shape.kernel.column - 1)};
+}
+
+// The largest tile of a layer, both of whose maps are cut alike, and how many blocks of channels are taken at once.
+struct TileSize {
+  Pair map, tile;
+  int64_t blocks;
+};
+
+TileSize tile_size(const ConvShape& shape) {
+  // A copy of so many pixels and blocks stays in a second-level cache, and a tile of so many pixels costs no more than
+  // it must. What a tile reads around itself is no more than itself, along a row a quarter. Blocks beside each other are
   // lines of memory beside each other, which a processor fetches ahead.
-  constexpr int64_t kCopy = 4096, kTilePixels = 512, kRowPixels = 128, kLeastPixels = 64, kLeastBlocks = 4;
-  const Pair size = shape.output_size();
+  constexpr int64_t kCopy = 4096, kTilePixels = 512, kRowPixels = 128;
+  const Pair size = shape.output_size(), reach = reach_of(shape);
   const Pair map{std::max(size.row, shape.size.row), std::max(size.column, shape.size.column)};
-  const Pair reach{shape.dilation.row * (shape.kernel.row - 1), shape.dilation.column * (shape.kernel.column - 1)};
-  const int64_t blocks = layer.output_blocks;
+  const int64_t blocks = divide_up(shape.inputs, kLanes);
   const int64_t columns = std::min(map.column, std::max(kRowPixels, 4 * reach.column));
   const int64_t pixels = std::max(kTilePixels, kCopy / blocks);
-  const int64_t rows = std::max(pixels / (columns + reach.column) - reach.row, std::max<int64_t>(reach.row, 1));
+  const int64_t rows = std::min(
+      map.row, std::max(pixels / (columns + reach.column) - reach.row, std::max<int64_t>(reach.row, 1)));
+  const int64_t held = (rows + reach.row) * (columns + reach.column);
+  return {map, {rows, columns}, std::clamp<int64_t>(kCopy / held, 1, blocks)};
+}
+
+void divide(const ConvShape& shape, int64_t pieces, Depthwise& layer) {
+  constexpr int64_t kLeastPixels = 64, kLeastBlocks = 4;  // of an item
+  const auto [map, tile, at_once] = tile_size(shape);
+  const int64_t blocks = layer.output_blocks;
   Pair& tiles = layer.tiles;
-  tiles = {divide_up(map.row, rows), divide_up(map.column, columns)};
-  const int64_t held = (std::min(rows, map.row) + reach.row) * (columns + reach.column);
-  int64_t groups = divide_up(blocks, std::clamp<int64_t>(kCopy / held, 1, blocks));
+  tiles = {divide_up(map.row, tile.row), divide_up(map.column, tile.column)};
+  int64_t groups = divide_up(blocks, at_once);
+  const int64_t pixels = map.product();
   const auto few = [&] { return shape.images * groups * tiles.product() < pieces; };
-  const auto large = [&] { return map.product() >= 2 * kLeastPixels * tiles.product(); };
+  const auto large = [&] { return pixels >= 2 * kLeastPixels * tiles.product(); };
   while (few() && blocks > kLeastBlocks * groups) ++groups;
   while (few() && large() && tiles.row < map.row) ++tiles.row;
   while (few() && large() && tiles.column < map.column) ++tiles.column;
@@ -67,11 +84,22 @@ Region Depthwise::reach(const Region& region) const {
 int64_t forward_pieces(int64_t workers) { return workers > 1 ? 4 * workers : 1; }
 
 int64_t backward_pieces(const ConvShape& shape) {
-  // Vectors of products that a piece has at least.
-  constexpr int64_t kWork = 1 << 13;
+  // Vectors of products that a piece has at least; a slice's sums are few.
+  constexpr int64_t kWork = 1 << 14, kMostPieces = 64;
   const int64_t work =
       shape.images * shape.output_size().product() * shape.taps() * divide_up(shape.inputs, kLanes);
-  return std::clamp<int64_t>(work / kWork, 1, kMaxSlices);
+  return std::clamp<int64_t>(work / kWork, 1, kMostPieces);
+}
+
+bool has_small_tiles(const ConvShape& shape) {
+  // Pixels and blocks: 32 MB.
+  constexpr int64_t kMost = 1 << 19;
+  const TileSize size = tile_size(shape);
+  const Pair reach = reach_of(shape);
+  // Tiles of y and of dx lie as far apart as the padding moves them.
+  const Pair held{size.tile.row + 2 * (reach.row + shape.padding.row),
+                  size.tile.column + 2 * (reach.column + shape.padding.column)};
+  return held.row <= kMost && held.column <= kMost && held.product() <= kMost / size.blocks;
 }
 
 Depthwise make_depthwise(const ConvShape& shape, bool back, int64_t pieces) {

@@ -37,16 +37,19 @@ struct Depthwise : Window {
 
   int64_t tile_count() const { return target.images * tiles.product(); }
   int64_t conv_items() const { return tile_count() * groups_of_blocks; }
+  int64_t wgrad_items() const { return wgrad_slices * groups_of_blocks; }
   // Of a map's pixels: the tile's own.
   Region tile(const MapShape& map, int64_t index) const;
   // Of the source's pixels: what a region of the target reads, of rows only those that are there.
   Region reach(const Region& region) const;
 };
 
-// How many items the work is cut into, at least, where the map is large enough: of the backward, which they fix the sums
-// of, by the shape alone.
+// How many items the work should be cut into. The backward's depends on the shape alone: it fixes the order of sums.
 int64_t forward_pieces(int64_t workers);
 int64_t backward_pieces(const ConvShape& shape);
+
+// Whether what an item holds of its maps is no more than some megabytes: not with very wide windows or borders.
+bool has_small_tiles(const ConvShape& shape);
 
 // From x's map to y's, or back.
 Depthwise make_depthwise(const ConvShape& shape, bool back, int64_t pieces);

@@ -88,7 +88,7 @@ inline void depthwise_backward(const ConvBackward<Depthwise>& job, Worker& worke
       store(bias + lane, load(sum + forward.planes * kLanes));
     }
   });
-  worker.phase({count_of(job.weight, forward.output_blocks)}, [&](int64_t block) { finish_rows(job, block); });
+  worker.phase({count_of(job.weight, forward.output_blocks)}, [&](int64_t block) { finish_block(job, block); });
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -38,21 +38,6 @@ WNFUSED_INLINE Pixels open_pixels(const ExternalMap& map, int64_t image, int64_t
           map.column_stride};
 }
 
-// One block of a map as one of a map of its own.
-WNFUSED_INLINE MapShape block_shape(const MapShape& shape, int64_t block) {
-  MapShape one = shape;
-  one.channels = smaller(shape.channels - block * kLanes, kLanes);
-  one.channel_blocks = 1;
-  one.padded_channels = kLanes;
-  return one;
-}
-
-WNFUSED_INLINE ExternalMap block_map(const ExternalMap& map, int64_t block) {
-  ExternalMap one = map;
-  one.data = static_cast<float*>(map.data) + block * kLanes * map.channel_stride;
-  return one;
-}
-
 // Calls use(run, pixel) for the runs of consecutive pixels that a region consists of; `pixel` counts through them.
 template <class Use>
 WNFUSED_INLINE void for_runs(const MapShape& shape, int64_t image, const Region& region, const Use& use) {
@@ -69,9 +54,9 @@ WNFUSED_INLINE void for_runs(const MapShape& shape, int64_t image, const Region&
 inline Pixels read_region(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t block,
                           const Region& region, float* copy) {
   if (lies_open(map, shape, block)) return open_pixels(map, image, block, region);
-  const MapShape one = block_shape(shape, block);
+  const MapShape one = some_blocks(shape, block, 1);
   for_runs(shape, image, region, [&](const PixelRun& run, int64_t pixel) {
-    read_pixels(one, block_map(map, block), run, copy + pixel * kLanes);
+    read_pixels(one, some_blocks(map, block), run, copy + pixel * kLanes);
   });
   return packed_pixels(copy, region);
 }
@@ -85,9 +70,9 @@ inline Pixels target_region(const ExternalMap& map, const MapShape& shape, int64
 inline void write_region(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t block,
                          const Region& region, const float* copy) {
   if (lies_open(map, shape, block)) return;
-  const MapShape one = block_shape(shape, block);
+  const MapShape one = some_blocks(shape, block, 1);
   for_runs(shape, image, region, [&](const PixelRun& run, int64_t pixel) {
-    write_pixels(one, copy + pixel * kLanes, run, block_map(map, block));
+    write_pixels(one, copy + pixel * kLanes, run, some_blocks(map, block));
   });
 }
 
@@ -304,7 +289,7 @@ class TileRows {
 };
 
 // Where the products of some blocks of a tile come from and go to: the first one's; the next one's are kLanes floats on,
-// in the padded source `room` pixels. bias and added may be null.
+// in the padded source `room` pixels. A target that is a copy has one block. bias and added may be null.
 struct TileProducts {
   int64_t blocks, room;
   const float *source, *bank, *bias;
@@ -425,8 +410,8 @@ inline Pixels padded_gradient(const ConvBackward<Depthwise>& job, int64_t image,
 // Sums of the gradients of a block: [tap][16], then the bias's.
 WNFUSED_INLINE int64_t sum_floats(const Depthwise& layer) { return (layer.planes + 1) * kLanes; }
 
-// Some blocks of tile `index`: dx by the weights of `bank`; their sums, where they are wanted. `scratch`: a room for each
-// block of y, and two more; the same of x; one for dx.
+// Some blocks of tile `index`: dx by the weights of `bank`; their sums, where they are wanted. `scratch`: a room for
+// each block of y, and two more; one for each of x, and one more; one for dx.
 inline void depthwise_backward_item(const ConvBackward<Depthwise>& job, const DepthwiseRoom& room, int64_t index,
                                     const Span& blocks, const Bank& bank, float* sums, float* scratch) {
   const Depthwise &forward = job.geometry, &back = job.transposed;

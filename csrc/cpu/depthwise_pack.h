@@ -79,14 +79,6 @@ WNFUSED_INLINE Block quotient(const Block& a, const Block& b) {
   return result;
 }
 
-// value, and 0 where key is.
-WNFUSED_INLINE Block unless_zero(const Block& key, const Block& value) {
-  const Native nothing{};
-  Block result;
-  WNFUSED_FOR_PARTS result.part[i] = key.part[i] != nothing ? value.part[i] : nothing;
-  return result;
-}
-
 // The norms of a block's rows.
 inline void measure_rows(const Parameter& v, int64_t channels, int64_t taps, int64_t block, float* norm) {
   Rows16 rows(channels, taps, block);
@@ -121,7 +113,7 @@ inline void pack_rows(const ConvBackward<Depthwise>& job, int64_t block, const B
 }
 
 // dv, dg and, where it is there, dbias of one block, from the slices' sums.
-inline void finish_rows(const ConvBackward<Depthwise>& job, int64_t block) {
+inline void finish_block(const ConvBackward<Depthwise>& job, int64_t block) {
   const Depthwise& layer = job.geometry;
   const int64_t channels = job.output.channels, lane = block * kLanes;
   Rows16 v(channels, layer.planes, block), gradient(channels, layer.planes, block);
@@ -139,11 +131,12 @@ inline void finish_rows(const ConvBackward<Depthwise>& job, int64_t block) {
     dot = multiply_add(sum, v.tap[k], dot);
     poison = multiply_add(sum, zero(), poison);
   }
-  // A zero row has zero gradients even where dw is not finite.
-  const Block dg = unless_zero(norms, dot), scale = quotient(load_rows(job.g, channels, block), norms);
+  // Both are 0 for a row of zeros.
+  const Block scale = quotient(load_rows(job.g, channels, block), norms);
   for (int64_t k = 0; k < layer.planes; ++k)
-    gradient.tap[k] = unless_zero(norms, scale * multiply_add(-dg, v.tap[k], gradient.tap[k]));
-  store_rows(static_cast<float*>(job.dg.data), channels, block, dg);
+    gradient.tap[k] = scale * multiply_add(-dot, v.tap[k], gradient.tap[k]);
+  poison = multiply_add(dot, zero(), poison);
+  store_rows(static_cast<float*>(job.dg.data), channels, block, dot);
   gradient.store_to(job.dv);
   if (job.dbias.data) {
     Block sum = zero();

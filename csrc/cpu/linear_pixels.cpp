@@ -1,6 +1,7 @@
-// A linear layer as a 1x1 convolution (conv_layer.h): its products read x where it is and write y where it goes, and of
-// everything only v is packed.
+// A linear layer as a 1x1 convolution (conv_layer.h): forward only v is packed, products read x where it is and write y
+// where it goes.
 #include "conv_layer.h"
+#include "isa.h"
 #include "linear_routes.h"
 
 namespace wnfused::cpu {
@@ -17,7 +18,7 @@ bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, cons
   // Measured beside the products of AVX-512: entries of v that a row of x pays the packing of.
   constexpr int64_t kWeightsARow = 160;
   const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
-  return products && floats && shape.inner % kLanes == 0 && shape.features % kLanes == 0 &&
+  return products && active_isa() == Isa::kAvx512 && floats && shape.inner % kLanes == 0 && shape.features % kLanes == 0 &&
          shape.inner * shape.features <= kWeightsARow * shape.rows;
 }
 

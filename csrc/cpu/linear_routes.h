@@ -2,7 +2,7 @@
 //
 //      small      a handful of rows of x: v is read once (layer_small.h)
 //      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
-//      pixels     far more of them than v has entries to pack: a 1x1 convolution, x's rows its pixels (conv_layer.h)
+//      pixels     so many that v is packed for them: a 1x1 convolution, x's rows its pixels (conv_layer.h)
 //      vendor     the vendor's products, where nothing better is to be had for the processor
 #pragma once
 

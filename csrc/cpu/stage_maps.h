@@ -101,6 +101,21 @@ inline void read_pixels(const MapShape& shape, const ExternalMap& source, const 
   }
 }
 
+// Blocks [first, first + blocks) of a map's channels, as if there were no others.
+inline MapShape some_blocks(const MapShape& shape, int64_t first, int64_t blocks) {
+  MapShape some = shape;
+  some.channels = smaller(shape.channels - first * kLanes, blocks * kLanes);
+  some.channel_blocks = blocks;
+  some.padded_channels = blocks * kLanes;
+  return some;
+}
+
+inline ExternalMap some_blocks(const ExternalMap& map, int64_t first) {
+  ExternalMap some = map;
+  some.data = static_cast<float*>(map.data) + first * kLanes * map.channel_stride;
+  return some;
+}
+
 inline void read_map(const MapShape& shape, const ExternalMap& source, int64_t item, float* map) {
   const PixelRun run = map_run(shape, item);
   read_pixels(shape, source, run, map + (run.image * shape.height * shape.width + run.begin) *

@@ -89,7 +89,7 @@ struct PanelEnd {
   Activation activation;
   float slope;
   int64_t next;  // from a block's outputs to those of the panel's next two, or of the next panel's first; 0: not known
-  Block poison;  // the sum of what was written before its activation: finite while all of that is
+  Block poison;  // 0 while everything is finite, before its activation
 };
 
 // Row `row` and block `block` are the tile's first. An infinity stays one, whatever the activation, as torch's does.
@@ -110,7 +110,7 @@ WNFUSED_INLINE void finish_tile(PanelEnd& end, int64_t row, int64_t block, Block
   }
   Block poison = end.poison;
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) poison = poison + sum[r][c];
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) poison = multiply_add(sum[r][c], zero(), poison);
   }
   end.poison = poison;
   if (end.activation == Activation::kRelu) {
@@ -160,8 +160,8 @@ inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, 
       if (panel.ahead) {
         WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) __builtin_prefetch(at[r] + (first + panel.ahead));
       }
-      const int64_t end = smaller(first + run, panel.channels);
-      _Pragma("GCC unroll 4") for (int64_t k = first; k < end; ++k, weights += kLanes) {
+      const int64_t last = smaller(first + run, panel.channels);
+      _Pragma("GCC unroll 4") for (int64_t k = first; k < last; ++k, weights += kLanes) {
         Block weight[Cols];
         WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * panel.col_stride);
         WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
@@ -197,21 +197,6 @@ struct WindowMaps {
   Activation activation;
   float slope;
 };
-
-// Blocks [first, first + blocks) of a map's channels, as if there were no others.
-inline MapShape some_blocks(const MapShape& shape, int64_t first, int64_t blocks) {
-  MapShape some = shape;
-  some.channels = smaller(shape.channels - first * kLanes, blocks * kLanes);
-  some.channel_blocks = blocks;
-  some.padded_channels = blocks * kLanes;
-  return some;
-}
-
-inline ExternalMap some_blocks(const ExternalMap& map, int64_t first) {
-  ExternalMap some = map;
-  some.data = static_cast<float*>(map.data) + first * kLanes * map.channel_stride;
-  return some;
-}
 
 // Calls use(run, row) for the pieces of `count` pixels from number `first` on that lie in one image each; `row` counts
 // from `first`.
@@ -261,8 +246,7 @@ inline void aim_panel(const Window& window, const WindowMaps& maps, const Units&
   }
 }
 
-// Item `item`: one chunk of a grid's units, one group of output blocks. Maps in another layout than the kernels' are
-// converted panel by panel where the units are pixels in order (`given` in place of `own`).
+// Item `item`: one chunk of a grid's units, one group of output blocks.
 inline void window_item(const Window& window, int64_t item, const WindowMaps& maps, const float* bank, float* scratch,
                         std::atomic<bool>& poisoned) {
   const auto [chunk, group] = window.conv_item(item);
@@ -311,7 +295,7 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
       write_pixels(some_blocks(window.target, first_block, blocks), values + row * blocks * kLanes, run,
                    some_blocks(maps.target.given, first_block));
     });
-  if (horizontal_sum(end.poison * zero()) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+  if (horizontal_sum(end.poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA
