@@ -54,7 +54,8 @@ G geometry_of(const ConvLayer& layer, bool back, bool backward) {
   if constexpr (std::is_same_v<G, Depthwise>) {
     return make_depthwise(shape, back, backward ? backward_pieces(shape) : forward_pieces(workers));
   } else if constexpr (std::is_same_v<G, Window>) {
-    return layer.transposed == back ? forward_window(shape, workers) : backward_window(shape, workers);
+    if (layer.transposed != back) return backward_window(shape, workers);
+    return forward_window(shape, !layer.transposed && shape.has_thin_input(), workers);
   } else {
     return make_single_geometry(shape.images, back ? shape.outputs : shape.inputs, back ? shape.inputs : shape.outputs,
                                 shape.size.row, shape.size.column, layer.method, workers);
@@ -100,7 +101,7 @@ bool has_border(const Window& window) { return window.has_border(); }
 // A map that is read needs the border; one that suits the items needs no copy.
 void choose_source_access(const Geometry&, LayerMap&) {}
 void choose_source_access(const Window& window, LayerMap& map) {
-  if (window.has_border()) map.access = Access::kCopy;
+  if (window.has_border() || window.is_thin()) map.access = Access::kCopy;
   else if (map.is_copied() && window.is_pointwise()) map.access = Access::kPanels;
 }
 
@@ -294,9 +295,11 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
   if (shape.is_depthwise()) return has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
   if (shape.groups > 1 && !fill_blocks(shape)) return std::nullopt;
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
-  if (shape.groups == 1 && kPadding * weights < input.padded_channels * output.padded_channels) return std::nullopt;
+  const bool thin = !transposed && shape.has_thin_input();
+  const int64_t inputs = thin ? shape.inputs : input.padded_channels;
+  if (shape.groups == 1 && kPadding * weights < inputs * output.padded_channels) return std::nullopt;
   if (2 * (bordered(input, shape.padding) + bordered(output, reach_of(shape))) > kCopies) return std::nullopt;
-  if (!transposed && takes_winograd(shape)) {
+  if (!transposed && !thin && takes_winograd(shape)) {
     const Method method = preferred_method(shape.images, shape.size.row, shape.size.column);
     if (method != Method::kDirect) {
       const int64_t tile = method == Method::kWinograd4 ? 4 : 2;

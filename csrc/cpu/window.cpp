@@ -16,10 +16,12 @@ int64_t count_steps(int64_t origin, int64_t step, int64_t size) {
   return origin < size ? divide_up(size - origin, step) : 0;
 }
 
-Window make_window(const ConvShape& shape, const MapShape& source, const MapShape& target) {
+Window make_window(const ConvShape& shape, const MapShape& source, const MapShape& target, bool thin) {
   Window window{};
   window.source = source;
   window.target = target;
+  window.pixel = thin ? source.channels : source.padded_channels;
+  window.tap_columns = thin && shape.dilation.column == 1 ? shape.kernel.column : 1;
   window.output_blocks = target.channel_blocks;
   window.padded_outputs = target.padded_channels;
   window.groups = shape.groups;
@@ -31,13 +33,13 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
     window.depth = window.bank_depth = window.group_channels = source.channels / shape.groups * sharing;
     window.group_blocks = outputs * sharing / kLanes;
   } else {
-    window.depth = window.group_channels = source.channels;
-    window.bank_depth = source.padded_channels;
+    window.depth = window.group_channels = source.channels * window.tap_columns;
+    window.bank_depth = thin ? window.depth : source.padded_channels;
     window.group_blocks = window.output_blocks;
   }
-  window.planes = shape.taps();
+  window.planes = shape.taps() / window.tap_columns;
   window.plane_stride = window.bank_depth * target.padded_channels + kPlanePadding;
-  window.by_position = window.planes > 1 && target.images >= kManyImages && target.height * target.width <= kSmallMap;
+  window.by_position = !thin && window.planes > 1 && target.images >= kManyImages && target.height * target.width <= kSmallMap;
   return window;
 }
 
@@ -50,7 +52,7 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
       const Tap& tap = window.taps[grid.first_tap + k];
       low = {std::min(low.row, tap.row), std::min(low.column, tap.column)};
       high = {std::max(high.row, (grid.rows - 1) * window.source_step.row + tap.row),
-              std::max(high.column, (grid.columns - 1) * window.source_step.column + tap.column)};
+              std::max(high.column, (grid.columns - 1) * window.source_step.column + tap.column + window.tap_columns - 1)};
     }
   }
   window.before = {-low.row, -low.column};
@@ -92,19 +94,20 @@ Pair ConvShape::output_size() const {
   return {extent(&Pair::row), extent(&Pair::column)};
 }
 
-Window forward_window(const ConvShape& shape, int64_t workers) {
+Window forward_window(const ConvShape& shape, bool thin, int64_t workers) {
   const Pair size = shape.output_size();
   Window window = make_window(shape, map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column),
-                              map_shape(shape.images, shape.outputs, size.row, size.column));
+                              map_shape(shape.images, shape.outputs, size.row, size.column), thin);
   window.source_step = shape.stride;
   window.target_step = {1, 1};
   window.grid_count = 1;
-  window.grids[0] = {{0, 0}, size.row, size.column, 0, shape.taps(), 0};
-  Tap* tap = window.taps;
-  for (int64_t i = 0; i < shape.kernel.row; ++i)
-    for (int64_t j = 0; j < shape.kernel.column; ++j)
-      *tap++ = {i * shape.kernel.column + j, i * shape.dilation.row - shape.padding.row,
-                j * shape.dilation.column - shape.padding.column};
+  window.grids[0] = {{0, 0}, size.row, size.column, 0, window.planes, 0};
+  int64_t plane = 0;
+  for (int64_t i = 0; i < shape.kernel.row; ++i) {
+    for (int64_t j = 0; j < shape.kernel.column; j += window.tap_columns, ++plane)
+      window.taps[plane] = {plane, i * shape.dilation.row - shape.padding.row,
+                            j * shape.dilation.column - shape.padding.column};
+  }
   divide(window, 4 * window.bank_depth, workers);
   return window;
 }
@@ -112,7 +115,7 @@ Window forward_window(const ConvShape& shape, int64_t workers) {
 Window backward_window(const ConvShape& shape, int64_t workers) {
   const Pair size = shape.output_size();
   Window window = make_window(shape, map_shape(shape.images, shape.outputs, size.row, size.column),
-                              map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column));
+                              map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column), false);
   window.source_step = {1, 1};
   window.target_step = shape.stride;
   int64_t taps = 0;

@@ -10,6 +10,9 @@
 // A grid is the pixels that meet the same taps; within it, target and source move in equal steps, so each tap is one
 // offset. A layer with stride s has s data-gradient grids a dim and none of them multiplies by zeros.
 //
+// A source of few channels ("thin": an image, a waveform) has no padding between its pixels, so that the taps of one
+// row of the kernel read one run of memory. They count as one tap then, of so many channels more.
+//
 // Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are those
 // of the block's group. Where a group has 8 outputs of this Window, two share a block, each with zeros for the other's
 // channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is depthwise
@@ -32,6 +35,9 @@ struct Pair {
 // More than these are left to the vendor.
 constexpr int64_t kMaxWindowTaps = 64, kMaxGrids = 16;
 
+// Sources of fewer channels are thin.
+constexpr int64_t kThin = 8;
+
 // A layer y = conv(x, w), zero padding.
 struct ConvShape {
   int64_t images, inputs, outputs;
@@ -40,6 +46,7 @@ struct ConvShape {
 
   int64_t taps() const { return kernel.product(); }
   bool is_depthwise() const { return groups > 1 && groups == inputs && groups == outputs; }
+  bool has_thin_input() const { return groups == 1 && inputs < kThin; }
   // Whether it is a convolution at all, within the bounds of a Window: only then it has an output_size().
   bool is_sound() const;
   Pair output_size() const;
@@ -59,6 +66,8 @@ struct Grid {
 
 struct Window : Division {
   MapShape source, target;
+  int64_t pixel;        // floats from one pixel of the source to the next
+  int64_t tap_columns;  // of the kernel, which one tap stands for
   // The source has a border of zeros as wide as the taps reach: before its first row and column, and from one row of
   // pixels to the next.
   Pair before, after;
@@ -72,18 +81,27 @@ struct Window : Division {
   bool by_position;
   int64_t output_blocks, padded_outputs;  // of the target
   int64_t groups;
-  int64_t depth, bank_depth;              // channels of the source that an output block sums over; in the bank, padded
+  int64_t depth, bank_depth;              // channels that an output block sums over at a tap; in the bank, padded
   int64_t group_blocks, group_channels;   // output blocks that sum over the same channels; from these to the next ones
   int64_t planes, plane_stride;
 
   int64_t bank_size() const { return planes * plane_stride; }
   int64_t gradient_size() const { return bank_size(); }
   int64_t block_floats() const { return bank_depth * kLanes; }
+  bool is_thin() const { return pixel < kThin; }
+  // In a row of v: input channels, and taps of the kernel; and where in the bank an entry of it is, from the lanes of an
+  // output block's first.
+  int64_t row_channels() const { return depth / tap_columns; }
+  int64_t row_taps() const { return planes * tap_columns; }
+  int64_t bank_offset(int64_t tap, int64_t channel) const {
+    if (tap_columns == 1) return tap * plane_stride + channel * kLanes;
+    return tap / tap_columns * plane_stride + (tap % tap_columns * row_channels() + channel) * kLanes;
+  }
   // The first of the channels that an output block sums over.
   int64_t first_channel(int64_t output_block) const { return output_block / group_blocks * group_channels; }
   bool has_border() const { return before.row + before.column + after.row + after.column > 0; }
   int64_t padded_pixels() const { return (before.row + source.height + after.row) * pitch; }  // of an image
-  int64_t padded_size() const { return source.images * padded_pixels() * source.padded_channels; }
+  int64_t padded_size() const { return source.images * padded_pixels() * pixel; }
   // The pixel at a line, numbered through all images, and a column.
   int64_t padded_index(int64_t line, int64_t column) const {
     const int64_t image = line / source.height, row = line % source.height;
@@ -103,7 +121,8 @@ struct Window : Division {
   int64_t units(const Grid& grid) const { return target.images * grid.rows * grid.columns; }
 };
 
-Window forward_window(const ConvShape& shape, int64_t workers);
+// thin: of a thin input; the source is laid out as such.
+Window forward_window(const ConvShape& shape, bool thin, int64_t workers);
 Window backward_window(const ConvShape& shape, int64_t workers);
 
 }  // namespace wnfused::cpu

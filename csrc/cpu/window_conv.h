@@ -23,11 +23,11 @@ struct Units {
 
 inline void locate_units(const Window& window, const Grid& grid, const float* map, int64_t first, int64_t count,
                          Units& units) {
-  const int64_t channels = window.source.padded_channels;
+  const int64_t pixel = window.pixel;
   units.count = count;
   if (window.is_pointwise()) {
     for (int64_t t = 0; t < count; ++t) {
-      units.source[t] = map + (first + t) * channels;
+      units.source[t] = map + (first + t) * pixel;
       units.target[t] = first + t;
     }
     units.low = {0, 0};
@@ -50,7 +50,7 @@ inline void locate_units(const Window& window, const Grid& grid, const float* ma
     for (int64_t t = 0; t < count; ++t) {
       const int64_t row = i * window.source_step.row, column = j * window.source_step.column;
       const int64_t line = (row + window.before.row) * window.pitch;
-      units.source[t] = map + (image * window.padded_pixels() + line + window.before.column + column) * channels;
+      units.source[t] = map + (image * window.padded_pixels() + line + window.before.column + column) * pixel;
       units.target[t] = (image * window.target.height + grid.origin.row + i * window.target_step.row) *
                             window.target.width +
                         grid.origin.column + j * window.target_step.column;
@@ -71,7 +71,7 @@ inline void locate_units(const Window& window, const Grid& grid, const float* ma
 // Whether some unit may meet a pixel of the map there, not only the border.
 WNFUSED_INLINE bool touches(const Window& window, const Units& units, const Tap& tap) {
   return units.high.row + tap.row >= 0 && units.low.row + tap.row < window.source.height &&
-         units.high.column + tap.column >= 0 && units.low.column + tap.column < window.source.width;
+         units.high.column + tap.column + window.tap_columns > 0 && units.low.column + tap.column < window.source.width;
 }
 
 // A tap that a panel meets: from a unit's own place to the tap's, in floats, and the tap's plane of the bank.
@@ -255,7 +255,7 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
   const Grid& grid = window.grids[index];
   const int64_t first = (chunk - grid.first_chunk) * window.conv_rows, first_block = group * window.conv_group_blocks;
   const int64_t blocks = smaller(window.conv_group_blocks, window.output_blocks - first_block);
-  const int64_t channels = window.source.padded_channels;
+  const int64_t channels = window.pixel;
   float *panel = scratch, *values = panel + window.conv_rows * channels;
   Units units;
   const float* source = maps.source.own ? maps.source.own : panel;

@@ -39,10 +39,11 @@ WNFUSED_INLINE Block load_part(const float* source, int64_t lanes) {
 // One block of outputs, scaled.
 inline void pack_window(const Window& window, const Parameter& v, int64_t outputs, int64_t output_block,
                         const Block (&scale)[kLanes], float* bank) {
-  const int64_t channels = window.depth, floats = channels * window.planes;
+  const int64_t floats = window.depth * window.planes;
   const int64_t row0 = output_block * kLanes, rows = smaller(kLanes, outputs - row0);
   const float* values = static_cast<const float*>(v.data) + row0 * floats;
-  RowEntry entry(v.taps_first, channels, window.planes);
+  float* target = bank + output_block * window.block_floats();
+  RowEntry entry(v.taps_first, window.row_channels(), window.row_taps());
   for (int64_t e = 0; e < floats; e += kLanes) {
     Block block[kLanes];
     const int64_t lanes = smaller(kLanes, floats - e);
@@ -50,9 +51,7 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
       block[r] = r < rows ? load_part(values + r * floats + e, lanes) * scale[r] : zero();
     transpose(block);
     for (int64_t i = 0; i < lanes; ++i, entry.advance())
-      store(bank + entry.tap() * window.plane_stride +
-                (output_block * window.bank_depth + entry.channel()) * kLanes,
-            block[i]);
+      store(target + window.bank_offset(entry.tap(), entry.channel()), block[i]);
   }
 }
 
@@ -120,17 +119,17 @@ void pack_transposed_window(const Job& job, const Window& window, int64_t input_
 template <class Job>
 void finish_window_gradient(const Job& job, const Window& window, int64_t output_block, const float* bank,
                             const Parameter& dbias, const float* bias_gradient, float* scratch) {
-  const int64_t channels = window.depth, outputs = window.target.channels;
-  const int64_t floats = channels * window.planes, padded = (floats + kLanes - 1) / kLanes * kLanes;
+  const int64_t outputs = window.target.channels, floats = window.depth * window.planes;
+  const int64_t padded = (floats + kLanes - 1) / kLanes * kLanes;
   fetch_row(job, output_block * kLanes, floats);
-  RowEntry entry(job.v.taps_first, channels, window.planes);
+  bank += output_block * window.block_floats();
+  RowEntry entry(job.v.taps_first, window.row_channels(), window.row_taps());
   for (int64_t e = 0; e < floats; e += kLanes) {
     Block block[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) {
       block[i] = zero();
       if (e + i >= floats) continue;
-      const float* source = bank + entry.tap() * window.plane_stride +
-                            (output_block * window.bank_depth + entry.channel()) * kLanes;
+      const float* source = bank + window.bank_offset(entry.tap(), entry.channel());
       for (int64_t s = 0; s < window.wgrad_slices; ++s) block[i] = block[i] + load(source + s * window.gradient_size());
       entry.advance();
     }

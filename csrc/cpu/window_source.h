@@ -15,14 +15,14 @@ WNFUSED_INLINE void for_lines(const Window& window, const PixelRun& run, float* 
   for (int64_t pixel = run.begin; pixel < run.end;) {
     const int64_t line = pixel / shape.width, end = smaller((line + 1) * shape.width, run.end);
     use(PixelRun{run.image, pixel, end},
-        map + window.padded_index(run.image * shape.height + line, pixel % shape.width) * shape.padded_channels);
+        map + window.padded_index(run.image * shape.height + line, pixel % shape.width) * window.pixel);
     pixel = end;
   }
 }
 
 inline void clear_border(const Window& window, int64_t image, float* map) {
   const MapShape& shape = window.source;
-  const int64_t channels = shape.padded_channels, line = window.pitch * channels;
+  const int64_t channels = window.pixel, line = window.pitch * channels;
   float* target = map + image * window.padded_pixels() * channels;
   const auto clear = [](float* first, int64_t floats) { __builtin_memset(first, 0, floats * sizeof(float)); };
   clear(target, window.before.row * line);
@@ -36,7 +36,7 @@ inline void clear_border(const Window& window, int64_t image, float* map) {
 
 // Pixels that lie one after another, into the source. The first run of an image makes its border.
 inline void put_pixels(const Window& window, const PixelRun& run, const float* pixels, float* map) {
-  const int64_t channels = window.source.padded_channels;
+  const int64_t channels = window.pixel;
   if (run.begin == 0) clear_border(window, run.image, map);
   for_lines(window, run, map, [&](const PixelRun& piece, float* target) {
     __builtin_memcpy(target, pixels + (piece.begin - run.begin) * channels,
@@ -44,12 +44,40 @@ inline void put_pixels(const Window& window, const PixelRun& run, const float* p
   });
 }
 
+// `count` pixels of a line to `target`, their channels without padding. Channels: as many, or 0 for any number.
+template <int Channels>
+inline void pack_pixels(const float* source, int64_t channel_stride, int64_t column_stride, int64_t channels,
+                        int64_t count, float* target) {
+  const int64_t all = Channels ? Channels : channels;
+  for (int64_t t = 0; t < count; ++t) {
+    for (int64_t k = 0; k < all; ++k) target[t * all + k] = source[k * channel_stride + t * column_stride];
+  }
+}
+
+// Pixels of one line to a thin source.
+inline void read_thin(const MapShape& shape, const ExternalMap& given, const PixelRun& run, float* target) {
+  const int64_t count = run.end - run.begin, channels = shape.channels;
+  const float* source = static_cast<const float*>(given.data) + element(given, shape, run.image, run.begin, 0);
+  const bool dense = channels == 1 || given.channel_stride == 1;
+  if (dense && given.column_stride == channels) {
+    __builtin_memcpy(target, source, count * channels * sizeof(float));
+  } else if (channels == 3 && given.column_stride == 1) {
+    pack_pixels<3>(source, given.channel_stride, 1, 3, count, target);
+  } else {
+    pack_pixels<0>(source, given.channel_stride, given.column_stride, channels, count, target);
+  }
+}
+
 // Item `item` of the source's pixels. `scratch`: kMapPixels pixels.
 inline void read_source(const Window& window, const ExternalMap& given, int64_t item, float* map, float* scratch) {
   const MapShape& shape = window.source;
-  if (!window.has_border()) return read_map(shape, given, item, map);
   const PixelRun run = map_run(shape, item);
-  if (interleaved(given)) {
+  if (window.is_thin()) {
+    if (run.begin == 0) clear_border(window, run.image, map);
+    for_lines(window, run, map, [&](const PixelRun& piece, float* target) { read_thin(shape, given, piece, target); });
+  } else if (!window.has_border()) {
+    read_map(shape, given, item, map);
+  } else if (interleaved(given)) {
     if (run.begin == 0) clear_border(window, run.image, map);
     for_lines(window, run, map,
               [&](const PixelRun& piece, float* target) { read_pixels(shape, given, piece, target); });

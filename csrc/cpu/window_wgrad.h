@@ -10,27 +10,106 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// bank[col][input] += input of row t * gradient[t][col], over the rows, for `Inputs` channels from each row's pointer.
-template <int Inputs, int Cols>
-inline void window_outer_tile(const float* const* rows, int64_t offset, const float* const* gradients,
-                              int64_t gradient_offset, int64_t count, float* bank, int64_t col_stride) {
+// Which inputs a tile sums up: where they are from each row's pointer, and their place in the bank. A run of channels ..
+struct ChannelRun {
+  int64_t first;
+  float* bank;
+
+  int64_t input(int i) const { return first + i; }
+  float* place(int i) const { return bank + i * kLanes; }
+};
+
+// .. or any of a thin source. What fills up a tile is the last one again, whose place gets the same sum.
+struct Entries {
+  int64_t first[kPairRows];
+  float* bank[kPairRows];
+
+  int64_t input(int i) const { return first[i]; }
+  float* place(int i) const { return bank[i]; }
+};
+
+// place(i)[col] += input(i) of row t * gradient[t][col], over the rows.
+template <int Inputs, int Cols, class Tile>
+inline void window_outer_tile(const float* const* rows, const Tile& tile, const float* const* gradients,
+                              int64_t gradient_offset, int64_t count, int64_t col_stride) {
   Block accumulator[Inputs][Cols];
   WNFUSED_UNROLL for (int i = 0; i < Inputs; ++i) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[i][c] = load(bank + c * col_stride + i * kLanes);
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[i][c] = load(tile.place(i) + c * col_stride);
   }
   for (int64_t t = 0; t < count; ++t) {
-    const float *inputs = rows[t] + offset, *gradient = gradients[t] + gradient_offset;
+    const float *inputs = rows[t], *gradient = gradients[t] + gradient_offset;
     Block value[Cols];
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) value[c] = load(gradient + c * kLanes);
     WNFUSED_UNROLL for (int i = 0; i < Inputs; ++i) {
-      const Block input = splat(inputs[i]);
+      const Block input = splat(inputs[tile.input(i)]);
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
         accumulator[i][c] = multiply_add(input, value[c], accumulator[i][c]);
     }
   }
   WNFUSED_UNROLL for (int i = 0; i < Inputs; ++i) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(bank + c * col_stride + i * kLanes, accumulator[i][c]);
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(tile.place(i) + c * col_stride, accumulator[i][c]);
   }
+}
+
+// The rows of a panel, and of their gradients the output blocks from `first_block` on.
+struct PanelGradient {
+  const Units& units;
+  const float* const* gradients;
+  int64_t first_block, blocks;
+};
+
+// Adds a panel to the bank of its output blocks, tap by tap ..
+inline void add_panel(const Window& window, const PanelGradient& panel, float* bank) {
+  const int64_t col_stride = window.block_floats();
+  for (int64_t k = 0; k < window.grids[0].taps; ++k) {
+    const Tap& tap = window.taps[k];
+    if (!touches(window, panel.units, tap)) continue;
+    const int64_t offset = (tap.row * window.pitch + tap.column) * window.pixel;
+    float* plane = bank + tap.plane * window.plane_stride;
+    for (int64_t b = 0; b < panel.blocks;) {
+      const bool pair = kCols == 2 && takes_pair(window, panel.first_block + b, panel.blocks - b);
+      const auto run = pair ? window_outer_tile<kPairRows, kCols, ChannelRun> : window_outer_tile<kPairRows, 1, ChannelRun>;
+      const int64_t first = offset + window.first_channel(panel.first_block + b);
+      for (int64_t i = 0; i < window.depth; i += kPairRows)
+        run(panel.units.source, {first + i, plane + b * col_stride + i * kLanes}, panel.gradients, b * kLanes,
+            panel.units.count, col_stride);
+      b += pair ? kCols : 1;
+    }
+  }
+}
+
+// .. or so many entries at a time, of whatever taps.
+inline void add_thin_panel(const Window& window, const PanelGradient& panel, float* bank) {
+  const int64_t col_stride = window.block_floats();
+  Entries entries;
+  int filled = 0;
+  const auto flush = [&] {
+    if (filled == 0) return;
+    for (; filled < kPairRows; ++filled) {
+      entries.first[filled] = entries.first[filled - 1];
+      entries.bank[filled] = entries.bank[filled - 1];
+    }
+    filled = 0;
+    for (int64_t b = 0; b < panel.blocks;) {
+      const bool pair = kCols == 2 && panel.blocks - b >= 2;
+      const auto run = pair ? window_outer_tile<kPairRows, kCols, Entries> : window_outer_tile<kPairRows, 1, Entries>;
+      run(panel.units.source, entries, panel.gradients, b * kLanes, panel.units.count, col_stride);
+      const int64_t done = pair ? kCols : 1;
+      for (float*& place : entries.bank) place += done * col_stride;
+      b += done;
+    }
+  };
+  for (int64_t k = 0; k < window.grids[0].taps; ++k) {
+    const Tap& tap = window.taps[k];
+    if (!touches(window, panel.units, tap)) continue;
+    const int64_t offset = (tap.row * window.pitch + tap.column) * window.pixel;
+    for (int64_t i = 0; i < window.depth; ++i) {
+      entries.first[filled] = offset + i;
+      entries.bank[filled] = bank + tap.plane * window.plane_stride + i * kLanes;
+      if (++filled == kPairRows) flush();
+    }
+  }
+  flush();
 }
 
 // Item `item` of the weight gradient of `window`, a forward: one slice of units, one group of output blocks. dy is the
@@ -41,7 +120,7 @@ inline void window_gradient_item(const Window& window, const Window& transposed,
   const auto [slice, group] = window.wgrad_item(item);
   const int64_t first_block = group * window.wgrad_group_blocks;
   const int64_t blocks = smaller(window.wgrad_group_blocks, window.output_blocks - first_block);
-  const int64_t pixel = window.source.padded_channels, col_stride = window.block_floats();
+  const int64_t col_stride = window.block_floats();
   float* bank = banks + slice * window.gradient_size() + first_block * col_stride;
   float* bias_gradient = bias_gradients + slice * window.padded_outputs + first_block * kLanes;
   for (int64_t p = 0; p < window.planes; ++p)
@@ -61,21 +140,9 @@ inline void window_gradient_item(const Window& window, const Window& transposed,
       gradients[t] = dy + transposed.padded_index(line, column) * window.padded_outputs + first_block * kLanes;
       for (int64_t b = 0; b < blocks; ++b) sum[b] = sum[b] + load(gradients[t] + b * kLanes);
     }
-    for (int64_t k = 0; k < grid.taps; ++k) {
-      const Tap& tap = window.taps[k];
-      if (!touches(window, units, tap)) continue;
-      const int64_t offset = (tap.row * window.pitch + tap.column) * pixel;
-      float* plane = bank + tap.plane * window.plane_stride;
-      for (int64_t b = 0; b < blocks;) {
-        const bool pair = kCols == 2 && takes_pair(window, first_block + b, blocks - b);
-        const auto run = pair ? window_outer_tile<kPairRows, kCols> : window_outer_tile<kPairRows, 1>;
-        const int64_t first = offset + window.first_channel(first_block + b);
-        for (int64_t i = 0; i < window.bank_depth; i += kPairRows)
-          run(units.source, first + i, gradients, b * kLanes, units.count, plane + b * col_stride + i * kLanes,
-              col_stride);
-        b += pair ? kCols : 1;
-      }
-    }
+    const PanelGradient panel{units, gradients, first_block, blocks};
+    if (window.is_thin() || window.depth < kThin) add_thin_panel(window, panel, bank);
+    else add_panel(window, panel, bank);
   }
   for (int64_t b = 0; b < blocks; ++b) store(bias_gradient + b * kLanes, sum[b]);
 }
