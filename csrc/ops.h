@@ -60,6 +60,16 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
     const std::vector<int64_t>& dilation, const std::vector<int64_t>& output_padding, int64_t groups,
     int64_t activation, double slope);
 
+// .. of a convolution with a weight that is given as it is: y; dx, dw, dbias, dz.
+Gradient plain_conv(
+    const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+    int64_t groups, int64_t activation, double slope);
+std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& w, int64_t needs,
+    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+    int64_t groups, int64_t activation, double slope);
+
 // Replaces each matrix of a [n, r, c], r <= c, by the Q with orthonormal rows of A = L Q, L lower triangular with a
 // positive diagonal; and says which were well-conditioned enough for it. The others stay as they are.
 Tensor orthonormal_rows_(Tensor a);

@@ -46,7 +46,7 @@ struct ConvForward {
   G geometry;              // from x's map to y's
   MapShape input, output;  // x's and y's
   LayerMap x, y, residual;
-  Parameter v, g, bias;
+  Parameter v, g, bias;  // g's data null: w = v, and nothing of norms or dg is read or written
   float* norm;
   Activation activation;
   float slope;
@@ -109,7 +109,7 @@ struct ConvLayer {
   bool transposed;
   Method method;
   const torch::stable::Tensor &x, &v;  // v: every row one run of memory, [C][taps] or channels_last [taps][C]; dv alike
-  const float *gain, *bias;            // bias may be null
+  const float *gain, *bias;            // gain null: a plain convolution, w = v; bias may be null
   Activation activation;
   float slope;
   bool matrix = false;  // the maps are dense, a row a pixel of one line, of whole blocks of channels

@@ -159,7 +159,8 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
 
   // Who packs alone meets every row once.
   float* packed_norm = worker.is_alone() ? job.norm : nullptr;
-  const int64_t items = geometry.conv_items(), norms = count_of(!Parts::kTransposed && own && !packed_norm, row_blocks);
+  const bool measured = job.norm && !Parts::kTransposed && own && !packed_norm;
+  const int64_t items = geometry.conv_items(), norms = count_of(measured, row_blocks);
   worker.phase({items, norms}, [&](int64_t item) {
     if (item >= items) return measure(item - items);
     const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {

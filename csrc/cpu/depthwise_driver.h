@@ -52,7 +52,7 @@ inline void depthwise_forward(const ConvForward<Depthwise>& job, Worker& worker)
   // Who packs alone meets every row once.
   float* packed_norm = worker.is_alone() ? job.norm : nullptr;
   const int64_t items = layer.conv_items();
-  worker.phase({items, count_of(!packed_norm, layer.output_blocks)}, [&](int64_t item) {
+  worker.phase({items, count_of(job.norm && !packed_norm, layer.output_blocks)}, [&](int64_t item) {
     if (item >= items)
       return measure_rows(job.v, job.output.channels, layer.planes, item - items, job.norm);
     const Span blocks = blocks_of(layer, item);

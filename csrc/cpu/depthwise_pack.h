@@ -79,6 +79,12 @@ WNFUSED_INLINE Block quotient(const Block& a, const Block& b) {
   return result;
 }
 
+// g / ||v|| of a block's rows; ones for a plain convolution, which has no g.
+template <class Job>
+WNFUSED_INLINE Block row_scales(const Job& job, int64_t block, const Block& norms) {
+  return job.g.data ? quotient(load_rows(job.g, job.output.channels, block), norms) : splat(1.0f);
+}
+
 // The norms of a block's rows.
 inline void measure_rows(const Parameter& v, int64_t channels, int64_t taps, int64_t block, float* norm) {
   Rows16 rows(channels, taps, block);
@@ -99,17 +105,22 @@ inline void pack_rows(const ConvForward<Depthwise>& job, int64_t block, const Ba
   rows.load_from(job.v);
   const Block norms = rows.norms();
   if (norm) store_rows(norm, channels, block, norms);
-  pack_rows(job.geometry, rows, quotient(load_rows(job.g, channels, block), norms), block, bank.weights);
+  pack_rows(job.geometry, rows, row_scales(job, block, norms), block, bank.weights);
   store(bank.bias + block * kLanes, job.bias.data ? load_rows(job.bias, channels, block) : zero());
 }
 
-// .. of the data gradient: the norms are known.
+// The norms of a block's rows, from the forward; zeros for a plain convolution.
+inline Block known_norms(const ConvBackward<Depthwise>& job, int64_t block) {
+  const Parameter norms{const_cast<float*>(job.norm), false};
+  return job.norm ? load_rows(norms, job.output.channels, block) : zero();
+}
+
+// .. of the data gradient.
 inline void pack_rows(const ConvBackward<Depthwise>& job, int64_t block, const Bank& bank) {
   const int64_t channels = job.output.channels;
   Rows16 rows(channels, job.geometry.planes, block);
   rows.load_from(job.v);
-  const Block norms = load_part(job.norm + block * kLanes, channels - block * kLanes);
-  pack_rows(job.transposed, rows, quotient(load_rows(job.g, channels, block), norms), block, bank.weights);
+  pack_rows(job.transposed, rows, row_scales(job, block, known_norms(job, block)), block, bank.weights);
 }
 
 // dv, dg and, where it is there, dbias of one block, from the slices' sums.
@@ -118,7 +129,7 @@ inline void finish_block(const ConvBackward<Depthwise>& job, int64_t block) {
   const int64_t channels = job.output.channels, lane = block * kLanes;
   Rows16 v(channels, layer.planes, block), gradient(channels, layer.planes, block);
   v.load_from(job.v);
-  const Block norms = load_part(job.norm + lane, channels - lane);
+  const Block norms = known_norms(job, block);
   // <dw, v> could overflow where <dw, v / ||v||> does not.
   const Block unit = quotient(splat(1.0f), norms);
   Block dot = zero(), poison = zero();
@@ -132,11 +143,11 @@ inline void finish_block(const ConvBackward<Depthwise>& job, int64_t block) {
     poison = multiply_add(sum, zero(), poison);
   }
   // Both are 0 for a row of zeros.
-  const Block scale = quotient(load_rows(job.g, channels, block), norms);
+  const Block scale = row_scales(job, block, norms);
   for (int64_t k = 0; k < layer.planes; ++k)
     gradient.tap[k] = scale * multiply_add(-dot, v.tap[k], gradient.tap[k]);
   poison = multiply_add(dot, zero(), poison);
-  store_rows(static_cast<float*>(job.dg.data), channels, block, dot);
+  if (job.dg.data) store_rows(static_cast<float*>(job.dg.data), channels, block, dot);
   gradient.store_to(job.dv);
   if (job.dbias.data) {
     Block sum = zero();

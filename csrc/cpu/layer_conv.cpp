@@ -11,42 +11,12 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
-#include "conv_layer.h"
-#include "layer_tensor.h"
+#include "conv_own.h"
 
 namespace wnfused {
 namespace {
 
 using namespace cpu;
-using Extents = std::vector<int64_t>;
-
-struct Sliding {
-  const Extents &stride, &padding, &dilation;
-  int64_t groups;
-};
-
-void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const size_t spatial = static_cast<size_t>(v.dim()) - 2;
-  STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv: x and v must have 3, 4 or 5 dims");
-  STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial,
-                  "conv: stride, padding and dilation must have ", spatial, " entries");
-  STD_TORCH_CHECK(at.groups >= 1, "conv: groups must be at least 1");
-}
-
-// A gradient, or an output, of a layer over any number of dims.
-void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at) {
-  constexpr int64_t kFar = int64_t{1} << 31;
-  bool fits = t.scalar_type() == x.scalar_type() && t.dim() == x.dim() && t.size(0) == x.size(0) &&
-              t.size(1) == v.size(0);
-  for (int64_t d = 2; fits && d < v.dim(); ++d) {
-    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], dilation = at.dilation[d - 2];
-    fits = stride >= 1 && 0 <= padding && padding < kFar && 1 <= dilation && dilation < kFar && v.size(d) >= 1;
-    const int64_t room = fits ? x.size(d) + 2 * padding - dilation * (v.size(d) - 1) - 1 : 0;
-    fits = fits && room >= 0 && t.size(d) == room / stride + 1;
-  }
-  STD_TORCH_CHECK(fits, "conv: ", name, " must have the dtype of x and the shape of the output");
-}
-
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Sliding& at) {
   AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
   const Extents none(at.stride.size(), 0);
@@ -71,18 +41,6 @@ std::pair<Tensor, Tensor> convolution_backward(
   return {Tensor(dx), Tensor(dw)};
 }
 
-bool same_layout(const Tensor& a, const Tensor& b) {
-  return std::equal(a.strides().begin(), a.strides().end(), b.strides().begin(), b.strides().end());
-}
-
-// A tensor in the layout of `like`, copied only where it has another.
-Tensor laid_out_as(const Tensor& t, const Tensor& like) {
-  if (same_layout(t, like)) return t;
-  Tensor copy = empty_as(like, t.scalar_type());
-  torch::stable::copy_(copy, t);
-  return copy;
-}
-
 Lines lines_of(const Tensor& z) {
   const int64_t channels = z.size(1), entries = z.numel();
   if (entries == 0) return {true, 0, 0, channels, channels};
@@ -94,35 +52,6 @@ Lines lines_of(const Tensor& z) {
 // Neither NCHW nor channels_last (a channels_last_3d map, say): the passes work on an NCHW copy.
 Tensor in_lines(const Tensor& z) {
   return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
-}
-
-// The layer as conv_layer.h describes one; nothing where that has no word for it.
-std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const bool known = v.dim() <= 4 && x.size(1) == v.size(1) * at.groups &&
-                     x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
-  if (!known) return std::nullopt;
-  const int64_t last = v.dim() - 1;
-  const bool flat = v.dim() == 3;
-  const auto pair = [&](const Extents& extents, int64_t one) { return Pair{flat ? one : extents[0], extents.back()}; };
-  return ConvShape{x.size(0), x.size(1), v.size(0), {flat ? 1 : x.size(2), x.size(last)},
-                   {flat ? 1 : v.size(2), v.size(last)}, pair(at.stride, 1), pair(at.padding, 0), pair(at.dilation, 1),
-                   at.groups};
-}
-
-// Kernels of this library that run the layer; nothing where that is left to the vendor's.
-std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const std::optional<ConvShape> shape = conv_shape(x, v, at);
-  if (!shape) return std::nullopt;
-  const std::optional<Method> method = conv_layer_method(*shape, false);
-  if (!method) return std::nullopt;
-  return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
-}
-
-// v in an order of rows that the Winograd methods know.
-Tensor rows_for(const ConvLayer& layer) {
-  const Tensor& v = layer.v;
-  const bool known = v.is_contiguous() || v.size(1) % kLanes == 0 || layer.method == Method::kDirect;
-  return known ? v : torch::stable::contiguous(v);
 }
 
 // The map is larger than the weight: then the pass that scales the weight is the cheaper one.
@@ -158,24 +87,16 @@ std::tuple<Tensor, Tensor> conv(
     if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) torch::stable::copy_(y, z);
     return finite;
   };
-  if (std::optional<ConvLayer> found = own_layer(x, v, window)) {
-    const ConvShape& shape = found->shape;
-    const Pair size = shape.output_size();
-    const bool last = suggests_channels_last(x) || suggests_channels_last(v);
-    const Tensor y = empty_map(shape.images, channels, size.row, size.column, v.dim() == 3, last);
-    const Tensor rows = rows_for(*found);
-    check_residual(residual_given, y);
-    const ConvLayer layer{shape, false, found->method, x, rows, gain, bias ? floats_of(*bias, held_bias) : nullptr, act,
-                          static_cast<float>(slope)};
-    if (run_conv_layer(layer, residual_given, y, norms)) return {y, norm};
-  }
+  const float* biases = bias ? floats_of(*bias, held_bias) : nullptr;
+  const OwnConv own{x, v, gain, biases, window, act, static_cast<float>(slope)};
+  if (const std::optional<Tensor> y = own_conv(own, residual_given, norms)) return {*y, norm};
   const bool passes = act != Activation::kNone || residual_given;
   if (!half && passes) {
     row_norms(v, norms, 0, channels);
     const std::vector<float> scale = scales_of(gain, norms, channels);
     if (all_can_wait(scale)) {
       std::vector<float> added(channels, 0.0f);
-      if (bias) std::copy_n(floats_of(*bias, held_bias), channels, added.begin());
+      if (bias) std::copy_n(biases, channels, added.begin());
       const Tensor y = convolution(x, v, std::nullopt, window);
       check_residual(residual_given, y);
       if (finished(y, scale, added)) return {y, norm};
@@ -209,29 +130,10 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   const float* gain = floats_of(g, held);
   const float* norms = entries<float>(norm);
 
-  // A bias gradient without that of the weight would need a pass of its own.
-  const bool products = need_x || need_v, bias_alone = need_bias && !need_v;
-  const std::optional<ConvLayer> found = products && !bias_alone ? own_layer(x, v, window) : std::nullopt;
-  if (found) {
-    const ConvShape& shape = found->shape;
-    const Pair size = shape.output_size();
-    const bool flat = v.dim() == 3, last = suggests_channels_last(x) || suggests_channels_last(v);
-    const Tensor rows = rows_for(*found);
-    const ConvLayer layer{shape, false, found->method, x, rows, gain, nullptr, static_cast<Activation>(activation),
-                          static_cast<float>(slope)};
-    Rounded dgain(sizes_of(g), g.scalar_type());
-    std::optional<Tensor> dx, dv, db, dz;
-    if (need_x) dx = empty_map(shape.images, shape.inputs, shape.size.row, shape.size.column, flat, last);
-    if (need_v) dv = empty_as(rows);
-    if (need_bias) db = empty({channels}, ScalarType::Float);
-    if (need_residual && masked)
-      dz = empty_map(shape.images, channels, size.row, size.column, flat, is_channels_last(y));
-    float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
-    if (run_conv_layer_backward(layer, dy_given, y, norms, {dx, dv, dz, dgain.data(), dbias})) {
-      if (dv) dv = laid_out_as(*dv, v);
-      return {dx, dv, need_v ? Gradient(dgain.tensor()) : Gradient(), db, dz};
-    }
-  }
+  Rounded own_dgain(sizes_of(g), g.scalar_type());
+  const OwnConv own{x, v, gain, nullptr, window, static_cast<Activation>(activation), static_cast<float>(slope)};
+  if (const auto found = own_conv_backward(own, dy_given, y, norms, needs, own_dgain.data()))
+    return {found->dx, found->dv, need_v ? Gradient(own_dgain.tensor()) : Gradient(), found->dbias, found->dz};
   // Without an activation y is not kept, and dy's own format is as good as any.
   const Tensor signs = in_lines(masked ? y : dy_given);
   const Tensor dy = laid_out_as(dy_given, signs);

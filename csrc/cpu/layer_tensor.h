@@ -82,6 +82,18 @@ inline Tensor viewed_as(const Tensor& t, const Tensor& like) {
   return Tensor(made);
 }
 
+inline bool same_layout(const Tensor& a, const Tensor& b) {
+  return std::equal(a.strides().begin(), a.strides().end(), b.strides().begin(), b.strides().end());
+}
+
+// A tensor in the layout of `like`, copied only where it has another.
+inline Tensor laid_out_as(const Tensor& t, const Tensor& like) {
+  if (same_layout(t, like)) return t;
+  Tensor copy = empty_as(like, t.scalar_type());
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
 inline void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }

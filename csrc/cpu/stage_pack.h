@@ -166,6 +166,19 @@ inline void measure_norms(const Parameter& v, int64_t outputs, int64_t floats, i
   }
 }
 
+// g / ||v|| of a row; 0 for a row of zeros, and 1 for every row of a plain convolution, which has no g.
+template <class Job>
+WNFUSED_INLINE float row_scale(const Job& job, int64_t row, float norm) {
+  if (!job.g.data) return 1.0f;
+  return norm != 0.0f ? read(job.g, row) / norm : 0.0f;
+}
+
+// .. of a row whose norm is known.
+template <class Job>
+WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
+  return row_scale(job, row, job.norm ? job.norm[row] : 0.0f);
+}
+
 // g / ||v|| and the bias of one output block's rows, and their norms unless that is null; zeros for absent rows.
 // `staging` holds a row.
 template <class Job>
@@ -174,8 +187,8 @@ void measure_scales(const Job& job, int64_t outputs, int64_t floats, int64_t con
   for (int64_t r = 0; r < kLanes; ++r) {
     const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
     const bool present = channel < outputs;
-    const float length = present ? row_norm(job.v, floats, index, staging) : 0.0f;
-    scale[r] = splat(length != 0.0f ? read(job.g, index) / length : 0.0f);
+    const float length = present && job.g.data ? row_norm(job.v, floats, index, staging) : 0.0f;
+    scale[r] = splat(present ? row_scale(job, index, length) : 0.0f);
     bias[channel] = present && job.bias.data ? read(job.bias, index) : 0.0f;
     if (present && norm) norm[index] = length;
   }
@@ -255,8 +268,7 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
     Block scale[kLanes];
     for (int64_t r = 0; r < kLanes; ++r) {
       const int64_t channel = output_block * kLanes + r, index = convolution * geometry.channels + channel;
-      const bool scaled = channel < geometry.channels && job.norm[index] != 0.0f;
-      scale[r] = splat(scaled ? factor * (read(job.g, index) / job.norm[index]) : 0.0f);
+      scale[r] = splat(channel < geometry.channels ? factor * row_scale(job, index) : 0.0f);
     }
     if (output_block + 1 < geometry.channel_blocks)
       fetch_unit(job.v, shape, convolution, (output_block + 1) * kLanes, input_block);
@@ -294,13 +306,14 @@ struct RowLength {
   int64_t floats, padded;
 };
 
-// dv and dg of one row, from dW of that row. Row and gradient are padded with zeros.
+// dv and dg of one row, from dW of that row; of a plain convolution dv is dW. Row and gradient are padded with zeros.
 template <class Job>
 void normalise_gradient(const Job& job, int64_t index, const RowLength& length, const float* weight_gradient,
                         const float* row, float factor, float* result) {
   const auto [floats, padded] = length;
-  const float norm = job.norm[index];
-  float dg = 0.0f, scale = 0.0f;
+  const bool plain = !job.g.data;
+  const float norm = plain ? 0.0f : job.norm[index];
+  float dg = 0.0f, scale = plain ? 1.0f : 0.0f;
   // <dW, v> could overflow where <dW, v / ||v||> does not.
   const Block unit = splat(norm != 0.0f ? 1.0f / norm : 0.0f);
   if (norm != 0.0f) {
@@ -310,7 +323,13 @@ void normalise_gradient(const Job& job, int64_t index, const RowLength& length, 
     dg = factor * horizontal_sum((dot[0] + dot[1]) + (dot[2] + dot[3]));
     scale = read(job.g, index) / norm;
   }
-  write(job.dg, index, dg);
+  if (plain) {
+    Block nothing = zero();
+    for (int64_t k = 0; k < padded; k += kLanes) nothing = multiply_add(load(weight_gradient + k), zero(), nothing);
+    dg = horizontal_sum(nothing);
+  } else {
+    write(job.dg, index, dg);
+  }
   if (dg - dg != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
   const bool in_place = !job.dv.bfloat16 && floats == padded;
   float* target = in_place ? static_cast<float*>(job.dv.data) + index * floats : result;
@@ -319,7 +338,7 @@ void normalise_gradient(const Job& job, int64_t index, const RowLength& length, 
   for (int64_t k = 0; k < padded; k += kLanes)
     store(target + k, scales * multiply_add(load(row + k) * unit, projection, load(weight_gradient + k) * factors));
   // A zero row has zero gradients even where dW is not finite.
-  if (norm == 0.0f)
+  if (norm == 0.0f && !plain)
     for (int64_t k = 0; k < padded; ++k) target[k] = 0.0f;
   if (in_place) return;
   for (int64_t k = 0; k < floats; ++k) write(job.dv, index * floats + k, result[k]);

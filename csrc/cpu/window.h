@@ -33,7 +33,7 @@ struct Pair {
 };
 
 // More than these are left to the vendor.
-constexpr int64_t kMaxWindowTaps = 64, kMaxGrids = 16;
+constexpr int64_t kMaxWindowTaps = 128, kMaxGrids = 16;
 
 // Sources of fewer channels are thin.
 constexpr int64_t kThin = 8;

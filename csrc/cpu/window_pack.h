@@ -55,12 +55,6 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
   }
 }
 
-// g / ||v|| of a row whose norm is known.
-template <class Job>
-WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
-  return job.norm[row] != 0.0f ? read(job.g, row) / job.norm[row] : 0.0f;
-}
-
 // .. by the scales of rows whose norms are known.
 template <class Job>
 void pack_known_window(const Job& job, const Window& window, int64_t outputs, int64_t output_block, float* bank) {

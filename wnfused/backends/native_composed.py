@@ -1,6 +1,8 @@
 """Layers that no kernel runs whole, composed of the row norm, the vendor's product and an epilogue.
 
-float64, float16, norms along another dim, and transposed convolutions that have no kernel.
+float64, float16, norms along another dim, and transposed convolutions that have no kernel. Where a convolution differs
+from what the kernels run in its norm alone (the positional one of wav2vec 2.0: one norm a tap), they take the weight as
+it is.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from torch import Tensor
 from wnfused import reference
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.native_norm import weight_norm, weight_norm_backward
+
+
+_ACTIVATION = {name: number for number, name in enumerate(reference.ACTIVATIONS)}
 
 
 def effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -50,6 +55,11 @@ def conv(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     w, norm = effective_weight(v, g, dim, x.dtype)
     b = None if bias is None else bias.to(x.dtype)
+    if not transposed:
+        window = (stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope)
+        found = torch.ops.wnfused_native.plain_conv.default(x, w, b, residual, *window)
+        if found is not None:
+            return found, norm
     y = torch.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
     return epilogue_(y, residual, activation, negative_slope), norm
 
@@ -59,8 +69,16 @@ def conv_backward(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dz = masked(dy, y, activation, negative_slope)
     w, _ = effective_weight(v, g, dim, x.dtype)
+    if not transposed:
+        window = (stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope)
+        wanted = sum(needed << i for i, needed in enumerate(needs))
+        done, *found = torch.ops.wnfused_native.plain_conv_backward.default(dy, y, x, w, wanted, *window)
+        if done:
+            dx, dw, db, dz = (dy.new_empty(0) if gradient is None else gradient for gradient in found)
+            dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dw, dw)
+            return dx, dv, dg, db, dz
+    dz = masked(dy, y, activation, negative_slope)
     features = w.shape[1] * groups if transposed else w.shape[0]
     gradients = torch.ops.aten.convolution_backward(
         dz, x, w, [features], stride, padding, dilation, transposed, output_padding, groups, needs[:3]

@@ -1,0 +1,97 @@
+#include "conv_own.h"
+
+namespace wnfused::cpu {
+namespace {
+
+// The layer as conv_layer.h describes one; nothing where that has no word for it.
+std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
+  const bool known = v.dim() <= 4 && x.size(1) == v.size(1) * at.groups &&
+                     x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
+  if (!known) return std::nullopt;
+  const int64_t last = v.dim() - 1;
+  const bool flat = v.dim() == 3;
+  const auto pair = [&](const Extents& extents, int64_t one) { return Pair{flat ? one : extents[0], extents.back()}; };
+  return ConvShape{x.size(0), x.size(1), v.size(0), {flat ? 1 : x.size(2), x.size(last)},
+                   {flat ? 1 : v.size(2), v.size(last)}, pair(at.stride, 1), pair(at.padding, 0), pair(at.dilation, 1),
+                   at.groups};
+}
+
+// Kernels of this library that run the layer; nothing where that is left to the vendor's.
+std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at) {
+  const std::optional<ConvShape> shape = conv_shape(x, v, at);
+  if (!shape) return std::nullopt;
+  const std::optional<Method> method = conv_layer_method(*shape, false);
+  if (!method) return std::nullopt;
+  return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
+}
+
+// v in an order of rows that the Winograd methods know.
+Tensor rows_for(const ConvLayer& layer) {
+  const Tensor& v = layer.v;
+  const bool known = v.is_contiguous() || v.size(1) % kLanes == 0 || layer.method == Method::kDirect;
+  return known ? v : torch::stable::contiguous(v);
+}
+
+}  // namespace
+
+void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
+  const size_t spatial = static_cast<size_t>(v.dim()) - 2;
+  STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv: x and v must have 3, 4 or 5 dims");
+  STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial,
+                  "conv: stride, padding and dilation must have ", spatial, " entries");
+  STD_TORCH_CHECK(at.groups >= 1, "conv: groups must be at least 1");
+}
+
+void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at) {
+  constexpr int64_t kFar = int64_t{1} << 31;
+  bool fits = t.scalar_type() == x.scalar_type() && t.dim() == x.dim() && t.size(0) == x.size(0) &&
+              t.size(1) == v.size(0);
+  for (int64_t d = 2; fits && d < v.dim(); ++d) {
+    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], dilation = at.dilation[d - 2];
+    fits = stride >= 1 && 0 <= padding && padding < kFar && 1 <= dilation && dilation < kFar && v.size(d) >= 1;
+    const int64_t room = fits ? x.size(d) + 2 * padding - dilation * (v.size(d) - 1) - 1 : 0;
+    fits = fits && room >= 0 && t.size(d) == room / stride + 1;
+  }
+  STD_TORCH_CHECK(fits, "conv: ", name, " must have the dtype of x and the shape of the output");
+}
+
+std::optional<Tensor> own_conv(const OwnConv& conv, const std::optional<Tensor>& residual, float* norms) {
+  const Tensor &x = conv.x, &v = conv.v;
+  const std::optional<ConvLayer> found = own_layer(x, v, conv.at);
+  if (!found) return std::nullopt;
+  const ConvShape& shape = found->shape;
+  const Pair size = shape.output_size();
+  const bool last = suggests_channels_last(x) || suggests_channels_last(v);
+  const Tensor y = empty_map(shape.images, shape.outputs, size.row, size.column, v.dim() == 3, last);
+  const Tensor rows = rows_for(*found);
+  check_residual(residual, y);
+  const ConvLayer layer{shape, false, found->method, x, rows, conv.gain, conv.bias, conv.activation, conv.slope};
+  return run_conv_layer(layer, residual, y, norms) ? std::optional(y) : std::nullopt;
+}
+
+std::optional<OwnGradients> own_conv_backward(const OwnConv& conv, const Tensor& dy, const Tensor& y,
+                                              const float* norms, int64_t needs, float* dgain) {
+  const Tensor &x = conv.x, &v = conv.v;
+  const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
+  // A bias gradient without that of the weight would need a pass of its own.
+  const bool ours = need_v || (need_x && !need_bias);
+  const std::optional<ConvLayer> found = ours ? own_layer(x, v, conv.at) : std::nullopt;
+  if (!found) return std::nullopt;
+  const ConvShape& shape = found->shape;
+  const Pair size = shape.output_size();
+  const bool flat = v.dim() == 3, last = suggests_channels_last(x) || suggests_channels_last(v);
+  const Tensor rows = rows_for(*found);
+  const ConvLayer layer{shape, false, found->method, x, rows, conv.gain, nullptr, conv.activation, conv.slope};
+  OwnGradients made;
+  if (need_x) made.dx = empty_map(shape.images, shape.inputs, shape.size.row, shape.size.column, flat, last);
+  if (need_v) made.dv = empty_as(rows);
+  if (need_bias) made.dbias = empty({shape.outputs}, ScalarType::Float);
+  if (need_residual && conv.activation != Activation::kNone)
+    made.dz = empty_map(shape.images, shape.outputs, size.row, size.column, flat, is_channels_last(y));
+  float* dbias = made.dbias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr;
+  if (!run_conv_layer_backward(layer, dy, y, norms, {made.dx, made.dv, made.dz, dgain, dbias})) return std::nullopt;
+  if (made.dv) made.dv = laid_out_as(*made.dv, v);
+  return made;
+}
+
+}  // namespace wnfused::cpu

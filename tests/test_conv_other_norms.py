@@ -1,0 +1,118 @@
+"""Convolutions normalised along another dim than their rows: the C++ kernels take the effective weight as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from own_conv import NAMES, Case, assert_close, channels_last, method_of, same3x3, sample
+
+from wnfused import reference
+from wnfused.backends import native, native_composed
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+TOLERANCE = 4 * 64 * 2.0**-24
+
+CASES = {
+    "winograd": same3x3(2, 24, 32, 11, 12),
+    "window": Case(2, 16, 32, (12, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "1x1": Case(3, 32, 48, (8, 8), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "1x1, many inputs": Case(3, 136, 40, (11, 17), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "an image": Case(2, 3, 24, (12, 9), (5, 4), (2, 2), (2, 1), (1, 1)),
+    "a position's": Case(2, 64, 64, (40,), (128,), (1,), (64,), (1,), groups=4),
+    "depthwise": Case(2, 24, 24, (9, 10), (3, 3), (1, 1), (1, 1), (1, 1), groups=24),
+    "the vendor's": Case(2, 16, 2, (9, 10), (3, 3), (1, 1), (1, 1), (1, 1)),
+}
+
+
+def tensors_of(case: Case, dim: int | None, last: bool = False) -> list[torch.Tensor]:
+    """x, v, g, bias, residual; with a zero row of v, and a zero gain."""
+    tensors = [channels_last(t, last) for t in sample(case)]
+    v = tensors[1]
+    shape = [1] * v.dim() if dim is None else [n if d == dim % v.dim() else 1 for d, n in enumerate(v.shape)]
+    g = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
+    if dim is not None and v.shape[dim] > 2:
+        v.select(dim, 0).zero_()
+        g.view(-1)[1] = 0
+    return [tensors[0], v, g, *tensors[3:]]
+
+
+@pytest.mark.parametrize("activation", ["none", "leaky_relu"])
+@pytest.mark.parametrize("dim", [None, 1, 2])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_against_float64(isa, case, dim, activation):
+    x, v, g, bias, residual = tensors_of(case, dim, last=dim == 1)
+    rest = (*case.geometry, dim, activation, 0.25)
+    y, norm = native.conv(x, v, g, bias, residual, *rest)
+    wide = [t.double() for t in (x, v, g, bias, residual)]
+    wanted_y, wanted_norm = reference.conv(*wide, *rest)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    needs = [True, True, True, True]
+    found = native.conv_backward(dy, y, x, v, g, norm, needs, *rest)
+    # The kernel's own y, so that both have passed the same side of the activation.
+    wanted = reference.conv_backward(dy.double(), y.double(), *wide[:3], wanted_norm, needs, *rest)
+    pairs = ((y, norm, *found), (wanted_y, wanted_norm, *wanted))
+    given, true = (dict(zip(NAMES, tensors, strict=True)) for tensors in pairs)
+    assert_close(given, true, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernels_take_what_they_take_of_rows(case):
+    x, v, _, bias, residual = tensors_of(case, None)
+    window = (list(case.stride), list(case.padding), list(case.dilation), case.groups)
+    found = torch.ops.wnfused_native.plain_conv(x, v, bias, residual, *window, 0, 0.0)
+    assert (found is None) == (method_of(case) == "vendor")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("case", [CASES["winograd"], CASES["window"], CASES["an image"]], ids=str)
+def test_what_is_not_finite_is_the_vendors(isa, case, value):
+    x, v, _, bias, residual = tensors_of(case, None)
+    window = (list(case.stride), list(case.padding), list(case.dilation), case.groups)
+    x.view(-1)[7] = value
+    assert torch.ops.wnfused_native.plain_conv(x, v, bias, residual, *window, 0, 0.0) is None
+    x.view(-1)[7] = 1
+    y = torch.ops.wnfused_native.plain_conv(x, v, bias, residual, *window, 0, 0.0)
+    dy = torch.ones_like(y)
+    dy.view(-1)[3] = value
+    assert not torch.ops.wnfused_native.plain_conv_backward(dy, y, x, v, 7, *window, 0, 0.0)[0]
+
+
+@pytest.mark.parametrize("needs", [1, 2, 3, 6, 7, 15])
+def test_only_what_is_needed(needs):
+    case = CASES["window"]
+    x, v, _, bias, residual = tensors_of(case, None)
+    window = (list(case.stride), list(case.padding), list(case.dilation), case.groups, 1, 0.0)
+    y = torch.ops.wnfused_native.plain_conv(x, v, bias, residual, *window)
+    done, *found = torch.ops.wnfused_native.plain_conv_backward(torch.ones_like(y), y, x, v, needs, *window)
+    assert done
+    assert [gradient is not None for gradient in found] == [bool(needs & 1 << i) for i in range(4)]
+
+
+def test_wrong_arguments_are_refused():
+    x, v = torch.randn(2, 16, 8, 8), torch.randn(32, 16, 3, 3)
+    window = ([1, 1], [1, 1], [1, 1], 1, 1, 0.0)
+    ops = torch.ops.wnfused_native
+    y = ops.plain_conv(x, v, None, None, *window)
+    with pytest.raises(RuntimeError, match="bias"):
+        ops.plain_conv(x, v, torch.ones(31), None, *window)
+    with pytest.raises(RuntimeError, match="residual"):
+        ops.plain_conv(x, v, None, y[:1], *window)
+    with pytest.raises(RuntimeError, match="entries"):
+        ops.plain_conv(x, v, None, None, [1], [1], [1], 1, 1, 0.0)
+    with pytest.raises(RuntimeError, match="dy"):
+        ops.plain_conv_backward(y[:, :16], y, x, v, 7, *window)
+    with pytest.raises(RuntimeError, match=r"\by\b"):
+        ops.plain_conv_backward(y, y[:1], x, v, 7, *window)
+    assert ops.plain_conv(x.double(), v.double(), None, None, *window) is None
+
+
+def test_composed_layers_use_them(monkeypatch):
+    """Else the tests above would see the vendor's products."""
+    case = CASES["a position's"]
+    x, v, g, bias, residual = tensors_of(case, 2)
+    monkeypatch.setattr(torch, "convolution", None)
+    y, norm = native_composed.conv(x, v, g, bias, residual, *case.geometry, 2, "none", 0.0)
+    monkeypatch.undo()
+    assert y.shape == residual.shape
+    assert norm.shape == (128,)
