@@ -12,11 +12,12 @@ from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
-# (M, K, N) in whole blocks of 16 channels: about a panel of 64 rows, a weight gradient as one product (128 channels and
+# (M, K, N) in whole blocks of 16 channels, and ragged ones: about a panel of 64 rows, a weight gradient as one product (128 channels and
 # 256 rows), one that is not; the last ones have too many weights for their rows, or too few rows.
 SHAPES = [
     (9, 16, 16), (63, 16, 32), (64, 32, 16), (65, 64, 48), (300, 128, 64), (300, 64, 128), (257, 256, 48),
     (1030, 96, 32), (2048, 16, 16), (64, 128, 128), (8, 16, 16),
+    (9, 20, 17), (70, 40, 100), (65, 17, 33), (300, 130, 70), (400, 48, 20), (333, 31, 48),
 ]  # fmt: skip
 
 
@@ -28,15 +29,16 @@ def test_shapes(isa, shape, activation):
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu"])
-def test_only_what_is_needed(needs, activation):
-    found, expected = both(linear_sample(200, 48, 32), (), activation, needs=needs)
+@pytest.mark.parametrize("shape", [(200, 48, 32), (200, 44, 28)], ids=str)
+def test_only_what_is_needed(needs, activation, shape):
+    found, expected = both(linear_sample(*shape), (), activation, needs=needs)
     assert {name for name in NAMES if found.get(name) is not None} == {
         name for name in NAMES if expected.get(name) is not None
     }
     assert_close(found, expected, torch.float32)
 
 
-@pytest.mark.parametrize("shape", [(700, 64, 48), (300, 128, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(700, 64, 48), (300, 128, 64), (700, 60, 44)], ids=str)
 def test_the_same_bits_for_any_number_of_threads(isa, shape):
     if not isa.startswith("avx512"):
         pytest.skip("the vendor's products")

@@ -69,23 +69,26 @@ Parameter parameter_of(const std::optional<Tensor>& tensor) {
   return {const_cast<void*>(tensor->const_data_ptr()), false, !tensor->is_contiguous()};
 }
 
+LayerMap dense_map(const ExternalMap& given, const MapShape& shape) {
+  if (shape.channels != shape.padded_channels) return {given, nullptr, Access::kCopy, true};
+  return {given, static_cast<float*>(given.data), Access::kInPlace, true};
+}
+
 // A map over one dim has one row.
 LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool matrix) {
   if (!tensor) return {};
   const Tensor& t = *tensor;
   if (matrix) {
     const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, 0, 1, shape.map_size(), shape.channels};
-    return {given, static_cast<float*>(given.data), Access::kInPlace};
+    return dense_map(given, shape);
   }
   const int64_t last = t.dim() - 1, columns = t.stride(last), rows = t.dim() == 4 ? t.stride(2) : shape.width * columns;
   const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, t.stride(0), t.stride(1), rows, columns};
   const auto lies = [](int64_t size, int64_t stride, int64_t expected) { return size == 1 || stride == expected; };
-  const bool in_place = shape.channels == shape.padded_channels && lies(shape.channels, given.channel_stride, 1) &&
-                        lies(shape.width, columns, shape.channels) &&
-                        lies(shape.height, rows, shape.width * shape.channels) &&
-                        lies(shape.images, given.image_stride, shape.height * shape.width * shape.channels);
-  if (in_place) return {given, static_cast<float*>(given.data), Access::kInPlace};
-  return {given, nullptr, Access::kCopy};
+  const bool dense = lies(shape.channels, given.channel_stride, 1) && lies(shape.width, columns, shape.channels) &&
+                     lies(shape.height, rows, shape.width * shape.channels) &&
+                     lies(shape.images, given.image_stride, shape.height * shape.width * shape.channels);
+  return dense ? dense_map(given, shape) : LayerMap{given, nullptr, Access::kCopy, false};
 }
 
 void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
@@ -98,18 +101,47 @@ int64_t source_size(const Window& window) { return window.padded_size(); }
 bool has_border(const Geometry&) { return false; }
 bool has_border(const Window& window) { return window.has_border(); }
 
-// A map that is read needs the border; one that suits the items needs no copy.
-void choose_source_access(const Geometry&, LayerMap&) {}
-void choose_source_access(const Window& window, LayerMap& map) {
-  if (window.has_border() || window.is_thin()) map.access = Access::kCopy;
-  else if (map.is_copied() && window.is_pointwise()) map.access = Access::kPanels;
+// Takes a map that would be copied for its ragged channels alone.
+void take_in_place(LayerMap& map) {
+  map.own = static_cast<float*>(map.given.data);
+  map.access = Access::kInPlace;
 }
 
-void choose_target_access(const Geometry&, LayerMap&, LayerMap&) {}
-void choose_target_access(const Window& window, LayerMap& target, LayerMap& residual) {
-  if (!target.is_copied() || !window.is_run()) return;
+// A map that is read needs the border; one that suits the items needs no copy.
+void choose_source_access(Geometry&, LayerMap&) {}
+void choose_source_access(Window& window, LayerMap& map) {
+  if (window.has_border()) {
+    map.access = Access::kCopy;
+  } else if (map.is_copied() && map.dense) {
+    take_in_place(map);
+    window.pixel = window.source.channels;
+  } else if (map.is_copied() && window.is_pointwise() && !window.is_thin()) {
+    map.access = Access::kPanels;
+  }
+}
+
+void choose_target_access(Geometry&, LayerMap&, LayerMap&) {}
+void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) {
+  if (!target.is_copied()) return;
+  if (target.dense && !residual.given.data) {
+    take_in_place(target);
+    window.target_pixel = window.target.channels;
+    return;
+  }
+  if (!window.is_run()) return;
   target.access = Access::kPanels;
   residual.access = Access::kPanels;
+}
+
+// .. for the weight gradient.
+void choose_gradient_access(Geometry&, bool, LayerMap&) {}
+void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
+  if (window.has_border()) {
+    x.access = Access::kCopy;
+  } else if (x.is_copied() && x.dense && !transposed && !window.has_product_gradient()) {
+    take_in_place(x);
+    window.pixel = window.source.channels;
+  }
 }
 
 // Items that read or mask pixels hold two runs of them.
@@ -230,8 +262,9 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   job.dbias = parameter_of(gradients.dbias);
   LayerMap none{};
   choose_target_access(job.transposed, job.dx, none);
-  // The weight gradient reads x, and dz, once for every group of output blocks.
-  if (has_border(job.geometry)) job.x.access = Access::kCopy;
+  // The weight gradient reads x, and dz, once for every group of output blocks; dz, or a transposed layer's x, by
+  // whole blocks.
+  choose_gradient_access(job.geometry, layer.transposed, job.x);
   if (has_border(job.transposed)) job.dz.access = Access::kCopy;
   job.is_transposed = layer.transposed;
   job.weight = gradients.dv.has_value();

@@ -4,7 +4,8 @@
 //   backward   dz = act'(y) dy, read x | dW = x * dz, dx = conv'(dz, w) | dv, dg, db from dW, write dx
 //
 // '|' are phase boundaries. A map that has the kernels' own layout (stage.h), a channels_last tensor of a multiple of
-// 16 channels, is read and written where it is; others are converted on the way in and out.
+// 16 channels, is read and written where it is; others are converted on the way in and out, but for channels_last ones
+// of any number of channels that a window reads without a border, or writes.
 //
 //   Winograd   3x3, stride 1, padding 1, maps of some size: the stage's convolution, `Geometry`
 //   direct     every other window: `Window` (window.h), or `Depthwise` (depthwise.h)
@@ -35,6 +36,7 @@ struct LayerMap {
   ExternalMap given;  // data null: there is none
   float* own;
   Access access;
+  bool dense;  // channels of a pixel, and then pixels, lie one after another, be they whole blocks or not
 
   bool is_in_place() const { return access == Access::kInPlace; }
   bool is_copied() const { return given.data && access == Access::kCopy; }

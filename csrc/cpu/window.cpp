@@ -21,6 +21,7 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
   window.source = source;
   window.target = target;
   window.pixel = thin ? source.channels : source.padded_channels;
+  window.target_pixel = target.padded_channels;
   window.tap_columns = thin && shape.dilation.column == 1 ? shape.kernel.column : 1;
   window.output_blocks = target.channel_blocks;
   window.padded_outputs = target.padded_channels;

@@ -66,8 +66,8 @@ struct Grid {
 
 struct Window : Division {
   MapShape source, target;
-  int64_t pixel;        // floats from one pixel of the source to the next
-  int64_t tap_columns;  // of the kernel, which one tap stands for
+  int64_t pixel, target_pixel;  // floats from one pixel of the source, and of the target, to the next
+  int64_t tap_columns;          // of the kernel, which one tap stands for
   // The source has a border of zeros as wide as the taps reach: before its first row and column, and from one row of
   // pixels to the next.
   Pair before, after;

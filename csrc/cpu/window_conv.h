@@ -88,9 +88,16 @@ struct PanelEnd {
   const float* bias;                  // or null
   Activation activation;
   float slope;
+  int64_t channels;  // from the first block's on, that there is room for
   int64_t next;  // from a block's outputs to those of the panel's next two, or of the next panel's first; 0: not known
   Block poison;  // 0 while everything is finite, before its activation
 };
+
+// Any number of floats, not many.
+inline void put_floats(float* target, const float* source, int64_t count) {
+  for (; count >= kLanes; count -= kLanes, target += kLanes, source += kLanes) store(target, load(source));
+  copy_lanes(target, source, count);
+}
 
 // Row `row` and block `block` are the tile's first. An infinity stays one, whatever the activation, as torch's does.
 template <int Rows, int Cols>
@@ -123,9 +130,17 @@ WNFUSED_INLINE void finish_tile(PanelEnd& end, int64_t row, int64_t block, Block
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = leaky_mask(sum[r][c], sum[r][c], slope);
     }
   }
-  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    float* target = end.target[row + r] + channel;
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(target + c * kLanes, sum[r][c]);
+  if (channel + Cols * kLanes <= end.channels) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      float* target = end.target[row + r] + channel;
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(target + c * kLanes, sum[r][c]);
+    }
+  } else {
+    float values[Rows][Cols * kLanes];
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(values[r] + c * kLanes, sum[r][c]);
+    }
+    for (int r = 0; r < Rows; ++r) put_floats(end.target[row + r] + channel, values[r], end.channels - channel);
   }
 }
 
@@ -215,7 +230,7 @@ WNFUSED_INLINE void for_images(const MapShape& shape, int64_t first, int64_t cou
 // not where they are, and a row that is not read.
 inline void aim_panel(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
                       int64_t blocks, float* scratch, PanelEnd& end) {
-  const int64_t channels = blocks * kLanes, rows = window.conv_rows, pixel = window.padded_outputs;
+  const int64_t channels = blocks * kLanes, rows = window.conv_rows, pixel = window.target_pixel;
   float *values = scratch, *added = values + rows * channels, *unread = added + rows * channels;
   const bool residual = maps.residual.given.data != nullptr;
   end = {};
@@ -223,6 +238,7 @@ inline void aim_panel(const Window& window, const WindowMaps& maps, const Units&
   end.activation = maps.activation;
   end.slope = maps.slope;
   end.poison = zero();
+  end.channels = maps.target.own ? pixel - first_block * kLanes : channels;
   if (maps.target.own) {
     for (int64_t t = 0; t < units.count; ++t) {
       const int64_t at = units.target[t] * pixel + first_block * kLanes;
@@ -284,7 +300,7 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
     const bool pair = kCols == 2 && takes_pair(window, block, blocks - b);
     const auto run = pair ? window_columns<kCols> : window_columns<1>;
     end.next = 0;
-    if (fresh) end.next = b + kCols < blocks ? kCols * kLanes : window.conv_rows * window.padded_outputs - b * kLanes;
+    if (fresh) end.next = b + kCols < blocks ? kCols * kLanes : window.conv_rows * window.target_pixel - b * kLanes;
     run({units.source, met, count, window.first_channel(block), window.depth, block * window.block_floats(),
          window.block_floats(), b == 0 ? ahead : 0},
         units.count, b, end);

@@ -61,6 +61,9 @@ struct PanelGradient {
 // Adds a panel to the bank of its output blocks, tap by tap ..
 inline void add_panel(const Window& window, const PanelGradient& panel, float* bank) {
   const int64_t col_stride = window.block_floats();
+  // Nothing is read beyond the channels of a pixel, unless there are zeros.
+  const bool padded = window.pixel == window.source.padded_channels;
+  const int64_t whole = padded ? window.depth : window.depth / kPairRows * kPairRows;
   for (int64_t k = 0; k < window.grids[0].taps; ++k) {
     const Tap& tap = window.taps[k];
     if (!touches(window, panel.units, tap)) continue;
@@ -70,9 +73,20 @@ inline void add_panel(const Window& window, const PanelGradient& panel, float* b
       const bool pair = kCols == 2 && takes_pair(window, panel.first_block + b, panel.blocks - b);
       const auto run = pair ? window_outer_tile<kPairRows, kCols, ChannelRun> : window_outer_tile<kPairRows, 1, ChannelRun>;
       const int64_t first = offset + window.first_channel(panel.first_block + b);
-      for (int64_t i = 0; i < window.depth; i += kPairRows)
-        run(panel.units.source, {first + i, plane + b * col_stride + i * kLanes}, panel.gradients, b * kLanes,
-            panel.units.count, col_stride);
+      float* bank0 = plane + b * col_stride;
+      for (int64_t i = 0; i < whole; i += kPairRows)
+        run(panel.units.source, {first + i, bank0 + i * kLanes}, panel.gradients, b * kLanes, panel.units.count,
+            col_stride);
+      if (whole < window.depth) {
+        Entries rest;
+        for (int64_t i = 0; i < kPairRows; ++i) {
+          const int64_t channel = smaller(whole + i, window.depth - 1);
+          rest.first[i] = first + channel;
+          rest.bank[i] = bank0 + channel * kLanes;
+        }
+        const auto run = pair ? window_outer_tile<kPairRows, kCols, Entries> : window_outer_tile<kPairRows, 1, Entries>;
+        run(panel.units.source, rest, panel.gradients, b * kLanes, panel.units.count, col_stride);
+      }
       b += pair ? kCols : 1;
     }
   }
