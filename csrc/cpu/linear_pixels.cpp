@@ -18,7 +18,7 @@ bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, cons
   // Measured beside the products of AVX-512: entries of v that a row of x pays the packing of.
   constexpr int64_t kWeightsARow = 160;
   const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
-  return products && active_isa() == Isa::kAvx512 && floats && shape.inner >= kLanes && shape.features >= kLanes &&
+  return products && active_isa() == Isa::kAvx512 && floats &&
          shape.inner * shape.features <= kWeightsARow * shape.rows;
 }
 
