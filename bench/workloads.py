@@ -127,7 +127,7 @@ def _linear() -> list[Workload]:
             peers=("eager", "plain", "compile"),
             quick=(features, batch) in ((64, 32), (1024, 32), (1024, 256)),
         )
-        for features in (64, 256, 1024, 4096)
+        for features in (64, 100, 256, 1024, 4096)
         for batch in (1, 32, 256, 1024)
     ]
 
@@ -167,11 +167,13 @@ def _conv(kernel: int, shapes: tuple[tuple[int, int, int], ...], quick: tuple[in
 
 
 def _windows() -> list[Workload]:
-    # Channels in and out, size, kernel, stride, dilation, batch: of residual networks, vocoders, temporal networks.
+    # Channels in and out, size, kernel, stride, dilation, batch: of residual networks, vocoders, temporal networks, and
+    # first layers on images and waveforms.
     layers = (
         (16, 32, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 1, 2, 1, 8),
         (64, 64, (16, 16), 5, 1, 1, 8), (64, 64, (1024,), 3, 1, 4, 1), (32, 32, (8192,), 11, 1, 5, 1),
-        (128, 128, (512,), 7, 1, 1, 8),
+        (128, 128, (512,), 7, 1, 1, 8), (3, 32, (32, 32), 3, 1, 1, 8), (3, 64, (64, 64), 7, 2, 1, 8),
+        (1, 128, (8192,), 15, 1, 1, 2),
     )  # fmt: skip
     found = [
         WindowLayer(
@@ -183,8 +185,9 @@ def _windows() -> list[Workload]:
         )
         for channels, outputs, size, kernel, stride, dilation, batch in layers
     ]  # fmt: skip
-    # Of discriminators in vocoders, and of networks of depthwise layers.
+    # Of discriminators in vocoders, the positional one of wav2vec 2.0, and of networks of depthwise layers.
     grouped = (
+        (768, 768, (200,), 128, 1, 16, 1),
         (128, 128, (2048,), 41, 2, 4, 2), (128, 256, (1024,), 41, 2, 16, 4), (256, 512, (1024,), 41, 4, 16, 4),
         (96, 96, (56, 56), 7, 1, 96, 1), (96, 96, (32, 32), 3, 1, 96, 8), (384, 384, (16, 16), 3, 1, 384, 8),
         (144, 144, (32, 32), 3, 2, 144, 8), (960, 960, (8, 8), 3, 1, 960, 8),

@@ -231,7 +231,7 @@ def orthonormal_rows(draw: random.Random) -> None:
 def linear(draw: random.Random, dtype: torch.dtype) -> None:
     rows, inputs, outputs = draw.choice((0, 1, 2, draw.randint(3, 70))), draw.randint(1, 80), draw.randint(1, 80)
     if draw.random() < 0.3:  # enough rows for a 1x1 convolution
-        rows, inputs, outputs = draw.randint(30, 300), 16 * draw.randint(1, 9), 16 * draw.randint(1, 3)
+        rows, inputs, outputs = draw.randint(30, 300), draw.randint(1, 140), draw.randint(1, 50)
     x = strided(draw, normal(draw, rows, inputs)).to(dtype)
     v = normal(draw, outputs, inputs)
     layer(draw, native.linear, native.linear_backward, reference.linear, reference.linear_backward, x, v, ())
@@ -272,8 +272,9 @@ def window(draw: random.Random) -> own_conv.Case:
         return tuple(draw.choice(values) for _ in range(dims))
 
     size = tuple(draw.randint(1, 60 if dims == 1 else 14) for _ in range(dims))
-    images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(6, 50), draw.randint(6, 50)
-    kernel, stride, padding, dilation = each(1, 1, 2, 3, 5), each(1, 1, 2, 3), each(0, 1, 2, 4), each(1, 1, 2)
+    images, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(6, 50)
+    inputs = draw.choice((draw.randint(1, 7), draw.randint(6, 50)))
+    kernel, stride, padding, dilation = each(1, 1, 2, 3, 5, 9), each(1, 1, 2, 3), each(0, 1, 2, 4), each(1, 1, 2)
     case = own_conv.Case(images, inputs, outputs, size, kernel, stride, padding, dilation, draw.random() < 0.4)
     if draw.random() < 0.3:
         return case._replace(outputs=inputs, groups=inputs, transposed=False)
@@ -286,9 +287,11 @@ def layer(
 ) -> None:  # fmt: skip
     transposed = len(geometry) > 3 and geometry[3] is True
     outputs = v.shape[1] if transposed else v.shape[0]
-    g = gain(draw, v.shape[0]).reshape(-1, *[1] * (v.dim() - 1))
+    dim = 0 if transposed else draw.choice((0, 0, 0, None, v.dim() - 1))
+    rows = [1] * v.dim() if dim is None else [n if d == dim else 1 for d, n in enumerate(v.shape)]
+    g = gain(draw, *rows)
     bias = draw.choice((None, normal(draw, outputs)))
-    options = (0, draw.choice(("none", "relu", "leaky_relu")), 0.1)
+    options = (dim, draw.choice(("none", "relu", "leaky_relu")), 0.1)
     tolerance = FP32 if x.dtype == torch.float32 else BF16
     wide = [None if t is None else t.double() for t in (x, v, g, bias)]
     expected, expected_norm = wanted_forward(*wide, None, *geometry, *options)

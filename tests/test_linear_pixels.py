@@ -12,8 +12,8 @@ from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
-# (M, K, N) in whole blocks of 16 channels, and ragged ones: about a panel of 64 rows, a weight gradient as one product (128 channels and
-# 256 rows), one that is not; two have too many weights for their rows, or too few rows.
+# (M, K, N) in whole blocks of 16 channels, ragged, and few: about a panel of 64 rows, a weight gradient as one product
+# (128 channels and 256 rows), one that is not; two have too many weights for their rows, or too few rows.
 SHAPES = [
     (9, 16, 16), (63, 16, 32), (64, 32, 16), (65, 64, 48), (300, 128, 64), (300, 64, 128), (257, 256, 48),
     (1030, 96, 32), (2048, 16, 16), (64, 128, 128), (8, 16, 16),

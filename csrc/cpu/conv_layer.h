@@ -114,7 +114,7 @@ struct ConvLayer {
   const float *gain, *bias;            // gain null: a plain convolution, w = v; bias may be null
   Activation activation;
   float slope;
-  bool matrix = false;  // the maps are dense, a row a pixel of one line, of whole blocks of channels
+  bool matrix = false;  // the maps are dense, a row a pixel of one line
 };
 
 // Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.

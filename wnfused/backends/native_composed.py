@@ -14,7 +14,6 @@ from wnfused import reference
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.native_norm import weight_norm, weight_norm_backward
 
-
 _ACTIVATION = {name: number for number, name in enumerate(reference.ACTIVATIONS)}
 
 

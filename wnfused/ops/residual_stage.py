@@ -13,7 +13,15 @@ from torch.overrides import handle_torch_function
 from wnfused import reference
 from wnfused._numbers import positive
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._registration import below_autograd, define, differentiable, leaves_the_package
+from wnfused.ops._direct import is_open
+from wnfused.ops._registration import (
+    below_autograd,
+    define,
+    differentiable,
+    leaves_the_package,
+    no_view,
+    through_reference,
+)
 
 
 def _fake(
@@ -61,6 +69,33 @@ def _backward(
 _call = differentiable(_op, reference=reference.residual_stage, backward=_backward)
 
 
+class _Direct(torch.autograd.Function):
+    """The short way of ``wnfused.ops._direct``: the C++ kernel and no other, which checks its arguments itself."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        y, norm, maps = torch.ops.wnfused_native.residual_stage.default._op(*arguments, True)
+        ctx.constants = arguments[4:]
+        ctx.save_for_backward(*arguments[:4], norm, maps)
+        return no_view(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, v, g, bias, norm, maps = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
+        found = torch.ops.wnfused_native.residual_stage_backward.default._op(
+            dy, v, g, bias, norm, maps, *ctx.constants, any(needs[1:4])
+        )
+        return *(gradient if needed else None for gradient, needed in zip(found, needs, strict=False)), None, None
+
+
+_Direct.__name__ = _Direct.__qualname__ = "residual_stage"
+# torch.autograd.Function.apply itself: a look for functorch transforms, which is_open has seen to, and this.
+_record = super(torch.autograd.Function, _Direct).apply
+
+
 def residual_stage(
     x: Tensor,
     v: Tensor,
@@ -92,9 +127,42 @@ def residual_stage(
 
     Source: Arpit, Campos & Bengio 2019, eq. 6 (alpha absorbed in the gain), with one ReLU a block.
     """
+    every = 0 if recompute is None else recompute
+    direct = (
+        type(skip_scale) is float
+        and type(every) is int
+        and -math.inf < skip_scale < math.inf
+        and (every > 0 or recompute is None)
+        and bias is not None
+        and is_open(x, v, g, bias, None)
+    )
+    if not direct:
+        return _general(x, v, g, bias, skip_scale, recompute)
+    try:
+        if torch.is_grad_enabled() and (x.requires_grad or v.requires_grad or g.requires_grad or bias.requires_grad):
+            return _record(x, v, g, bias, skip_scale, every)
+        return torch.ops.wnfused_native.residual_stage.default._op(x, v, g, bias, skip_scale, every, False)[0]
+    except (RuntimeError, TypeError):
+        _checked(x, v, g, bias, skip_scale, recompute)
+        raise
+
+
+def _general(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int | None
+) -> Tensor:  # fmt: skip
     tensors = (x, v, g, bias)
     if arguments.answered_for(tensors):
         return handle_torch_function(residual_stage, tensors, x, v, g, bias, skip_scale=skip_scale, recompute=recompute)
+    x = _checked(x, v, g, bias, skip_scale, recompute)
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, v, g, bias))
+    save = recorded and not leaves_the_package()
+    return _call(x, v, g, bias, float(skip_scale), recompute or 0, save)[0]
+
+
+def _checked(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int | None
+) -> Tensor:  # fmt: skip
+    """x in the dtype that it is computed in."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
     if x.dim() != 4:
@@ -111,6 +179,4 @@ def residual_stage(
         raise ValueError(f"skip_scale: {skip_scale} must be finite")
     if recompute is not None:
         positive(recompute=recompute)
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, v, g, bias))
-    save = recorded and not leaves_the_package()
-    return _call(x, v, g, bias, float(skip_scale), recompute or 0, save)[0]
+    return x
