@@ -105,7 +105,7 @@ bool has_small_tiles(const ConvShape& shape) {
 Depthwise make_depthwise(const ConvShape& shape, bool back, int64_t pieces) {
   Depthwise layer{};
   static_cast<Window&>(layer) = back ? backward_window(shape, 1) : forward_window(shape, false, 1);
-  const auto [first, last] = std::pair(layer.taps, layer.taps + layer.planes);
+  const Tap *first = layer.taps, *last = first + layer.planes;
   const auto reach = [&](int64_t Tap::*at) {
     return std::minmax_element(first, last, [at](const Tap& a, const Tap& b) { return a.*at < b.*at; });
   };
