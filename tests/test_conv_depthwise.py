@@ -31,7 +31,7 @@ from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
-# A direct sum over at most 64 taps, or 10,000 products.
+# A direct sum over at most 128 taps, or 10,000 products.
 TOLERANCE = 64 * 2.0**-24
 
 
@@ -44,6 +44,7 @@ def depthwise(images, channels, size, kernel, stride=None, padding=None, dilatio
 
 CASES = {
     "3x3": depthwise(2, 32, (9, 10), (3, 3)),
+    "11x11": depthwise(2, 24, (15, 14), (11, 11)),
     "3x3, stride 2": depthwise(2, 48, (9, 12), (3, 3), (2, 2)),
     "5x5": depthwise(2, 32, (9, 10), (5, 5)),
     "7x7": depthwise(1, 64, (14, 14), (7, 7)),
@@ -157,7 +158,7 @@ def test_maps_of_any_size_are_taken():
 @pytest.mark.parametrize(
     "case",
     [
-        depthwise(1, 16, (80, 80), (9, 8)),
+        depthwise(1, 16, (80, 80), (12, 11)),
         depthwise(1, 16, (20, 20), (5, 5), (5, 4)),
         depthwise(1, 16, (8, 8), (3, 3), None, (8192, 8192)),
         depthwise(1, 112, (8, 8), (3, 3), None, (600, 600)),
