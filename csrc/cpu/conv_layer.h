@@ -13,8 +13,8 @@
 // A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v
 // belong to x's channels, so every norm comes before the first product.
 //
-// Banks, panels, slices and the order of sums are alike but for depthwise layers. A value that is not finite is left to the vendor's convolution
-// (layer_conv.cpp).
+// Banks, panels, slices and the order of sums are alike but for depthwise layers. A value that is not finite is left to
+// the vendor's convolution (layer_conv.cpp).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -196,7 +196,7 @@ def orthonormal_rows_(a: Tensor) -> Tensor:
 FUSED_DTYPES = (torch.float32, torch.bfloat16)
 """Of ``x``; the parameters have the same, or float32."""
 
-_ACTIVATION = {name: number for number, name in enumerate(reference.ACTIVATIONS)}
+_ACTIVATION = native_composed.ACTIVATION_NUMBERS
 
 
 def _is_fused(x: Tensor, v: Tensor, g: Tensor, dim: int | None) -> bool:

@@ -14,7 +14,8 @@ from wnfused import reference
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.native_norm import weight_norm, weight_norm_backward
 
-_ACTIVATION = {name: number for number, name in enumerate(reference.ACTIVATIONS)}
+ACTIVATION_NUMBERS = {name: number for number, name in enumerate(reference.ACTIVATIONS)}
+"""The kernels' numbers of the activations."""
 
 
 def effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -55,7 +56,7 @@ def conv(
     w, norm = effective_weight(v, g, dim, x.dtype)
     b = None if bias is None else bias.to(x.dtype)
     if not transposed:
-        window = (stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope)
+        window = (stride, padding, dilation, groups, ACTIVATION_NUMBERS[activation], negative_slope)
         found = torch.ops.wnfused_native.plain_conv.default(x, w, b, residual, *window)
         if found is not None:
             return found, norm
@@ -70,7 +71,7 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     w, _ = effective_weight(v, g, dim, x.dtype)
     if not transposed:
-        window = (stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope)
+        window = (stride, padding, dilation, groups, ACTIVATION_NUMBERS[activation], negative_slope)
         wanted = sum(needed << i for i, needed in enumerate(needs))
         done, *found = torch.ops.wnfused_native.plain_conv_backward.default(dy, y, x, w, wanted, *window)
         if done:
