@@ -1,4 +1,5 @@
-#include "conv_own.h"
+// Convolution layers on the kernels of conv_layer.h, or nothing where these leave them to the vendor's.
+#include "conv_routes.h"
 
 namespace wnfused::cpu {
 namespace {
@@ -55,7 +56,7 @@ void check_output(const Tensor& t, const char* name, const Tensor& x, const Tens
   STD_TORCH_CHECK(fits, "conv: ", name, " must have the dtype of x and the shape of the output");
 }
 
-std::optional<Tensor> own_conv(const OwnConv& conv, const std::optional<Tensor>& residual, float* norms) {
+std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
   const Tensor &x = conv.x, &v = conv.v;
   const std::optional<ConvLayer> found = own_layer(x, v, conv.at);
   if (!found) return std::nullopt;
@@ -69,12 +70,11 @@ std::optional<Tensor> own_conv(const OwnConv& conv, const std::optional<Tensor>&
   return run_conv_layer(layer, residual, y, norms) ? std::optional(y) : std::nullopt;
 }
 
-std::optional<OwnGradients> own_conv_backward(const OwnConv& conv, const Tensor& dy, const Tensor& y,
-                                              const float* norms, int64_t needs, float* dgain) {
+std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
+                                                const float* norms, const ConvNeeds& needs, float* dgain) {
   const Tensor &x = conv.x, &v = conv.v;
-  const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
   // A bias gradient without that of the weight would need a pass of its own.
-  const bool ours = need_v || (need_x && !need_bias);
+  const bool ours = needs.v || (needs.x && !needs.bias);
   const std::optional<ConvLayer> found = ours ? own_layer(x, v, conv.at) : std::nullopt;
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
@@ -82,11 +82,11 @@ std::optional<OwnGradients> own_conv_backward(const OwnConv& conv, const Tensor&
   const bool flat = v.dim() == 3, last = suggests_channels_last(x) || suggests_channels_last(v);
   const Tensor rows = rows_for(*found);
   const ConvLayer layer{shape, false, found->method, x, rows, conv.gain, nullptr, conv.activation, conv.slope};
-  OwnGradients made;
-  if (need_x) made.dx = empty_map(shape.images, shape.inputs, shape.size.row, shape.size.column, flat, last);
-  if (need_v) made.dv = empty_as(rows);
-  if (need_bias) made.dbias = empty({shape.outputs}, ScalarType::Float);
-  if (need_residual && conv.activation != Activation::kNone)
+  LayerGradients made;
+  if (needs.x) made.dx = empty_map(shape.images, shape.inputs, shape.size.row, shape.size.column, flat, last);
+  if (needs.v) made.dv = empty_as(rows);
+  if (needs.bias) made.dbias = empty({shape.outputs}, ScalarType::Float);
+  if (needs.residual && conv.activation != Activation::kNone)
     made.dz = empty_map(shape.images, shape.outputs, size.row, size.column, flat, is_channels_last(y));
   float* dbias = made.dbias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr;
   if (!run_conv_layer_backward(layer, dy, y, norms, {made.dx, made.dv, made.dz, dgain, dbias})) return std::nullopt;

@@ -30,6 +30,32 @@ void check_output(const Tensor& t, const char* name, const LinearShape& shape, c
   STD_TORCH_CHECK(fits, "linear: ", name, " must have the dtype of x and the shape of the output");
 }
 
+// What the pass over dy leaves for the products: dz, and s dz where those of the vendor take it. dz is left out where
+// `scaled` stands for it and nobody else asks.
+struct Masked {
+  Gradient dz, scaled;
+  bool invertible;
+};
+
+Masked mask(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activation activation, float slope,
+            bool scale_dz, bool keep_dz, float* dbias) {
+  const LinearShape& shape = call.shape;
+  const bool masked = activation != Activation::kNone;
+  const std::vector<float> scale = scale_dz ? scales_of(call.gain, call.norms, shape.features) : std::vector<float>();
+  Masked made{dy, {}, scale_dz && are_invertible(scale, call.norms)};
+  if (scale_dz) made.scaled = empty_as(dy);
+  if (masked && made.invertible && !keep_dz) made.dz.reset();
+  else if (masked) made.dz = empty_as(dy);
+  if (masked || scale_dz || dbias) {
+    const Values nothing{nullptr, call.is_half()};
+    run_mask({true, 0, shape.rows, shape.features, shape.features},
+             {values_of(dy), values_of(y), masked && made.dz ? values_of(*made.dz) : nothing,
+              scale_dz ? values_of(*made.scaled) : nothing, scale.data(), nullptr, activation, slope},
+             dbias);
+  }
+  return made;
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> linear(
@@ -59,71 +85,53 @@ std::tuple<Tensor, Tensor> linear(
 }
 
 std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
-    const Tensor& dy_given, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs, int64_t activation, double slope) {
+    const Tensor& dy_given, const Tensor& y_given, const Tensor& x, const Tensor& v, const Tensor& g,
+    const Tensor& norm, int64_t needs, int64_t activation_given, double slope_given) {
   const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
   check_parameters(x, v, g, std::nullopt);
-  check_activation(activation, slope);
+  check_activation(activation_given, slope_given);
+  const Activation activation = static_cast<Activation>(activation_given);
+  const float slope = static_cast<float>(slope_given);
   const LinearShape shape = shape_of(x, v);
-  const bool half = is_bfloat16(x), masked = activation != 0;
+  const bool masked = activation != Activation::kNone;
   check_output(dy_given, "dy", shape, x);
-  if (masked) check_output(y, "y", shape, x);
+  if (masked) check_output(y_given, "y", shape, x);
   check_norm(norm, shape.features);
-  const Tensor dy = contiguous_or_self(dy_given);
+  const Tensor dy = contiguous_or_self(dy_given), y = masked ? contiguous_or_self(y_given) : dy;
   std::vector<float> held;
   LinearGradient call{shape, contiguous_or_self(x), contiguous_or_self(v), floats_of(g, held), entries<float>(norm),
                       std::nullopt, std::nullopt, nullptr};
   const LinearKernels* products = products_for(shape, x);
   const bool small = is_small(call, products), vendor = !small && !products;
   std::optional<Rounded> bias_gradient, gain_gradient;
-  if (need_bias) bias_gradient.emplace(std::vector<int64_t>{shape.features}, v.scalar_type());
+  float* dbias = nullptr;
+  if (need_bias) dbias = bias_gradient.emplace(std::vector<int64_t>{shape.features}, v.scalar_type()).data();
   if (need_x) call.dx = empty_as(call.x);
   if (need_v) {
     call.dv = empty_as(call.v);
     call.dgain = gain_gradient.emplace(sizes_of(g), g.scalar_type()).data();
   }
-  Gradient dg, db, scaled, dz = dy;
+  const bool keep_dz = need_residual && masked;
+  const auto found = [&](const Gradient& dz) {
+    return std::tuple(call.dx, call.dv, need_v ? Gradient(gain_gradient->tensor()) : Gradient(),
+                      need_bias ? Gradient(bias_gradient->tensor()) : Gradient(), keep_dz ? dz : Gradient());
+  };
   // A bias gradient without that of the weight would need a pass of its own.
   const bool together = (need_x || need_v) && (need_v || !need_bias);
   if (!small && together && are_pixels(shape, x, v, products)) {
-    if (need_residual && masked) dz = empty_as(dy);
-    else dz.reset();
-    float* dbias = need_bias ? bias_gradient->data() : nullptr;
-    if (linear_by_pixels_backward(call, dy, masked ? contiguous_or_self(y) : dy, static_cast<Activation>(activation),
-                                  static_cast<float>(slope), dz, dbias)) {
-      if (need_bias) db = bias_gradient->tensor();
-      if (need_v) dg = gain_gradient->tensor();
-      return {call.dx, call.dv, dg, db, dz};
-    }
-    dz = dy;
+    const Gradient dz = keep_dz ? Gradient(empty_as(dy)) : Gradient();
+    if (linear_by_pixels_backward(call, dy, y, activation, slope, dz, dbias)) return found(dz);
   }
   // The vendor's products take s dz, unless dy can be taken as it is and the scaled weight is the smaller of the two.
-  const bool scale_dz =
-      vendor && (need_x || need_v) && half == is_bfloat16(v) && (masked || shape.rows <= shape.inner);
-  const std::vector<float> scale = scale_dz ? scales_of(call.gain, call.norms, shape.features) : std::vector<float>();
-  const bool invertible = scale_dz && are_invertible(scale, call.norms);
-
-  if (scale_dz) scaled = empty_as(dy);
-  if (masked && invertible && !need_residual) dz.reset();
-  else if (masked) dz = empty_as(dy);
-  if (masked || scale_dz || need_bias) {
-    const Tensor signs = masked ? contiguous_or_self(y) : dy;
-    run_mask({true, 0, shape.rows, shape.features, shape.features},
-             {values_of(dy), values_of(signs), masked && dz ? values_of(*dz) : Values{nullptr, half},
-              scale_dz ? values_of(*scaled) : Values{nullptr, half}, scale.data(), nullptr,
-              static_cast<Activation>(activation), static_cast<float>(slope)},
-             need_bias ? bias_gradient->data() : nullptr);
-  }
-  if (need_bias) db = bias_gradient->tensor();
-
+  const bool scale_dz = vendor && (need_x || need_v) && is_bfloat16(x) == is_bfloat16(v) &&
+                        (masked || shape.rows <= shape.inner);
+  const Masked made = mask(call, dy, y, activation, slope, scale_dz, need_residual, dbias);
   if (need_x || need_v) {
-    if (small) small_linear_backward(call, *dz);
-    else if (products) linear_by_products_backward(*products, call, *dz);
-    else vendor_linear_backward(call, dz, scaled, invertible);
+    if (small) small_linear_backward(call, *made.dz);
+    else if (products) linear_by_products_backward(*products, call, *made.dz);
+    else vendor_linear_backward(call, made.dz, made.scaled, made.invertible);
   }
-  if (need_v) dg = gain_gradient->tensor();
-  if (!need_residual || !masked) dz.reset();
-  return {call.dx, call.dv, dg, db, dz};
+  return found(made.dz);
 }
 
 }  // namespace wnfused

@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
-#include "conv_own.h"
+#include "conv_routes.h"
 
 namespace wnfused {
 namespace {
@@ -27,7 +27,7 @@ std::optional<Tensor> plain_conv(
   check_activation(activation, slope);
   if (!are_ours(x, w, bias)) return std::nullopt;
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == w.size(0)), "conv: bias must have one entry a row");
-  const OwnConv conv{x, w, nullptr, bias ? entries<float>(*bias) : nullptr, window,
+  const ConvCall conv{x, w, nullptr, bias ? entries<float>(*bias) : nullptr, window,
                      static_cast<Activation>(activation), static_cast<float>(slope)};
   return own_conv(conv, residual, nullptr);
 }
@@ -41,8 +41,8 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_backward(
   if (!are_ours(x, w, std::nullopt)) return {};
   check_output(dy, "dy", x, w, window);
   if (activation != 0) check_output(y, "y", x, w, window);
-  const OwnConv conv{x, w, nullptr, nullptr, window, static_cast<Activation>(activation), static_cast<float>(slope)};
-  const std::optional<OwnGradients> found = own_conv_backward(conv, dy, y, nullptr, needs, nullptr);
+  const ConvCall conv{x, w, nullptr, nullptr, window, static_cast<Activation>(activation), static_cast<float>(slope)};
+  const std::optional<LayerGradients> found = own_conv_backward(conv, dy, y, nullptr, ConvNeeds(needs), nullptr);
   if (!found) return {};
   return {true, found->dx, found->dv, found->dbias, found->dz};
 }

@@ -1,0 +1,62 @@
+// The ways through a convolution layer, y = act(s conv(x, v) + b + residual), and what each is handed. Who is asked for
+// a layer (layer_conv.cpp, layer_plain_conv.cpp) tries them in this order:
+//
+//      own        kernels of this library (conv_layer.h): float32, one or two dims, where they are faster
+//      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "conv_layer.h"
+#include "layer_tensor.h"
+
+namespace wnfused::cpu {
+
+using Extents = std::vector<int64_t>;
+
+struct Sliding {
+  const Extents &stride, &padding, &dilation;
+  int64_t groups;
+};
+
+void check_window(const Tensor& x, const Tensor& v, const Sliding& at);
+
+// A gradient, or an output, of a layer over any number of dims.
+void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at);
+
+// One layer: v with dense rows; gain null for a plain convolution, w = v, which is own's alone. bias may be null.
+struct ConvCall {
+  const Tensor &x, &v;
+  const float *gain, *bias;
+  const Sliding& at;
+  Activation activation;
+  float slope;
+};
+
+// What of the gradients is asked for, in the bits of the ops' `needs`.
+struct ConvNeeds {
+  bool x, v, bias, residual;
+
+  explicit ConvNeeds(int64_t needs) : x(needs & 1), v(needs & 2), bias(needs & 4), residual(needs & 8) {}
+};
+
+// dgain beside dv. dz is that of a layer without activation.
+struct LayerGradients {
+  std::optional<Tensor> dx, dv, dbias, dz;
+};
+
+// y, and the norms unless the convolution is plain. Nothing where it, or a value that is not finite, is the vendor's.
+std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
+
+// norms and dgain are not touched where the convolution is plain.
+std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
+                                                const float* norms, const ConvNeeds& needs, float* dgain);
+
+// dbias has the dtype of v, and so has the bias where it is given.
+Tensor vendor_conv(const ConvCall& conv, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                   float* norms);
+LayerGradients vendor_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y, const float* norms,
+                                    const ConvNeeds& needs, float* dgain);
+
+}  // namespace wnfused::cpu
