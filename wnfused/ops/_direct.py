@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from wnfused import dispatch
 from wnfused.backends import native
+from wnfused.ops._input_gradient import asks_for_input_alone, input_gradient, is_zero_gradient, zero_gradient
 from wnfused.ops._registration import no_view, through_reference
 from wnfused.reference import ACTIVATIONS
 
@@ -65,6 +66,7 @@ def layer(
     # The functions below torch.ops' own Python wrappers, which only hand over to them.
     names = () if kernels else (name, f"{name}_backward")
     kernel, kernel_backward = kernels or (getattr(torch.ops.wnfused_native, n).default._op for n in names)
+    gradient = input_gradient(name, kernel, kernel_backward, reference)
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -82,7 +84,14 @@ def layer(
             x, v, g, bias, residual, norm, y = ctx.saved_tensors
             constants, needs = ctx.constants, ctx.needs_input_grad
             if torch.is_grad_enabled():
+                if asks_for_input_alone(ctx, needs):
+                    dx, dz = gradient(dy, v, g, y, x, bias, residual, norm, needs[4], constants)
+                    dz = dy if needs[4] and y is None else dz
+                    return dx, None, None, None, dz, *(None,) * len(constants)
                 return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
+            if is_zero_gradient(dy):
+                tensors = (x, v, g, bias, residual, *constants)
+                return tuple(zero_gradient(t) if need else None for t, need in zip(tensors, needs, strict=True))
             wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
             *gradients, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
             if needs[4] and y is None:

@@ -1,0 +1,134 @@
+"""Derivatives through a layer's gradient by its input: penalties on gradients, and what torch says of them."""
+
+import pytest
+import torch
+from test_direct import LAYERS, layers, tensors
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import wnfused
+from wnfused import dispatch
+from wnfused.ops import _direct
+
+pytestmark = pytest.mark.skipif(not dispatch.prefers_native(), reason="the C++ kernels are not what runs here")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often a gradient by the input alone was asked for."""
+    answers = []
+    asks = _direct.asks_for_input_alone
+    monkeypatch.setattr(_direct, "asks_for_input_alone", lambda *a: answers.append(asks(*a)) or answers[-1])
+    return answers
+
+
+def penalised(function, x, v, g, bias, residual, first_of):
+    """Gradients by all that requires one of a penalty on the gradients by ``first_of``, and of the output itself."""
+    y = function(x, v, g, bias, residual).sin()
+    first = torch.autograd.grad(y.sum(), first_of, create_graph=True)
+    loss = sum(t.square().sum() for t in first) + 0.1 * y.square().sum()
+    inputs = [t for t in (x, v, g, bias, residual) if t is not None and t.requires_grad]
+    return [*first, *torch.autograd.grad(loss, inputs)]
+
+
+@layers
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("by_residual", [False, True])
+def test_a_penalty_on_the_gradient_by_the_input(name, with_bias, by_residual, taken):
+    function, shapes = LAYERS[name]
+    drawn = tensors(*shapes)
+
+    def run(dtype):
+        x, v, g, bias, residual = (t.detach().to(dtype).requires_grad_() for t in drawn)
+        if not by_residual:
+            residual = residual.detach()
+        return penalised(function, x, v, g, bias if with_bias else None, residual, [x, residual][: 1 + by_residual])
+
+    found, wanted = run(torch.float32), run(torch.float64)
+    assert taken == [True]  # in float64 the reference runs
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@layers
+@pytest.mark.filterwarnings("ignore:.*reference cycle")
+def test_parameters_among_what_is_asked_for_take_the_reference(name, taken):
+    function, shapes = LAYERS[name]
+    x, v, g, bias, residual = tensors(*shapes)
+    for parameter in (v, g, bias):
+        penalised(function, x, v, g, bias, residual, (x, parameter))
+        penalised(function, x, v * 1, g * 1, bias * 1, residual, (x, parameter))
+    function(x, v, g, bias, residual).sum().backward(create_graph=True)
+    assert taken == [False] * 7
+
+
+# torch itself has no third derivative of a transposed convolution with output_padding.
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "conv_transpose1d"])
+def test_third_derivatives(name, taken):
+    function, shapes = LAYERS[name]
+    drawn = tensors(*shapes)
+
+    def run(dtype):
+        x, v, g, bias, residual = inputs = [t.detach().to(dtype).requires_grad_() for t in drawn]
+        y = function(x, v, g, bias, residual).sin()
+        first = torch.autograd.grad(y.sum(), (x, residual), create_graph=True)
+        second = torch.autograd.grad(sum(t.pow(3).sum() for t in first), inputs, create_graph=True)
+        return torch.autograd.grad(sum(t.square().sum() for t in second), inputs)
+
+    found, wanted = run(torch.float32), run(torch.float64)
+    assert taken[0]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
+
+
+def critic():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 3, 1, 1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(16 * 16, 12), nn.ReLU(), nn.Linear(12, 1),
+    )  # fmt: skip
+
+
+def test_a_critic_with_a_gradient_penalty(taken):
+    eager = critic()
+    for layer in eager:
+        if hasattr(layer, "weight"):
+            weight_norm(layer)
+    x = torch.randn(5, 3, 8, 8)
+
+    def gradients(model, images):
+        images.requires_grad_()
+        (slope,) = torch.autograd.grad(model(images).sum(), images, create_graph=True)
+        penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        # The last bias is in no derivative; all else is, if only by zeros.
+        found = torch.autograd.grad(penalty, [images, *model.parameters()], allow_unused=True)
+        return dict(zip(("images", *(name for name, _ in model.named_parameters())), found, strict=True))
+
+    wanted = gradients(eager.double(), x.double())
+    found = gradients(wnfused.convert(eager.float()), x.clone())
+    assert taken == [True] * 4
+    old = {name: f"{name.partition('.')[0]}.parametrizations.weight.original" for name in found}
+    for name, gradient in found.items():
+        there = {"weight_g": f"{old[name]}0", "weight_v": f"{old[name]}1"}.get(name.rpartition(".")[2], name)
+        assert (gradient is None) == (wanted[there] is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient.double(), wanted[there], rtol=1e-4, atol=1e-6)
+
+
+def test_zeros_stay_zeros():
+    """A gradient of zeros is one number in memory, which nobody can write to through it."""
+    x, v, g = tensors((3, 5), (4, 5), (4, 1))
+    function = LAYERS["linear"][0]
+
+    def zeros():
+        (first,) = torch.autograd.grad(function(x, v, g, None, None).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        return second
+
+    with pytest.raises(RuntimeError, match="single memory location"):
+        zeros().add_(1)
+    v.grad = None
+    (first,) = torch.autograd.grad(function(x, v, g, None, None).sum(), x, create_graph=True)
+    first.sum().backward()
+    x.grad.add_(1)
+    assert not zeros().any()
