@@ -132,3 +132,31 @@ def test_zeros_stay_zeros():
     first.sum().backward()
     x.grad.add_(1)
     assert not zeros().any()
+
+
+def test_gradients_by_the_input_alone_leave_those_of_the_parameters_out(monkeypatch):
+    """What ``torch.autograd.grad`` is asked for by the input costs no gradient of a large weight."""
+    x, v, g, bias = tensors((8, 256), (256, 256), (256,), (256,))
+    y = wnfused.functional.linear(x, v, g, bias, activation="relu")
+    every = torch.autograd.grad(y.sum(), (x, v, g, bias), retain_graph=True)
+    asks, answers = _direct.asks_for_input_alone, []
+    monkeypatch.setattr(_direct, "asks_for_input_alone", lambda *a: answers.append(asks(*a)) or answers[-1])
+    (alone,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(alone, every[0])
+    one, other = torch.autograd.grad(y.sum(), (x, bias))
+    assert torch.equal(one, every[0])
+    assert torch.equal(other, every[3])
+    assert answers == [True, False]
+
+
+def test_a_stage_asked_for_its_inputs_gradient_alone():
+    stage = wnfused.WNResidualStage(16, 16, 3)
+    x = torch.randn(2, 16, 8, 8, requires_grad=True)
+    y = stage(x)
+    parameters = list(stage.parameters())
+    every = torch.autograd.grad(y.square().sum(), (x, *parameters), retain_graph=True)
+    (alone,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(alone, every[0], rtol=1e-5, atol=1e-5)
+    one, other = torch.autograd.grad(y.square().sum(), (x, parameters[0]))
+    torch.testing.assert_close(one, every[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(other, every[1])

@@ -14,6 +14,7 @@ from wnfused import reference
 from wnfused._numbers import positive
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import is_open
+from wnfused.ops._input_gradient import asks_for_input_alone
 from wnfused.ops._registration import (
     below_autograd,
     define,
@@ -85,10 +86,12 @@ class _Direct(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
             return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
+        if asks_for_input_alone(ctx, needs):
+            needs = (True, False, False, False)
         found = torch.ops.wnfused_native.residual_stage_backward.default._op(
             dy, v, g, bias, norm, maps, *ctx.constants, any(needs[1:4])
         )
-        return *(gradient if needed else None for gradient, needed in zip(found, needs, strict=False)), None, None
+        return *(gradient if needed else None for gradient, needed in zip(found, needs[:4], strict=True)), None, None
 
 
 _Direct.__name__ = _Direct.__qualname__ = "residual_stage"
