@@ -216,6 +216,35 @@ class TemporalNetwork(nn.Module):
         return self.head(self.blocks(x).transpose(1, 2))
 
 
+# ---------------------------------------------------------------------------------------------------------- space
+
+
+class DistanceField(nn.Module):
+    """Points to their signed distance from a surface, and its gradient, which an eikonal loss wants to be of length
+    one: Gropp et al. 2020 (IGR), of eight layers with a skip. A backward differentiates twice."""
+
+    def __init__(self, width: int = 256, depth: int = 8, skip: int = 4) -> None:
+        super().__init__()
+        self.skip = skip
+        sizes = [3 if i == 0 else width + 3 * (i == skip) for i in range(depth)]
+        self.layers = nn.ModuleList(nn.Linear(size, width) for size in sizes)
+        self.last = nn.Linear(width, 1)
+
+    def distance(self, x: Tensor) -> Tensor:
+        y = x
+        for i, layer in enumerate(self.layers):
+            y = F.softplus(layer(torch.cat([y, x], 1) if i == self.skip else y), beta=10)
+        return self.last(y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            points = x.detach().requires_grad_()
+            distance = self.distance(points)
+            (slope,) = torch.autograd.grad(distance.sum(), points, create_graph=graph)
+        return torch.cat([distance, slope], 1)
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-20": partial(ResNet, Block, 3, 16, 16),
     "ResNet-20 x 4": partial(ResNet, Block, 3, 64, 64),
@@ -225,4 +254,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "vocoder": Vocoder,
     "discriminator": Discriminator,
     "temporal network": TemporalNetwork,
+    "distance field": DistanceField,
 }
+
+WITH_GRADIENT = frozenset({"distance field"})
+"""Networks whose output holds a gradient by the input, of which a backward is the second one."""

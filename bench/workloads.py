@@ -277,6 +277,7 @@ def _converted() -> list[Workload]:
         ("ResNet-20", images, (1, 8, 32)), ("ResNet-20 x 4", images, (8,)), ("bottleneck ResNet-29", images, (1, 8)),
         ("MobileNet", images, (1, 8)), ("ConvNeXt", (3, 64, 64), (1, 8)), ("vocoder", (80, 32), (1, 4)),
         ("discriminator", sound, (1, 4)), ("temporal network", (64, 256), (1, 16)),
+        ("distance field", (3,), (512, 4096)),
     )  # fmt: skip
     return [
         Converted(

@@ -238,13 +238,16 @@ def on_top(api: str) -> str:
     return "a second norm on the first"
 
 
-def spectral_hook_on_top(api: str) -> str:
-    m = layer(api)
-    try:
-        nn.utils.spectral_norm(m)
-    finally:
-        assert same(m, layer(api)) == "works", "a refusal must leave the layer as it was"
-    return "a second norm on the first"
+def hook_on_top(hook: Callable[[nn.Module], object]) -> Callable[[str], str]:
+    def run(api: str) -> str:
+        m = layer(api)
+        try:
+            hook(m)
+        finally:
+            assert same(m, layer(api)) == "works", "a refusal must leave the layer as it was"
+        return "a second norm on the first"
+
+    return run
 
 
 def pruned(api: str) -> str:
@@ -286,8 +289,10 @@ ROWS = [
     Row("out again, twice", folded_twice, "raises ValueError", "raises ValueError", "nothing more"),
     Row("weight norm on top of weight norm", on_top, "raises RuntimeError", "a second norm on the first",
         "raises RuntimeError"),
-    Row("the old hook `nn.utils.spectral_norm` on top", spectral_hook_on_top, "raises KeyError", "raises KeyError",
-        "raises KeyError"),
+    Row("the old hook `nn.utils.weight_norm` on top", hook_on_top(nn.utils.weight_norm), "raises RuntimeError",
+        "raises KeyError", "raises KeyError"),
+    Row("the old hook `nn.utils.spectral_norm` on top", hook_on_top(nn.utils.spectral_norm), "raises KeyError",
+        "raises KeyError", "raises KeyError"),
     Row("pruning `weight`", pruned, "raises TypeError", "raises TypeError", "raises RuntimeError"),
 ]  # fmt: skip
 

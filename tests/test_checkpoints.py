@@ -99,6 +99,12 @@ def test_bad_arguments(call, error, message):
         call()
 
 
+def test_a_weight_beside_its_direction_is_too_much():
+    layer = wnfused.WNLinear(3, 2)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "weight"'):
+        layer.load_state_dict({**layer.state_dict(), "weight": torch.ones(2, 3)})
+
+
 # -------------------------------------------------------------------------------------------------------------- stages
 
 STAGES = {

@@ -7,7 +7,7 @@ import torch
 from own_conv import NAMES, Case, assert_close, channels_last, method_of, same3x3, sample
 
 from wnfused import reference
-from wnfused.backends import native, native_composed
+from wnfused.backends import native, native_composed, native_norm
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
@@ -116,3 +116,32 @@ def test_composed_layers_use_them(monkeypatch):
     monkeypatch.undo()
     assert y.shape == residual.shape
     assert norm.shape == (128,)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_gradient_by_the_weight_does_not_read_the_weight(isa, case, value):
+    x, v, _, _, residual = tensors_of(case, None)
+    v.view(-1)[5] = value
+    dy = torch.randn(residual.shape)
+    window = (list(case.stride), list(case.padding), list(case.dilation), case.groups, 0, 0.0)
+    done, _, dw, _, _ = torch.ops.wnfused_native.plain_conv_backward(dy, dy, x, v, 2, *window)
+    if done:
+        given = (dy, x, torch.zeros_like(v), None, *case.geometry, [False, True, False])
+        torch.testing.assert_close(dw, torch.ops.aten.convolution_backward(*given)[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_the_format_of_the_output_follows_a_channels_last_weight(dim, dtype):
+    x, v, g, _, _ = (None if t is None else t.to(dtype) for t in tensors_of(CASES["winograd"], dim))
+    v = v.contiguous(memory_format=torch.channels_last)
+    given = (x, v, g, None, None, *CASES["winograd"].geometry, dim, "none", 0.01)
+    torch.library.opcheck(torch.ops.wnfused.conv.default, given, test_utils="test_faketensor")
+
+
+def test_a_weight_that_is_channels_last_but_for_a_dim_of_one_entry():
+    v = torch.randn(1, 5, 3, 115).permute(1, 3, 2, 0)
+    assert v.is_contiguous(memory_format=torch.channels_last)
+    g = torch.ones(5)
+    torch.testing.assert_close(native_norm.weight_norm(v, g)[0], reference.weight_norm(v, g)[0])

@@ -116,3 +116,29 @@ def test_a_subclass_that_only_has_a_constructor_is_replaced():
     wnfused.fold(model)
     assert [type(m) for m in model] == [nn.Conv2d] * 3
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "keywords", "said"),
+    [
+        (nn.Sequential(nn.Linear(4, 4)), {}, True),
+        (nn.Linear(4, 4), {}, True),
+        (nn.Sequential(nn.Linear(4, 4)), {"filter": lambda name, module: True}, False),
+        (nn.Sequential(nn.Linear(4, 4)), {"plain": True}, False),
+        (nn.Sequential(WNLinear(4, 4), nn.Linear(4, 4)), {}, False),
+        (nn.Sequential(nn.ReLU()), {}, False),
+    ],
+)
+def test_that_there_is_nothing_to_convert_is_said(model, keywords, said, caplog):
+    messages = left_alone(model, caplog, **keywords)
+    assert (
+        messages
+        == ["nothing to convert: no layer is under torch's weight norm; plain=True takes layers without"] * said
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "fuse_activation"])
+@pytest.mark.parametrize("value", [None, 1, "no"])
+def test_flags_are_flags(name, value):
+    with pytest.raises(TypeError, match=f"{name}: {value!r} must be True or False"):
+        wnfused.convert(nn.Linear(2, 2), **{name: value})

@@ -86,3 +86,64 @@ def test_fold_keeps_layers_that_are_called_with_a_residual():
     back = wnfused.convert(folded, plain=True)
     assert [type(m) for m in back.children()] == [WNConv2d, WNConv2d, wnfused.WNConvTranspose2d]
     torch.testing.assert_close(back(x), expected)
+
+
+class Memory(nn.Module):
+    """A ``forward`` that writes to its buffers and parameters, in every way there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("codes", torch.ones(3, 4))
+        self.register_buffer("noise", torch.ones(4))
+        self.average = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.assigned = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.table = torch.ones(2, 2)
+
+    def forward(self, x):
+        self.calls += 1
+        self.codes[1:].mul_(0.5)
+        self.codes.data.mul_(0.9)
+        self.noise.normal_()
+        self.average.data.lerp_(torch.zeros(4), 0.5)
+        self.assigned.data = self.assigned.data * 2
+        torch.add(self.table, 1, out=self.table)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("look", [wnfused.convert, lambda m: wnfused.fold(wnfused.convert(m)), wnfused.init.initialize])
+def test_what_a_forward_writes_to_is_put_back(look):
+    model = Memory()
+    before = {name: t.clone() for name, t in model.state_dict().items() if not name.startswith("body")}
+    where = model.assigned.data_ptr()
+    look(model)
+    assert {name for name in before if not torch.equal(before[name], model.state_dict()[name])} == set()
+    assert model.table.tolist() == [[1, 1], [1, 1]]
+    assert model.assigned.data_ptr() == where
+
+
+class InTraining(nn.Module):
+    """The activation follows in training only, as in a network that gives its features in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(new(nn.Linear(8, 8)), nn.ReLU())
+        self.aside = nn.Sequential(new(nn.Linear(8, 8)), nn.ReLU())
+        self.always = nn.Sequential(new(nn.Linear(8, 8)), nn.ReLU())
+
+    def forward(self, x):
+        y = self.always(x)
+        return self.body(y) + self.aside(y) if self.training else self.body[0](y)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_an_activation_must_follow_in_training_and_in_evaluation(mode):
+    model, x = InTraining().train(mode), torch.randn(2, 8)
+    wanted = {training: copy.deepcopy(model).train(training)(x) for training in (True, False)}
+    wnfused.convert(model)
+    assert model.training == model.body[0].training == mode
+    for training, y in wanted.items():
+        torch.testing.assert_close(model.train(training)(x), y)
+    fused = {name: getattr(model, name)[0].activation for name in ("body", "aside", "always")}
+    assert fused == {"body": None, "aside": "relu", "always": "relu"}

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "wnfused"
 LEVELS = (
-    {"optional", "_numbers"},
+    {"optional", "_numbers", "_symbolic"},
     {"reference"},
     {"backends"},
     {"dispatch"},

@@ -63,3 +63,27 @@ def test_bad_arguments_of_the_function(arguments, message):
     given = {"x": torch.randn(1, 2, 5, 5), "v": torch.randn(4, 2, 3, 3), "g": torch.ones(4), **arguments}
     with pytest.raises(ValueError, match=message):
         wnfused.functional.conv2d(**given)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: x.to_sparse(), r"x: expected a dense tensor, got layout torch.sparse_coo; use .to_dense\(\)"),
+        (lambda x: x.to_mkldnn(), r"x: expected a dense tensor, got layout torch._mkldnn; use .to_dense\(\)"),
+        (lambda x: torch.nested.nested_tensor([x, x]), r"x: expected a dense tensor, got a nested one; use"),
+        (
+            lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+            r"x: expected a dense tensor, got a nested one; use",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_inputs_that_are_not_dense(make, message):
+    with pytest.raises(TypeError, match=message):
+        wnfused.WNLinear(8, 4)(make(torch.randn(3, 8)))
+
+
+def test_what_a_layer_has_in_the_place_of_parametrizations():
+    layer = wnfused.WNLinear(8, 4)
+    with pytest.raises(AttributeError, match=r"parametrizations\.weight: there is none; this layer has weight_v and"):
+        layer.parametrizations.weight.original0  # noqa: B018  the attribute is what is asked for

@@ -1,4 +1,4 @@
-"""What functions and constructors ask of plain numbers; an error names the argument, its value and what is right."""
+"""What functions ask of plain numbers and flags; an error names the argument, its value and what is right."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ def positive(**values: int) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: {value!r} must be an int of at least 1")
+
+
+def flag(**values: bool) -> None:
+    """Each True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {value!r} must be True or False")
 
 
 def finite(**values: float) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import random
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from wnfused._surgery import LAYERS, class_of, has_hooks
+from wnfused._symbolic import symbolic_run
 from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
 
 _BLOCKS = (WNResidualBlock, WNResidualStage)
@@ -24,17 +21,18 @@ class _LayerTracer(fx.Tracer):
         return isinstance(module, (*LAYERS, *_BLOCKS)) or super().is_leaf_module(module, qualified_name)
 
 
-def calls(model: nn.Module, logger: logging.Logger, wanted: str) -> dict[nn.Module, list[fx.Node]]:
-    """Every call of a submodule that a trace sees; empty where the model does not trace, which is logged.
+def calls(
+    model: nn.Module, logger: logging.Logger, wanted: str, training: bool | None = None
+) -> dict[nn.Module, list[fx.Node]]:
+    """Every call of a submodule that a symbolic run sees; empty where the model allows none, which is logged.
 
     Args:
         wanted: what cannot be done without a trace, for the log.
+        training: the mode of the run; None for the model's own.
     """
     try:
-        with warnings.catch_warnings(), _untouched(model):
-            warnings.simplefilter("ignore")
-            graph = _LayerTracer().trace(model)
-    except Exception as reason:  # a trace runs the user's own code, which may raise anything
+        graph = symbolic_run(model, _LayerTracer(), training)
+    except Exception as reason:  # the run is of the user's own code, which may raise anything
         logger.info("%s: the model does not trace (%s)", wanted, reason)
         return {}
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
@@ -45,59 +43,36 @@ def calls(model: nn.Module, logger: logging.Logger, wanted: str) -> dict[nn.Modu
     return found
 
 
-@contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """What a ``forward`` does beside computing is undone: attributes it sets, lists it fills, numbers it draws."""
-    tables = ("_parameters", "_buffers", "_modules")
-    before = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in model.modules()]
-    contents = [
-        (value, value.copy())
-        for _, attributes, _ in before
-        for value in attributes.values()
-        if type(value) in (list, dict, set)
-    ]
-    state = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            for container, content in contents:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
-            for module, attributes, kept in before:
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
-                for table, entries in kept.items():
-                    module.__dict__[table].clear()
-                    module.__dict__[table].update(entries)
-
-
 def fusable_activations(model: nn.Module, logger: logging.Logger) -> dict[nn.Module, nn.Module]:
     """Each layer whose only use is the activation module next to it in an ``nn.Sequential``; empty without a trace.
 
-    One trace shows one way through a model. Neighbours in a sequence are a pair in all of them; a layer and an
-    activation that a ``forward`` calls one by one may part ways under a flag, in evaluation, or in another method.
+    One trace shows one way through a model. Neighbours in a sequence are a pair in nearly all of them; a layer and an
+    activation that a ``forward`` calls one by one may part ways under a flag, or in another method. That the two stay
+    together is asked for in training and in evaluation.
     """
     neighbours = {
         (before, after)
         for sequence in model.modules()
         if isinstance(sequence, nn.Sequential) and type(sequence).forward is nn.Sequential.forward
         for before, after in itertools.pairwise(sequence)
-        if class_of(before) in LAYERS and _is_fusable(after)
+        if class_of(before) in LAYERS and _is_fusable(after) and not has_hooks(before) and not has_hooks(after)
     }
     if not neighbours:
         return {}
-    seen = calls(model, logger, "activations are not fused")
-    found: dict[nn.Module, nn.Module] = {}
-    for layer, activation in neighbours:
-        uses = seen.get(layer, []), seen.get(activation, [])
-        if len(uses[0]) != 1 or len(uses[1]) != 1 or has_hooks(layer) or has_hooks(activation):
-            continue
-        (call,), (next_call,) = uses
-        if list(call.users) == [next_call] and next_call.args[:1] == (call,):
-            found[layer] = activation
-    return found
+    runs = [calls(model, logger, "activations are not fused", training) for training in (True, False)]
+    return {layer: activation for layer, activation in neighbours if _stay_together(layer, activation, runs)}
+
+
+def _stay_together(layer: nn.Module, activation: nn.Module, runs: list[dict[nn.Module, list[fx.Node]]]) -> bool:
+    """Called once each, and for each other alone: in every run that calls one of them, and there is one."""
+    uses = [(run.get(layer, []), run.get(activation, [])) for run in runs]
+    pairs = [pair for pair in uses if any(pair)]
+    return bool(pairs) and all(
+        len(pair[0]) == len(pair[1]) == 1
+        and list(pair[0][0].users) == [pair[1][0]]
+        and pair[1][0].args[:1] == (pair[0][0],)
+        for pair in pairs
+    )
 
 
 def _is_fusable(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from wnfused._numbers import flag
 from wnfused._surgery import (
     LAYERS,
     OPTIONS,
@@ -73,28 +74,36 @@ def convert(
         plain: also take layers without any weight norm, with ``v = w`` and ``g = ||w||``. Their ``weight_g`` is a new
             parameter: give it to the optimiser.
         filter: ``filter(name, module)`` says which of them to take; all if None.
-        fuse_activation: let a layer apply the ReLU or LeakyReLU module that follows it, where a trace of the model
-            shows that this is the layer's only use and the activation's only input, and neither has hooks.
+        fuse_activation: let a layer apply the ReLU or LeakyReLU module that follows it in an ``nn.Sequential``, where
+            symbolic runs of ``forward`` in training and in evaluation show that this is the layer's only use and the
+            activation's only input, and neither has hooks. Called without its activation afterwards, by a method that
+            is not ``forward``, under another flag, or from a sequence that was cut, such a layer still applies it, and
+            what is put in the activation's place comes on top: convert with False where a model is used in such ways.
 
     Returns:
         ``model``; or the new layer, where ``model`` itself is one.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``filter`` not a function.
+        TypeError: ``model`` is not a module, ``filter`` not a function, or a flag neither True nor False.
         ValueError: ``model`` is or holds a ``DistributedDataParallel``; convert what it wraps.
     """
     model = checked(model, "convert")
+    flag(plain=plain, fuse_activation=fuse_activation)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter: expected a function of a name and a module, got {type(filter).__name__}")
     candidates: dict[nn.Module, _Candidate] = {}
+    found = False
     for name, module in named(model):
         candidate = _candidate(module, plain)
         if candidate is None or (filter is not None and not filter("" if module is model else name, module)):
             continue
+        found = True
         if isinstance(candidate, str):
             logger.warning("%s: left alone, %s", name, candidate)
         else:
             candidates[module] = candidate
+    if not found and filter is None and _is_plain(model):
+        logger.warning("nothing to convert: no layer is under torch's weight norm; plain=True takes layers without")
     _leave_tied_to_others(model, candidates)
     fusable = fusable_activations(model, logger) if fuse_activation else {}
     gains: dict[tuple[int, int | None], nn.Parameter] = {}
@@ -109,6 +118,12 @@ def convert(
             replaced[module] = layer
             logger.info("%s: now %s", name, layer)
     return replace(model, replaced)
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Whether there are layers here, and none of them is of this package."""
+    layers = [module for module in model.modules() if isinstance(module, tuple(LAYERS))]
+    return bool(layers) and not any(isinstance(layer, WeightNormalised) for layer in layers)
 
 
 # ------------------------------------------------------------------------------------------------ what can be taken

@@ -115,7 +115,7 @@ void choose_source_access(Window& window, LayerMap& map) {
   } else if (map.is_copied() && map.dense) {
     take_in_place(map);
     window.pixel = window.source.channels;
-  } else if (map.is_copied() && window.is_pointwise() && !window.is_thin()) {
+  } else if (map.is_copied() && window.is_pointwise() && !window.thin) {
     map.access = Access::kPanels;
   }
 }

@@ -306,14 +306,13 @@ struct RowLength {
   int64_t floats, padded;
 };
 
-// dv and dg of one row, from dW of that row; of a plain convolution dv is dW. Row and gradient are padded with zeros.
+// dv and dg of one row, from dW of that row. Row and gradient are padded with zeros.
 template <class Job>
 void normalise_gradient(const Job& job, int64_t index, const RowLength& length, const float* weight_gradient,
                         const float* row, float factor, float* result) {
   const auto [floats, padded] = length;
-  const bool plain = !job.g.data;
-  const float norm = plain ? 0.0f : job.norm[index];
-  float dg = 0.0f, scale = plain ? 1.0f : 0.0f;
+  const float norm = job.norm[index];
+  float dg = 0.0f, scale = 0.0f;
   // <dW, v> could overflow where <dW, v / ||v||> does not.
   const Block unit = splat(norm != 0.0f ? 1.0f / norm : 0.0f);
   if (norm != 0.0f) {
@@ -323,13 +322,7 @@ void normalise_gradient(const Job& job, int64_t index, const RowLength& length, 
     dg = factor * horizontal_sum((dot[0] + dot[1]) + (dot[2] + dot[3]));
     scale = read(job.g, index) / norm;
   }
-  if (plain) {
-    Block nothing = zero();
-    for (int64_t k = 0; k < padded; k += kLanes) nothing = multiply_add(load(weight_gradient + k), zero(), nothing);
-    dg = horizontal_sum(nothing);
-  } else {
-    write(job.dg, index, dg);
-  }
+  write(job.dg, index, dg);
   if (dg - dg != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
   const bool in_place = !job.dv.bfloat16 && floats == padded;
   float* target = in_place ? static_cast<float*>(job.dv.data) + index * floats : result;
@@ -338,10 +331,20 @@ void normalise_gradient(const Job& job, int64_t index, const RowLength& length, 
   for (int64_t k = 0; k < padded; k += kLanes)
     store(target + k, scales * multiply_add(load(row + k) * unit, projection, load(weight_gradient + k) * factors));
   // A zero row has zero gradients even where dW is not finite.
-  if (norm == 0.0f && !plain)
+  if (norm == 0.0f)
     for (int64_t k = 0; k < padded; ++k) target[k] = 0.0f;
   if (in_place) return;
   for (int64_t k = 0; k < floats; ++k) write(job.dv, index * floats + k, result[k]);
+}
+
+// dv of one row of a plain convolution, which is dW, whatever v holds.
+template <class Job>
+void copy_gradient(const Job& job, int64_t index, const RowLength& length, const float* weight_gradient) {
+  Block nothing = zero();
+  for (int64_t k = 0; k < length.padded; k += kLanes)
+    nothing = multiply_add(load(weight_gradient + k), zero(), nothing);
+  if (horizontal_sum(nothing) != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
+  std::copy_n(weight_gradient, length.floats, static_cast<float*>(job.dv.data) + index * length.floats);
 }
 
 // A row of v, and of its gradient, ahead of normalise_gradient.
@@ -355,8 +358,8 @@ void fetch_row(const Job& job, int64_t index, int64_t floats) {
       prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
 }
 
-// dv, dg and, where it is there, dbias of one output block, from dW of its rows, which stand in `gradients`. The first row
-// has been fetched.
+// dv, dg and, where it is there, dbias of one output block, from dW of its rows, which stand in `gradients`. The first
+// row has been fetched.
 // `scratch`: 2 rows.
 template <class Job>
 void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64_t convolution, int64_t output_block,
@@ -374,7 +377,8 @@ void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64
       read_run(job.v, index * floats, floats, scratch);
       for (int64_t k = floats; k < padded; ++k) scratch[k] = gradients[r * padded + k] = 0.0f;
     }
-    normalise_gradient(job, index, length, gradients + r * padded, values, factor, scratch + padded);
+    if (job.g.data) normalise_gradient(job, index, length, gradients + r * padded, values, factor, scratch + padded);
+    else copy_gradient(job, index, length, gradients + r * padded);
     if (!dbias.data) continue;
     float sum = 0.0f;
     for (int64_t s = 0; s < slices; ++s) sum += bias_gradient[s * padded_outputs + channel];

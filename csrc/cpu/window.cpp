@@ -20,6 +20,7 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
   Window window{};
   window.source = source;
   window.target = target;
+  window.thin = thin;
   window.pixel = thin ? source.channels : source.padded_channels;
   window.target_pixel = target.padded_channels;
   window.tap_columns = thin && shape.dilation.column == 1 ? shape.kernel.column : 1;
@@ -40,7 +41,8 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
   }
   window.planes = shape.taps() / window.tap_columns;
   window.plane_stride = window.bank_depth * target.padded_channels + kPlanePadding;
-  window.by_position = !thin && window.planes > 1 && target.images >= kManyImages && target.height * target.width <= kSmallMap;
+  const bool small = target.height * target.width <= kSmallMap;
+  window.by_position = !thin && window.planes > 1 && target.images >= kManyImages && small;
   return window;
 }
 

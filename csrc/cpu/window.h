@@ -13,10 +13,12 @@
 // A source of few channels ("thin": an image, a waveform) has no padding between its pixels, so that the taps of one
 // row of the kernel read one run of memory. They count as one tap then, of so many channels more.
 //
-// Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are those
-// of the block's group. Where a group has 8 outputs of this Window, two share a block, each with zeros for the other's
-// channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is depthwise
-// (depthwise.h): groups of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
+// Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are
+// those of the block's group. Where a group has 8 outputs of this Window, two share a block, each with zeros for the
+// other's channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is
+// depthwise (depthwise.h): groups of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
+//
+// `pixel` and `target_pixel` are the maps' own where these are read or written in place; depthwise kernels do not ask.
 #pragma once
 
 #include <cstdint>
@@ -66,6 +68,7 @@ struct Grid {
 
 struct Window : Division {
   MapShape source, target;
+  bool thin;                    // of few input channels: pixels without padding, a kernel's row of taps as one tap
   int64_t pixel, target_pixel;  // floats from one pixel of the source, and of the target, to the next
   int64_t tap_columns;          // of the kernel, which one tap stands for
   // The source has a border of zeros as wide as the taps reach: before its first row and column, and from one row of
@@ -88,7 +91,6 @@ struct Window : Division {
   int64_t bank_size() const { return planes * plane_stride; }
   int64_t gradient_size() const { return bank_size(); }
   int64_t block_floats() const { return bank_depth * kLanes; }
-  bool is_thin() const { return pixel < kThin; }
   // In a row of v: input channels, and taps of the kernel; and where in the bank an entry of it is, from the lanes of an
   // output block's first.
   int64_t row_channels() const { return depth / tap_columns; }

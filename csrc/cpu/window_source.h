@@ -72,7 +72,7 @@ inline void read_thin(const MapShape& shape, const ExternalMap& given, const Pix
 inline void read_source(const Window& window, const ExternalMap& given, int64_t item, float* map, float* scratch) {
   const MapShape& shape = window.source;
   const PixelRun run = map_run(shape, item);
-  if (window.is_thin()) {
+  if (window.thin) {
     if (run.begin == 0) clear_border(window, run.image, map);
     for_lines(window, run, map, [&](const PixelRun& piece, float* target) { read_thin(shape, given, piece, target); });
   } else if (!window.has_border()) {

@@ -155,7 +155,7 @@ inline void window_gradient_item(const Window& window, const Window& transposed,
       for (int64_t b = 0; b < blocks; ++b) sum[b] = sum[b] + load(gradients[t] + b * kLanes);
     }
     const PanelGradient panel{units, gradients, first_block, blocks};
-    if (window.is_thin() || window.depth < kThin) add_thin_panel(window, panel, bank);
+    if (window.thin || window.depth < kThin) add_thin_panel(window, panel, bank);
     else add_panel(window, panel, bank);
   }
   for (int64_t b = 0; b < blocks; ++b) store(bias_gradient + b * kLanes, sum[b]);

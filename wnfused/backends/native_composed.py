@@ -54,6 +54,7 @@ def conv(
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     w, norm = effective_weight(v, g, dim, x.dtype)
+    w = w.contiguous(memory_format=reference.kept_format(v))  # which the format of y follows
     b = None if bias is None else bias.to(x.dtype)
     if not transposed:
         window = (stride, padding, dilation, groups, ACTIVATION_NUMBERS[activation], negative_slope)

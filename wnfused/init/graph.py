@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from wnfused._symbolic import symbolic_run
 from wnfused.init.layer import activation_gamma
 from wnfused.nn import WeightNormalised, WNResidualStage
 
@@ -70,7 +71,7 @@ class Graph:
     """The questions that the roles are made of."""
 
     def __init__(self, model: nn.Module) -> None:
-        graph = LayerTracer().trace(model)
+        graph = symbolic_run(model, LayerTracer())
         self.modules = dict(model.named_modules())
         self.nodes = list(graph.nodes)
 

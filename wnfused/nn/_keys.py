@@ -37,7 +37,7 @@ def to_old(state: State, prefix: str, norm: Callable[[Tensor], Tensor] | None = 
     g_new, v_new = (f"{prefix}{name}" for name in ORIGINALS.values())
     if g_new in state and v_new in state:
         state[g], state[v] = state.pop(g_new), state.pop(v_new)
-    elif norm is not None and f"{prefix}weight" in state:
+    elif norm is not None and f"{prefix}weight" in state and not (g in state or v in state):
         weight = state.pop(f"{prefix}weight")
         state[g], state[v] = norm(weight), weight
 

@@ -44,6 +44,11 @@ class _Refuses(nn.ModuleDict):
     def __getitem__(self, name: str) -> nn.Module:
         raise RuntimeError(f"parametrize {NOT_STORED}")
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError("parametrizations.weight: there is none; this layer has weight_v and weight_g itself")
+        return super().__getattr__(name)
+
 
 _REFUSES = _Refuses()
 

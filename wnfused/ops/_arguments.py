@@ -23,9 +23,13 @@ def answered_for(tensors: tuple[Any, ...]) -> bool:
 
 
 def floating(name: str, tensor: Tensor) -> None:
-    """A real floating-point tensor."""
+    """A real, dense floating-point tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got a nested one; use .to_padded_tensor(0.0)")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; use .to_dense()")
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
 

@@ -1,0 +1,87 @@
+"""A symbolic run of a model by ``torch.fx``, after which the model is as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def symbolic_run(model: nn.Module, tracer: fx.Tracer, training: bool | None = None) -> fx.Graph:
+    """What ``forward`` computes, by ``tracer``. It is the user's own code, and may raise anything.
+
+    Args:
+        training: the mode that all modules are in meanwhile; None for that of each.
+    """
+    with warnings.catch_warnings(), _untouched(model):
+        warnings.simplefilter("ignore")
+        if training is not None:
+            for module in model.modules():
+                module.training = training
+        return tracer.trace(model)
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Undoes what ``forward`` does beside computing: tensors written, attributes set, lists filled, numbers drawn."""
+    tables = ("_parameters", "_buffers", "_modules")
+    before = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in model.modules()]
+    data = [(p, p.data) for p in model.parameters() if type(p) is nn.Parameter and not is_lazy(p)]
+    contents = [
+        (value, value.copy())
+        for _, attributes, _ in before
+        for value in attributes.values()
+        if type(value) in (list, dict, set)
+    ]
+    state = random.getstate()
+    writes = _Writes()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with writes:
+                yield
+        finally:
+            random.setstate(state)
+            for container, content in contents:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+            for module, attributes, kept in before:
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+                for table, entries in kept.items():
+                    module.__dict__[table].clear()
+                    module.__dict__[table].update(entries)
+            for parameter, values in data:
+                if parameter.data_ptr() != values.data_ptr():
+                    parameter.data = values
+            writes.undo()
+
+
+class _Writes(TorchDispatchMode):
+    """Keeps what tensors hold that an op is about to write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                given = args[i] if i < len(args) else kwargs.get(argument.name)
+                tensors = given if isinstance(given, (list, tuple)) else [given]
+                self._kept += [(t, t.clone()) for t in tensors if isinstance(t, Tensor)]
+        return func(*args, **kwargs)
+
+    def undo(self) -> None:
+        """The latest write first: of views of one memory, the earliest state is the last to be put back."""
+        for tensor, values in reversed(self._kept):
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(values)
+        self._kept.clear()
