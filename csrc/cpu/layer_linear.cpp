@@ -21,7 +21,9 @@ LinearShape shape_of(const Tensor& x, const Tensor& v) {
 
 // The products of this library for such a layer, or null.
 const LinearKernels* products_for(const LinearShape& shape, const Tensor& x) {
-  return shape.is_empty() ? nullptr : linear_kernels(is_bfloat16(x), shape.rows);
+  // One row of v would fill one lane of a vector: a matrix by a vector is the vendor's.
+  const bool ours = !shape.is_empty() && (shape.features > 1 || is_bfloat16(x));
+  return ours ? linear_kernels(is_bfloat16(x), shape.rows) : nullptr;
 }
 
 void check_output(const Tensor& t, const char* name, const LinearShape& shape, const Tensor& x) {
@@ -48,7 +50,7 @@ Masked mask(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activ
   else if (masked) made.dz = empty_as(dy);
   if (masked || scale_dz || dbias) {
     const Values nothing{nullptr, call.is_half()};
-    run_mask({true, 0, shape.rows, shape.features, shape.features},
+    run_mask(lines_of(shape),
              {values_of(dy), values_of(y), masked && made.dz ? values_of(*made.dz) : nothing,
               scale_dz ? values_of(*made.scaled) : nothing, scale.data(), nullptr, activation, slope},
              dbias);

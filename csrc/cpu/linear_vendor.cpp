@@ -26,7 +26,7 @@ int64_t slice_rows(const LinearShape& shape) {
 bool scale_and_add(const LinearCall& call, const std::vector<float>& scale, const float* bias) {
   const LinearShape& shape = call.shape;
   const std::vector<float> none(bias ? 0 : shape.features, 0.0f);
-  return run_epilogue({true, 0, shape.rows, shape.features, shape.features},
+  return run_epilogue(lines_of(shape),
                       {values_of(call.y), call.residual ? values_of(*call.residual) : Values{nullptr, call.is_half()},
                        scale.data(), bias ? bias : none.data(), call.activation, call.slope});
 }
