@@ -14,6 +14,7 @@ import torch
 
 import wnfused
 from bench import cases, machine, picture, report, workloads
+from bench.busy import busy
 from bench.result import Result
 from wnfused.cli import OneLineParser
 
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help=f"default: {DEFAULT_FOLDER}")
     made.add_argument("--seconds", type=float, metavar="S", help=seconds)
     made.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads")
+    made.add_argument("--busy", type=int, default=0, metavar="N", help="beside N other programs that never wait")
     made.add_argument("--add", action="store_true", help="keep the other results that DIR has, of the same commit")
     made.add_argument("--show", action="store_true", help="print the tables of the run in DIR and end")
     made.add_argument("--list", action="store_true", help="name the workloads and end")
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.threads is not None and options.threads < 1:
         parser().error(f"--threads {options.threads}: must be 1 or more")
+    if options.busy < 0:
+        parser().error(f"--busy {options.busy}: must be 0 or more")
     if options.seconds is not None and not options.seconds >= 0:
         parser().error(f"--seconds {options.seconds}: must be 0 or more")
     try:
@@ -71,9 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser().error(str(error))
     results: list[Result] = []
-    report.print_groups(_run(chosen, budget, results))
+    with busy(options.busy):
+        report.print_groups(_run(chosen, budget, results))
     kept = report.merged(options.out, facts, results) if adds else results
-    print("\nsaved", report.save_json(options.out, facts, {"quick": options.quick, "seconds": budget}, kept))
+    made_with = {"quick": options.quick, "seconds": budget, "busy": options.busy}
+    print("\nsaved", report.save_json(options.out, facts, made_with, kept))
     _save_pictures(kept, facts, options.out)
     wrong = [result for result in results if result.failed or not result.base]
     for result in wrong:

@@ -16,13 +16,13 @@
 // never changes what the item computes, so results do not depend on the number of threads.
 #pragma once
 
-#include <sched.h>
-
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <initializer_list>
 #include <vector>
+
+#include "sleep.h"
 
 namespace wnfused::cpu {
 
@@ -53,23 +53,35 @@ class WorkQueue {
   }
 
   // What the items before did is visible to whoever sees them counted.
-  void count_done(int64_t items) { done_.fetch_add(items, std::memory_order_acq_rel); }
-
-  // Spins for a few microseconds, the length of a short item; then gives the core away, since with more threads than
-  // cores the awaited worker may be waiting for this very core. False if give_up() ended the wait.
-  template <class GiveUp>
-  bool wait_until_done(int64_t items, const GiveUp& give_up) const {
-    constexpr int kSpins = 512, kBetween = 8;
-    for (int spins = 0; done_.load(std::memory_order_acquire) < items; ++spins) {
-      if (spins % kBetween == 0 && give_up()) return false;
-      if (spins < kSpins) pause();
-      else sched_yield();
-    }
-    return true;
+  void count_done(int64_t items) {
+    done_.fetch_add(items, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    changes_.fetch_add(1, std::memory_order_seq_cst);
+    wake_all(changes_);
   }
 
-  void wait_until_done(int64_t items) const {
-    wait_until_done(items, [] { return false; });
+  // Spins for the length of a few items; false if give_up() ended that.
+  template <class GiveUp>
+  bool spin_until_done(int64_t items, const GiveUp& give_up) const {
+    constexpr int kSpins = 1 << 13, kBetween = 8;
+    for (int spins = 0; spins < kSpins; ++spins) {
+      if (done_.load(std::memory_order_acquire) >= items) return true;
+      if (spins % kBetween == 0 && give_up()) return false;
+      pause();
+    }
+    return false;
+  }
+
+  // Spins, then sleeps: other programs may keep the awaited worker from its core, or it may be waiting for this very one.
+  void wait_until_done(int64_t items) {
+    if (spin_until_done(items, [] { return false; })) return;
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    for (;;) {
+      const uint32_t seen = changes_.load(std::memory_order_seq_cst);
+      if (done_.load(std::memory_order_seq_cst) >= items) break;
+      sleep_while(changes_, seen);
+    }
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
@@ -87,7 +99,10 @@ class WorkQueue {
 
   std::vector<Share> shares_;
   std::atomic<int64_t> present_{0};
+  // Who sleeps, and the word that changes for them: beside what is read in every wait anyway.
   alignas(64) std::atomic<int64_t> done_{0};
+  std::atomic<int32_t> sleepers_{0};
+  SleepWord changes_{0};
 };
 
 class Worker {
@@ -109,7 +124,7 @@ class Worker {
     run_share(groups, index_, run);
     for (const int64_t items : groups) start_ += items;
     const Clock::time_point patience = Clock::now() + kPatience;
-    if (queue_.wait_until_done(start_, [&] { return !queue_.complete() || Clock::now() >= patience; })) return;
+    if (queue_.spin_until_done(start_, [&] { return !queue_.complete() || Clock::now() >= patience; })) return;
     for (int64_t i = 1; i < queue_.workers(); ++i) run_share(groups, (index_ + i) % queue_.workers(), run);
   }
 
