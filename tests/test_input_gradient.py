@@ -136,7 +136,7 @@ def test_zeros_stay_zeros():
 
 def test_gradients_by_the_input_alone_leave_those_of_the_parameters_out(monkeypatch):
     """What ``torch.autograd.grad`` is asked for by the input costs no gradient of a large weight."""
-    x, v, g, bias = tensors((8, 256), (256, 256), (256,), (256,))
+    x, v, g, bias = tensors((512, 256), (256, 256), (256,), (256,))
     y = wnfused.functional.linear(x, v, g, bias, activation="relu")
     every = torch.autograd.grad(y.sum(), (x, v, g, bias), retain_graph=True)
     asks, answers = _direct.asks_for_input_alone, []

@@ -24,8 +24,8 @@ from wnfused.reference import ACTIVATIONS
 CODES = {None if name == "none" else name: number for number, name in enumerate(ACTIVATIONS)}
 """The kernels' numbers of the activations, by the names that layers have for them."""
 
-# Entries of a weight from which its gradient costs more than the question whether anyone asked for it.
-_WORTH_ASKING = 2**16
+# Multiply-adds of a product from which a weight's gradient costs far more than the question whether it is asked for.
+_WORTH_ASKING = 2**25
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -95,7 +95,8 @@ def layer(
             if is_zero_gradient(dy):
                 tensors = (x, v, g, bias, residual, *constants)
                 return tuple(zero_gradient(t) if need else None for t, need in zip(tensors, needs, strict=True))
-            if needs[0] and v.numel() >= _WORTH_ASKING and asks_for_input_alone(ctx, needs):
+            products = dy.numel() * v.numel() // max(v.shape[0], 1)
+            if needs[0] and products >= _WORTH_ASKING and asks_for_input_alone(ctx, needs):
                 needs = (True, False, False, False, needs[4])
             wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
             *gradients, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)

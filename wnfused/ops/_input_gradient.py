@@ -43,6 +43,11 @@ def is_zero_gradient(dy: Tensor) -> bool:
     return dy.data_ptr() == _zero(dy.dtype).data_ptr()
 
 
+# The last backward that was asked for gradients of leaves by name, which torch tells by an error: at 30 us, that is to
+# happen once in a backward. Its other layers count as asked for, too.
+_asked_for_leaves = -1
+
+
 def asks_for_input_alone(node: Any, needs: Sequence[bool]) -> bool:
     """Whether the running backward wants a layer's gradient by ``x``, and maybe by the residual, but by no parameter.
 
@@ -55,9 +60,14 @@ def asks_for_input_alone(node: Any, needs: Sequence[bool]) -> bool:
 
 
 def _will_run(node: Any) -> bool:
+    global _asked_for_leaves
+    backward = torch._C._current_graph_task_id()
+    if backward == _asked_for_leaves:
+        return True
     try:
         will: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked for
+        _asked_for_leaves = backward
         return True
     return will
 
