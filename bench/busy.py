@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def busy(programs: int) -> Iterator[None]:
+def busy(programs: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """So many processes, each a loop that never waits, for as long as the context lasts."""
     started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
     try:
-        yield
+        yield started
     finally:
         for process in started:
             process.kill()

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench is part of
 import wnfused
 from bench import __main__ as command
 from bench import cases, deep, gate, initialisation, models, parameters, peers, report, workloads
+from bench.busy import busy
 from bench.ceiling import ceiling
 from bench.measure import Runner, Samples, Spread, interleave
 from bench.moment import Moment, distances, moments
@@ -426,3 +427,9 @@ def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) ->
         assert not result.failed
         assert set(result.skipped) <= {n for n in (*whole.ours, *whole.peers) if "triton" in n or "warpgroup" in n}
         assert {name for name in chosen if "triton" not in name} <= {*result.errors, *result.skipped}
+
+
+def test_busy_programs_are_there_and_end():
+    with busy(2) as programs:
+        assert [program.poll() for program in programs] == [None, None]
+    assert all(program.poll() is not None for program in programs)

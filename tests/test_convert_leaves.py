@@ -83,7 +83,7 @@ class Reset(nn.Linear):
         (with_option_name, "its own attribute 'gamma' means something else here"),
         (with_own_forward, "its own attribute 'forward' means something else here"),
         (compiled_alone, "it was compiled by itself; convert first, compile then"),
-        (lambda: nn.LazyLinear(4), "LazyLinear is torch's own subclass of Linear"),
+        (lambda: nn.LazyLinear(4), "it is lazy: run the model once, then convert"),
         (lambda: old(Reset(4, 4)), "Reset is a subclass of Linear with its own reset_parameters"),
         (lambda: nn.Linear(4, 4, dtype=torch.complex64), "its parameters are torch.complex64"),
     ],

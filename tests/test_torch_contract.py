@@ -1,5 +1,7 @@
 """What torch asks of a custom op: ``opcheck`` on every op, fullgraph ``torch.compile``, ``torch.export``."""
 
+import warnings
+
 import pytest
 import torch
 from samples import BY_NAME
@@ -140,3 +142,16 @@ def test_fake_tensors_have_the_real_shapes_and_strides():
         with FakeTensorMode() as mode:
             fake = sample.run(*(mode.from_tensor(t) for t in tensors))
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_a_trace_is_not_warned_of_checks():
+    model = torch.nn.Sequential(
+        wnfused.WNConv2d(3, 8, 3, padding="same", activation="relu"), wnfused.WNResidualStage(8, 8, 2),
+        wnfused.WNConvTranspose2d(8, 4, 2, 2), torch.nn.Flatten(), wnfused.WNLinear(4 * 64, 5),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(model, torch.randn(2, 3, 4, 4))
+    x = torch.randn(5, 3, 4, 4)
+    torch.testing.assert_close(traced(x), model(x))

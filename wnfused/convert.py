@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -152,6 +153,8 @@ def _candidate(module: nn.Module, plain: bool) -> _Candidate | str | None:
         return f"no layer here replaces {class_of(module).__name__}"
     kind, added = next(k for k in LAYERS if issubclass(known[0], k)), known[1]
     if class_of(module) not in (*LAYERS, *WITH_RESIDUAL.values()):
+        if isinstance(module, LazyModuleMixin):
+            return "it is lazy: run the model once, then convert"
         if class_of(module).__module__.startswith("torch."):
             return f"{class_of(module).__name__} is torch's own subclass of {kind.__name__}"
         if added:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
 from wnfused.reference import ACTIVATIONS
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -20,6 +26,20 @@ def answered_for(tensors: tuple[Any, ...]) -> bool:
     Then the call is theirs, as with torch's own functions: ``torch.overrides.handle_torch_function`` makes it.
     """
     return not torch.compiler.is_compiling() and has_torch_function(tensors)
+
+
+def quiet_in_a_trace(check: Callable[P, R]) -> Callable[P, R]:
+    """``check`` without the warnings of ``torch.jit.trace`` that sizes were looked at: that decides of errors alone."""
+
+    @functools.wraps(check)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is None:
+            return check(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", torch.jit.TracerWarning)
+            return check(*args, **kwargs)
+
+    return run
 
 
 def floating(name: str, tensor: Tensor) -> None:

@@ -113,6 +113,7 @@ def _extents(name: str, value: Extent, spatial: int, least: int) -> list[int]:
     return values
 
 
+@arguments.quiet_in_a_trace
 def _checked(
     spatial: int, transposed: bool, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, stride: Extent,
     padding: Extent | str, dilation: Extent, output_padding: Extent, groups: int, activation: str | None,
@@ -194,6 +195,7 @@ def _named_padding(
     return x, [total // 2 for total in totals]
 
 
+@arguments.quiet_in_a_trace
 def _in_numbers(padding: str, v: Tensor, stride: Extent, dilation: Extent) -> tuple[int, ...] | str:
     """A named padding of a layer's own attributes that is the same on both sides; any other by its name."""
     if type(dilation) is not tuple or type(v) not in (Tensor, torch.nn.Parameter) or len(dilation) != v.dim() - 2:

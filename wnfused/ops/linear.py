@@ -145,6 +145,7 @@ def linear(
         raise
 
 
+@arguments.quiet_in_a_trace
 def _checked(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, dim: int | None,
     activation: str | None, negative_slope: float,

@@ -162,6 +162,7 @@ def _general(
     return _call(x, v, g, bias, float(skip_scale), recompute or 0, save)[0]
 
 
+@arguments.quiet_in_a_trace
 def _checked(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int | None
 ) -> Tensor:  # fmt: skip

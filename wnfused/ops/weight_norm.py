@@ -61,7 +61,12 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> Tensor:
     """
     if arguments.answered_for((v, g)):
         return handle_torch_function(weight_norm, (v, g), v, g, dim)
+    _check(v, g, dim)
+    return _call(v, g, dim)[0]
+
+
+@arguments.quiet_in_a_trace
+def _check(v: Tensor, g: Tensor, dim: int | None) -> None:
     arguments.floating("v", v)
     arguments.matches("g", g, v)
     arguments.gain(g, v, dim)
-    return _call(v, g, dim)[0]
