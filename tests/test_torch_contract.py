@@ -146,7 +146,8 @@ def test_fake_tensors_have_the_real_shapes_and_strides():
 
 def test_a_trace_is_not_warned_of_checks():
     model = torch.nn.Sequential(
-        wnfused.WNConv2d(3, 8, 3, padding="same", activation="relu"), wnfused.WNResidualStage(8, 8, 2),
+        wnfused.WNConv2d(3, 8, 3, padding="same", activation="relu"), wnfused.WNConv2d(8, 8, 4, padding="same"),
+        wnfused.WNResidualStage(8, 8, 2),
         wnfused.WNConvTranspose2d(8, 4, 2, 2), torch.nn.Flatten(), wnfused.WNLinear(4 * 64, 5),
     )  # fmt: skip
     with warnings.catch_warnings():

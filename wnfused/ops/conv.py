@@ -177,6 +177,11 @@ def _output_sizes(
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in geometry]
 
 
+def _kernel(v: Tensor) -> list[int]:
+    """Its extents, which ``torch.jit.trace`` gives as tensors: those of a weight are constants."""
+    return [int(k) if isinstance(k, Tensor) else k for k in v.shape[2:]]
+
+
 def _named_padding(
     padding: str, x: Tensor, v: Tensor, strides: list[int], dilations: list[int]
 ) -> tuple[Tensor, list[int]]:
@@ -188,7 +193,7 @@ def _named_padding(
         raise ValueError(f"padding: {padding!r} must be 'same', 'valid' or ints")
     if any(stride != 1 for stride in strides):
         raise ValueError(f"padding: 'same' needs stride 1, got stride {strides}")
-    totals = [d * (k - 1) for d, k in zip(dilations, v.shape[2:], strict=True)]
+    totals = [d * (k - 1) for d, k in zip(dilations, _kernel(v), strict=True)]
     if any(total % 2 for total in totals):
         behind = [amount for total in reversed(totals) for amount in (0, total % 2)]
         x = torch.nn.functional.pad(x, behind)
@@ -202,7 +207,7 @@ def _in_numbers(padding: str, v: Tensor, stride: Extent, dilation: Extent) -> tu
         return padding
     if padding == "valid":
         return (0,) * len(dilation)
-    totals = [d * (k - 1) for d, k in zip(dilation, v.shape[2:], strict=True)]
+    totals = [d * (k - 1) for d, k in zip(dilation, _kernel(v), strict=True)]
     if padding != "same" or stride != (1,) * len(dilation) or any(total % 2 for total in totals):
         return padding
     return tuple(total // 2 for total in totals)
