@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import wnfused
 from wnfused import dispatch
-from wnfused.functional import conv1d, conv2d, conv_transpose1d, conv_transpose2d, conv_transpose3d, linear
+from wnfused.functional import conv1d, conv2d, conv_transpose1d, conv_transpose2d, conv_transpose3d, linear, weight_norm
 from wnfused.ops import _direct
 
 pytestmark = pytest.mark.skipif(not dispatch.prefers_native(), reason="the C++ kernels are not what runs here")
@@ -46,7 +46,7 @@ def taken(monkeypatch):
     """Whether the calls of a test took the short way."""
     answers = []
     is_open = _direct.is_open
-    for module in ("linear", "conv"):
+    for module in ("linear", "conv", "weight_norm"):
         monkeypatch.setattr(f"wnfused.ops.{module}.is_open", lambda *a: answers.append(is_open(*a)) or answers[-1])
     return answers
 
@@ -66,6 +66,35 @@ def test_first_and_second_derivatives_are_those_of_the_reference(name, taken):
     torch.testing.assert_close(first, first_wanted, rtol=1e-4, atol=1e-4)
     second = torch.autograd.grad(sum(t.square().sum() for t in first), inputs)
     torch.testing.assert_close(second, second_wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 3, 3, 3), (6,), (0, 3)])
+@pytest.mark.parametrize("flat", [True, False])
+def test_weight_norm_takes_it_too(shape, flat, taken):
+    v, g = tensors(shape, shape[:1] if flat else (shape[0], *(1 for _ in shape[1:])))
+    with torch.no_grad():
+        v[:1] = 0
+
+    def run(backend):
+        with wnfused.use_backend(backend):
+            w = weight_norm(v, g)
+            first = torch.autograd.grad(w.sin().sum(), (v, g), create_graph=True)
+            return w, *first, *torch.autograd.grad(sum(t.square().sum() for t in first), (v, g))
+
+    wanted, found = run("reference"), run(None)
+    assert taken == [False, True]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    (alone,) = torch.autograd.grad(weight_norm(v.detach(), g).sin().sum(), g)
+    torch.testing.assert_close(alone, found[2])
+
+
+def test_what_weight_norm_refuses_names_the_argument():
+    v = torch.randn(4, 5)
+    with pytest.raises(ValueError, match=r"g: shape \[1, 4\] does not fit v of \[4, 5\]"):
+        weight_norm(v, torch.ones(1, 4))
+    with pytest.raises(TypeError, match=r"g: dtype torch.float64 does not go with x of torch.float32"):
+        weight_norm(v, torch.ones(4, dtype=torch.float64))
 
 
 @layers
