@@ -173,7 +173,7 @@ def _verdict(result: dict[str, Any]) -> str:
 def _add_demo(commands: Any) -> None:
     parser = commands.add_parser("demo", help="train ever deeper networks on handwritten digits, with two pictures")
     parser.add_argument("--minutes", type=float, default=5.0, help="time to fit into (default: 5)")
-    parser.add_argument("--deep", action="store_true", help="train the 10,000 layers for an epoch too, however long")
+    parser.add_argument("--deep", action="store_true", help="train the 10,000 layers for two epochs too, however long")
     parser.add_argument("--out", type=Path, default=Path("wnfused-demo"), metavar="FOLDER", help="for the pictures")
     parser.set_defaults(run=_demo)
 
