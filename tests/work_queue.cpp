@@ -1,0 +1,50 @@
+// The queue of work alone, on threads of its own, built with ThreadSanitizer: every phase reads what the one before wrote
+// with plain loads, so a missing order of memory is a report, and a lost wake-up never ends.
+#include "cpu/work_queue.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+using wnfused::cpu::Worker;
+using wnfused::cpu::WorkQueue;
+
+namespace {
+
+constexpr int64_t kItems = 64, kPhases = 20;
+
+void sleep_for(int microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
+
+// b[i] counts the phases. Now and then a worker comes late, or an item takes longer than the others spin.
+bool run(int64_t workers, int round) {
+  WorkQueue queue(workers);
+  std::vector<int64_t> a(kItems, 0), b(kItems, 0);
+  const auto work = [&](int64_t index) {
+    if (round % 4 == 1 && index == workers - 1) sleep_for(200);
+    Worker worker(queue, index);
+    for (int64_t p = 0; p < kPhases; ++p) {
+      worker.phase({40, 24}, [&](int64_t i) {
+        a[i] = b[i] + 1;
+        if (round % 4 == 2 && i == kItems - 1) sleep_for(300);
+      });
+      worker.phase({kItems}, [&](int64_t i) { b[i] = a[kItems - 1 - i]; });
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int64_t w = 1; w < workers; ++w) threads.emplace_back(work, w);
+  work(0);
+  for (std::thread& thread : threads) thread.join();
+  for (const int64_t phases : b)
+    if (phases != kPhases) return false;
+  return true;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const int64_t workers = std::atoi(arguments[1]);
+  for (int round = 0; round < 100; ++round)
+    if (!run(workers, round)) return std::puts("a phase was lost"), 1;
+  return 0;
+}
