@@ -147,3 +147,27 @@ def test_an_activation_must_follow_in_training_and_in_evaluation(mode):
         torch.testing.assert_close(model.train(training)(x), y)
     fused = {name: getattr(model, name)[0].activation for name in ("body", "aside", "always")}
     assert fused == {"body": None, "aside": "relu", "always": "relu"}
+
+
+class BranchingIn(nn.Module):
+    """Traces in one mode alone."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+        self.body = nn.Sequential(new(nn.Linear(8, 8)), nn.ReLU())
+
+    def forward(self, x):
+        if self.training == self.mode and x.sum() > 0:
+            return self.body[0](x)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_mode_that_does_not_trace_fuses_nothing(mode):
+    model, x = BranchingIn(mode), torch.ones(2, 8)
+    wanted = {training: copy.deepcopy(model).train(training)(x) for training in (True, False)}
+    wnfused.convert(model)
+    assert model.body[0].activation is None
+    for training, y in wanted.items():
+        torch.testing.assert_close(model.train(training)(x), y)

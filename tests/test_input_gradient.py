@@ -9,6 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import wnfused
 from wnfused import dispatch
 from wnfused.ops import _direct
+from wnfused.ops import _input_gradient as input_gradient
 
 pytestmark = pytest.mark.skipif(not dispatch.prefers_native(), reason="the C++ kernels are not what runs here")
 
@@ -160,3 +161,12 @@ def test_a_stage_asked_for_its_inputs_gradient_alone():
     one, other = torch.autograd.grad(y.square().sum(), (x, parameters[0]))
     torch.testing.assert_close(one, every[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(other, every[1])
+
+
+def test_zeros_are_where_the_gradient_is_whatever_the_default_device():
+    function = LAYERS["linear"][0]
+    x, v, g, bias, residual = tensors(*LAYERS["linear"][1])
+    input_gradient._zero.cache_clear()
+    with torch.device("meta"):
+        found = penalised(function, x, v, g, bias, residual, [x, residual])
+    assert {t.device.type for t in found} == {"cpu"}

@@ -60,6 +60,8 @@ def fusable_activations(model: nn.Module, logger: logging.Logger) -> dict[nn.Mod
     if not neighbours:
         return {}
     runs = [calls(model, logger, "activations are not fused", training) for training in (True, False)]
+    if not all(runs):  # a mode that does not trace may do anything
+        return {}
     return {layer: activation for layer, activation in neighbours if _stay_together(layer, activation, runs)}
 
 

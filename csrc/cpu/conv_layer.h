@@ -14,7 +14,7 @@
 // belong to x's channels, so every norm comes before the first product.
 //
 // Banks, panels, slices and the order of sums are alike but for depthwise layers. A value that is not finite is left to
-// the vendor's convolution (layer_conv.cpp).
+// the vendor's convolution (conv_routes.h).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -53,7 +53,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
 std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
                                                 const float* norms, const ConvNeeds& needs, float* dgain);
 
-// dbias has the dtype of v, and so has the bias where it is given.
+// bias: conv.bias as it was given. dbias has the dtype of v.
 Tensor vendor_conv(const ConvCall& conv, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                    float* norms);
 LayerGradients vendor_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y, const float* norms,

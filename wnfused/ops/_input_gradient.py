@@ -29,7 +29,7 @@ Reference = Callable[..., tuple[Tensor, ...]]
 
 @functools.cache
 def _zero(dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype)
+    return torch.zeros((), dtype=dtype, device="cpu")  # whatever the default device is
 
 
 def zero_gradient(like: Tensor) -> Tensor:
