@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import wnfused
 from wnfused import WNConv2d, WNLinear
@@ -236,3 +236,31 @@ def test_state_dicts_of_all_three_forms_load(wrap, kind):
 def test_a_state_dict_of_the_wrong_shape_is_torchs_own_error():
     with pytest.raises(RuntimeError, match="size mismatch"):
         WNLinear(5, 4).load_state_dict({"weight": torch.zeros(3, 5), "bias": torch.zeros(4)})
+
+
+class _Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("name", ["weight_v", "weight_g", "bias"])
+@pytest.mark.parametrize(
+    ("layer", "x"), [(WNLinear(3, 2), torch.randn(4, 3)), (WNConv2d(3, 2, 1), torch.randn(1, 3, 2, 2))]
+)
+def test_a_parameter_that_is_computed_from_another_counts(layer, x, name):
+    layer, doubled = copy.deepcopy(layer), copy.deepcopy(layer)
+    nn.init.normal_(layer.bias)
+    doubled.load_state_dict(layer.state_dict())
+    parametrize.register_parametrization(layer, name, _Doubled())
+    with torch.no_grad():
+        getattr(doubled, name).mul_(2)
+    torch.testing.assert_close(layer(x), doubled(x))
+
+
+def test_a_parameter_pruned_away_counts():
+    layer = WNLinear(3, 2)
+    prune.random_unstructured(layer, "weight_v", 3)
+    v = layer.weight_v
+    assert (v == 0).sum() == 3
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(layer(x), F.linear(x, wnfused.functional.weight_norm(v, layer.weight_g), layer.bias))

@@ -27,6 +27,18 @@ constexpr int64_t kNarrowRows = 64;
 constexpr int64_t kWideBlocks = 16;
 constexpr int64_t kInputRows = 256;   // of dx in an item
 
+// `count` blocks of 16 rows or columns cut into `parts`, as even as can be.
+struct Cut {
+  int64_t count, parts;
+
+  int64_t begin(int64_t part) const { return count * part / parts; }
+  int64_t largest() const { return divide_up(count, parts); }
+
+  // What a part has of `entries` rows or columns, of which the last block may have fewer.
+  int64_t first(int64_t part) const { return begin(part) * kLanes; }
+  int64_t size(int64_t part, int64_t entries) const { return std::min(first(part + 1), entries) - first(part); }
+};
+
 // A packed wide operand, [chunk][block][units of a chunk][16 lanes]. A unit: a float, or two bfloat16.
 struct WideShape {
   WideShape(int64_t lanes, int64_t depth, int64_t entries)
@@ -57,7 +69,7 @@ struct LinearForward {
   float* norm;
   Activation activation;
   float slope;
-  int64_t wide_blocks, row_block;  // of an item: rows of x, in blocks of 16; rows of v
+  Cut groups, row_blocks;  // an item has one of each: rows of x, rows of v
   LinearMemory memory;
 };
 
@@ -67,7 +79,8 @@ struct LinearBackward {
   Values x, v, dz, dx, dv;
   const float *gain, *norm, *scale;
   float* dgain;
-  int64_t wide_blocks, row_block;  // of an item: columns of dx, in blocks of 16; rows of dv
+  Cut input_rows, input_columns;  // an item of dx has one of each
+  Cut row_blocks;                 // an item of dv: its rows
   LinearMemory memory;
 };
 

@@ -47,11 +47,11 @@ inline void finish_outputs(const LinearForward& job, int64_t first, int64_t coun
   });
 }
 
-// An item of the forward: rows [first, ..) of v, and of x those packed at `wide`, from lane0 on.
+// An item of the forward: `count` rows of v from `first` on, and of x those packed at `wide`, from lane0 on.
 template <class Units, class X, class V>
-inline void output_item(const LinearForward& job, const WideShape& shape, int64_t first, int64_t lane0, int64_t lanes,
-                        const float* wide, float* scratch) {
-  const int64_t count = smaller(job.row_block, job.features - first), rows = blocks_of(count) * kLanes;
+inline void output_item(const LinearForward& job, const WideShape& shape, int64_t first, int64_t count, int64_t lane0,
+                        int64_t lanes, const float* wide, float* scratch) {
+  const int64_t rows = blocks_of(count) * kLanes;
   const Runs<V> v = runs_of<V>(job.v, job.features, job.inner);
   float scale[kNarrowRows];
   for (int64_t r = 0; r < count; ++r) {
@@ -73,17 +73,14 @@ inline void output_item(const LinearForward& job, const WideShape& shape, int64_
 
 template <class Units, class X>
 void linear_forward(const LinearForward& job, Worker& worker) {
-  const int64_t group_lanes = job.wide_blocks * kLanes;
-  const int64_t groups = divide_up(job.rows, group_lanes);
-  const int64_t row_blocks = divide_up(job.features, job.row_block);
-  const WideShape shape(group_lanes, job.inner, Units::kEntries);
+  const WideShape shape(job.groups.largest() * kLanes, job.inner, Units::kEntries);
   const Runs<X> x = runs_of<X>(job.x, job.rows, job.inner);
   float* wide = job.memory.x + worker.index() * job.memory.x_stride;
   float* scratch = job.memory.worker + worker.index() * job.memory.worker_stride;
   int64_t packed = -1;
-  worker.phase({groups * row_blocks}, [&](int64_t item) {
-    const int64_t group = item / row_blocks, lane0 = group * group_lanes;
-    const int64_t lanes = smaller(group_lanes, job.rows - lane0);
+  worker.phase({job.groups.parts * job.row_blocks.parts}, [&](int64_t item) {
+    const int64_t group = item / job.row_blocks.parts, part = item % job.row_blocks.parts;
+    const int64_t lane0 = job.groups.first(group), lanes = job.groups.size(group, job.rows);
     if (group != packed) {
       for (int64_t chunk = 0; chunk < shape.chunks; ++chunk)
         for (int64_t b = 0; b < blocks_of(lanes); ++b)
@@ -93,24 +90,27 @@ void linear_forward(const LinearForward& job, Worker& worker) {
     }
     with_entries(job.v, [&](auto* v) {
       using V = std::remove_pointer_t<decltype(v)>;
-      output_item<Units, X, V>(job, shape, item % row_blocks * job.row_block, lane0, lanes, wide, scratch);
+      output_item<Units, X, V>(job, shape, job.row_blocks.first(part), job.row_blocks.size(part, job.features), lane0,
+                               lanes, wide, scratch);
     });
   });
 }
 
-// Rows [row0, ..) of dx, columns from block `block0` of 16 on: one item's.
+// One item's rows and columns of dx.
 template <class Units, class X, class V>
-inline void input_item(const LinearBackward& job, int64_t row0, int64_t block0, float* scratch) {
+inline void input_item(const LinearBackward& job, int64_t row_part, int64_t column_part, float* scratch) {
   constexpr int64_t kStride = kWideBlocks * kLanes;
   const WideShape shape(job.inner, job.features, Units::kEntries);
-  const int64_t blocks = smaller(job.wide_blocks, shape.blocks - block0), end = smaller(row0 + kInputRows, job.rows);
+  const int64_t row0 = job.input_rows.first(row_part), end = row0 + job.input_rows.size(row_part, job.rows);
+  const int64_t column = job.input_columns.first(column_part), width = job.input_columns.size(column_part, job.inner);
+  const int64_t blocks = blocks_of(width);
   const Runs<V> v = runs_of<V>(job.v, job.features, job.inner, job.scale);
   const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
   float *narrow = scratch, *wide = narrow + kNarrowRows * kDepthChunk, *out = wide + kWideBlocks * kDepthChunk * kLanes;
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
     const int64_t first = chunk * kDepthChunk, units = shape.chunk_units(chunk);
     for (int64_t b = 0; b < blocks; ++b)
-      pack_wide_across<Units>(v, (block0 + b) * kLanes, first, units, wide + b * shape.block_floats);
+      pack_wide_across<Units>(v, column + b * kLanes, first, units, wide + b * shape.block_floats);
     for (int64_t row = row0; row < end; row += kNarrowRows) {
       const int64_t rows = whole_tiles(smaller(kNarrowRows, end - row));
       pack_narrow_along<Units>(dz, row, rows, first, units, narrow);
@@ -118,7 +118,6 @@ inline void input_item(const LinearBackward& job, int64_t row0, int64_t block0, 
                       kLanes, chunk > 0);
     }
   }
-  const int64_t column = block0 * kLanes, width = smaller(blocks * kLanes, job.inner - column);
   for (int64_t row = row0; row < end; ++row) {
     X* target = static_cast<X*>(job.dx.data) + row * job.inner + column;
     for_blocks(width, [&](int64_t i, auto move) __attribute__((always_inline)) {
@@ -127,11 +126,12 @@ inline void input_item(const LinearBackward& job, int64_t row0, int64_t block0, 
   }
 }
 
-// Rows [first, ..) of dv and of dgain: one item's.
+// One item's rows of dv and of dgain.
 template <class Units, class X, class V>
-inline void weight_item(const LinearBackward& job, const WideShape& shape, int64_t first, const float* wide,
+inline void weight_item(const LinearBackward& job, const WideShape& shape, int64_t part, const float* wide,
                         float* scratch) {
-  const int64_t count = smaller(job.row_block, job.features - first), rows = blocks_of(count) * kLanes;
+  const int64_t first = job.row_blocks.first(part), count = job.row_blocks.size(part, job.features);
+  const int64_t rows = blocks_of(count) * kLanes;
   const int64_t stride = shape.blocks * kLanes;
   const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
   float *narrow = scratch, *dw = narrow + kNarrowRows * kDepthChunk;
@@ -163,25 +163,24 @@ void linear_backward(const LinearBackward& job, Worker& worker) {
   };
   const int64_t x_items = job.dv.data ? shape.blocks * shape.chunks : 0;
   const int64_t shared_items = job.memory.x_stride == 0 ? x_items : 0;
-  const int64_t groups = divide_up(shape.blocks, job.wide_blocks);
-  const int64_t inputs = job.dx.data ? groups * divide_up(job.rows, kInputRows) : 0;
+  const int64_t columns = job.input_columns.parts, inputs = job.dx.data ? columns * job.input_rows.parts : 0;
   worker.phase({shared_items, inputs}, [&](int64_t item) {
     if (item < shared_items) return pack(item);
     item -= shared_items;
     with_entries(job.v, [&](auto* v) {
       using V = std::remove_pointer_t<decltype(v)>;
-      input_item<Units, X, V>(job, item / groups * kInputRows, item % groups * job.wide_blocks, scratch);
+      input_item<Units, X, V>(job, item / columns, item % columns, scratch);
     });
   });
   if (!job.dv.data) return;
   bool packed = shared_items > 0;
-  worker.phase({divide_up(job.features, job.row_block)}, [&](int64_t item) {
+  worker.phase({job.row_blocks.parts}, [&](int64_t item) {
     if (!packed)
       for (int64_t i = 0; i < x_items; ++i) pack(i);
     packed = true;
     with_entries(job.v, [&](auto* v) {
       using V = std::remove_pointer_t<decltype(v)>;
-      weight_item<Units, X, V>(job, shape, item * job.row_block, wide, scratch);
+      weight_item<Units, X, V>(job, shape, item, wide, scratch);
     });
   });
 }

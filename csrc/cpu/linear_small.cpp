@@ -25,7 +25,7 @@ bool is_small(const LinearCall& call, const LinearKernels* products) {
   const LinearShape& shape = call.shape;
   if (takes_pairs(call, products)) return true;
   if (call.is_half()) return shape.rows <= kHalfRows;
-  if (products) return shape.rows <= kFloatRows;
+  if (products) return shape.rows <= (shape.inner < 256 ? kFloatRows - 1 : kFloatRows);
   return shape.rows <= kSmallRows / 2 || (shape.rows <= kSmallRows && shape.inner >= 128);
 }
 

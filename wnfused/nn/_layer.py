@@ -168,6 +168,15 @@ class WeightNormalised(nn.Module):
             for parameter in self.parameters(recurse=False):
                 parameter.zero_()
 
+    def _v_g_bias(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The parameters, without ``nn.Module``'s way to attributes: that is an eighth of a small layer's time."""
+        own: dict[str, Any] = self._parameters
+        try:
+            return own["weight_v"], own["weight_g"], own["bias"]
+        except KeyError:  # one of them is computed (parametrized, pruned), or a replica's tensor
+            bias: Any = self.bias
+            return self.weight_v, self.weight_g, bias
+
     def _runs_frozen(self, input: Tensor) -> bool:
         """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded or the input's dtype differs."""
         if self._frozen is None or input.dtype != self.weight_v.dtype:

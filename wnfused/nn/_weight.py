@@ -74,7 +74,10 @@ class EffectiveWeight(Tensor):
 
 
 def _read_only(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A call inside ``torch.compile``, where counting writes is not possible; so there may be none."""
+    """A call inside ``torch.compile``, where counting writes is not possible; so there may be none.
+
+    The compiler of torch 2.15 does not tell of ``weight[i] = ...``: there that write reaches a temporary and is lost.
+    """
     if func in _WRITES or func == _DATA_GET or isinstance(kwargs.get("out"), EffectiveWeight):
         raise RuntimeError(
             "weight: cannot be written inside torch.compile; write it outside, or write weight_v, weight_g"

@@ -37,8 +37,9 @@ class _WNConv(WeightNormalised):
         if self.padding_mode != "zeros":
             border = self._reversed_padding_repeated_twice
             input, padding = nn.functional.pad(input, border, mode=self.padding_mode), (0,) * len(self.kernel_size)
+        v, g, bias = self._v_g_bias()
         return type(self)._op(
-            input, self.weight_v, self.weight_g, self.bias, self.stride, padding, self.dilation, self.groups,
+            input, v, g, bias, self.stride, padding, self.dilation, self.groups,
             activation=self.activation, negative_slope=self.negative_slope, residual=residual, dim=self.dim,
         )  # fmt: skip
 

@@ -43,8 +43,9 @@ class _WNConvTranspose(WeightNormalised):
                 input, output_size, list(self.stride), list(self.padding), list(self.kernel_size),
                 len(self.kernel_size), list(self.dilation),
             )  # fmt: skip
+        v, g, bias = self._v_g_bias()
         return type(self)._op(
-            input, self.weight_v, self.weight_g, self.bias, self.stride, self.padding, extra, self.groups,
+            input, v, g, bias, self.stride, self.padding, extra, self.groups,
             self.dilation, activation=self.activation, negative_slope=self.negative_slope, residual=residual,
             dim=self.dim,
         )  # fmt: skip

@@ -46,7 +46,8 @@ class WNLinear(WeightNormalised, nn.Linear):
         """
         if self._frozen is not None and self._runs_frozen(input):
             return self._frozen_output(input, residual)
+        v, g, bias = self._v_g_bias()
         return functional.linear(
-            input, self.weight_v, self.weight_g, self.bias,
+            input, v, g, bias,
             activation=self.activation, negative_slope=self.negative_slope, residual=residual, dim=self.dim,
         )  # fmt: skip

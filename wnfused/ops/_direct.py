@@ -43,7 +43,7 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
         and x.dtype in native.FUSED_DTYPES
         and x.is_cpu
         and dispatch.prefers_native()
-        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._is_any_autocast_enabled()
         and forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
@@ -95,8 +95,8 @@ def layer(
             if is_zero_gradient(dy):
                 tensors = (x, v, g, bias, residual, *constants)
                 return tuple(zero_gradient(t) if need else None for t, need in zip(tensors, needs, strict=True))
-            products = dy.numel() * v.numel() // max(v.shape[0], 1)
-            if needs[0] and products >= _WORTH_ASKING and asks_for_input_alone(ctx, needs):
+            products_are_many = dy.numel() * v.numel() >= _WORTH_ASKING * g.numel()
+            if products_are_many and needs[0] and asks_for_input_alone(ctx, needs):
                 needs = (True, False, False, False, needs[4])
             wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
             *gradients, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
