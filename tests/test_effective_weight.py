@@ -42,10 +42,17 @@ def write_out(w, new):
     torch.add(new, 0, out=w.data)
 
 
+def write_out_of_a_function_that_only_reads(w, new):
+    torch.mul(new, 1, out=w)
+
+
 @pytest.mark.parametrize(
     "write",
-    [write_in_place, write_by_index, write_data, write_through_data, write_through_view, write_row_by_row, write_out],
-)
+    [
+        write_in_place, write_by_index, write_data, write_through_data, write_through_view, write_row_by_row, write_out,
+        write_out_of_a_function_that_only_reads,
+    ],
+)  # fmt: skip
 def test_writes_to_weight_reach_the_layer(write):
     layer, new = WNConv2d(3, 4, 3), torch.randn(4, 3, 3, 3)
     with torch.no_grad():

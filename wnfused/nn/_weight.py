@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -23,6 +24,15 @@ _WRITES = frozenset(
     getattr(Tensor, name) for name in dir(Tensor) if name in _IN_PLACE or (name[-1] == "_" and name[0] != "_")
 )
 """What may change a tensor, for where torch's own count of writes cannot be read."""
+
+_PLAIN_READS = frozenset(
+    [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")]
+    + [getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point")]
+    + [getattr(Tensor, name) for name in ("__matmul__", "__rmatmul__", "matmul", "mm", "__mul__", "__rmul__", "mul")]
+    + [torch.matmul, torch.mm, torch.addmm, torch.mul, F.linear, F.conv1d, F.conv2d, F.conv3d]
+    + [F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d]
+)
+"""What a forward written by hand does with a weight, and neither writes nor gives a view: nothing to watch there."""
 
 
 class EffectiveWeight(Tensor):
@@ -45,6 +55,9 @@ class EffectiveWeight(Tensor):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return _read_only(func, args, kwargs)
+        if func in _PLAIN_READS and "out" not in kwargs:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         weights = list(_weights_in((args, kwargs)))
         target = args[0] if args else None
         if isinstance(target, EffectiveWeight):
