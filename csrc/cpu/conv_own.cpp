@@ -26,6 +26,18 @@ std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Slidi
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
 }
 
+// A first layer of images whose output is more than a call's cost. Beside those of the vendor, measured on Zen 4, these
+// kernels are slower there where
+//   forward    y is in NCHW (they write it by transposed panels: 0.5 to 0.9), or has no activation to gain from (0.6 to 1)
+//   backward   in NCHW the weight's gradient alone is asked for, beside up to three channels (0.5 to 0.8)
+bool is_large_first_layer(const ConvLayer& layer) {
+  constexpr int64_t kLargeMap = int64_t{1} << 18;
+  const ConvShape& shape = layer.shape;
+  const Pair size = shape.output_size();
+  return layer.v.dim() == 4 && shape.has_thin_input() &&
+         shape.images * shape.outputs * size.row * size.column > kLargeMap;
+}
+
 // v in an order of rows that the Winograd methods know.
 Tensor rows_for(const ConvLayer& layer) {
   const Tensor& v = layer.v;
@@ -63,6 +75,8 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   const ConvShape& shape = found->shape;
   const Pair size = shape.output_size();
   const bool last = suggests_channels_last(x) || suggests_channels_last(v);
+  const bool passes = conv.activation != Activation::kNone || residual;
+  if (is_large_first_layer(*found) && !(last && passes)) return std::nullopt;
   const Tensor y = empty_map(shape.images, shape.outputs, size.row, size.column, v.dim() == 3, last);
   const Tensor rows = rows_for(*found);
   check_residual(residual, y);
@@ -80,6 +94,7 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   const ConvShape& shape = found->shape;
   const Pair size = shape.output_size();
   const bool flat = v.dim() == 3, last = suggests_channels_last(x) || suggests_channels_last(v);
+  if (is_large_first_layer(*found) && !last && !needs.x && shape.inputs <= 3) return std::nullopt;
   const Tensor rows = rows_for(*found);
   const ConvLayer layer{shape, false, found->method, x, rows, conv.gain, nullptr, conv.activation, conv.slope};
   LayerGradients made;
