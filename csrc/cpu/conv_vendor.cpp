@@ -48,8 +48,18 @@ Tensor in_lines(const Tensor& z) {
   return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
 }
 
-// The map is larger than the weight: then the pass that scales the weight is the cheaper one.
-bool map_heavy(const Tensor& z, const Tensor& v) { return z.numel() > v.numel(); }
+// The map, of so many entries, is larger than the weight: then the pass that scales the weight is the cheaper one.
+bool map_heavy(int64_t entries, const Tensor& v) { return entries > v.numel(); }
+
+int64_t output_entries(const ConvCall& conv) {
+  int64_t entries = conv.x.size(0) * conv.v.size(0);
+  for (int64_t d = 2; d < conv.v.dim(); ++d) {
+    const int64_t reach = conv.at.dilation[d - 2] * (conv.v.size(d) - 1), stride = conv.at.stride[d - 2];
+    const int64_t room = conv.x.size(d) + 2 * conv.at.padding[d - 2] - reach - 1;
+    entries *= stride > 0 && room >= 0 ? room / stride + 1 : 0;  // of no map the vendor's error will tell
+  }
+  return entries;
+}
 
 // The scale, and beside it the bias, in a pass over z that is needed anyway; whether all of it is finite.
 bool finish(const ConvCall& conv, const Tensor& y, const std::optional<Tensor>& residual_given,
@@ -74,7 +84,7 @@ Tensor vendor_conv(const ConvCall& conv, const std::optional<Tensor>& bias, cons
   const Tensor &x = conv.x, &v = conv.v;
   const int64_t channels = v.size(0);
   const bool passes = conv.activation != Activation::kNone || residual;
-  if (!is_bfloat16(x) && passes) {
+  if (!is_bfloat16(x) && (passes || !map_heavy(output_entries(conv), v))) {
     row_norms(v, norms, 0, channels);
     const std::vector<float> scale = scales_of(conv.gain, norms, channels);
     if (all_can_wait(scale)) {
@@ -103,7 +113,7 @@ LayerGradients vendor_conv_backward(const ConvCall& conv, const Tensor& dy_given
   const Tensor signs = in_lines(masked ? y : dy_given);
   const Tensor dy = laid_out_as(dy_given, signs);
   // s dz for the products, unless dy can be taken as it is and the scaled weight is the smaller of the two.
-  const bool scale_dz = (needs.x || needs.v) && !half && (masked || !map_heavy(dy, v));
+  const bool scale_dz = (needs.x || needs.v) && !half && (masked || !map_heavy(dy.numel(), v));
   const std::vector<float> scale = scale_dz ? scales_of(conv.gain, norms, channels) : std::vector<float>();
   const bool shared = scale_dz && are_invertible(scale, norms);
   LayerGradients made;
