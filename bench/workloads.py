@@ -128,7 +128,7 @@ def _linear() -> list[Workload]:
             quick=(features, batch) in ((64, 32), (1024, 32), (1024, 256)),
         )
         for features in (64, 100, 256, 1024, 4096)
-        for batch in (1, 32, 256, 1024)
+        for batch in (1, 32, 130, 256, 1024)
     ]
 
 
@@ -167,13 +167,14 @@ def _conv(kernel: int, shapes: tuple[tuple[int, int, int], ...], quick: tuple[in
 
 
 def _windows() -> list[Workload]:
-    # Channels in and out, size, kernel, stride, dilation, batch: of residual networks, vocoders, temporal networks, and
-    # first layers on images and waveforms.
+    # Channels in and out, size, kernel, stride, dilation, batch: of residual networks, vocoders, temporal networks, first
+    # layers on images and waveforms, and a layer with more weights than map.
     layers = (
         (16, 32, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 1, 2, 1, 8),
         (64, 64, (16, 16), 5, 1, 1, 8), (64, 64, (1024,), 3, 1, 4, 1), (32, 32, (8192,), 11, 1, 5, 1),
         (128, 128, (512,), 7, 1, 1, 8), (3, 32, (32, 32), 3, 1, 1, 8), (3, 64, (64, 64), 7, 2, 1, 8),
-        (1, 128, (8192,), 15, 1, 1, 2),
+        (3, 16, (64, 64), 3, 1, 1, 8), (3, 64, (224, 224), 7, 2, 1, 2), (1, 128, (8192,), 15, 1, 1, 2),
+        (512, 512, (4, 4), 3, 1, 1, 2),
     )  # fmt: skip
     found = [
         WindowLayer(
