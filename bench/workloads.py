@@ -167,8 +167,8 @@ def _conv(kernel: int, shapes: tuple[tuple[int, int, int], ...], quick: tuple[in
 
 
 def _windows() -> list[Workload]:
-    # Channels in and out, size, kernel, stride, dilation, batch: of residual networks, vocoders, temporal networks, first
-    # layers on images and waveforms, and a layer with more weights than map.
+    # Channels in and out, size, kernel, stride, dilation, batch: of residual networks, vocoders, temporal networks,
+    # first layers on images and waveforms, and a layer with more weights than map.
     layers = (
         (16, 32, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 1, 2, 1, 8),
         (64, 64, (16, 16), 5, 1, 1, 8), (64, 64, (1024,), 3, 1, 4, 1), (32, 32, (8192,), 11, 1, 5, 1),
