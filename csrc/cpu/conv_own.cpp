@@ -28,7 +28,8 @@ std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Slidi
 
 // A first layer of images whose output is more than a call's cost. Beside those of the vendor, measured on Zen 4, these
 // kernels are slower there where
-//   forward    y is in NCHW (they write it by transposed panels: 0.5 to 0.9), or has no activation to gain from (0.6 to 1)
+//   forward    y is in NCHW (they write it by transposed panels: 0.5 to 0.9), or has no activation to gain from (0.6 to
+//              1.0)
 //   backward   in NCHW the weight's gradient alone is asked for, beside up to three channels (0.5 to 0.8)
 bool is_large_first_layer(const ConvLayer& layer) {
   constexpr int64_t kLargeMap = int64_t{1} << 18;
