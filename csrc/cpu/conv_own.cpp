@@ -56,16 +56,19 @@ void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
   STD_TORCH_CHECK(at.groups >= 1, "conv: groups must be at least 1");
 }
 
-void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at) {
+std::optional<int64_t> output_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d) {
   constexpr int64_t kFar = int64_t{1} << 31;
+  const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], dilation = at.dilation[d - 2];
+  const bool known = stride >= 1 && 0 <= padding && padding < kFar && 1 <= dilation && dilation < kFar &&
+                     v.size(d) >= 1;
+  const int64_t room = known ? x.size(d) + 2 * padding - dilation * (v.size(d) - 1) - 1 : -1;
+  return room >= 0 ? std::optional(room / stride + 1) : std::nullopt;
+}
+
+void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at) {
   bool fits = t.scalar_type() == x.scalar_type() && t.dim() == x.dim() && t.size(0) == x.size(0) &&
               t.size(1) == v.size(0);
-  for (int64_t d = 2; fits && d < v.dim(); ++d) {
-    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], dilation = at.dilation[d - 2];
-    fits = stride >= 1 && 0 <= padding && padding < kFar && 1 <= dilation && dilation < kFar && v.size(d) >= 1;
-    const int64_t room = fits ? x.size(d) + 2 * padding - dilation * (v.size(d) - 1) - 1 : 0;
-    fits = fits && room >= 0 && t.size(d) == room / stride + 1;
-  }
+  for (int64_t d = 2; fits && d < v.dim(); ++d) fits = output_extent(x, v, at, d) == t.size(d);
   STD_TORCH_CHECK(fits, "conv: ", name, " must have the dtype of x and the shape of the output");
 }
 

@@ -22,6 +22,9 @@ struct Sliding {
 
 void check_window(const Tensor& x, const Tensor& v, const Sliding& at);
 
+// Of a layer's output along dim d; nothing where there is none.
+std::optional<int64_t> output_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d);
+
 // A gradient, or an output, of a layer over any number of dims.
 void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at);
 

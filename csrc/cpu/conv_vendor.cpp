@@ -53,11 +53,8 @@ bool map_heavy(int64_t entries, const Tensor& v) { return entries > v.numel(); }
 
 int64_t output_entries(const ConvCall& conv) {
   int64_t entries = conv.x.size(0) * conv.v.size(0);
-  for (int64_t d = 2; d < conv.v.dim(); ++d) {
-    const int64_t reach = conv.at.dilation[d - 2] * (conv.v.size(d) - 1), stride = conv.at.stride[d - 2];
-    const int64_t room = conv.x.size(d) + 2 * conv.at.padding[d - 2] - reach - 1;
-    entries *= stride > 0 && room >= 0 ? room / stride + 1 : 0;  // of no map the vendor's error will tell
-  }
+  // Of no output the vendor's error will tell.
+  for (int64_t d = 2; d < conv.v.dim(); ++d) entries *= output_extent(conv.x, conv.v, conv.at, d).value_or(0);
   return entries;
 }
 
