@@ -28,7 +28,7 @@ class Case(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     transposed: bool = False
-    output_padding: tuple[int, ...] = (0, 0)
+    output_padding: tuple[int, ...] = (0, 0, 0)
     groups: int = 1
 
     @property
@@ -53,18 +53,19 @@ def same3x3(images: int, inputs: int, outputs: int, height: int, width: int) -> 
 def method_of(case: Case) -> str:
     """How the layer is multiplied, or "vendor"."""
 
-    def two(pair: Sequence[int], first: int) -> list[int]:
-        return [*[first] * (2 - len(pair)), *pair]
+    def three(extents: Sequence[int], missing: int) -> list[int]:
+        return [*[missing] * (3 - len(extents)), *extents]
 
-    maps = [case.images, case.inputs, case.outputs, *two(case.size, 1)]
+    maps = [case.images, case.inputs, case.outputs, *three(case.size, 1)]
     if case.transposed:
-        maps = [case.images, case.outputs, case.inputs, *two(case.output_size, 1)]
-    window = (two(case.kernel, 1), two(case.stride, 1), two(case.padding, 0), two(case.dilation, 1))
+        maps = [case.images, case.outputs, case.inputs, *three(case.output_size, 1)]
+    window = (three(case.kernel, 1), three(case.stride, 1), three(case.padding, 0), three(case.dilation, 1))
     return torch.ops.wnfused_native.cpu_conv_method(maps, *window, case.groups, case.transposed)
 
 
 def channels_last(t: Tensor, wanted: bool) -> Tensor:
-    return t.contiguous(memory_format=torch.channels_last) if wanted and t.dim() == 4 else t
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.contiguous(memory_format=formats[t.dim()]) if wanted and t.dim() in formats else t
 
 
 def weight_shape(case: Case) -> tuple[int, ...]:

@@ -70,6 +70,18 @@ CASES = {
     "1x1, ragged": Case(3, 44, 28, (13, 7), (1, 1), (1, 1), (0, 0), (1, 1)),
     "1x1, ragged, many inputs": Case(2, 133, 70, (16, 9), (1, 1), (1, 1), (0, 0), (1, 1)),
     "ragged, stride 2, no border": Case(3, 21, 34, (9, 11), (3, 3), (2, 2), (0, 0), (1, 1)),
+    "three dims": Case(2, 16, 32, (5, 6, 7), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1)),
+    "three dims, ragged": Case(2, 20, 23, (6, 5, 7), (3, 2, 3), (1, 2, 1), (0, 1, 2), (2, 1, 1)),
+    "three dims, pointwise": Case(2, 24, 40, (4, 5, 6), (1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1)),
+    "three dims, pointwise, many channels": Case(1, 144, 40, (7, 6, 8), (1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1)),
+    "a volume": Case(2, 1, 16, (6, 7, 8), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+    "a video": Case(1, 3, 24, (5, 9, 8), (3, 5, 4), (1, 2, 2), (1, 2, 1), (1, 1, 1)),
+    "frames one by one": Case(2, 16, 24, (5, 9, 8), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1)),
+    "pixels over time": Case(2, 16, 24, (5, 6, 4), (3, 1, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
+    "one level, padded": Case(2, 16, 16, (1, 6, 4), (3, 2, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
+    "levels of one row": Case(2, 16, 16, (6, 1, 5), (2, 1, 3), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
+    "three dims, many small images": Case(21, 16, 16, (3, 4, 4), (3, 3, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+    "three dims, groups": Case(2, 32, 64, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), groups=2),
     "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
     "groups, stride 2": Case(3, 96, 48, (8, 9), (5, 4), (2, 2), (2, 1), (1, 1), groups=3),
     "groups of 8 channels": Case(2, 32, 64, (9, 8), (3, 3), (2, 1), (1, 1), (1, 2), groups=4),
@@ -104,7 +116,7 @@ def each(dims: int, values: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[i
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    dims = draw(st.integers(1, 2))
+    dims = draw(st.integers(1, 3))
     counts = (draw(st.integers(1, 18)), draw(st.integers(6, 40)), draw(st.integers(6, 40)))
     window = [draw(each(dims, st.integers(least, most))) for least, most in ((1, 5), (1, 3), (0, 6), (1, 3))]
     groups = draw(st.sampled_from([1, 1, 2, 4]))

@@ -74,7 +74,13 @@ LayerMap dense_map(const ExternalMap& given, const MapShape& shape) {
   return {given, static_cast<float*>(given.data), Access::kInPlace, true};
 }
 
-// A map over one dim has one row.
+// From a line of a map to the next, one distance (with_even_lines). A map over one dim has one, and levels of one row are lines.
+int64_t line_stride(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  if (t.dim() == 3) return t.size(last) * t.stride(last);
+  return t.dim() == 5 && t.size(last - 1) == 1 ? t.stride(2) : t.stride(last - 1);
+}
+
 LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool matrix) {
   if (!tensor) return {};
   const Tensor& t = *tensor;
@@ -82,7 +88,7 @@ LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool
     const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, 0, 1, shape.map_size(), shape.channels};
     return dense_map(given, shape);
   }
-  const int64_t last = t.dim() - 1, columns = t.stride(last), rows = t.dim() == 4 ? t.stride(2) : shape.width * columns;
+  const int64_t last = t.dim() - 1, columns = t.stride(last), rows = line_stride(t);
   const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, t.stride(0), t.stride(1), rows, columns};
   const auto lies = [](int64_t size, int64_t stride, int64_t expected) { return size == 1 || stride == expected; };
   const bool dense = lies(shape.channels, given.channel_stride, 1) && lies(shape.width, columns, shape.channels) &&
@@ -205,9 +211,8 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
 template <class Job>
 void describe(const ConvLayer& layer, Job& job) {
   const ConvShape& shape = layer.shape;
-  const Pair size = shape.output_size();
-  job.input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
-  job.output = map_shape(shape.images, shape.outputs, size.row, size.column);
+  job.input = map_of_size(shape.images, shape.inputs, shape.size);
+  job.output = map_of_size(shape.images, shape.outputs, shape.output_size());
   if (layer.transposed) std::swap(job.input, job.output);
   job.x = map_of(layer.x, job.input, layer.matrix);
   job.v = parameter_of(layer.v);
@@ -275,8 +280,8 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
 }
 
 bool takes_winograd(const ConvShape& shape) {
-  const auto all = [](const Pair& pair, int64_t value) { return pair.row == value && pair.column == value; };
-  return shape.groups == 1 && all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) &&
+  const auto all = [](const Triple& triple, int64_t value) { return triple.row == value && triple.column == value; };
+  return shape.groups == 1 && shape.is_flat() && all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) &&
          all(shape.dilation, 1);
 }
 
@@ -295,24 +300,28 @@ int64_t weights_a_row() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
 constexpr double kCopies = 1 << 28;
 
 // Floats of a map with a border on every side, at least what a Window gives it. No map is too large for a double.
-double bordered(const MapShape& map, const Pair& border) {
-  const double rows = static_cast<double>(map.height + 2 * border.row);
-  const double columns = static_cast<double>(map.width + 2 * border.column);
-  return rows * columns * static_cast<double>(map.images) * static_cast<double>(map.padded_channels);
+double bordered(const MapShape& map, const Triple& size, const Triple& border) {
+  const auto extent = [&](int64_t Triple::*at) { return static_cast<double>(size.*at + 2 * (border.*at)); };
+  return extent(&Triple::level) * extent(&Triple::row) * extent(&Triple::column) * static_cast<double>(map.images) *
+         static_cast<double>(map.padded_channels);
 }
 
-Pair reach_of(const ConvShape& shape) {
-  return {shape.dilation.row * (shape.kernel.row - 1) + shape.padding.row,
-          shape.dilation.column * (shape.kernel.column - 1) + shape.padding.column};
+Triple reach_of(const ConvShape& shape) {
+  const auto reach = [&](int64_t Triple::*at) {
+    return shape.dilation.*at * (shape.kernel.*at - 1) + shape.padding.*at;
+  };
+  return {reach(&Triple::level), reach(&Triple::row), reach(&Triple::column)};
 }
 
-// For tests: how a layer is multiplied, or "vendor". Pairs are of rows and of columns.
+// For tests: how a layer is multiplied, or "vendor". Triples are of levels, rows and columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                             const std::vector<int64_t>& dilation, int64_t groups, bool transposed) {
-  const auto pair = [](const std::vector<int64_t>& values) { return Pair{values.at(0), values.at(1)}; };
-  const ConvShape shape{maps.at(0),   maps.at(1),   maps.at(2),    {maps.at(3), maps.at(4)},
-                        pair(kernel), pair(stride), pair(padding), pair(dilation), groups};
+  const auto triple = [](const std::vector<int64_t>& values, size_t first = 0) {
+    return Triple{values.at(first), values.at(first + 1), values.at(first + 2)};
+  };
+  const ConvShape shape{maps.at(0),      maps.at(1),      maps.at(2),       triple(maps, 3), triple(kernel),
+                        triple(stride),  triple(padding), triple(dilation), groups};
   const std::optional<Method> method = conv_layer_method(shape, transposed);
   return method ? name_of(*method) : "vendor";
 }
@@ -321,17 +330,19 @@ std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<
 
 std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed) {
   if (!shape.is_sound()) return std::nullopt;
-  const Pair size = shape.output_size();
-  const MapShape input = map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column);
-  const MapShape output = map_shape(shape.images, shape.outputs, size.row, size.column);
+  const Triple size = shape.output_size();
+  const MapShape input = map_of_size(shape.images, shape.inputs, shape.size);
+  const MapShape output = map_of_size(shape.images, shape.outputs, size);
   if (shape.groups > 1 && transposed) return std::nullopt;
-  if (shape.is_depthwise()) return has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
+  if (shape.is_depthwise())
+    return shape.is_flat() && has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
   if (shape.groups > 1 && !fill_blocks(shape)) return std::nullopt;
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
   const bool thin = !transposed && shape.has_thin_input();
   const int64_t inputs = thin ? shape.inputs : input.padded_channels;
   if (shape.groups == 1 && kPadding * weights < inputs * output.padded_channels) return std::nullopt;
-  if (2 * (bordered(input, shape.padding) + bordered(output, reach_of(shape))) > kCopies) return std::nullopt;
+  const double copies = bordered(input, shape.size, shape.padding) + bordered(output, size, reach_of(shape));
+  if (2 * copies > kCopies) return std::nullopt;
   if (!transposed && !thin && takes_winograd(shape)) {
     const Method method = preferred_method(shape.images, shape.size.row, shape.size.column);
     if (method != Method::kDirect) {

@@ -6,14 +6,17 @@ namespace {
 
 // The layer as conv_layer.h describes one; nothing where that has no word for it.
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const bool known = v.dim() <= 4 && x.size(1) == v.size(1) * at.groups &&
-                     x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
+  const bool known = x.size(1) == v.size(1) * at.groups && x.scalar_type() == ScalarType::Float &&
+                     v.scalar_type() == ScalarType::Float;
   if (!known) return std::nullopt;
-  const int64_t last = v.dim() - 1;
-  const bool flat = v.dim() == 3;
-  const auto pair = [&](const Extents& extents, int64_t one) { return Pair{flat ? one : extents[0], extents.back()}; };
-  return ConvShape{x.size(0), x.size(1), v.size(0), {flat ? 1 : x.size(2), x.size(last)},
-                   {flat ? 1 : v.size(2), v.size(last)}, pair(at.stride, 1), pair(at.padding, 0), pair(at.dilation, 1),
+  return ConvShape{x.size(0),
+                   x.size(1),
+                   v.size(0),
+                   triple_of(x.sizes(), 2, 1),
+                   triple_of(v.sizes(), 2, 1),
+                   triple_of(at.stride, 0, 1),
+                   triple_of(at.padding, 0, 0),
+                   triple_of(at.dilation, 0, 1),
                    at.groups};
 }
 
@@ -34,9 +37,8 @@ std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Slidi
 bool is_large_first_layer(const ConvLayer& layer) {
   constexpr int64_t kLargeMap = int64_t{1} << 18;
   const ConvShape& shape = layer.shape;
-  const Pair size = shape.output_size();
   return layer.v.dim() == 4 && shape.has_thin_input() &&
-         shape.images * shape.outputs * size.row * size.column > kLargeMap;
+         shape.images * shape.outputs * shape.output_size().product() > kLargeMap;
 }
 
 // v in an order of rows that the Winograd methods know.
@@ -77,15 +79,15 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   const std::optional<ConvLayer> found = own_layer(x, v, conv.at);
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
-  const Pair size = shape.output_size();
   const bool last = suggests_channels_last(x) || suggests_channels_last(v);
   const bool passes = conv.activation != Activation::kNone || residual;
   if (is_large_first_layer(*found) && !(last && passes)) return std::nullopt;
-  const Tensor y = empty_map(shape.images, shape.outputs, size.row, size.column, v.dim() == 3, last);
-  const Tensor rows = rows_for(*found);
+  const Tensor y = empty_map(map_sizes(shape.images, shape.outputs, shape.output_size(), v.dim()), last);
+  const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   check_residual(residual, y);
-  const ConvLayer layer{shape, false, found->method, x, rows, conv.gain, conv.bias, conv.activation, conv.slope};
-  return run_conv_layer(layer, residual, y, norms) ? std::optional(y) : std::nullopt;
+  const std::optional<Tensor> added = residual ? std::optional(with_even_lines(*residual)) : std::nullopt;
+  const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, conv.bias, conv.activation, conv.slope};
+  return run_conv_layer(layer, added, y, norms) ? std::optional(y) : std::nullopt;
 }
 
 std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
@@ -96,19 +98,18 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   const std::optional<ConvLayer> found = ours ? own_layer(x, v, conv.at) : std::nullopt;
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
-  const Pair size = shape.output_size();
-  const bool flat = v.dim() == 3, last = suggests_channels_last(x) || suggests_channels_last(v);
+  const bool last = suggests_channels_last(x) || suggests_channels_last(v);
   if (is_large_first_layer(*found) && !last && !needs.x && shape.inputs <= 3) return std::nullopt;
-  const Tensor rows = rows_for(*found);
-  const ConvLayer layer{shape, false, found->method, x, rows, conv.gain, nullptr, conv.activation, conv.slope};
+  const Tensor rows = rows_for(*found), lines = with_even_lines(x);
+  const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};
   LayerGradients made;
-  if (needs.x) made.dx = empty_map(shape.images, shape.inputs, shape.size.row, shape.size.column, flat, last);
+  if (needs.x) made.dx = empty_map(sizes_of(x), last);
   if (needs.v) made.dv = empty_as(rows);
   if (needs.bias) made.dbias = empty({shape.outputs}, ScalarType::Float);
   if (needs.residual && conv.activation != Activation::kNone)
-    made.dz = empty_map(shape.images, shape.outputs, size.row, size.column, flat, is_channels_last(y));
+    made.dz = empty_map(sizes_of(y), is_channels_last(y));
   float* dbias = made.dbias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr;
-  if (!run_conv_layer_backward(layer, dy, y, norms, {made.dx, made.dv, made.dz, dgain, dbias})) return std::nullopt;
+  if (!run_conv_layer_backward(layer, with_even_lines(dy), with_even_lines(y), norms, {made.dx, made.dv, made.dz, dgain, dbias})) return std::nullopt;
   if (made.dv) made.dv = laid_out_as(*made.dv, v);
   return made;
 }

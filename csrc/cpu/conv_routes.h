@@ -1,19 +1,18 @@
 // The ways through a convolution layer, y = act(s conv(x, v) + b + residual), and what each is handed. Who is asked for
 // a layer (layer_conv.cpp, layer_plain_conv.cpp) tries them in this order:
 //
-//      own        kernels of this library (conv_layer.h): float32, one or two dims, where they are faster
+//      own        kernels of this library (conv_layer.h): float32, where they are faster
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
 #pragma once
 
 #include <optional>
 #include <vector>
 
+#include "conv_extents.h"
 #include "conv_layer.h"
 #include "layer_tensor.h"
 
 namespace wnfused::cpu {
-
-using Extents = std::vector<int64_t>;
 
 struct Sliding {
   const Extents &stride, &padding, &dilation;

@@ -20,13 +20,13 @@ Span joined(const Span& a, const Span& b) {
   return {std::min(a.begin, b.begin), std::max(a.end, b.end)};
 }
 
-Pair reach_of(const ConvShape& shape) {
-  return {shape.dilation.row * (shape.kernel.row - 1), shape.dilation.column * (shape.kernel.column - 1)};
+Triple reach_of(const ConvShape& shape) {
+  return {0, shape.dilation.row * (shape.kernel.row - 1), shape.dilation.column * (shape.kernel.column - 1)};
 }
 
 // The largest tile of a layer, both of whose maps are cut alike, and how many blocks of channels are taken at once.
 struct TileSize {
-  Pair map, tile;
+  Triple map, tile;
   int64_t blocks;
 };
 
@@ -35,23 +35,23 @@ TileSize tile_size(const ConvShape& shape) {
   // it must. What a tile reads around itself is no more than itself, along a row a quarter. Blocks beside each other are
   // lines of memory beside each other, which a processor fetches ahead.
   constexpr int64_t kCopy = 4096, kTilePixels = 512, kRowPixels = 128;
-  const Pair size = shape.output_size(), reach = reach_of(shape);
-  const Pair map{std::max(size.row, shape.size.row), std::max(size.column, shape.size.column)};
+  const Triple size = shape.output_size(), reach = reach_of(shape);
+  const Triple map{1, std::max(size.row, shape.size.row), std::max(size.column, shape.size.column)};
   const int64_t blocks = divide_up(shape.inputs, kLanes);
   const int64_t columns = std::min(map.column, std::max(kRowPixels, 4 * reach.column));
   const int64_t pixels = std::max(kTilePixels, kCopy / blocks);
   const int64_t rows = std::min(
       map.row, std::max(pixels / (columns + reach.column) - reach.row, std::max<int64_t>(reach.row, 1)));
   const int64_t held = (rows + reach.row) * (columns + reach.column);
-  return {map, {rows, columns}, std::clamp<int64_t>(kCopy / held, 1, blocks)};
+  return {map, {1, rows, columns}, std::clamp<int64_t>(kCopy / held, 1, blocks)};
 }
 
 void divide(const ConvShape& shape, int64_t pieces, Depthwise& layer) {
   constexpr int64_t kLeastPixels = 64, kLeastBlocks = 4;  // of an item
   const auto [map, tile, at_once] = tile_size(shape);
   const int64_t blocks = layer.output_blocks;
-  Pair& tiles = layer.tiles;
-  tiles = {divide_up(map.row, tile.row), divide_up(map.column, tile.column)};
+  Triple& tiles = layer.tiles;
+  tiles = {1, divide_up(map.row, tile.row), divide_up(map.column, tile.column)};
   int64_t groups = divide_up(blocks, at_once);
   const int64_t pixels = map.product();
   const auto few = [&] { return shape.images * groups * tiles.product() < pieces; };
@@ -95,9 +95,9 @@ bool has_small_tiles(const ConvShape& shape) {
   // Pixels and blocks: 32 MB.
   constexpr int64_t kMost = 1 << 19;
   const TileSize size = tile_size(shape);
-  const Pair reach = reach_of(shape);
+  const Triple reach = reach_of(shape);
   // Tiles of y and of dx lie as far apart as the padding moves them.
-  const Pair held{size.tile.row + 2 * (reach.row + shape.padding.row),
+  const Triple held{1, size.tile.row + 2 * (reach.row + shape.padding.row),
                   size.tile.column + 2 * (reach.column + shape.padding.column)};
   return held.row <= kMost && held.column <= kMost && held.product() <= kMost / size.blocks;
 }
@@ -110,8 +110,8 @@ Depthwise make_depthwise(const ConvShape& shape, bool back, int64_t pieces) {
     return std::minmax_element(first, last, [at](const Tap& a, const Tap& b) { return a.*at < b.*at; });
   };
   const auto rows = reach(&Tap::row), columns = reach(&Tap::column);
-  layer.first_tap = {rows.first->row, columns.first->column};
-  layer.last_tap = {rows.second->row, columns.second->column};
+  layer.first_tap = {0, rows.first->row, columns.first->column};
+  layer.last_tap = {0, rows.second->row, columns.second->column};
   divide(shape, pieces, layer);
   return layer;
 }

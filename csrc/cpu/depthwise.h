@@ -31,8 +31,8 @@ struct Region {
 // A Window, cut into tiles: (rows, columns) of an image's target, and of its source by the same cuts. Slices of the
 // weight gradient are runs of tiles, numbered through all images.
 struct Depthwise : Window {
-  Pair tiles;
-  Pair first_tap, last_tap;  // how far the taps reach
+  Triple tiles;
+  Triple first_tap, last_tap;  // how far the taps reach
   int64_t blocks_at_once, groups_of_blocks;
 
   int64_t tile_count() const { return target.images * tiles.product(); }

@@ -237,7 +237,7 @@ class TileRows {
     const auto at_least = [](int64_t value, int64_t step) {
       return value <= 0 ? 0 : step == 1 ? value : (value + step - 1) / step;
     };
-    const Pair step = layer.target_step;
+    const Triple step = layer.target_step;
     const int64_t pitch = held.columns.count();
     for (int64_t g = 0; g < layer.grid_count; ++g) {
       const Grid& grid = layer.grids[g];
@@ -255,7 +255,7 @@ class TileRows {
   // Calls use(products, row, column, pixels) for every one: where it begins in the region, and how many pixels it has.
   template <class Use>
   WNFUSED_INLINE void for_each(const float* source, const float* bank, const Use& use) const {
-    const Pair step = layer_.target_step;
+    const Triple step = layer_.target_step;
     for (int64_t g = 0; g < layer_.grid_count; ++g) {
       const Grid& grid = layer_.grids[g];
       const Region& rows = rows_[g];
@@ -299,7 +299,7 @@ struct TileProducts {
 };
 
 // Row by row, all blocks of each: in the caller's map they lie beside each other.
-inline void depthwise_products(const TileRows& rows, const Pair& target_step, const TileProducts& tile) {
+inline void depthwise_products(const TileRows& rows, const Triple& target_step, const TileProducts& tile) {
   RowEnd end;
   end.activation = tile.activation;
   end.slope = tile.slope;

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
+#include "conv_extents.h"
 #include "conv_layer.h"
 #include "layer_tensor.h"
 
@@ -13,7 +14,6 @@ namespace wnfused {
 namespace {
 
 using namespace cpu;
-using Extents = std::vector<int64_t>;
 
 struct Sliding {
   const Extents &stride, &padding, &dilation, &output_padding;
@@ -36,23 +36,20 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
 
 // The convolution whose data gradient the layer is; nothing where the kernels have no word for it.
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const bool known = v.dim() <= 4 && at.groups == 1 && x.size(1) == v.size(0) && v.is_contiguous() &&
+  const bool known = at.groups == 1 && x.size(1) == v.size(0) && v.is_contiguous() &&
                      x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
   if (!known) return std::nullopt;
-  const bool flat = v.dim() == 3;
-  const auto pair = [&](const Extents& extents, int64_t one) { return Pair{flat ? one : extents[0], extents.back()}; };
-  const Pair input{flat ? 1 : x.size(2), x.size(-1)}, kernel{flat ? 1 : v.size(2), v.size(-1)};
-  const Pair stride = pair(at.stride, 1), padding = pair(at.padding, 0), dilation = pair(at.dilation, 1);
-  const Pair extra = pair(at.output_padding, 0);
-  const auto extent = [&](int64_t Pair::*at) {
+  const Triple input = triple_of(x.sizes(), 2, 1), kernel = triple_of(v.sizes(), 2, 1);
+  const Triple stride = triple_of(at.stride, 0, 1), padding = triple_of(at.padding, 0, 0);
+  const Triple dilation = triple_of(at.dilation, 0, 1), extra = triple_of(at.output_padding, 0, 0);
+  const auto extent = [&](int64_t Triple::*at) {
     return (input.*at - 1) * stride.*at - 2 * (padding.*at) + dilation.*at * (kernel.*at - 1) + extra.*at + 1;
   };
-  const Pair output{extent(&Pair::row), extent(&Pair::column)};
+  const Triple output{extent(&Triple::level), extent(&Triple::row), extent(&Triple::column)};
   const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation, 1};
-  if (std::min(extra.row, extra.column) < 0 || !conv_layer_method(shape, true)) return std::nullopt;
+  if (std::min({extra.level, extra.row, extra.column}) < 0 || !conv_layer_method(shape, true)) return std::nullopt;
   // An output_padding of a stride or more has rows of y that no pixel of x knows.
-  const Pair back = shape.output_size();
-  return back.row == input.row && back.column == input.column ? std::optional(shape) : std::nullopt;
+  return shape.output_size() == input ? std::optional(shape) : std::nullopt;
 }
 
 }  // namespace
@@ -67,14 +64,16 @@ std::tuple<Gradient, Gradient> conv_transpose(
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
   std::vector<float> held_gain, held_bias;
-  const Tensor y = empty_map(shape->images, shape->inputs, shape->size.row, shape->size.column, v.dim() == 3,
+  const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
                              suggests_channels_last(x) || suggests_channels_last(v));
   check_residual(residual, y);
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
-  const ConvLayer layer{*shape, true, Method::kDirect, x, v, floats_of(g, held_gain),
+  const Tensor lines = with_even_lines(x);
+  const std::optional<Tensor> added = residual ? std::optional(with_even_lines(*residual)) : std::nullopt;
+  const ConvLayer layer{*shape, true, Method::kDirect, lines, v, floats_of(g, held_gain),
                         bias ? floats_of(*bias, held_bias) : nullptr, static_cast<Activation>(activation),
                         static_cast<float>(slope)};
-  if (!run_conv_layer(layer, residual, y, static_cast<float*>(norm.mutable_data_ptr()))) return {};
+  if (!run_conv_layer(layer, added, y, static_cast<float*>(norm.mutable_data_ptr()))) return {};
   return {y, norm};
 }
 
@@ -91,23 +90,26 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   const std::optional<ConvShape> shape = ours ? conv_shape(x, v, at) : std::nullopt;
   if (!shape) return {};
   std::vector<float> held;
-  const ConvLayer layer{*shape, true, Method::kDirect, x, v, floats_of(g, held), nullptr,
+  const Tensor lines = with_even_lines(x);
+  const ConvLayer layer{*shape, true, Method::kDirect, lines, v, floats_of(g, held), nullptr,
                         static_cast<Activation>(activation), static_cast<float>(slope)};
-  const bool flat = v.dim() == 3, masked = activation != 0;
+  const bool masked = activation != 0;
   const bool last = suggests_channels_last(x) || suggests_channels_last(v);
-  const Pair inputs = shape->output_size();
-  check_gradient(dy, "dy", shape->images, shape->inputs, shape->size.row, shape->size.column, flat);
-  if (masked) check_gradient(y, "y", shape->images, shape->inputs, shape->size.row, shape->size.column, flat);
+  const Extents sizes = map_sizes(shape->images, shape->inputs, shape->size, v.dim());
+  check_gradient(dy, "dy", sizes);
+  if (masked) check_gradient(y, "y", sizes);
   check_norm(norm, v.size(0));
   Rounded dgain(sizes_of(g), g.scalar_type());
   Gradient dx, dv, db, dz;
-  if (need_x) dx = empty_map(shape->images, shape->outputs, inputs.row, inputs.column, flat, last);
+  if (need_x) dx = empty_map(sizes_of(x), last);
   if (need_v) dv = empty_as(v);
   if (need_bias) db = empty({shape->inputs}, ScalarType::Float);
   if (need_residual && masked)
-    dz = empty_map(shape->images, shape->inputs, shape->size.row, shape->size.column, flat, is_channels_last(y));
+    dz = empty_map(sizes, is_channels_last(y));
   float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
-  if (!run_conv_layer_backward(layer, dy, y, entries<float>(norm), {dx, dv, dz, dgain.data(), dbias})) return {};
+  const ConvGradients gradients{dx, dv, dz, dgain.data(), dbias};
+  if (!run_conv_layer_backward(layer, with_even_lines(dy), with_even_lines(y), entries<float>(norm), gradients))
+    return {};
   return {true, dx, dv, need_v ? Gradient(dgain.tensor()) : Gradient(), db, dz};
 }
 

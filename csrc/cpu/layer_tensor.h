@@ -66,12 +66,14 @@ inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t colu
   return Tensor(made);
 }
 
-// A float32 map, of one dim where `flat`. Formats are those that torch gives outputs and gradients.
-inline Tensor empty_map(int64_t images, int64_t channels, int64_t rows, int64_t columns, bool flat, bool channels_last) {
-  if (flat) return empty({images, channels, columns}, ScalarType::Float);
-  if (!channels_last) return empty({images, channels, rows, columns}, ScalarType::Float);
-  return empty_strided({images, channels, rows, columns}, {rows * columns * channels, 1, columns * channels, channels},
-                       ScalarType::Float);
+// A float32 map. Formats are those that torch gives outputs and gradients.
+inline Tensor empty_map(const std::vector<int64_t>& sizes, bool channels_last) {
+  if (!channels_last) return empty(sizes, ScalarType::Float);
+  std::vector<int64_t> strides(sizes.size(), 1);
+  int64_t entries = sizes[1];
+  for (size_t d = sizes.size(); d-- > 2; entries *= sizes[d]) strides[d] = entries;
+  strides[0] = entries;
+  return empty_strided(sizes, strides, ScalarType::Float);
 }
 
 // The whole memory of a dense tensor, with the sizes and strides of another.
@@ -92,6 +94,12 @@ inline Tensor laid_out_as(const Tensor& t, const Tensor& like) {
   Tensor copy = empty_as(like, t.scalar_type());
   torch::stable::copy_(copy, t);
   return copy;
+}
+
+// A map over three dims whose lines, numbered through all levels, lie at equal distances; a copy where they do not.
+inline Tensor with_even_lines(const Tensor& t) {
+  const bool even = t.dim() < 5 || t.size(2) == 1 || t.size(3) == 1 || t.stride(2) == t.size(3) * t.stride(3);
+  return even ? t : torch::stable::contiguous(t);
 }
 
 inline void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
@@ -137,11 +145,9 @@ inline void check_norm(const Tensor& norm, int64_t rows) {
                   "layer: norm must be float32 with ", rows, " entries");
 }
 
-// A gradient, or an output, of a layer over one or two dims.
-inline void check_gradient(
-    const Tensor& t, const char* name, int64_t images, int64_t channels, int64_t rows, int64_t columns, bool flat) {
-  const bool fits = t.dim() == (flat ? 3 : 4) && t.size(0) == images && t.size(1) == channels &&
-                    t.size(-1) == columns && (flat || t.size(2) == rows);
+// A gradient, or an output, of such sizes.
+inline void check_gradient(const Tensor& t, const char* name, const std::vector<int64_t>& sizes) {
+  const bool fits = std::equal(t.sizes().begin(), t.sizes().end(), sizes.begin(), sizes.end());
   STD_TORCH_CHECK(fits && t.scalar_type() == ScalarType::Float, "layer: ", name, " must be float32 of the output's shape");
 }
 
@@ -231,25 +237,28 @@ void for_rows(int64_t begin, int64_t end, int64_t length, const Run& run) {
 // v as the kernels read it: rows along dim 0, each one run of memory.
 inline bool has_dense_rows(const Tensor& v) {
   if (v.is_contiguous()) return true;
-  if (v.dim() != 4 || v.numel() == 0) return false;
-  const int64_t channels = v.size(1), width = v.size(3);
-  return v.stride(1) == 1 && v.stride(3) == channels && v.stride(2) == channels * width &&
-         v.stride(0) == channels * width * v.size(2);
+  if (v.dim() < 4 || v.numel() == 0 || v.stride(1) != 1) return false;
+  int64_t entries = v.size(1);
+  for (int64_t d = v.dim() - 1; d > 1; entries *= v.size(d--))
+    if (v.stride(d) != entries) return false;
+  return v.stride(0) == entries;
 }
 
-// torch's rule for the format of a result: strides that grow in the order C, W, H, N, be the map dense or not. Where
+// torch's rule for the format of a result: strides that grow in the order C, W, H, D, N, be the map dense or not. Where
 // sizes of 1 leave both orders open it is NCHW.
 inline bool suggests_channels_last(const Tensor& t) {
-  if (t.dim() != 4 || t.stride(1) == 0) return false;
+  if (t.dim() < 4 || t.stride(1) == 0) return false;
   int64_t least = 0;
-  for (const int64_t d : {1, 3, 2, 0}) {
+  for (int64_t i = 0, dims = t.dim(); i < dims; ++i) {
+    const int64_t d = i == 0 ? 1 : i == dims - 1 ? 0 : dims - i;
     if (t.size(d) == 0 || t.stride(d) < least || (d == 0 && least == t.stride(1))) return false;
     least = t.stride(d) * std::max<int64_t>(t.size(d), 1);
   }
   return true;
 }
 
-inline bool is_channels_last(const Tensor& t) { return t.dim() == 4 && !t.is_contiguous() && has_dense_rows(t); }
+// In two dims, or in three.
+inline bool is_channels_last(const Tensor& t) { return !t.is_contiguous() && has_dense_rows(t); }
 
 inline int64_t row_length(const Tensor& v) { return v.size(0) == 0 ? 0 : v.numel() / v.size(0); }
 

@@ -8,8 +8,8 @@ namespace wnfused::cpu {
 namespace {
 
 ConvShape pixels_of(const LinearShape& shape) {
-  constexpr Pair kOne{1, 1};
-  return {1, shape.inner, shape.features, {1, shape.rows}, kOne, kOne, {0, 0}, kOne, 1};
+  constexpr Triple kOne{1, 1, 1};
+  return {1, shape.inner, shape.features, {1, 1, shape.rows}, kOne, kOne, {0, 0, 0}, kOne, 1};
 }
 
 }  // namespace

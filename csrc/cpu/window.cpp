@@ -16,10 +16,14 @@ int64_t count_steps(int64_t origin, int64_t step, int64_t size) {
   return origin < size ? divide_up(size - origin, step) : 0;
 }
 
-Window make_window(const ConvShape& shape, const MapShape& source, const MapShape& target, bool thin) {
+// From maps of `source` pixels to maps of `target` pixels.
+Window make_window(const ConvShape& shape, int64_t inputs, const Triple& from, int64_t outputs, const Triple& to,
+                   bool thin) {
   Window window{};
-  window.source = source;
-  window.target = target;
+  const MapShape source = window.source = map_of_size(shape.images, inputs, from);
+  const MapShape target = window.target = map_of_size(shape.images, outputs, to);
+  window.source_size = from;
+  window.target_size = to;
   window.thin = thin;
   window.pixel = thin ? source.channels : source.padded_channels;
   window.target_pixel = target.padded_channels;
@@ -47,20 +51,26 @@ Window make_window(const ConvShape& shape, const MapShape& source, const MapShap
 }
 
 void divide(Window& window, int64_t slice_units, int64_t workers) {
-  Pair low{0, 0}, high{window.source.height - 1, window.source.width - 1};
+  const Triple& size = window.source_size;
+  Triple low{0, 0, 0}, high{size.level - 1, size.row - 1, size.column - 1};
+  const auto widen = [&](int64_t Triple::*at, const Grid& grid, int64_t tap, int64_t columns) {
+    low.*at = std::min(low.*at, tap);
+    high.*at = std::max(high.*at, (grid.size.*at - 1) * window.source_step.*at + tap + columns - 1);
+  };
   for (int64_t i = 0; i < window.grid_count; ++i) {
     const Grid& grid = window.grids[i];
-    if (grid.rows == 0 || grid.columns == 0) continue;
+    if (grid.size.product() == 0) continue;
     for (int64_t k = 0; k < grid.taps; ++k) {
       const Tap& tap = window.taps[grid.first_tap + k];
-      low = {std::min(low.row, tap.row), std::min(low.column, tap.column)};
-      high = {std::max(high.row, (grid.rows - 1) * window.source_step.row + tap.row),
-              std::max(high.column, (grid.columns - 1) * window.source_step.column + tap.column + window.tap_columns - 1)};
+      widen(&Triple::level, grid, tap.level, 1);
+      widen(&Triple::row, grid, tap.row, 1);
+      widen(&Triple::column, grid, tap.column, window.tap_columns);
     }
   }
-  window.before = {-low.row, -low.column};
-  window.after = {high.row - window.source.height + 1, high.column - window.source.width + 1};
-  window.pitch = window.before.column + window.source.width + window.after.column;
+  window.before = {-low.level, -low.row, -low.column};
+  window.after = {high.level - size.level + 1, high.row - size.row + 1, high.column - size.column + 1};
+  window.lines = window.before.row + size.row + window.after.row;
+  window.pitch = window.before.column + size.column + window.after.column;
   const Work work{window.output_blocks, window.bank_size(), window.source.map_size(), kMaxPanelRows, kMaxPanelRows,
                   workers};
   const auto chunks_before = [&](int64_t grids, int64_t rows) {
@@ -75,72 +85,94 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
   else divide_gradient(work, units, slice_units, window);
 }
 
+// Puts the taps that a pixel of x at `origin` meets, and every one a stride further, after the first `count`; how many
+// there are then.
+int64_t add_taps(const ConvShape& shape, const Triple& origin, int64_t count, Window& window) {
+  const auto moved = [&](int64_t Triple::*at, int64_t k) {
+    return origin.*at + shape.padding.*at - k * (shape.dilation.*at);
+  };
+  for (int64_t d = 0; d < shape.kernel.level; ++d) {
+    const int64_t level = moved(&Triple::level, d);
+    if (level % shape.stride.level) continue;
+    for (int64_t i = 0; i < shape.kernel.row; ++i) {
+      const int64_t row = moved(&Triple::row, i);
+      if (row % shape.stride.row) continue;
+      for (int64_t j = 0; j < shape.kernel.column; ++j) {
+        const int64_t column = moved(&Triple::column, j), plane = (d * shape.kernel.row + i) * shape.kernel.column + j;
+        if (column % shape.stride.column) continue;
+        window.taps[count++] = {plane, level / shape.stride.level, row / shape.stride.row,
+                                column / shape.stride.column};
+      }
+    }
+  }
+  return count;
+}
+
 }  // namespace
 
 bool ConvShape::is_sound() const {
   // Far beyond any layer, and small enough for sums and products of two.
   constexpr int64_t kFar = int64_t{1} << 20;
-  const auto sound = [&](int64_t Pair::*at) {
+  const auto sound = [&](int64_t Triple::*at) {
     const auto within = [](int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; };
     return within(kernel.*at, 1, kMaxWindowTaps) && within(stride.*at, 1, kMaxGrids) && within(dilation.*at, 1, kFar) &&
            within(padding.*at, 0, kFar) && size.*at >= 1 &&
            size.*at + 2 * (padding.*at) > dilation.*at * (kernel.*at - 1);
   };
   return images >= 1 && inputs >= 1 && outputs >= 1 && groups >= 1 && inputs % groups == 0 && outputs % groups == 0 &&
-         sound(&Pair::row) && sound(&Pair::column) && taps() <= kMaxWindowTaps && stride.product() <= kMaxGrids;
+         sound(&Triple::level) && sound(&Triple::row) && sound(&Triple::column) && taps() <= kMaxWindowTaps &&
+         stride.product() <= kMaxGrids;
 }
 
-Pair ConvShape::output_size() const {
-  const auto extent = [this](int64_t Pair::*at) {
+Triple ConvShape::output_size() const {
+  const auto extent = [this](int64_t Triple::*at) {
     return (size.*at + 2 * (padding.*at) - dilation.*at * (kernel.*at - 1) - 1) / (stride.*at) + 1;
   };
-  return {extent(&Pair::row), extent(&Pair::column)};
+  return {extent(&Triple::level), extent(&Triple::row), extent(&Triple::column)};
+}
+
+MapShape map_of_size(int64_t images, int64_t channels, const Triple& size) {
+  return map_shape(images, channels, size.level * size.row, size.column);
 }
 
 Window forward_window(const ConvShape& shape, bool thin, int64_t workers) {
-  const Pair size = shape.output_size();
-  Window window = make_window(shape, map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column),
-                              map_shape(shape.images, shape.outputs, size.row, size.column), thin);
+  const Triple size = shape.output_size();
+  Window window = make_window(shape, shape.inputs, shape.size, shape.outputs, size, thin);
   window.source_step = shape.stride;
-  window.target_step = {1, 1};
+  window.target_step = {1, 1, 1};
   window.grid_count = 1;
-  window.grids[0] = {{0, 0}, size.row, size.column, 0, window.planes, 0};
+  window.grids[0] = {{0, 0, 0}, size, 0, window.planes, 0};
   int64_t plane = 0;
-  for (int64_t i = 0; i < shape.kernel.row; ++i) {
-    for (int64_t j = 0; j < shape.kernel.column; j += window.tap_columns, ++plane)
-      window.taps[plane] = {plane, i * shape.dilation.row - shape.padding.row,
-                            j * shape.dilation.column - shape.padding.column};
+  for (int64_t d = 0; d < shape.kernel.level; ++d) {
+    for (int64_t i = 0; i < shape.kernel.row; ++i) {
+      for (int64_t j = 0; j < shape.kernel.column; j += window.tap_columns, ++plane)
+        window.taps[plane] = {plane, d * shape.dilation.level - shape.padding.level,
+                              i * shape.dilation.row - shape.padding.row,
+                              j * shape.dilation.column - shape.padding.column};
+    }
   }
   divide(window, 4 * window.bank_depth, workers);
   return window;
 }
 
 Window backward_window(const ConvShape& shape, int64_t workers) {
-  const Pair size = shape.output_size();
-  Window window = make_window(shape, map_shape(shape.images, shape.outputs, size.row, size.column),
-                              map_shape(shape.images, shape.inputs, shape.size.row, shape.size.column), false);
-  window.source_step = {1, 1};
+  Window window = make_window(shape, shape.outputs, shape.output_size(), shape.inputs, shape.size, false);
+  window.source_step = {1, 1, 1};
   window.target_step = shape.stride;
+  const auto steps = [&](int64_t Triple::*at, int64_t origin) {
+    return count_steps(origin, shape.stride.*at, shape.size.*at);
+  };
   int64_t taps = 0;
-  for (int64_t row = 0; row < shape.stride.row; ++row) {
-    for (int64_t column = 0; column < shape.stride.column; ++column) {
-      Grid& grid = window.grids[window.grid_count++];
-      grid = {{row, column},
-              count_steps(row, shape.stride.row, shape.size.row),
-              count_steps(column, shape.stride.column, shape.size.column),
-              taps,
-              0,
-              0};
-      for (int64_t i = 0; i < shape.kernel.row; ++i) {
-        for (int64_t j = 0; j < shape.kernel.column; ++j) {
-          const Pair moved{row + shape.padding.row - i * shape.dilation.row,
-                           column + shape.padding.column - j * shape.dilation.column};
-          if (moved.row % shape.stride.row || moved.column % shape.stride.column) continue;
-          window.taps[taps++] = {i * shape.kernel.column + j, moved.row / shape.stride.row,
-                                 moved.column / shape.stride.column};
-        }
+  for (int64_t d = 0; d < shape.stride.level; ++d) {
+    for (int64_t i = 0; i < shape.stride.row; ++i) {
+      for (int64_t j = 0; j < shape.stride.column; ++j) {
+        Grid& grid = window.grids[window.grid_count++];
+        grid.origin = {d, i, j};
+        grid.size = {steps(&Triple::level, d), steps(&Triple::row, i), steps(&Triple::column, j)};
+        grid.first_tap = taps;
+        taps = add_taps(shape, grid.origin, taps, window);
+        grid.taps = taps - grid.first_tap;
       }
-      grid.taps = taps - grid.first_tap;
     }
   }
   divide(window, 4 * window.target.padded_channels, workers);

@@ -18,6 +18,9 @@
 // other's channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is
 // depthwise (depthwise.h): groups of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
 //
+// A map over three dims is levels of rows: its lines, height = levels x rows of them, are numbered through all levels, as
+// if it had two dims; only the taps, the border and what a Grid counts know of levels.
+//
 // `pixel` and `target_pixel` are the maps' own where these are read or written in place; depthwise kernels do not ask.
 #pragma once
 
@@ -27,12 +30,16 @@
 
 namespace wnfused::cpu {
 
-// A pair of numbers, of rows and of columns. A convolution over one dim has one row.
-struct Pair {
-  int64_t row, column;
+// Numbers of levels, of rows and of columns. A convolution over two dims has one level, over one dim also one row.
+struct Triple {
+  int64_t level, row, column;
 
-  int64_t product() const { return row * column; }
+  int64_t product() const { return level * row * column; }
 };
+
+inline bool operator==(const Triple& a, const Triple& b) {
+  return a.level == b.level && a.row == b.row && a.column == b.column;
+}
 
 // More than these are left to the vendor.
 constexpr int64_t kMaxWindowTaps = 128, kMaxGrids = 16;
@@ -43,39 +50,44 @@ constexpr int64_t kThin = 8;
 // A layer y = conv(x, w), zero padding.
 struct ConvShape {
   int64_t images, inputs, outputs;
-  Pair size, kernel, stride, padding, dilation;  // size: of a map of x
+  Triple size, kernel, stride, padding, dilation;  // size: of a map of x
   int64_t groups;
 
   int64_t taps() const { return kernel.product(); }
   bool is_depthwise() const { return groups > 1 && groups == inputs && groups == outputs; }
   bool has_thin_input() const { return groups == 1 && inputs < kThin; }
+  // Over one or two dims.
+  bool is_flat() const { return size.level == 1 && kernel.level == 1 && padding.level == 0; }
   // Whether it is a convolution at all, within the bounds of a Window: only then it has an output_size().
   bool is_sound() const;
-  Pair output_size() const;
+  Triple output_size() const;
 };
+
+// A map of so many pixels.
+MapShape map_of_size(int64_t images, int64_t channels, const Triple& size);
 
 // One plane of the bank, and where in the source it meets a unit of a grid, from that unit's own place.
 struct Tap {
-  int64_t plane, row, column;
+  int64_t plane, level, row, column;
 };
 
 struct Grid {
-  Pair origin;            // in the target
-  int64_t rows, columns;  // of one image
+  Triple origin, size;  // in the target, of one image
   int64_t first_tap, taps;
   int64_t first_chunk;
 };
 
 struct Window : Division {
   MapShape source, target;
+  Triple source_size, target_size;  // of an image
   bool thin;                    // of few input channels: pixels without padding, a kernel's row of taps as one tap
   int64_t pixel, target_pixel;  // floats from one pixel of the source, and of the target, to the next
   int64_t tap_columns;          // of the kernel, which one tap stands for
-  // The source has a border of zeros as wide as the taps reach: before its first row and column, and from one row of
-  // pixels to the next.
-  Pair before, after;
-  int64_t pitch;
-  Pair source_step, target_step;
+  // The source has a border of zeros as wide as the taps reach: before its first level, row and column, and from one
+  // row of pixels to the next. A level has so many `lines` then, and a line `pitch` pixels.
+  Triple before, after;
+  int64_t lines, pitch;
+  Triple source_step, target_step;
   int64_t grid_count;
   Grid grids[kMaxGrids];
   Tap taps[kMaxWindowTaps];  // of one grid after the other
@@ -101,26 +113,35 @@ struct Window : Division {
   }
   // The first of the channels that an output block sums over.
   int64_t first_channel(int64_t output_block) const { return output_block / group_blocks * group_channels; }
-  bool has_border() const { return before.row + before.column + after.row + after.column > 0; }
-  int64_t padded_pixels() const { return (before.row + source.height + after.row) * pitch; }  // of an image
+  bool has_border() const { return !(before == Triple{0, 0, 0} && after == Triple{0, 0, 0}); }
+  int64_t padded_pixels() const { return (before.level + source_size.level + after.level) * lines * pitch; }  // an image's
   int64_t padded_size() const { return source.images * padded_pixels() * pixel; }
   // The pixel at a line, numbered through all images, and a column.
   int64_t padded_index(int64_t line, int64_t column) const {
-    const int64_t image = line / source.height, row = line % source.height;
-    return image * padded_pixels() + (row + before.row) * pitch + before.column + column;
+    const int64_t image = line / source.height, within = line % source.height;
+    const Triple at{within / source_size.row, within % source_size.row, column};
+    return image * padded_pixels() + padded_offset(at);
   }
+  // From the first pixel of an image, or from a unit's to a tap's.
+  int64_t padded_offset(const Triple& at) const { return from(before, at); }
+  int64_t tap_offset(const Tap& tap) const { return from({0, 0, 0}, {tap.level, tap.row, tap.column}); }
   // Units are the target's pixels, in their order.
   bool is_run() const { return grid_count == 1 && !by_position; }
   // .. and those of the source, too.
   bool is_pointwise() const {
-    return is_run() && planes == 1 && !has_border() && source.height == target.height && source.width == target.width;
+    return is_run() && planes == 1 && !has_border() && source_size == target_size;
   }
   // Whether the weight gradient is taken as one product of matrices (product_wgrad.h): with fewer channels a sum over
   // the window, which packs nothing, is as fast.
   bool has_product_gradient() const {
     return is_pointwise() && groups == 1 && bank_depth >= 128 && target.pixels() >= 256;
   }
-  int64_t units(const Grid& grid) const { return target.images * grid.rows * grid.columns; }
+  int64_t units(const Grid& grid) const { return target.images * grid.size.product(); }
+
+ private:
+  int64_t from(const Triple& first, const Triple& at) const {
+    return ((first.level + at.level) * lines + first.row + at.row) * pitch + first.column + at.column;
+  }
 };
 
 // thin: of a thin input; the source is laid out as such.

@@ -18,8 +18,16 @@ struct Units {
   int64_t count;
   const float* source[kMaxPanelRows];
   int64_t target[kMaxPanelRows];
-  Pair low, high;  // least and greatest row and column in the source
+  Triple low, high;  // the least and the greatest in the source
 };
+
+WNFUSED_INLINE Triple least(const Triple& a, const Triple& b) {
+  return {smaller(a.level, b.level), smaller(a.row, b.row), smaller(a.column, b.column)};
+}
+
+WNFUSED_INLINE Triple greatest(const Triple& a, const Triple& b) {
+  return {-smaller(-a.level, -b.level), -smaller(-a.row, -b.row), -smaller(-a.column, -b.column)};
+}
 
 inline void locate_units(const Window& window, const Grid& grid, const float* map, int64_t first, int64_t count,
                          Units& units) {
@@ -30,32 +38,36 @@ inline void locate_units(const Window& window, const Grid& grid, const float* ma
       units.source[t] = map + (first + t) * pixel;
       units.target[t] = first + t;
     }
-    units.low = {0, 0};
-    units.high = {window.source.height - 1, window.source.width - 1};
+    const Triple& size = window.source_size;
+    units.low = {0, 0, 0};
+    units.high = {size.level - 1, size.row - 1, size.column - 1};
   } else {
-    const int64_t images = window.target.images, positions = grid.rows * grid.columns;
+    const Triple &size = grid.size, &step = window.source_step, &target_step = window.target_step;
+    const int64_t images = window.target.images, positions = size.product();
     int64_t image, position;
     if (window.by_position) image = first % images, position = first / images;
     else image = first / positions, position = first % positions;
-    int64_t i = position / grid.columns, j = position % grid.columns;
-    units.low = {i * window.source_step.row, j * window.source_step.column};
+    const int64_t line0 = position / size.column;
+    int64_t d = line0 / size.row, i = line0 % size.row, j = position % size.column;
+    units.low = {d * step.level, i * step.row, j * step.column};
     units.high = units.low;
     const auto next_position = [&] {
-      if (++j < grid.columns) return true;
+      if (++j < size.column) return true;
       j = 0;
-      if (++i < grid.rows) return true;
+      if (++i < size.row) return true;
       i = 0;
+      if (++d < size.level) return true;
+      d = 0;
       return false;
     };
     for (int64_t t = 0; t < count; ++t) {
-      const int64_t row = i * window.source_step.row, column = j * window.source_step.column;
-      const int64_t line = (row + window.before.row) * window.pitch;
-      units.source[t] = map + (image * window.padded_pixels() + line + window.before.column + column) * pixel;
-      units.target[t] = (image * window.target.height + grid.origin.row + i * window.target_step.row) *
-                            window.target.width +
-                        grid.origin.column + j * window.target_step.column;
-      units.low = {smaller(units.low.row, row), smaller(units.low.column, column)};
-      units.high = {-smaller(-units.high.row, -row), -smaller(-units.high.column, -column)};
+      const Triple at{d * step.level, i * step.row, j * step.column};
+      units.source[t] = map + (image * window.padded_pixels() + window.padded_offset(at)) * pixel;
+      const int64_t level = grid.origin.level + d * target_step.level, row = grid.origin.row + i * target_step.row;
+      units.target[t] = (image * window.target.height + level * window.target_size.row + row) * window.target.width +
+                        grid.origin.column + j * target_step.column;
+      units.low = least(units.low, at);
+      units.high = greatest(units.high, at);
       if (window.by_position) {
         if (++image < images) continue;
         image = 0;
@@ -70,8 +82,10 @@ inline void locate_units(const Window& window, const Grid& grid, const float* ma
 
 // Whether some unit may meet a pixel of the map there, not only the border.
 WNFUSED_INLINE bool touches(const Window& window, const Units& units, const Tap& tap) {
-  return units.high.row + tap.row >= 0 && units.low.row + tap.row < window.source.height &&
-         units.high.column + tap.column + window.tap_columns > 0 && units.low.column + tap.column < window.source.width;
+  const Triple &low = units.low, &high = units.high, &size = window.source_size;
+  return high.level + tap.level >= 0 && low.level + tap.level < size.level && high.row + tap.row >= 0 &&
+         low.row + tap.row < size.row && high.column + tap.column + window.tap_columns > 0 &&
+         low.column + tap.column < size.column;
 }
 
 // A tap that a panel meets: from a unit's own place to the tap's, in floats, and the tap's plane of the bank.
@@ -288,7 +302,7 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
   for (int64_t k = 0; k < grid.taps; ++k) {
     const Tap& tap = window.taps[grid.first_tap + k];
     if (touches(window, units, tap))
-      met[count++] = {(tap.row * window.pitch + tap.column) * channels, bank + tap.plane * window.plane_stride};
+      met[count++] = {window.tap_offset(tap) * channels, bank + tap.plane * window.plane_stride};
   }
   PanelEnd end;
   aim_panel(window, maps, units, first_block, blocks, values, end);

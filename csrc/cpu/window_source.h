@@ -21,17 +21,24 @@ WNFUSED_INLINE void for_lines(const Window& window, const PixelRun& run, float* 
 }
 
 inline void clear_border(const Window& window, int64_t image, float* map) {
-  const MapShape& shape = window.source;
+  const Triple& size = window.source_size;
   const int64_t channels = window.pixel, line = window.pitch * channels;
   float* target = map + image * window.padded_pixels() * channels;
   const auto clear = [](float* first, int64_t floats) { __builtin_memset(first, 0, floats * sizeof(float)); };
-  clear(target, window.before.row * line);
-  target += window.before.row * line;
-  for (int64_t row = 0; row < shape.height; ++row, target += line) {
-    clear(target, window.before.column * channels);
-    clear(target + line - window.after.column * channels, window.after.column * channels);
+  const auto clear_lines = [&](int64_t lines) {
+    clear(target, lines * line);
+    target += lines * line;
+  };
+  clear_lines(window.before.level * window.lines);
+  for (int64_t level = 0; level < size.level; ++level) {
+    clear_lines(window.before.row);
+    for (int64_t row = 0; row < size.row; ++row, target += line) {
+      clear(target, window.before.column * channels);
+      clear(target + line - window.after.column * channels, window.after.column * channels);
+    }
+    clear_lines(window.after.row);
   }
-  clear(target, window.after.row * line);
+  clear_lines(window.after.level * window.lines);
 }
 
 // Pixels that lie one after another, into the source. The first run of an image makes its border.

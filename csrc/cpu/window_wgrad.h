@@ -67,7 +67,7 @@ inline void add_panel(const Window& window, const PanelGradient& panel, float* b
   for (int64_t k = 0; k < window.grids[0].taps; ++k) {
     const Tap& tap = window.taps[k];
     if (!touches(window, panel.units, tap)) continue;
-    const int64_t offset = (tap.row * window.pitch + tap.column) * window.pixel;
+    const int64_t offset = window.tap_offset(tap) * window.pixel;
     float* plane = bank + tap.plane * window.plane_stride;
     for (int64_t b = 0; b < panel.blocks;) {
       const bool pair = kCols == 2 && takes_pair(window, panel.first_block + b, panel.blocks - b);
@@ -116,7 +116,7 @@ inline void add_thin_panel(const Window& window, const PanelGradient& panel, flo
   for (int64_t k = 0; k < window.grids[0].taps; ++k) {
     const Tap& tap = window.taps[k];
     if (!touches(window, panel.units, tap)) continue;
-    const int64_t offset = (tap.row * window.pitch + tap.column) * window.pixel;
+    const int64_t offset = window.tap_offset(tap) * window.pixel;
     for (int64_t i = 0; i < window.depth; ++i) {
       entries.first[filled] = offset + i;
       entries.bank[filled] = bank + tap.plane * window.plane_stride + i * kLanes;

@@ -87,8 +87,9 @@ for _schema in (
     "set_cpu_isa(str name) -> ()",
     # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
-    # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, height
-    # and width of x. Of a transposed layer they are those of the convolution whose data gradient it is.
+    # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, levels, rows and columns
+    # of x, and three entries of the others. Of a transposed layer they are those of the convolution whose data gradient
+    # it is.
     "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
     "int groups, bool transposed) -> str",
     # FLOP/s of multiply-adds on registers alone, on all threads.
@@ -122,15 +123,16 @@ def instruction_set() -> str | None:
 def takes_conv(
     v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool
 ) -> bool:
-    """Whether convolutions over one or two dims are multiplied here, on maps of 256 pixels."""
+    """Whether convolutions are multiplied here, on maps of 256 pixels (in three dims 512)."""
     dims = v.dim() - 2
-    if dims > 2 or v.dtype != torch.float32 or not v.is_cpu:
+    if v.dtype != torch.float32 or not v.is_cpu:
         return False
     outputs, inputs, *kernel = v.shape
-    size = [256] if dims == 1 else [16, 16]
-    pairs = [[*[one] * (2 - dims), *pair] for one, pair in ((1, kernel), (1, stride), (0, padding), (1, dilation))]
-    maps = [1, inputs * groups, outputs, *[1] * (2 - dims), *size]
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *pairs, groups, transposed) != "vendor"
+    size = {1: [1, 1, 256], 2: [1, 16, 16], 3: [8, 8, 8]}[dims]
+    given = ((1, kernel), (1, stride), (0, padding), (1, dilation))
+    triples = [[*[missing] * (3 - dims), *extents] for missing, extents in given]
+    maps = [1, inputs * groups, outputs, *size]
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed) != "vendor"
 
 
 def takes_linear(v: Tensor) -> bool:
