@@ -57,7 +57,8 @@ G geometry_of(const ConvLayer& layer, bool back, bool backward) {
     if (layer.transposed != back) return backward_window(shape, workers);
     return forward_window(shape, !layer.transposed && shape.has_thin_input(), workers);
   } else {
-    return make_single_geometry(shape.images, back ? shape.outputs : shape.inputs, back ? shape.inputs : shape.outputs,
+    return make_single_geometry(shape.images, {shape.size.level, shape.kernel.level},
+                                back ? shape.outputs : shape.inputs, back ? shape.inputs : shape.outputs,
                                 shape.size.row, shape.size.column, layer.method, workers);
   }
 }
@@ -279,10 +280,14 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   return run_once(job, std::min(workers_for(layer.shape), items), kernels<G>(layer.transposed).backward);
 }
 
+// 3x3 layers that keep the size of a map, and over three dims 3x3x3 and 1x3x3 ones.
 bool takes_winograd(const ConvShape& shape) {
-  const auto all = [](const Triple& triple, int64_t value) { return triple.row == value && triple.column == value; };
-  return shape.groups == 1 && shape.is_flat() && all(shape.kernel, 3) && all(shape.stride, 1) && all(shape.padding, 1) &&
-         all(shape.dilation, 1);
+  const auto is = [&](int64_t Triple::*at, int64_t kernel) {
+    return shape.kernel.*at == kernel && shape.stride.*at == 1 && shape.dilation.*at == 1 &&
+           2 * (shape.padding.*at) == kernel - 1;
+  };
+  return shape.groups == 1 && is(&Triple::row, 3) && is(&Triple::column, 3) &&
+         (is(&Triple::level, 1) || is(&Triple::level, kMaxLevelTaps));
 }
 
 // Whether blocks of outputs, and of inputs in the data gradient, belong to one group each, or to two.
@@ -344,10 +349,10 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
   const double copies = bordered(input, shape.size, shape.padding) + bordered(output, size, reach_of(shape));
   if (2 * copies > kCopies) return std::nullopt;
   if (!transposed && !thin && takes_winograd(shape)) {
-    const Method method = preferred_method(shape.images, shape.size.row, shape.size.column);
+    const Method method = preferred_method(shape.images * shape.size.level, shape.size.row, shape.size.column);
     if (method != Method::kDirect) {
       const int64_t tile = method == Method::kWinograd4 ? 4 : 2;
-      const int64_t tiles = shape.images * divide_up(size.row, tile) * divide_up(size.column, tile);
+      const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
       return weights <= weights_a_row() * tiles ? std::optional(method) : std::nullopt;
     }
   }

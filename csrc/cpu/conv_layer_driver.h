@@ -15,12 +15,12 @@ struct WinogradParts {
   using G = Geometry;
   static constexpr bool kTransposed = false;
 
-  static int64_t row_floats(const G& geometry) { return geometry.channels * kTaps; }
+  static int64_t row_floats(const G& geometry) { return geometry.channels * geometry.taps(); }
   static bool has_border(const G&) { return false; }
   static void put(const G&, const PixelRun&, const float*, float*) {}
 
-  static void read(const G& geometry, const ExternalMap& given, int64_t item, float* map, float*) {
-    read_map(geometry, given, item, map);
+  static void read(const G&, const MapShape& shape, const ExternalMap& given, int64_t item, float* map, float*) {
+    read_map(shape, given, item, map);
   }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
@@ -66,7 +66,8 @@ struct WindowParts {
     put_pixels(window, run, pixels, map);
   }
 
-  static void read(const G& window, const ExternalMap& given, int64_t item, float* map, float* scratch) {
+  static void read(const G& window, const MapShape&, const ExternalMap& given, int64_t item, float* map,
+                   float* scratch) {
     read_source(window, given, item, map, scratch);
   }
 
@@ -150,7 +151,7 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   };
   const auto pack_shared = [&](int64_t block) { Parts::pack(job, block, job.scratch.bank[0], job.norm, scratch); };
   worker.phase({inputs, added, Parts::kTransposed ? row_blocks : packs}, [&](int64_t item) {
-    if (item < inputs) return Parts::read(geometry, job.x.given, item, job.x.own, scratch);
+    if (item < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own, scratch);
     if ((item -= inputs) < added) return read_map(job.output, job.residual.given, item, job.residual.own);
     if constexpr (Parts::kTransposed) measure(item - added);
     else pack_shared(item - added);
@@ -233,7 +234,7 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
   const int64_t packs = count_of(input && !transposed.own_banks, transposed.output_blocks);
   worker.phase({masks, inputs, packs}, [&](int64_t item) {
     if (item < masks) return mask_item<Parts>(job, item, scratch);
-    if ((item -= masks) < inputs) return Parts::read(geometry, job.x.given, item, job.x.own, scratch);
+    if ((item -= masks) < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own, scratch);
     Parts::pack(job, item - inputs, job.scratch.bank[0], scratch);
   });
 

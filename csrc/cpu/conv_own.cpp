@@ -44,7 +44,8 @@ bool is_large_first_layer(const ConvLayer& layer) {
 // v in an order of rows that the Winograd methods know.
 Tensor rows_for(const ConvLayer& layer) {
   const Tensor& v = layer.v;
-  const bool known = v.is_contiguous() || v.size(1) % kLanes == 0 || layer.method == Method::kDirect;
+  const bool flat = v.dim() < 5 && v.size(1) % kLanes == 0;
+  const bool known = v.is_contiguous() || flat || layer.method == Method::kDirect;
   return known ? v : torch::stable::contiguous(v);
 }
 

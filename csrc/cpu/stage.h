@@ -34,6 +34,7 @@
 namespace wnfused::cpu {
 
 constexpr int kTaps = 9;
+constexpr int kMaxLevelTaps = 3;
 constexpr int kMaxGroups = 16;      // register tiles of one call of a pair product
 
 enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions };
@@ -47,6 +48,9 @@ struct PairTile {
 
 struct Geometry : MapShape, Division {
   int64_t blocks;
+  // Of a single convolution over three dims, by Winograd in two of them: `images` are the levels of volumes, so many each,
+  // and an output sums over the level itself and `level_taps` / 2 on both sides, each with a bank of its own.
+  int64_t levels, level_taps;
   // Of a convolution's outputs. A stage has as many as inputs.
   int64_t outputs, output_blocks, padded_outputs;
   Method method;
@@ -67,9 +71,12 @@ struct Geometry : MapShape, Division {
   bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
   bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
   int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
-  int64_t gradient_size() const { return kTaps * plane_stride; }
+  int64_t taps() const { return kTaps * level_taps; }  // of the kernel
+  int64_t gradient_size() const { return taps() * plane_stride; }
+  int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
   int64_t bank_size() const {
-    return is_pairs() ? segments * channel_blocks * segment_depth * (kLanes / 2) : planes * plane_stride;
+    if (is_pairs()) return segments * channel_blocks * segment_depth * (kLanes / 2);
+    return level_taps * level_bank();
   }
   // Pairs: bfloat16 elements of a worker's panels. A convolution's last tile reads past its last row.
   int64_t pair_slack() const { return (pair_rows + 4) * padded_channels; }
@@ -92,9 +99,14 @@ struct Geometry : MapShape, Division {
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
                        int64_t workers);
 
+// How many levels a volume has, and a kernel.
+struct Levels {
+  int64_t of_map, of_kernel;
+};
+
 // Of one convolution, from `channels` to `outputs`.
-Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs, int64_t height, int64_t width,
-                              Method method, int64_t workers);
+Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t channels, int64_t outputs, int64_t height,
+                              int64_t width, Method method, int64_t workers);
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile, int64_t workers);

@@ -34,6 +34,13 @@ struct Panel {
   float* at(int64_t plane, int64_t block, int64_t row) const {
     return data + plane * plane_stride + (block * rows + row) * kLanes;
   }
+
+  // Another one, behind so many planes.
+  Panel after(int64_t planes) const {
+    Panel other = *this;
+    other.data += planes * plane_stride;
+    return other;
+  }
 };
 
 WNFUSED_INLINE int64_t round_up_rows(int64_t rows) { return (rows + kRowMultiple - 1) / kRowMultiple * kRowMultiple; }
@@ -95,25 +102,34 @@ WNFUSED_INLINE TileRun run_at(const Geometry& geometry, int64_t first, int64_t r
   return {row, smaller(count - row, geometry.tile_cols - unit.x / geometry.tile), unit};
 }
 
-// Patches of `count` tiles, transformed: plane p of block b, row t. Neighbours in a run overlap in two columns, which are
+// Whether the level that is `step` from an image's own is one of the same volume.
+WNFUSED_INLINE bool has_level(const Geometry& geometry, int64_t image, int64_t step) {
+  if (step == 0) return true;
+  const int64_t level = image % geometry.levels + step;
+  return level >= 0 && level < geometry.levels;
+}
+
+// Patches of `count` tiles, transformed: plane p of block b, row t; of the level that is `step` from theirs. Neighbours in a run overlap in two columns, which are
 // loaded and transformed once: the columns of B' d wait in a ring.
 template <int M, bool Round>
 inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
-                         const Panel& panel) {
+                         int64_t step, const Panel& panel) {
   constexpr int kPatch = M + 2;
   const int64_t channels = geometry.padded_channels, line = geometry.width * channels, width = geometry.width;
   const int64_t plane_stride = panel.plane_stride;
   alignas(64) float ring[kPatch][kPatch * kLanes];
   for (int64_t row = 0; row < count;) {
     const TileRun run = run_at(geometry, first, row, count);
+    const bool inside = has_level(geometry, run.unit.image, step);
+    const float* image = map + (run.unit.image + step) * geometry.height * line;
     const float* lines[kPatch];
     for (int i = 0; i < kPatch; ++i) {
       const int64_t y = run.unit.y - 1 + i;
-      lines[i] = y >= 0 && y < geometry.height ? map + (run.unit.image * geometry.height + y) * line : zeros;
+      lines[i] = inside && y >= 0 && y < geometry.height ? image + y * line : zeros;
     }
     // Not the next chunk's: those lines may be another core's, and would have to be called back.
-    const bool more_below = row + run.tiles < count && run.unit.y + 2 * M < geometry.height;
-    const float* below = map + (run.unit.image * geometry.height + run.unit.y + M + 1) * line;
+    const bool more_below = inside && row + run.tiles < count && run.unit.y + 2 * M < geometry.height;
+    const float* below = image + (run.unit.y + M + 1) * line;
     for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
       float* columns[kPatch];
       for (int j = 0; j < kPatch; ++j) columns[j] = ring[j];
@@ -247,6 +263,12 @@ struct OutputLines {
   }
 };
 
+// Whether `count` tiles lie in one image.
+WNFUSED_INLINE bool is_one_image(const Geometry& geometry, int64_t first, int64_t count) {
+  const int64_t tiles = geometry.tile_rows * geometry.tile_cols;
+  return first / tiles == (first + count - 1) / tiles;
+}
+
 // Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
 template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
@@ -257,12 +279,23 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   bank += first_block * col_stride;
   if (geometry.is_winograd()) {
     const auto gather = geometry.tile == 4 ? gather_tiles<4, Round> : gather_tiles<2, Round>;
-    gather(geometry, map, zeros, first, count, panel);
+    PlanePair levels[kMaxLevelTaps];
+    int64_t level_count = 0;
+    for (int64_t l = 0; l < geometry.level_taps; ++l) {
+      const int64_t step = l - geometry.level_taps / 2;
+      if (!has_level(geometry, unit_at(geometry, first).image, step) && is_one_image(geometry, first, count)) continue;
+      const Panel level = panel.after(level_count * geometry.planes);
+      gather(geometry, map, zeros, first, count, step, level);
+      levels[level_count++] = {level.data, bank + l * geometry.level_bank()};
+    }
     for (int64_t p = 0; p < geometry.planes; ++p) {
       ahead.part(p, geometry.planes).prefetch();
       outputs.prefetch(geometry, p, geometry.planes);
-      const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride};
-      multiply_rows(&plane, 1, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
+      multiply_rows(levels, level_count, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
+      for (int64_t l = 0; l < level_count; ++l) {
+        levels[l].panel += panel.plane_stride;
+        levels[l].bank += geometry.plane_stride;
+      }
     }
     return;
   }
@@ -290,7 +323,8 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   // With one block of channels a row's product depends on that row alone and may take its place, which keeps panel and
   // bank together in the first-level cache.
   const bool overwrite = geometry.channel_blocks == 1 && geometry.output_blocks == 1 && geometry.is_winograd();
-  const Panel product(overwrite ? scratch : scratch + geometry.planes * panel.plane_stride, geometry.conv_rows, blocks);
+  float* behind = panel.after(geometry.level_taps * geometry.planes).data;
+  const Panel product(overwrite ? scratch : behind, geometry.conv_rows, blocks);
   const OutputLines outputs{epilogue.fresh, first, count, first_block, blocks};
   const auto run = round_map ? convolve<true> : convolve<false>;
   run(geometry, map, zeros, first, count, bank, first_block, blocks, ahead, outputs, panel, product);

@@ -40,10 +40,12 @@ const char* name_of(Method method) {
   }
 }
 
-Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs, int64_t height, int64_t width,
-                              Method method, int64_t workers) {
+Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t channels, int64_t outputs, int64_t height,
+                              int64_t width, Method method, int64_t workers) {
   Geometry geometry{};
-  static_cast<MapShape&>(geometry) = map_shape(images, channels, height, width);
+  static_cast<MapShape&>(geometry) = map_shape(images * levels.of_map, channels, height, width);
+  geometry.levels = levels.of_map;
+  geometry.level_taps = levels.of_kernel;
   geometry.outputs = outputs;
   geometry.output_blocks = divide_up(outputs, kLanes);
   geometry.padded_outputs = geometry.output_blocks * kLanes;
@@ -51,7 +53,7 @@ Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs,
   geometry.tile = method == Method::kWinograd4 ? 4 : method == Method::kWinograd2 ? 2 : 1;
   geometry.tile_rows = divide_up(height, geometry.tile);
   geometry.tile_cols = divide_up(width, geometry.tile);
-  geometry.units = images * geometry.tile_rows * geometry.tile_cols;
+  geometry.units = geometry.images * geometry.tile_rows * geometry.tile_cols;
   geometry.planes = geometry.is_winograd() ? (geometry.tile + 2) * (geometry.tile + 2) : kTaps;
   geometry.plane_stride = geometry.padded_channels * geometry.padded_outputs + kLanes;
 
@@ -61,12 +63,13 @@ Geometry make_single_geometry(int64_t images, int64_t channels, int64_t outputs,
   const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), rows, 16, workers};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels, geometry);
+  geometry.wgrad_groups *= geometry.level_taps;
   return geometry;
 }
 
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
                        int64_t workers) {
-  Geometry geometry = make_single_geometry(images, channels, channels, height, width, method, workers);
+  Geometry geometry = make_single_geometry(images, {1, 1}, channels, channels, height, width, method, workers);
   geometry.blocks = blocks;
   return geometry;
 }

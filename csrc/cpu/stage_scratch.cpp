@@ -18,8 +18,8 @@ int64_t pair_worker_floats(const Geometry& geometry) {
 
 int64_t float_worker_floats(const Geometry& geometry) {
   const auto panels = [&](int64_t rows, int64_t blocks) { return geometry.planes * (blocks * rows + 1) * kLanes; };
-  const int64_t conv =
-      panels(geometry.conv_rows, geometry.channel_blocks) + panels(geometry.conv_rows, geometry.conv_group_blocks);
+  const int64_t conv = geometry.level_taps * panels(geometry.conv_rows, geometry.channel_blocks) +
+                       panels(geometry.conv_rows, geometry.conv_group_blocks);
   const int64_t wgrad =
       panels(geometry.wgrad_rows, geometry.channel_blocks) + panels(geometry.wgrad_rows, geometry.wgrad_group_blocks) +
       (geometry.is_winograd() ? geometry.planes * geometry.sums_stride() : 0);
@@ -29,7 +29,7 @@ int64_t float_worker_floats(const Geometry& geometry) {
 }  // namespace
 
 int64_t worker_floats(const Geometry& geometry) {
-  const int64_t unit = kLanes * kLanes * kTaps, row = geometry.padded_channels * kTaps;
+  const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_channels * geometry.taps();
   const int64_t pack = 2 * unit + row, finish = unit + 18 * row;
   return std::max({geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry), pack, finish});
 }

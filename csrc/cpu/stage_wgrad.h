@@ -19,7 +19,8 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Gradients of `count` tiles for output blocks [first_block, first_block + blocks), added to bias_gradient too.
+// Gradients of `count` tiles for output blocks [first_block, first_block + blocks), added to bias_gradient too unless that
+// is null.
 template <int M, bool Round>
 inline void gather_tile_gradients(const Geometry& geometry, const float* map, int64_t first, int64_t count,
                                   int64_t first_block, int64_t blocks, const Panel& panel, float* bias_gradient) {
@@ -43,6 +44,7 @@ inline void gather_tile_gradients(const Geometry& geometry, const float* map, in
       }
       gradient_transform<M>(tile, panel.at(0, b, t), panel.plane_stride);
     }
+    if (!bias_gradient) continue;
     float* target = bias_gradient + (first_block + b) * kLanes;
     store(target, load(target) + sum);
   }
@@ -63,6 +65,7 @@ inline void gather_pixel_gradients(const Geometry& geometry, const float* map, i
       sum = sum + value;
       store(panel.at(0, b, t), value);
     }
+    if (!bias_gradient) continue;
     float* target = bias_gradient + (first_block + b) * kLanes;
     store(target, load(target) + sum);
   }
@@ -89,25 +92,27 @@ inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t
                    blocks, accumulate, bank + b * kLanes * kLanes, geometry.padded_channels * kLanes);
 }
 
-// Item `item` of a weight gradient: one slice of units, one group of output blocks. x is the convolution's input, dy
+// Item `item` of a weight gradient: one slice of units, one group of output blocks, one level of the kernel. x is the convolution's input, dy
 // the gradient of its output (up to the scale of a row, which finish_gradient applies); each is rounded to bfloat16 on
 // the way if it is not an operand yet.
 template <bool RoundX, bool RoundGradient>
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, float* scratch) {
-  const auto [slice, group] = geometry.wgrad_item(item);
+  const auto [slice, level_group] = geometry.wgrad_item(item);
+  const int64_t level = level_group % geometry.level_taps, group = level_group / geometry.level_taps;
   const int64_t first_block = group * geometry.wgrad_group_blocks;
   const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.output_blocks - first_block);
   const int64_t block_stride = geometry.padded_channels * kLanes;
-  float* bank = banks + slice * geometry.gradient_size() + first_block * block_stride;
-  float* bias_gradient = bias_gradients + slice * geometry.padded_outputs;
+  const int64_t level_bank = level * kTaps * geometry.plane_stride, step = level - geometry.level_taps / 2;
+  float* bank = banks + slice * geometry.gradient_size() + level_bank + first_block * block_stride;
+  float* bias_gradient = step == 0 ? bias_gradients + slice * geometry.padded_outputs : nullptr;
   const int64_t begin = slice * geometry.wgrad_slice_units;
   const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
   // Winograd's first panel writes every plane; a tap that no pixel of the slice reaches would stay unwritten.
   const bool direct = geometry.method == Method::kDirect;
   for (int tap = 0; tap < kTaps && (direct || begin >= end); ++tap)
     __builtin_memset(bank + tap * geometry.plane_stride, 0, blocks * block_stride * sizeof(float));
-  __builtin_memset(bias_gradient + first_block * kLanes, 0, blocks * kLanes * sizeof(float));
+  if (bias_gradient) __builtin_memset(bias_gradient + first_block * kLanes, 0, blocks * kLanes * sizeof(float));
 
   const Panel panel(scratch, geometry.wgrad_rows, geometry.channel_blocks);
   const Panel gradients(scratch + geometry.planes * panel.plane_stride, geometry.wgrad_rows, blocks);
@@ -121,7 +126,7 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
     const int64_t count = smaller(geometry.wgrad_rows, end - first);
     gather_gradients(geometry, dy, first, count, first_block, blocks, gradients, bias_gradient);
     if (geometry.is_winograd()) {
-      gather_inputs(geometry, x, zeros, first, count, panel);
+      gather_inputs(geometry, x, zeros, first, count, step, panel);
       for (int64_t p = 0; p < geometry.planes; ++p)
         multiply_plane(geometry, panel, p, gradients, p, count, blocks, first > begin, sums.data + p * sums.plane_stride);
     } else {
