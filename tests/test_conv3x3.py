@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from instruction_sets import ISAS
 from own_conv import (
     LAYOUTS,
+    Case,
     assert_close,
     assert_layouts_agree,
     assert_not_finite_as_torch,
@@ -34,14 +35,18 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(nat
 
 TOLERANCE = 256 * 2.0**-24
 
-# (images, inputs, outputs, height, width) by method: whole and ragged blocks of 16 channels, more of them in than out
+# (images, inputs, outputs, size) by method: whole and ragged blocks of 16 channels, more of them in than out
 # and the other way, maps that tiles cover and that they do not, panels that are full and that are not.
 SHAPES = {
-    "direct": [(1, 16, 16, 3, 3), (17, 16, 32, 2, 2), (1, 40, 36, 3, 3), (40, 35, 12, 2, 3), (2, 16, 16, 1, 5)],
-    "winograd2": [(1, 64, 64, 5, 8), (3, 32, 16, 6, 5), (1, 12, 23, 6, 6)],
-    "winograd4": [(1, 16, 16, 32, 32), (2, 24, 40, 9, 13), (5, 32, 16, 8, 8), (1, 80, 16, 11, 12), (3, 16, 48, 12, 7)],
+    "direct": [(1, 16, 16, 3, 3), (17, 16, 32, 2, 2), (1, 40, 36, 3, 3), (40, 35, 12, 2, 3), (2, 16, 16, 1, 5), (1, 20, 16, 2, 3, 3)],
+    "winograd2": [(1, 64, 64, 5, 8), (3, 32, 16, 6, 5), (1, 12, 23, 6, 6), (2, 16, 32, 3, 6, 5)],
+    "winograd4": [(1, 16, 16, 32, 32), (2, 24, 40, 9, 13), (5, 32, 16, 8, 8), (1, 80, 16, 11, 12), (3, 16, 48, 12, 7),
+                  (2, 16, 16, 5, 8, 8), (1, 40, 24, 2, 9, 13), (3, 16, 32, 1, 11, 12)],
 }
 CASES = [(method, same3x3(*shape)) for method, shapes in SHAPES.items() for shape in shapes]
+CASES.append(("winograd4", Case(2, 24, 16, (3, 8, 9), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1))))
+THREE_DIMS = same3x3(2, 32, 48, 3, 8, 7)
+SOME = [*(same3x3(*shapes[1]) for shapes in SHAPES.values()), THREE_DIMS]
 
 
 @pytest.mark.parametrize(("method", "case"), CASES, ids=str)
@@ -52,7 +57,7 @@ def test_every_method_and_layout(isa, method, case, layout):
     assert_layouts_agree(case, tensors, TOLERANCE)
 
 
-@pytest.mark.parametrize("case", [same3x3(*shapes[0]) for shapes in SHAPES.values()], ids=str)
+@pytest.mark.parametrize("case", [*(same3x3(*shapes[0]) for shapes in SHAPES.values()), THREE_DIMS], ids=str)
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_only_what_is_needed(needs, case):
     assert_only_what_is_needed(case, needs, TOLERANCE)
@@ -60,17 +65,16 @@ def test_only_what_is_needed(needs, case):
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    shape=st.tuples(
-        st.integers(1, 5), st.integers(8, 40), st.integers(8, 40), st.integers(1, 14), st.integers(1, 14)
-    ),
+    counts=st.tuples(st.integers(1, 5), st.integers(8, 40), st.integers(8, 40)),
+    size=st.lists(st.integers(1, 14), min_size=2, max_size=3),
     layout=st.sampled_from(sorted(LAYOUTS)),
     strided=st.booleans(),
     activation=st.sampled_from(["none", "relu", "leaky_relu"]),
     isa_name=st.sampled_from(ISAS),
     seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_drawn_shapes(shape, layout, strided, activation, isa_name, seed):
-    case = same3x3(*shape)
+def test_drawn_shapes(counts, size, layout, strided, activation, isa_name, seed):
+    case = same3x3(*counts, *size)
     tensors = sample(case, layout, seed)
     if strided:
         tensors[0] = tensors[0].mT.contiguous().mT
@@ -83,20 +87,20 @@ def test_drawn_shapes(shape, layout, strided, activation, isa_name, seed):
     assert_close(found, wanted, TOLERANCE)
 
 
-@pytest.mark.parametrize("case", [same3x3(*shapes[1]) for shapes in SHAPES.values()], ids=str)
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_threads_and_runs_change_no_bit(isa, case):
     assert_same_bits_by_threads(case)
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("which", [0, 1, 3, 4], ids=["x", "v", "bias", "residual"])
-@pytest.mark.parametrize("case", [same3x3(*shapes[1]) for shapes in SHAPES.values()], ids=str)
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
     """A transform spreads an infinity over its tile and turns it into NaN; a convolution's neighbours stay finite."""
     assert_not_finite_as_torch(case, which, value)
 
 
-@pytest.mark.parametrize("case", [same3x3(*shapes[1]) for shapes in SHAPES.values()], ids=str)
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_gradients_that_are_not_finite(isa, case):
     x, v, g, bias, _ = sample(case)
     y, norm = native.conv(x, v, g, bias, None, *case.geometry, 0, "none")
@@ -112,8 +116,8 @@ def test_gradients_that_are_not_finite(isa, case):
 
 
 def test_zero_rows_and_gains(isa):
-    for shapes in SHAPES.values():
-        assert_zero_rows_and_gains(same3x3(*shapes[1]), TOLERANCE)
+    for case in SOME:
+        assert_zero_rows_and_gains(case, TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(nat
 TOLERANCE = 64 * 2.0**-24
 
 
-def transposed(images, inputs, outputs, size, kernel, stride, padding, dilation, output_padding=(0, 0)) -> Case:
+def transposed(images, inputs, outputs, size, kernel, stride, padding, dilation, output_padding=(0, 0, 0)) -> Case:
     return Case(images, inputs, outputs, size, kernel, stride, padding, dilation, True, output_padding)
 
 
@@ -44,18 +44,20 @@ CASES = {
     "3x3": transposed(1, 16, 16, (9, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
     "uneven, dilated": transposed(2, 17, 31, (6, 5), (4, 3), (1, 3), (2, 0), (2, 1), (0, 2)),
     "many small images": transposed(24, 16, 16, (3, 2), (3, 3), (1, 1), (0, 0), (1, 1)),
+    "three dims": transposed(2, 24, 16, (3, 4, 5), (4, 3, 2), (2, 1, 2), (1, 1, 0), (1, 2, 1), (1, 0, 1)),
+    "three dims, twice as large": transposed(2, 32, 16, (3, 4, 3), (2, 2, 2), (2, 2, 2), (0, 0, 0), (1, 1, 1)),
     "one dim": transposed(2, 48, 24, (21,), (8,), (4,), (2,), (1,)),
     "one dim, vocoder": transposed(1, 32, 16, (40,), (16,), (8,), (4,), (1,)),
     "one dim, stride beyond the kernel": transposed(1, 16, 16, (9,), (2,), (3,), (0,), (1,)),
 }
-SOME = [CASES[name] for name in ("ragged blocks", "one dim")]
+SOME = [CASES[name] for name in ("ragged blocks", "one dim", "three dims")]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("layout", ["nchw", "last map"])
 def test_every_window_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
-        pytest.skip("channels_last is of two dims")
+        pytest.skip("channels_last is of two dims and three")
     assert method_of(case) == "direct"
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
@@ -76,7 +78,7 @@ def each(dims: int, values: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[i
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    dims = draw(st.integers(1, 2))
+    dims = draw(st.integers(1, 3))
     counts = (draw(st.integers(1, 18)), draw(st.integers(6, 40)), draw(st.integers(6, 40)))
     kernel, stride, padding, dilation = (draw(each(dims, st.integers(*r))) for r in ((1, 5), (1, 3), (0, 3), (1, 3)))
     extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))

@@ -76,11 +76,11 @@ CASES = {
     "three dims, pointwise, many channels": Case(1, 144, 40, (7, 6, 8), (1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1)),
     "a volume": Case(2, 1, 16, (6, 7, 8), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
     "a video": Case(1, 3, 24, (5, 9, 8), (3, 5, 4), (1, 2, 2), (1, 2, 1), (1, 1, 1)),
-    "frames one by one": Case(2, 16, 24, (5, 9, 8), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1)),
-    "pixels over time": Case(2, 16, 24, (5, 6, 4), (3, 1, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
-    "one level, padded": Case(2, 16, 16, (1, 6, 4), (3, 2, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
-    "levels of one row": Case(2, 16, 16, (6, 1, 5), (2, 1, 3), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
-    "three dims, many small images": Case(21, 16, 16, (3, 4, 4), (3, 3, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+    "frames one by one": Case(2, 16, 24, (5, 9, 8), (1, 3, 3), (1, 2, 2), (0, 1, 1), (1, 1, 1)),
+    "pixels over time": Case(1, 16, 24, (5, 6, 4), (3, 1, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
+    "one level, padded": Case(1, 16, 16, (1, 6, 4), (3, 2, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
+    "levels of one row": Case(1, 16, 16, (6, 1, 5), (2, 1, 3), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
+    "three dims, many small images": Case(21, 16, 16, (3, 4, 4), (3, 3, 2), (2, 1, 1), (1, 1, 1), (1, 1, 1)),
     "three dims, groups": Case(2, 32, 64, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), groups=2),
     "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
     "groups, stride 2": Case(3, 96, 48, (8, 9), (5, 4), (2, 2), (2, 1), (1, 1), groups=3),
@@ -90,7 +90,7 @@ CASES = {
     "groups, many small images": Case(20, 64, 32, (4, 4), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-NAMED = ("1x1", "3x3, stride 2, of ragged blocks", "one dim, stride 4", "groups of 8 channels", "an image")
+NAMED = ("three dims, ragged", "1x1", "3x3, stride 2, of ragged blocks", "one dim, stride 4", "groups of 8 channels", "an image")
 SOME = [CASES[name] for name in NAMED]
 
 
@@ -98,7 +98,7 @@ SOME = [CASES[name] for name in NAMED]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_window_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
-        pytest.skip("channels_last is of two dims")
+        pytest.skip("channels_last is of two dims and three")
     assert method_of(case) == "direct"
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
@@ -195,6 +195,9 @@ def test_zero_rows_and_gains(isa, case):
         Case(1, 32, 16, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
         Case(1, 32, 24, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=3),
         Case(1, 32, 32, (8,), (4,), (2,), (1,), (1,), transposed=True, groups=2),
+        Case(2, 16, 16, (8, 8, 8), (5, 5, 5), (1, 1, 1), (2, 2, 2), (1, 1, 1)),
+        Case(1, 16, 16, (4, 8, 8), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), groups=16),
+        Case(1, 16, 16, (1, 8, 8), (1, 3, 3), (3, 1, 1), (1, 1, 1), (1, 1, 1), groups=16),
     ],
     ids=[
         "taps",
@@ -206,6 +209,9 @@ def test_zero_rows_and_gains(isa, case):
         "groups of 8 outputs",
         "groups that do not divide",
         "transposed groups",
+        "many taps over three dims",
+        "depthwise, three dims",
+        "depthwise, levels of padding",
     ],
 )
 def test_what_is_left_to_the_vendor(case):

@@ -22,6 +22,8 @@ REFUSED = {
     "dilation 0": (wnfused.WNConv2d, (16, 16, 3, 1, 1, 0), (8, 8)),
     "negative dilation": (wnfused.WNConv2d, (16, 16, 3, 1, 1, -1), (8, 8)),
     "negative stride": (wnfused.WNConv2d, (16, 16, 3, (-5, -3)), (4, 4)),
+    "three dims, stride 0": (wnfused.WNConv3d, (16, 16, 1, (0, 1, 1)), (4, 4, 4)),
+    "three dims, kernel beyond the levels": (wnfused.WNConv3d, (16, 16, (5, 1, 1)), (4, 4, 4)),
     "transposed, stride 0": (wnfused.WNConvTranspose2d, (16, 16, 3, 0), (4, 4)),
     "transposed, negative padding": (wnfused.WNConvTranspose2d, (16, 16, 3, 1, (-1, -1)), (4, 4)),
     "transposed, dilation 0": (wnfused.WNConvTranspose2d, (16, 16, 3, 1, 0, 0, 1, True, 0), (4, 4)),
@@ -107,3 +109,37 @@ def test_gradients_of_another_shape_are_refused():
     y, norm = native.conv(x, v, g, bias, None, *case.geometry, 0, "relu")
     with pytest.raises(RuntimeError, match="dy must have the dtype of x and the shape of the output"):
         native.conv_backward(y[..., :2], y, x, v, g, norm, [True] * 4, *case.geometry, 0, "relu")
+
+
+def volumes_in_many_formats():
+    wide = torch.randn(2, 64, 3, 5, 6).contiguous(memory_format=torch.channels_last_3d)
+    yield "dense", torch.randn(2, 32, 3, 5, 6)
+    yield "channels_last_3d", wide[:, :32].contiguous(memory_format=torch.channels_last_3d)
+    yield "a chunk of channels", wide[:, :32]
+    yield "every other line", wide[:, :32, :, ::2]
+    yield "every other level", torch.randn(2, 32, 6, 5, 6)[:, :, ::2]
+    yield "levels inside rows", torch.randn(2, 32, 5, 3, 6).transpose(2, 3)
+    yield "transposed", torch.randn(2, 32, 3, 6, 5).mT
+    yield "a single one", wide[:1, :32]
+    yield "expanded", torch.randn(1, 32, 1, 5, 6).expand(2, -1, 3, -1, -1)
+
+
+@pytest.mark.parametrize(("name", "x"), list(volumes_in_many_formats()), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize("kind", ["3x3x3", "1x1x1", "stride 2", "transposed"])
+def test_volumes_lie_in_memory_as_they_like(name, x, kind):
+    options = {"3x3x3": (16, 3, 1, 1), "1x1x1": (16, 1), "stride 2": (16, 3, 2, 1), "transposed": (16, 4, 2, 1)}[kind]
+    ours, plain = (getattr(m, f"{p}{'Transpose3d' if kind == 'transposed' else '3d'}") for m, p in PAIRS)
+    layer, twin = ours(32, *options), plain(32, *options)
+    with torch.no_grad():
+        twin.weight.copy_(layer.weight)
+        twin.bias.copy_(layer.bias)
+    ends = [x.clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
+    if name == "expanded":
+        ends = [x.detach().requires_grad_() for _ in range(2)]
+    y, wanted = layer(ends[0]), twin(ends[1])
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    dy = torch.randn_like(y).transpose(2, 4).contiguous().transpose(2, 4)
+    y.backward(dy)
+    wanted.backward(dy)
+    torch.testing.assert_close(ends[0].grad, ends[1].grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.bias.grad, twin.bias.grad, rtol=1e-4, atol=1e-4)

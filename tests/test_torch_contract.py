@@ -125,6 +125,21 @@ def test_compile_of_strided_inputs_and_dynamic_shapes(dynamic):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("volumes", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_compile_of_volumes_in_channels_last_3d(volumes, kernel):
+    """Small ones, which torch unfolds where there is one, and 5x5x5 kernels, which are left to it."""
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(
+        wnfused.WNConv3d(16, 16, kernel, padding=kernel // 2, activation="relu"), wnfused.WNConv3d(16, 8, 1)
+    )
+    x = torch.randn(volumes, 16, 3, 4, 5).contiguous(memory_format=torch.channels_last_3d).requires_grad_()
+    found, wanted = torch.compile(model, fullgraph=True)(x), model(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), x) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 def test_export_keeps_the_function():
     model = torch.nn.Sequential(WNConv2d(3, 4, 3, activation="relu"), WNResidualStage(4, 4, 2)).eval()
     x = torch.randn(2, 3, 8, 8)

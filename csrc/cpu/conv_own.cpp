@@ -37,7 +37,7 @@ std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Slidi
 bool is_large_first_layer(const ConvLayer& layer) {
   constexpr int64_t kLargeMap = int64_t{1} << 18;
   const ConvShape& shape = layer.shape;
-  return layer.v.dim() == 4 && shape.has_thin_input() &&
+  return layer.v.dim() > 3 && shape.kernel.level == 1 && shape.has_thin_input() &&
          shape.images * shape.outputs * shape.output_size().product() > kLargeMap;
 }
 

@@ -63,20 +63,20 @@ struct Work {
   int64_t bank, map;  // floats of the bank, and of the map that is read
   int64_t most_rows, staying_rows;  // of a panel; where weights stay
   int64_t workers;
+  // Weights stay with a worker where a bank is so many times as much memory as a map: all workers read all inputs then,
+  // and the lines of a map that one of them wrote go to every other one.
+  int64_t stay;
 };
 
 // Chunks, groups and banks of a convolution; chunks_of(rows) counts the chunks of panels of so many rows. None of this
 // changes a result.
 template <class Chunks>
 void divide_convolution(const Work& work, const Chunks& chunks_of, Division& division) {
-  // Weights stay with a worker where a bank is so many times as much memory as a map: all workers gather all inputs
-  // then, and the lines of a map that one of them wrote go to every other one.
-  constexpr int64_t kStay = 6;
   // Items of a convolution that a worker should have, and rows of a panel below which register tiles are not full.
   constexpr int64_t kItemsEach = 2, kMinRows = 8;
 
-  // Each worker packs and finishes the weights of its own output blocks then, at the price of gathering all inputs.
-  division.weights_stay = work.workers > 1 && work.output_blocks > 1 && work.bank > kStay * work.map;
+  // Each worker packs and finishes the weights of its own output blocks then.
+  division.weights_stay = work.workers > 1 && work.output_blocks > 1 && work.bank > work.stay * work.map;
   division.conv_rows = work.most_rows;
   if (division.weights_stay) {
     division.conv_rows = work.staying_rows;

@@ -60,7 +60,9 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams
   // past from the second level, and 32 rows halve that stream.
   const int64_t rows = geometry.channel_blocks <= 1 || geometry.tile == 4 ? 16 : 32;
-  const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), rows, 16, workers};
+  // Gathering transforms what it reads.
+  constexpr int64_t kStay = 6;
+  const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), rows, 16, workers, kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels, geometry);
   geometry.wgrad_groups *= geometry.level_taps;

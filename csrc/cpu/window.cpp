@@ -71,8 +71,9 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
   window.after = {high.level - size.level + 1, high.row - size.row + 1, high.column - size.column + 1};
   window.lines = window.before.row + size.row + window.after.row;
   window.pitch = window.before.column + size.column + window.after.column;
+  constexpr int64_t kStay = 2;
   const Work work{window.output_blocks, window.bank_size(), window.source.map_size(), kMaxPanelRows, kMaxPanelRows,
-                  workers};
+                  workers, kStay};
   const auto chunks_before = [&](int64_t grids, int64_t rows) {
     int64_t chunks = 0;
     for (int64_t i = 0; i < grids; ++i) chunks += divide_up(window.units(window.grids[i]), rows);

@@ -30,12 +30,18 @@ _library = torch.library.Library("wnfused", "DEF")
 _implementations: dict[str, Callable[..., Any]] = {}
 
 
-def define(schema: str, fake: Callable[..., Any], like: Sequence[int | None] = ()) -> torch._ops.OpOverload:
+def define(
+    schema: str,
+    fake: Callable[..., Any],
+    like: Sequence[int | None] = (),
+    laid_out: Callable[[Any, Sequence[Any]], Any] | None = None,
+) -> torch._ops.OpOverload:
     """Defines one op from its schema; its implementation on every device asks ``dispatch.select``.
 
     Args:
         like: for each output the position of the argument whose memory format it keeps, None for no promise. The fake
             kernel must promise the same, whatever strides a backend works in.
+        laid_out: ``laid_out(outputs, arguments)`` puts them in formats of another rule instead.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -48,6 +54,8 @@ def define(schema: str, fake: Callable[..., Any], like: Sequence[int | None] = (
                 outputs = dispatch.select(name, arguments)(*arguments)
         else:
             outputs = dispatch.select(name, arguments)(*arguments)
+        if laid_out is not None:
+            return laid_out(outputs, arguments)
         return _laid_out(outputs, [None if i is None else arguments[i] for i in like]) if like else outputs
 
     _library.impl(name, run, "CompositeExplicitAutograd")

@@ -25,13 +25,27 @@ _GEOMETRY = (
 )
 
 
+def _in_kept_format(outputs: tuple[Tensor, Tensor], inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """``y`` over three dims in channels_last_3d where ``x`` or ``v`` is, and else contiguous; over fewer torch's format.
+
+    torch itself drops channels_last_3d where it unfolds a single small volume.
+    """
+    y, norm = outputs
+    if y.dim() < 5:
+        return outputs
+    formats = [reference.kept_format(t) for t in inputs[:2]]
+    kept = torch.channels_last_3d if torch.channels_last_3d in formats else torch.contiguous_format
+    return y.contiguous(memory_format=kept), norm
+
+
 def _fake(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int],
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y = torch.convolution(x, v.to(x.dtype), None, stride, padding, dilation, transposed, output_padding, groups)
-    return y, v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
+    norm = v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
+    return _in_kept_format((y, norm), (x, v))
 
 
 def _fake_backward(
@@ -47,6 +61,7 @@ _op = define(
     f"conv(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_GEOMETRY}, int? dim=0, "
     "str activation='none', float negative_slope=0.01) -> (Tensor y, Tensor norm)",
     _fake,
+    laid_out=_in_kept_format,
 )
 _op_backward = define(
     "conv_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, bool[] needs, "
