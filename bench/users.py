@@ -245,6 +245,34 @@ class DistanceField(nn.Module):
         return torch.cat([distance, slope], 1)
 
 
+# ------------------------------------------------------------------------------------------------ volumes
+
+
+def _twice(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv3d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.Conv3d(outputs, outputs, 3, padding=1), nn.ReLU()
+    )
+
+
+class UNet3d(nn.Module):
+    """A U-Net of volumes with three resolutions and three classes a voxel: Cicek et al. 2016, figure 2, padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(_twice(a, b) for a, b in ((1, 16), (16, 32), (32, 64)))
+        self.enlarge = nn.ModuleList(nn.ConvTranspose3d(a, a // 2, 2, 2) for a in (64, 32))
+        self.up = nn.ModuleList(_twice(a, a // 2) for a in (64, 32))
+        self.head = nn.Conv3d(16, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down[0](x)
+        second = self.down[1](F.max_pool3d(first, 2))
+        y = self.down[2](F.max_pool3d(second, 2))
+        for enlarge, up, kept in zip(self.enlarge, self.up, (second, first), strict=True):
+            y = up(torch.cat([kept, enlarge(y)], 1))
+        return self.head(y)
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-20": partial(ResNet, Block, 3, 16, 16),
     "ResNet-20 x 4": partial(ResNet, Block, 3, 64, 64),
@@ -254,6 +282,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "vocoder": Vocoder,
     "discriminator": Discriminator,
     "temporal network": TemporalNetwork,
+    "U-Net of volumes": UNet3d,
     "distance field": DistanceField,
 }
 

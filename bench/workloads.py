@@ -56,7 +56,7 @@ class ConvLayer(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowLayer(Workload):
-    """``relu(conv(x))`` with ``x [batch, channels, *size]``, in one or two dims.
+    """``relu(conv(x))`` with ``x [batch, channels, *size]``, in one to three dims.
 
     Padded so that a map becomes ``stride`` times as small, or as large by a transposed layer, which has no more outputs
     than channels.
@@ -175,6 +175,10 @@ def _windows() -> list[Workload]:
         (128, 128, (512,), 7, 1, 1, 8), (3, 32, (32, 32), 3, 1, 1, 8), (3, 64, (64, 64), 7, 2, 1, 8),
         (3, 16, (64, 64), 3, 1, 1, 8), (3, 64, (224, 224), 7, 2, 1, 2), (1, 128, (8192,), 15, 1, 1, 2),
         (512, 512, (4, 4), 3, 1, 1, 2),
+        # Of networks on volumes: their inner layers, first one and way down.
+        (16, 16, (64, 64, 64), 3, 1, 1, 1), (32, 32, (16, 32, 32), 3, 1, 1, 2), (64, 64, (16, 16, 16), 3, 1, 1, 1),
+        (128, 128, (8, 8, 8), 3, 1, 1, 2), (256, 256, (4, 4, 4), 3, 1, 1, 2), (1, 32, (32, 64, 64), 3, 1, 1, 2),
+        (32, 64, (32, 32, 32), 3, 2, 1, 2), (64, 128, (16, 16, 16), 3, 2, 1, 2), (32, 32, (32, 32, 32), 1, 1, 1, 2),
     )  # fmt: skip
     found = [
         WindowLayer(
@@ -211,6 +215,7 @@ def _windows() -> list[Workload]:
         )
         for channels, outputs, size, kernel, stride, batch in (
             (128, 64, (64,), 16, 8, 1), (64, 32, (512,), 4, 2, 8), (64, 32, (16, 16), 4, 2, 8),
+            (64, 32, (16, 16, 16), 2, 2, 2), (128, 64, (8, 8, 8), 4, 2, 2),
         )
     ]  # fmt: skip
 
@@ -278,6 +283,7 @@ def _converted() -> list[Workload]:
         ("ResNet-20", images, (1, 8, 32)), ("ResNet-20 x 4", images, (8,)), ("bottleneck ResNet-29", images, (1, 8)),
         ("MobileNet", images, (1, 8)), ("ConvNeXt", (3, 64, 64), (1, 8)), ("vocoder", (80, 32), (1, 4)),
         ("discriminator", sound, (1, 4)), ("temporal network", (64, 256), (1, 16)),
+        ("U-Net of volumes", (1, 32, 32, 32), (1, 4)),
         ("distance field", (3,), (512, 4096)),
     )  # fmt: skip
     return [

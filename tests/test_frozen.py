@@ -76,8 +76,9 @@ def test_linear_layers_with_products_of_their_own_keep_them(isa_name, kept):
         (WNConv2d(16, 32, 3, 2, 1, activation="relu"), (9, 9)),
         (wnfused.WNConv1d(16, 16, 7, padding=6, dilation=2), (40,)),
         (wnfused.WNConvTranspose1d(16, 16, 4, 2, 1, activation="leaky_relu"), (40,)),
+        (wnfused.WNConv3d(16, 16, 3, padding=1, activation="relu"), (4, 9, 9)),
     ],
-    ids=["3x3", "stride 2", "one dim", "transposed"],
+    ids=["3x3", "stride 2", "one dim", "transposed", "three dims"],
 )
 def test_convolutions_with_kernels_of_their_own_keep_them(layer, size):
     """They run as outside, on the weights as they were, activation and residual included."""

@@ -14,7 +14,7 @@ from wnfused import dispatch
 from wnfused.backends import native
 from wnfused.fold import plain_layer
 from wnfused.functional import weight_norm_many
-from wnfused.nn import WeightNormalised, WNConv1d, WNConv2d, WNConvTranspose1d, WNConvTranspose2d, WNLinear
+from wnfused.nn import WeightNormalised, WNLinear
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
-    Convolutions over one or two dims and linear layers from 65,536 weights on whose products the C++ kernels take
+    Convolutions, and linear layers from 65,536 weights on whose products the C++ kernels take
     themselves (float32 on the CPU, mostly) keep copies of v and g instead: these kernels normalise while they pack, and
     plain layers are up to twice as slow. On maps of a few pixels, or one row, such a layer may be a little slower than
     a plain one would be.
@@ -100,14 +100,12 @@ def _constant(layer: WeightNormalised, weight: Tensor) -> nn.Module:
 def _has_own_products(layer: WeightNormalised) -> bool:
     if isinstance(layer, WNLinear):
         return layer.dim == 0 and dispatch.prefers_native() and native.takes_linear(layer.weight_v)
-    if not isinstance(layer, WNConv1d | WNConv2d | WNConvTranspose1d | WNConvTranspose2d):
-        return False
-    if layer.padding_mode != "zeros" or layer.dim != 0:
+    if not isinstance(layer, nn.modules.conv._ConvNd) or layer.padding_mode != "zeros" or layer.dim != 0:
         return False
     if isinstance(layer.padding, str) or not dispatch.prefers_native():
         return False
-    transposed = isinstance(layer, WNConvTranspose1d | WNConvTranspose2d)
-    return native.takes_conv(layer.weight_v, layer.stride, layer.padding, layer.dilation, layer.groups, transposed)
+    window = (layer.stride, layer.padding, layer.dilation, layer.groups, layer.transposed)
+    return native.takes_conv(layer.weight_v, *window)
 
 
 def _copy(layer: WeightNormalised) -> nn.Module:

@@ -123,15 +123,15 @@ def instruction_set() -> str | None:
 def takes_conv(
     v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool
 ) -> bool:
-    """Whether convolutions are multiplied here, on maps of 256 pixels (in three dims 512)."""
+    """Whether convolutions are multiplied here, on a map of 256 pixels, or on two volumes of them."""
     dims = v.dim() - 2
     if v.dtype != torch.float32 or not v.is_cpu:
         return False
     outputs, inputs, *kernel = v.shape
-    size = {1: [1, 1, 256], 2: [1, 16, 16], 3: [8, 8, 8]}[dims]
+    size = {1: [1, 1, 256], 2: [1, 16, 16], 3: [4, 8, 8]}[dims]
     given = ((1, kernel), (1, stride), (0, padding), (1, dilation))
     triples = [[*[missing] * (3 - dims), *extents] for missing, extents in given]
-    maps = [1, inputs * groups, outputs, *size]
+    maps = [2 if dims == 3 else 1, inputs * groups, outputs, *size]
     return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed) != "vendor"
 
 
