@@ -238,13 +238,14 @@ def linear(draw: random.Random, dtype: torch.dtype) -> None:
 
 
 def conv(draw: random.Random, dtype: torch.dtype) -> None:
-    groups, kernel = draw.choice((1, 1, 1, 2, 3)), draw.choice(((1, 1), (3, 3), (3, 1), (2, 5)))
+    groups, kernel = draw.choice((1, 1, 1, 2, 3)), draw.choice(((1, 1), (3, 3), (3, 1), (2, 5), (3, 3, 3), (2, 1, 4)))
+    dims = len(kernel)
     inputs, outputs = groups * draw.randint(1, 24), groups * draw.randint(1, 24)
-    size = draw.randint(5, 12), draw.randint(5, 12)
+    size = [draw.randint(5, 12 if dims == 2 else 8) for _ in range(dims)]
     x = strided(draw, normal(draw, draw.choice((0, 1, 2, 5)), inputs, *size)).to(dtype)
     v = strided(draw, normal(draw, outputs, inputs // groups, *kernel))
-    stride, padding = ([draw.randint(1, 2), draw.randint(1, 2)] for _ in range(2))
-    geometry = (stride, padding, [1, 1], False, [0, 0], groups)
+    stride, padding = ([draw.randint(1, 2) for _ in range(dims)] for _ in range(2))
+    geometry = (stride, padding, [1] * dims, False, [0] * dims, groups)
     layer(draw, native.conv, native.conv_backward, reference.conv, reference.conv_backward, x, v, geometry)
 
 
@@ -262,16 +263,17 @@ def own_layer(draw: random.Random, method: str) -> None:
 
 def conv3x3(draw: random.Random) -> own_conv.Case:
     images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(9, 50), draw.randint(9, 50)
-    return own_conv.same3x3(images, inputs, outputs, draw.randint(1, 14), draw.randint(1, 14))
+    levels = draw.choice(((), (), (draw.randint(1, 5),)))
+    return own_conv.same3x3(images, inputs, outputs, *levels, draw.randint(1, 14), draw.randint(1, 14))
 
 
 def window(draw: random.Random) -> own_conv.Case:
-    dims = draw.choice((1, 2))
+    dims = draw.choice((1, 2, 3))
 
     def each(*values: int) -> tuple[int, ...]:
         return tuple(draw.choice(values) for _ in range(dims))
 
-    size = tuple(draw.randint(1, 60 if dims == 1 else 14) for _ in range(dims))
+    size = tuple(draw.randint(1, {1: 60, 2: 14, 3: 7}[dims]) for _ in range(dims))
     images, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(6, 50)
     inputs = draw.choice((draw.randint(1, 7), draw.randint(6, 50)))
     kernel, stride, padding, dilation = each(1, 1, 2, 3, 5, 9), each(1, 1, 2, 3), each(0, 1, 2, 4), each(1, 1, 2)
@@ -345,8 +347,8 @@ def gain(draw: random.Random, *shape: int) -> Tensor:
 def strided(draw: random.Random, t: Tensor) -> Tensor:
     """The same values: contiguous, channels_last, or every other element of a larger tensor."""
     layout = draw.choice(("contiguous", "channels_last", "sparse"))
-    if layout == "channels_last" and t.dim() == 4:
-        return t.contiguous(memory_format=torch.channels_last)
+    if layout == "channels_last" and t.dim() in (4, 5):
+        return t.contiguous(memory_format=torch.channels_last if t.dim() == 4 else torch.channels_last_3d)
     if layout == "sparse":
         return torch.empty(*t.shape[:-1], 2 * t.shape[-1])[..., ::2].copy_(t)
     return t

@@ -218,6 +218,22 @@ def test_what_is_left_to_the_vendor(case):
     assert method_of(case) == "vendor"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 16, 24, (4, 5, 6), (5, 3, 4), (1, 1, 1), (2, 1, 2), (1, 1, 1)),
+        Case(2, 12, 12, (4, 5, 6), (3, 3, 3), (1, 2, 1), (1, 1, 1), (1, 1, 1), groups=12),
+        Case(2, 40, 20, (2, 2, 2), (2, 2, 2), (1, 1, 1), (0, 0, 0), (1, 1, 1)),
+    ],
+    ids=["5x3x4", "depthwise", "weights larger than the map"],
+)
+def test_volumes_that_are_the_vendors(case, layout):
+    assert method_of(case) == "vendor"
+    for activation in ("none", "relu"):
+        assert_close(*both(case, sample(case, layout), activation), TOLERANCE)
+
+
 def test_lengths_that_vary():
     """Audio comes in any length: the same layer, one call after another."""
     torch.manual_seed(0)

@@ -310,7 +310,7 @@ bool suits_vendor(const ConvShape& shape) {
 constexpr int64_t kPadding = 6;
 int64_t weights_a_row() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
 
-// Memory for copies of maps in other layouts, in floats: 1 GB.
+// Memory for copies of maps in other layouts, in floats: 2 GB.
 constexpr double kCopies = 1 << 29;
 
 // Floats of a map with a border on every side, at least what a Window gives it. No map is too large for a double.

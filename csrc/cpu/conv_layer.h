@@ -1,4 +1,4 @@
-// A single convolution layer on kernels of this library: float32, zero padding, one or two spatial dims.
+// A single convolution layer on kernels of this library: float32, zero padding, one to three spatial dims.
 //
 //   forward    read x | y = act(conv(x, w) + b + residual), norms | write y
 //   backward   dz = act'(y) dy, read x | dW = x * dz, dx = conv'(dz, w) | dv, dg, db from dW, write dx
@@ -7,7 +7,8 @@
 // 16 channels, is read and written where it is; others are converted on the way in and out, but for channels_last ones
 // of any number of channels that a window reads without a border, or writes.
 //
-//   Winograd   3x3, stride 1, padding 1, maps of some size: the stage's convolution, `Geometry`
+//   Winograd   3x3, over three dims 3x3x3 or 1x3x3, that keep the size of maps which are not tiny: the stage's
+//              convolution, `Geometry`
 //   direct     every other window: `Window` (window.h), or `Depthwise` (depthwise.h)
 //
 // A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v

@@ -148,7 +148,7 @@ LayerGradients vendor_conv_backward(const ConvCall& conv, const Tensor& dy_given
     made.dv = dw->scalar_type() != v.scalar_type() ? empty_as(v) : reorder ? viewed_as(*dw, v) : *dw;
     const int64_t inner = row_length(v);
     const RowGradient task{values_of(*dw), values_of(v), values_of(*made.dv), conv.gain, norms, dgain, shared,
-                           reorder ? v.size(2) * v.size(3) : 1, nullptr};
+                           reorder ? inner / v.size(1) : 1, nullptr};
     for_rows(0, channels, inner, [&](int64_t begin, int64_t end) {
       std::vector<float> scratch(reorder ? inner : 0);
       RowGradient part = task;
