@@ -38,10 +38,25 @@ TOLERANCE = 256 * 2.0**-24
 # (images, inputs, outputs, size) by method: whole and ragged blocks of 16 channels, more of them in than out
 # and the other way, maps that tiles cover and that they do not, panels that are full and that are not.
 SHAPES = {
-    "direct": [(1, 16, 16, 3, 3), (17, 16, 32, 2, 2), (1, 40, 36, 3, 3), (40, 35, 12, 2, 3), (2, 16, 16, 1, 5), (1, 20, 16, 2, 3, 3)],
+    "direct": [
+        (1, 16, 16, 3, 3),
+        (17, 16, 32, 2, 2),
+        (1, 40, 36, 3, 3),
+        (40, 35, 12, 2, 3),
+        (2, 16, 16, 1, 5),
+        (1, 20, 16, 2, 3, 3),
+    ],
     "winograd2": [(1, 64, 64, 5, 8), (3, 32, 16, 6, 5), (1, 12, 23, 6, 6), (2, 16, 32, 3, 6, 5)],
-    "winograd4": [(1, 16, 16, 32, 32), (2, 24, 40, 9, 13), (5, 32, 16, 8, 8), (1, 80, 16, 11, 12), (3, 16, 48, 12, 7),
-                  (2, 16, 16, 5, 8, 8), (1, 40, 24, 2, 9, 13), (3, 16, 32, 1, 11, 12)],
+    "winograd4": [
+        (1, 16, 16, 32, 32),
+        (2, 24, 40, 9, 13),
+        (5, 32, 16, 8, 8),
+        (1, 80, 16, 11, 12),
+        (3, 16, 48, 12, 7),
+        (2, 16, 16, 5, 8, 8),
+        (1, 40, 24, 2, 9, 13),
+        (3, 16, 32, 1, 11, 12),
+    ],
 }
 CASES = [(method, same3x3(*shape)) for method, shapes in SHAPES.items() for shape in shapes]
 CASES.append(("winograd4", Case(2, 24, 16, (3, 8, 9), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1))))

@@ -82,6 +82,7 @@ CASES = {
     "levels of one row": Case(1, 16, 16, (6, 1, 5), (2, 1, 3), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
     "three dims, many small images": Case(21, 16, 16, (3, 4, 4), (3, 3, 2), (2, 1, 1), (1, 1, 1), (1, 1, 1)),
     "three dims, groups": Case(2, 32, 64, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), groups=2),
+    "three dims, stride beyond the levels": Case(1, 16, 16, (2, 6, 5), (1, 3, 3), (3, 1, 1), (0, 1, 1), (1, 1, 1)),
     "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
     "groups, stride 2": Case(3, 96, 48, (8, 9), (5, 4), (2, 2), (2, 1), (1, 1), groups=3),
     "groups of 8 channels": Case(2, 32, 64, (9, 8), (3, 3), (2, 1), (1, 1), (1, 2), groups=4),
@@ -90,7 +91,14 @@ CASES = {
     "groups, many small images": Case(20, 64, 32, (4, 4), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-NAMED = ("three dims, ragged", "1x1", "3x3, stride 2, of ragged blocks", "one dim, stride 4", "groups of 8 channels", "an image")
+NAMED = (
+    "three dims, ragged",
+    "1x1",
+    "3x3, stride 2, of ragged blocks",
+    "one dim, stride 4",
+    "groups of 8 channels",
+    "an image",
+)
 SOME = [CASES[name] for name in NAMED]
 
 
@@ -224,9 +232,10 @@ def test_what_is_left_to_the_vendor(case):
     [
         Case(2, 16, 24, (4, 5, 6), (5, 3, 4), (1, 1, 1), (2, 1, 2), (1, 1, 1)),
         Case(2, 12, 12, (4, 5, 6), (3, 3, 3), (1, 2, 1), (1, 1, 1), (1, 1, 1), groups=12),
+        Case(1, 16, 16, (1, 8, 8), (1, 3, 3), (2, 1, 1), (0, 1, 1), (1, 1, 1), groups=16),
         Case(2, 40, 20, (2, 2, 2), (2, 2, 2), (1, 1, 1), (0, 0, 0), (1, 1, 1)),
     ],
-    ids=["5x3x4", "depthwise", "weights larger than the map"],
+    ids=["5x3x4", "depthwise", "depthwise, one level and a stride of two", "weights larger than the map"],
 )
 def test_volumes_that_are_the_vendors(case, layout):
     assert method_of(case) == "vendor"

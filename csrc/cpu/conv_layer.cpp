@@ -75,7 +75,8 @@ LayerMap dense_map(const ExternalMap& given, const MapShape& shape) {
   return {given, static_cast<float*>(given.data), Access::kInPlace, true};
 }
 
-// From a line of a map to the next, one distance (with_even_lines). A map over one dim has one, and levels of one row are lines.
+// From a line of a map to the next, one distance (with_even_lines). A map over one dim has one line, and levels of one row
+// are lines.
 int64_t line_stride(const Tensor& t) {
   const int64_t last = t.dim() - 1;
   if (t.dim() == 3) return t.size(last) * t.stride(last);
@@ -302,7 +303,7 @@ bool fill_blocks(const ConvShape& shape) {
 bool suits_vendor(const ConvShape& shape) {
   constexpr int64_t kUnfolded = 20480;  // channels x levels x rows
   const bool unfolds = shape.images == 1 && shape.inputs * shape.size.level * shape.size.row <= kUnfolded;
-  return !shape.is_flat() && shape.stride.product() == 1 && shape.taps() > 1 && shape.groups == 1 && !unfolds;
+  return !shape.has_one_level() && shape.stride.product() == 1 && shape.taps() > 1 && shape.groups == 1 && !unfolds;
 }
 
 // Of the products at least a sixth must be no padding, and there must be enough of them, tiles or pixels, to pack the
@@ -349,7 +350,7 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
   const MapShape output = map_of_size(shape.images, shape.outputs, size);
   if (shape.groups > 1 && transposed) return std::nullopt;
   if (shape.is_depthwise())
-    return shape.is_flat() && has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
+    return shape.has_one_level() && has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
   if (shape.groups > 1 && !fill_blocks(shape)) return std::nullopt;
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
   const bool thin = !transposed && shape.has_thin_input();

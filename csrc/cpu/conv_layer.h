@@ -106,7 +106,8 @@ extern const ConvKernels<Depthwise> depthwise_kernels;
 // measurements): one of the stage's Winograd methods, or kDirect.
 std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed);
 
-// Maps, x and those of the calls below, have lines at equal distances. shape: of a transposed layer, the convolution whose data gradient it is.
+// Maps, x and those of the calls below, have lines at equal distances. shape: of a transposed layer, the convolution
+// whose data gradient it is.
 struct ConvLayer {
   ConvShape shape;
   bool transposed;

@@ -24,11 +24,12 @@ struct WinogradParts {
   }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
-    pack_forward(job, 0, block, bank, norm, scratch);
+    with_level_taps(job.geometry, [&](auto taps) { pack_forward<taps>(job, 0, block, bank, norm, scratch); });
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float* scratch) {
-    pack_backward(job, job.transposed, 0, block, 1.0f, bank, scratch);
+    with_level_taps(job.transposed,
+                    [&](auto taps) { pack_backward<taps>(job, job.transposed, 0, block, 1.0f, bank, scratch); });
   }
 
   template <class Job>
@@ -52,7 +53,16 @@ struct WinogradParts {
   }
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
-    finish_gradient(job, 0, block, 1.0f, job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+    with_level_taps(job.geometry, [&](auto taps) {
+      finish_gradient<taps>(job, 0, block, 1.0f, job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+    });
+  }
+
+ private:
+  template <class Use>
+  static void with_level_taps(const G& geometry, const Use& use) {
+    if (geometry.level_taps == 1) use(std::integral_constant<int, 1>());
+    else use(std::integral_constant<int, kMaxLevelTaps>());
   }
 };
 

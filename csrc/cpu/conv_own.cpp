@@ -110,7 +110,9 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   if (needs.residual && conv.activation != Activation::kNone)
     made.dz = empty_map(sizes_of(y), is_channels_last(y));
   float* dbias = made.dbias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr;
-  if (!run_conv_layer_backward(layer, with_even_lines(dy), with_even_lines(y), norms, {made.dx, made.dv, made.dz, dgain, dbias})) return std::nullopt;
+  const ConvGradients gradients{made.dx, made.dv, made.dz, dgain, dbias};
+  const Tensor signs = conv.activation == Activation::kNone ? dy : with_even_lines(y);
+  if (!run_conv_layer_backward(layer, with_even_lines(dy), signs, norms, gradients)) return std::nullopt;
   if (made.dv) made.dv = laid_out_as(*made.dv, v);
   return made;
 }

@@ -43,7 +43,7 @@ Lines lines_of(const Tensor& z) {
   return {false, 0, planes, entries / planes, channels};
 }
 
-// Neither NCHW nor channels_last (a channels_last_3d map, say): the passes work on an NCHW copy.
+// Neither NCHW nor channels_last: the passes work on an NCHW copy.
 Tensor in_lines(const Tensor& z) {
   return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
 }

@@ -108,8 +108,8 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
     dz = empty_map(sizes, is_channels_last(y));
   float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
   const ConvGradients gradients{dx, dv, dz, dgain.data(), dbias};
-  if (!run_conv_layer_backward(layer, with_even_lines(dy), with_even_lines(y), entries<float>(norm), gradients))
-    return {};
+  const Tensor signs = masked ? with_even_lines(y) : dy;
+  if (!run_conv_layer_backward(layer, with_even_lines(dy), signs, entries<float>(norm), gradients)) return {};
   return {true, dx, dv, need_v ? Gradient(dgain.tensor()) : Gradient(), db, dz};
 }
 

@@ -96,12 +96,6 @@ inline Tensor laid_out_as(const Tensor& t, const Tensor& like) {
   return copy;
 }
 
-// A map over three dims whose lines, numbered through all levels, lie at equal distances; a copy where they do not.
-inline Tensor with_even_lines(const Tensor& t) {
-  const bool even = t.dim() < 5 || t.size(2) == 1 || t.size(3) == 1 || t.stride(2) == t.size(3) * t.stride(3);
-  return even ? t : torch::stable::contiguous(t);
-}
-
 inline void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }
@@ -259,6 +253,14 @@ inline bool suggests_channels_last(const Tensor& t) {
 
 // In two dims, or in three.
 inline bool is_channels_last(const Tensor& t) { return !t.is_contiguous() && has_dense_rows(t); }
+
+// A map over three dims whose lines, numbered through all levels, lie at equal distances; a copy where they do not.
+inline Tensor with_even_lines(const Tensor& t) {
+  if (t.dim() < 5 || t.size(2) == 1 || t.size(3) == 1 || t.stride(2) == t.size(3) * t.stride(3)) return t;
+  Tensor copy = empty_map(sizes_of(t), suggests_channels_last(t));
+  torch::stable::copy_(copy, t);
+  return copy;
+}
 
 inline int64_t row_length(const Tensor& v) { return v.size(0) == 0 ? 0 : v.numel() / v.size(0); }
 

@@ -48,8 +48,8 @@ struct PairTile {
 
 struct Geometry : MapShape, Division {
   int64_t blocks;
-  // Of a single convolution over three dims, by Winograd in two of them: `images` are the levels of volumes, so many each,
-  // and an output sums over the level itself and `level_taps` / 2 on both sides, each with a bank of its own.
+  // Of a single convolution over three dims, by Winograd in two of them: `images` are the levels of volumes, so many
+  // each, and an output sums over the level itself and `level_taps` / 2 on both sides, each with a bank of its own.
   int64_t levels, level_taps;
   // Of a convolution's outputs. A stage has as many as inputs.
   int64_t outputs, output_blocks, padded_outputs;
@@ -117,7 +117,7 @@ Method preferred_method(int64_t images, int64_t height, int64_t width);
 // As in the list above.
 const char* name_of(Method method);
 
-// A tensor [N, C, H, W] of the caller in any strides, or a parameter in its own order.
+// A tensor [N, C, H, W] of the caller in any strides, levels of rows being rows, or a parameter in its own order.
 struct ExternalMap {
   void* data;
   bool bfloat16;

@@ -1,4 +1,5 @@
-// One convolution: 3x3, stride 1, zero padding 1, C to C in a stage, over a chunk of rows.
+// One convolution: 3x3, stride 1, zero padding 1, C to C in a stage, over a chunk of rows. (3x3x3: the products of three
+// panels, of neighbouring levels, with three banks, summed.)
 //
 //        gather                         multiply                          scatter
 //   map  ------>  panel                 -------->  product                ------>  map
@@ -109,8 +110,8 @@ WNFUSED_INLINE bool has_level(const Geometry& geometry, int64_t image, int64_t s
   return level >= 0 && level < geometry.levels;
 }
 
-// Patches of `count` tiles, transformed: plane p of block b, row t; of the level that is `step` from theirs. Neighbours in a run overlap in two columns, which are
-// loaded and transformed once: the columns of B' d wait in a ring.
+// Patches of `count` tiles, on the level that is `step` from theirs, transformed: plane p of block b, row t. Neighbours in
+// a run overlap in two columns, which are loaded and transformed once: the columns of B' d wait in a ring.
 template <int M, bool Round>
 inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                          int64_t step, const Panel& panel) {
@@ -269,6 +270,33 @@ WNFUSED_INLINE bool is_one_image(const Geometry& geometry, int64_t first, int64_
   return first / tiles == (first + count - 1) / tiles;
 }
 
+using Gather = void (*)(const Geometry&, const float*, const float*, int64_t, int64_t, int64_t, const Panel&);
+
+// Winograd over three dims: the products of every level's panel and bank, summed.
+__attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, const float* map, const float* zeros,
+                                                      int64_t first, int64_t count, const float* bank,
+                                                      const Depth& depth, int64_t blocks, const OutputLines& outputs,
+                                                      Gather gather, const Panel& panel, const Panel& product) {
+  PlanePair levels[kMaxLevelTaps];
+  int64_t level_count = 0;
+  for (int64_t l = 0; l < geometry.level_taps; ++l) {
+    const int64_t step = l - geometry.level_taps / 2;
+    if (!has_level(geometry, unit_at(geometry, first).image, step) && is_one_image(geometry, first, count)) continue;
+    const Panel level = panel.after(level_count * geometry.planes);
+    gather(geometry, map, zeros, first, count, step, level);
+    levels[level_count++] = {level.data, bank + l * geometry.level_bank()};
+  }
+  for (int64_t p = 0; p < geometry.planes; ++p) {
+    outputs.prefetch(geometry, p, geometry.planes);
+    multiply_rows(levels, level_count, depth, round_up_rows(count), blocks, geometry.padded_channels * kLanes,
+                  product.at(p, 0, 0), product.rows * kLanes);
+    for (int64_t l = 0; l < level_count; ++l) {
+      levels[l].panel += panel.plane_stride;
+      levels[l].bank += geometry.plane_stride;
+    }
+  }
+}
+
 // Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
 template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
@@ -278,24 +306,15 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
   bank += first_block * col_stride;
   if (geometry.is_winograd()) {
-    const auto gather = geometry.tile == 4 ? gather_tiles<4, Round> : gather_tiles<2, Round>;
-    PlanePair levels[kMaxLevelTaps];
-    int64_t level_count = 0;
-    for (int64_t l = 0; l < geometry.level_taps; ++l) {
-      const int64_t step = l - geometry.level_taps / 2;
-      if (!has_level(geometry, unit_at(geometry, first).image, step) && is_one_image(geometry, first, count)) continue;
-      const Panel level = panel.after(level_count * geometry.planes);
-      gather(geometry, map, zeros, first, count, step, level);
-      levels[level_count++] = {level.data, bank + l * geometry.level_bank()};
-    }
+    const Gather gather = geometry.tile == 4 ? gather_tiles<4, Round> : gather_tiles<2, Round>;
+    if (geometry.level_taps > 1)
+      return convolve_levels(geometry, map, zeros, first, count, bank, depth, blocks, outputs, gather, panel, product);
+    gather(geometry, map, zeros, first, count, 0, panel);
     for (int64_t p = 0; p < geometry.planes; ++p) {
       ahead.part(p, geometry.planes).prefetch();
       outputs.prefetch(geometry, p, geometry.planes);
-      multiply_rows(levels, level_count, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
-      for (int64_t l = 0; l < level_count; ++l) {
-        levels[l].panel += panel.plane_stride;
-        levels[l].bank += geometry.plane_stride;
-      }
+      const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride};
+      multiply_rows(&plane, 1, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
     }
     return;
   }

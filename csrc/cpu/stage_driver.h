@@ -130,7 +130,7 @@ class Forward {
   }
 
   void pack(int64_t convolution, int64_t block, const Bank& bank) const {
-    pack_forward(job_, convolution, block, bank, geometry_.own_banks ? nullptr : norm_, scratch_);
+    pack_forward<1>(job_, convolution, block, bank, geometry_.own_banks ? nullptr : norm_, scratch_);
   }
 
   const StageForward& job_;
@@ -358,7 +358,7 @@ class Backward {
   void pack_shared(int64_t convolution, int64_t item) { pack(convolution, item, job_.scratch.bank[convolution % 2]); }
 
   void pack(int64_t convolution, int64_t block, const Bank& bank) {
-    pack_backward(job_, geometry_, convolution, block, factor(convolution), bank, scratch_);
+    pack_backward<1>(job_, geometry_, convolution, block, factor(convolution), bank, scratch_);
   }
 
   // An item of the data gradient of `convolution`.
@@ -391,7 +391,7 @@ class Backward {
 
   void finish_pending(int64_t item) {
     const int which = pending_ % 2;
-    finish_gradient(job_, pending_, item, factor(pending_), job_.scratch.gradient[which],
+    finish_gradient<1>(job_, pending_, item, factor(pending_), job_.scratch.gradient[which],
                     job_.scratch.bias_gradient[which], scratch_);
   }
 

@@ -3,7 +3,8 @@
 //   v, one output row:   [C][9] floats           a unit of work: 16 rows x 16 input channels = 16 x 144 floats,
 //   bank:                [planes][C/16][C][16]   9 KB, nine 16 x 16 transpositions in registers
 //
-// (Over three dims a row is [C][27], a unit three times as much, and there are three banks, level by level.)
+// (Over three dims a row is [C][27], a unit three times as much, and there are three banks, level by level: kLevelTaps,
+// Geometry's level_taps, is 3 there and 1 elsewhere.)
 //
 //   pack_forward    rows of 16 outputs -> lanes are outputs;   the row norm first, from the same cache lines
 //   pack_backward   lanes are inputs, depth is outputs, taps turned by 180 degrees
@@ -43,16 +44,14 @@ inline void read_run(const Parameter& parameter, int64_t index, int64_t count, f
 }
 
 // v of one convolution: [outputs][inputs][taps].
+template <int kLevelTaps>
 struct WeightShape {
-  int64_t outputs, inputs, taps;
+  int64_t outputs, inputs;
 
+  static constexpr int64_t taps = kLevelTaps * kTaps;
+  static constexpr int64_t unit_floats = kLanes * taps;  // one row of a 16 x 16 unit
   int64_t row_floats() const { return inputs * taps; }
-  int64_t unit_floats() const { return kLanes * taps; }  // one row of a 16 x 16 unit
 };
-
-WNFUSED_INLINE WeightShape weight_shape(const Geometry& geometry) {
-  return {geometry.outputs, geometry.channels, geometry.taps()};
-}
 
 // Rows row0.. of v over the input channels of one block: `stride` floats apart, absent rows and channels zero. A row is
 // [16][taps]; with taps first that many runs of 16, `tap_stride` floats apart.
@@ -62,9 +61,10 @@ struct Rows {
 };
 
 // `staging` holds a unit.
-inline Rows unit_rows(const Parameter& v, const WeightShape& shape, int64_t convolution, int64_t row0,
+template <class Shape>
+inline Rows unit_rows(const Parameter& v, const Shape& shape, int64_t convolution, int64_t row0,
                       int64_t input_block, float* staging) {
-  const int64_t input0 = input_block * kLanes, row_floats = shape.row_floats(), unit = shape.unit_floats();
+  const int64_t input0 = input_block * kLanes, row_floats = shape.row_floats(), unit = shape.unit_floats;
   const int64_t first = (convolution * shape.outputs + row0) * row_floats + (v.taps_first ? input0 : input0 * shape.taps);
   const int64_t rows = smaller(shape.outputs - row0, kLanes), inputs = smaller(shape.inputs - input0, kLanes);
   if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
@@ -95,7 +95,8 @@ WNFUSED_INLINE void with_order(const Parameter& v, const Run& run) {
 }
 
 // Fetches a unit ahead: sixteen short runs in turn are no stream that a processor would recognise.
-inline void fetch_unit(const Parameter& v, const WeightShape& shape, int64_t convolution, int64_t row0,
+template <class Shape>
+inline void fetch_unit(const Parameter& v, const Shape& shape, int64_t convolution, int64_t row0,
                        int64_t input_block) {
   const int64_t row_floats = shape.row_floats(), input0 = input_block * kLanes;
   if (v.bfloat16 || row0 + kLanes > shape.outputs || input0 + kLanes > shape.inputs) return;
@@ -201,17 +202,17 @@ void measure_scales(const Job& job, int64_t outputs, int64_t floats, int64_t con
 }
 
 // One output block of one convolution. `norm` may be null. `scratch`: two units and a row.
-template <class Job>
+template <int kLevelTaps, class Job>
 void pack_forward(const Job& job, int64_t convolution, int64_t output_block, const Bank& bank, float* norm,
                   float* scratch) {
   const Geometry& geometry = job.geometry;
-  const WeightShape shape = weight_shape(geometry);
+  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.channels};
   float* staging = scratch;
-  float* lanes = scratch + kLanes * shape.unit_floats();  // [16 inputs][taps][16 outputs]
+  float* lanes = scratch + kLanes * shape.unit_floats;  // [16 inputs][taps][16 outputs]
   const int64_t row0 = output_block * kLanes;
   Block scale[kLanes];
   measure_scales(job, geometry.outputs, shape.row_floats(), convolution, output_block, bank.bias, norm,
-                 lanes + kLanes * shape.unit_floats(), scale);
+                 lanes + kLanes * shape.unit_floats, scale);
   float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
   if (geometry.is_pairs()) clear_padding(geometry, pairs, output_block);
@@ -235,7 +236,7 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
       for (int i = 0; i < kLanes; i += 2)
         put_filter_pair(geometry, filter(i), filter(i + 1), pairs, output_block, input_block * kLanes + i);
     } else {
-      for (int64_t l = 0; l < geometry.level_taps; ++l)
+      for (int64_t l = 0; l < kLevelTaps; ++l)
         for (int i = 0; i < kLanes; ++i)
           put_filter(geometry, filter(i, l), target + l * geometry.level_bank() + i * kLanes);
       target += kLanes * kLanes;
@@ -267,10 +268,10 @@ WNFUSED_INLINE void row_filters(const Rows& rows, int64_t r, int64_t taps, int64
 
 // One block of 16 inputs of one convolution, the outputs of its data gradient, whose geometry is given. `scratch`: a
 // unit.
-template <class Job>
+template <int kLevelTaps, class Job>
 void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution, int64_t input_block, float factor,
                    const Bank& bank, float* scratch) {
-  const WeightShape shape{geometry.channels, geometry.outputs, geometry.taps()};
+  const WeightShape<kLevelTaps> shape{geometry.channels, geometry.outputs};
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
   if (geometry.is_pairs()) clear_padding(geometry, pairs, input_block);
   float* target = bank.weights + input_block * geometry.padded_channels * kLanes;
@@ -289,8 +290,8 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
     };
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       for (int64_t r = 0; r < kLanes; r += 2, target += 2 * kLanes) {
-        for (int64_t l = 0; l < geometry.level_taps; ++l) {
-          const int64_t first = (geometry.level_taps - 1 - l) * kTaps;
+        for (int64_t l = 0; l < kLevelTaps; ++l) {
+          const int64_t first = (kLevelTaps - 1 - l) * kTaps;
           WNFUSED_UNROLL for (int i = 0; i < 2; ++i)
             row_filters<decltype(order)::taps_first>(rows, r + i, shape.taps, first, scale[r + i], job.round_operands,
                                                      filter[i]);
@@ -308,8 +309,9 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
 }
 
 // dW of one (input, output block), the slices' banks summed in order; taps at target.
+template <int kLevelTaps>
 inline void sum_slices(const Geometry& geometry, const float* bank, float* target) {
-  for (int64_t k = 0; k < geometry.taps(); ++k) {
+  for (int k = 0; k < kLevelTaps * kTaps; ++k) {
     const float* tap = bank + k * geometry.plane_stride;
     Block sum = load(tap);
     for (int64_t s = 1; s < geometry.wgrad_slices; ++s) sum = sum + load(tap + s * geometry.gradient_size());
@@ -407,20 +409,20 @@ inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.pad
 
 // dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
 // `scratch`: a unit and 18 rows.
-template <class Job>
+template <int kLevelTaps, class Job>
 void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, float factor, const float* bank,
                      const float* bias_gradient, float* scratch) {
   const Geometry& geometry = job.geometry;
-  const WeightShape shape = weight_shape(geometry);
+  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.channels};
   const int64_t row_floats = padded_row_floats(geometry);
   float* lanes = scratch;
-  float* gradients = lanes + kLanes * shape.unit_floats();
+  float* gradients = lanes + kLanes * shape.unit_floats;
   float* row = gradients + kLanes * row_floats;
   fetch_row(job, convolution * geometry.outputs + output_block * kLanes, shape.row_floats());
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const int64_t input0 = input_block * kLanes;
     const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
-    for (int i = 0; i < kLanes; ++i) sum_slices(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
+    for (int i = 0; i < kLanes; ++i) sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       float* target = gradients + (order.taps_first ? input0 : input0 * shape.taps);
       for (int64_t k = 0; k < shape.taps; ++k) {

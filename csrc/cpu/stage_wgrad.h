@@ -19,8 +19,8 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Gradients of `count` tiles for output blocks [first_block, first_block + blocks), added to bias_gradient too unless that
-// is null.
+// Gradients of `count` tiles for output blocks [first_block, first_block + blocks), added to bias_gradient too, unless
+// that is null.
 template <int M, bool Round>
 inline void gather_tile_gradients(const Geometry& geometry, const float* map, int64_t first, int64_t count,
                                   int64_t first_block, int64_t blocks, const Panel& panel, float* bias_gradient) {
@@ -92,9 +92,9 @@ inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t
                    blocks, accumulate, bank + b * kLanes * kLanes, geometry.padded_channels * kLanes);
 }
 
-// Item `item` of a weight gradient: one slice of units, one group of output blocks, one level of the kernel. x is the convolution's input, dy
-// the gradient of its output (up to the scale of a row, which finish_gradient applies); each is rounded to bfloat16 on
-// the way if it is not an operand yet.
+// Item `item` of a weight gradient: one slice of units, one group of output blocks, one level of the kernel. x is the
+// convolution's input, dy the gradient of its output (up to the scale of a row, which finish_gradient applies); each is
+// rounded to bfloat16 on the way if it is not an operand yet.
 template <bool RoundX, bool RoundGradient>
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, float* scratch) {

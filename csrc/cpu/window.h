@@ -19,7 +19,8 @@
 // depthwise (depthwise.h): groups of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
 //
 // A map over three dims is levels of rows: its lines, height = levels x rows of them, are numbered through all levels, as
-// if it had two dims; only the taps, the border and what a Grid counts know of levels.
+// if it had two dims, and lie at equal distances (with_even_lines in layer_tensor.h). Only the taps, the border and what a
+// Grid counts know of levels.
 //
 // `pixel` and `target_pixel` are the maps' own where these are read or written in place; depthwise kernels do not ask.
 #pragma once
@@ -56,8 +57,10 @@ struct ConvShape {
   int64_t taps() const { return kernel.product(); }
   bool is_depthwise() const { return groups > 1 && groups == inputs && groups == outputs; }
   bool has_thin_input() const { return groups == 1 && inputs < kThin; }
-  // Over one or two dims.
-  bool is_flat() const { return size.level == 1 && kernel.level == 1 && padding.level == 0; }
+  // Two dims or fewer describe it: no tap, and no step, leads from its level.
+  bool has_one_level() const {
+    return size.level == 1 && kernel.level == 1 && padding.level == 0 && stride.level == 1;
+  }
   // Whether it is a convolution at all, within the bounds of a Window: only then it has an output_size().
   bool is_sound() const;
   Triple output_size() const;
@@ -114,7 +117,8 @@ struct Window : Division {
   // The first of the channels that an output block sums over.
   int64_t first_channel(int64_t output_block) const { return output_block / group_blocks * group_channels; }
   bool has_border() const { return !(before == Triple{0, 0, 0} && after == Triple{0, 0, 0}); }
-  int64_t padded_pixels() const { return (before.level + source_size.level + after.level) * lines * pitch; }  // an image's
+  // Of an image.
+  int64_t padded_pixels() const { return (before.level + source_size.level + after.level) * lines * pitch; }
   int64_t padded_size() const { return source.images * padded_pixels() * pixel; }
   // The pixel at a line, numbered through all images, and a column.
   int64_t padded_index(int64_t line, int64_t column) const {

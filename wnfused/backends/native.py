@@ -123,14 +123,15 @@ def instruction_set() -> str | None:
 def takes_conv(
     v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool
 ) -> bool:
-    """Whether convolutions are multiplied here, on a map of 256 pixels, or on two volumes of them."""
+    """Whether convolutions are multiplied here, on 256 pixels, or two volumes of them, and at least a window."""
     dims = v.dim() - 2
     if v.dtype != torch.float32 or not v.is_cpu:
         return False
     outputs, inputs, *kernel = v.shape
-    size = {1: [1, 1, 256], 2: [1, 16, 16], 3: [4, 8, 8]}[dims]
     given = ((1, kernel), (1, stride), (0, padding), (1, dilation))
     triples = [[*[missing] * (3 - dims), *extents] for missing, extents in given]
+    reach = [d * (k - 1) + 1 for k, d in zip(triples[0], triples[3], strict=True)]
+    size = [max(pair) for pair in zip({1: [1, 1, 256], 2: [1, 16, 16], 3: [4, 8, 8]}[dims], reach, strict=True)]
     maps = [2 if dims == 3 else 1, inputs * groups, outputs, *size]
     return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed) != "vendor"
 

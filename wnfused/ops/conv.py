@@ -26,7 +26,7 @@ _GEOMETRY = (
 
 
 def _in_kept_format(outputs: tuple[Tensor, Tensor], inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """``y`` over three dims in channels_last_3d where ``x`` or ``v`` is, and else contiguous; over fewer torch's format.
+    """``y`` over three dims in channels_last_3d where ``x`` or ``v`` is, else contiguous; over fewer in torch's format.
 
     torch itself drops channels_last_3d where it unfolds a single small volume.
     """
