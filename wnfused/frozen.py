@@ -30,10 +30,9 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
-    Convolutions, and linear layers from 65,536 weights on whose products the C++ kernels take
-    themselves (float32 on the CPU, mostly) keep copies of v and g instead: these kernels normalise while they pack, and
-    plain layers are up to twice as slow. On maps of a few pixels, or one row, such a layer may be a little slower than
-    a plain one would be.
+    Convolutions, and linear layers from 65,536 weights on, whose products the C++ kernels take themselves (float32 on
+    the CPU, mostly) keep copies of v and g instead: these kernels normalise while they pack, and plain layers are up to
+    twice as slow. On maps of a few pixels, or one row, such a layer may be a little slower than a plain one would be.
 
     Residual stages run as always: they normalise and pack a weight while the convolution before it runs. Packed ahead,
     measured on the three stages of WRN-304, they would be 0 to 5% faster for a second copy of their weights.

@@ -301,7 +301,7 @@ bool fill_blocks(const ConvShape& shape) {
 // Zen 4: 1.0 and 0.8 to 0.95 of its speed here): stride 1, some channels, more taps than one. A single small volume it
 // unfolds, at a third of that speed.
 bool suits_vendor(const ConvShape& shape) {
-  constexpr int64_t kUnfolded = 20480;  // channels x levels x rows
+  constexpr int64_t kUnfolded = 20480;  // channels x levels x rows, torch's own bound
   const bool unfolds = shape.images == 1 && shape.inputs * shape.size.level * shape.size.row <= kUnfolded;
   return !shape.has_one_level() && shape.stride.product() == 1 && shape.taps() > 1 && shape.groups == 1 && !unfolds;
 }

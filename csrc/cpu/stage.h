@@ -34,7 +34,7 @@
 namespace wnfused::cpu {
 
 constexpr int kTaps = 9;
-constexpr int kMaxLevelTaps = 3;
+constexpr int kMaxLevelTaps = 3;    // levels of a 3x3x3 kernel
 constexpr int kMaxGroups = 16;      // register tiles of one call of a pair product
 
 enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions };

@@ -422,7 +422,8 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const int64_t input0 = input_block * kLanes;
     const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
-    for (int i = 0; i < kLanes; ++i) sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
+    for (int i = 0; i < kLanes; ++i)
+      sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       float* target = gradients + (order.taps_first ? input0 : input0 * shape.taps);
       for (int64_t k = 0; k < shape.taps; ++k) {

@@ -123,7 +123,10 @@ def instruction_set() -> str | None:
 def takes_conv(
     v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool
 ) -> bool:
-    """Whether convolutions are multiplied here, on 256 pixels, or two volumes of them, and at least a window."""
+    """Whether convolutions are multiplied here.
+
+    Asked of a map of 256 pixels, over three dims of two such volumes, or of larger ones where the window is.
+    """
     dims = v.dim() - 2
     if v.dtype != torch.float32 or not v.is_cpu:
         return False
