@@ -17,24 +17,25 @@ namespace {
 
 template <class G>
 const ConvKernels<G>& kernels(bool transposed) {
-  const auto chosen = [&](const auto& winograd, const auto& depthwise, const auto& direct,
+  const auto chosen = [&](const auto& winograd, const auto& pieces, const auto& depthwise, const auto& direct,
                           const auto& other) -> const ConvKernels<G>& {
     if constexpr (std::is_same_v<G, Geometry>) return winograd;
+    else if constexpr (std::is_same_v<G, Pieces>) return pieces;
     else if constexpr (std::is_same_v<G, Depthwise>) return depthwise;
     else return transposed ? other : direct;
   };
 #if defined(__x86_64__)
   switch (active_isa()) {
     case Isa::kAvx512:
-      return chosen(avx512::winograd_kernels, avx512::depthwise_kernels, avx512::direct_kernels,
+      return chosen(avx512::winograd_kernels, avx512::pieces_kernels, avx512::depthwise_kernels, avx512::direct_kernels,
                     avx512::transposed_kernels);
     case Isa::kAvx2:
-      return chosen(avx2::winograd_kernels, avx2::depthwise_kernels, avx2::direct_kernels, avx2::transposed_kernels);
+      return chosen(avx2::winograd_kernels, avx2::pieces_kernels, avx2::depthwise_kernels, avx2::direct_kernels, avx2::transposed_kernels);
     default:
       break;
   }
 #endif
-  return chosen(portable::winograd_kernels, portable::depthwise_kernels, portable::direct_kernels,
+  return chosen(portable::winograd_kernels, portable::pieces_kernels, portable::depthwise_kernels, portable::direct_kernels,
                 portable::transposed_kernels);
 }
 
@@ -53,6 +54,8 @@ G geometry_of(const ConvLayer& layer, bool back, bool backward) {
   const int64_t workers = workers_for(shape);
   if constexpr (std::is_same_v<G, Depthwise>) {
     return make_depthwise(shape, back, backward ? backward_pieces(shape) : forward_pieces(workers));
+  } else if constexpr (std::is_same_v<G, Pieces>) {
+    return make_pieces(shape, back, workers);
   } else if constexpr (std::is_same_v<G, Window>) {
     if (layer.transposed != back) return backward_window(shape, workers);
     return forward_window(shape, !layer.transposed && shape.has_thin_input(), workers);
@@ -105,8 +108,10 @@ void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
 
 // Of the map that a convolution reads: floats, and whether it needs more than the caller's tensor has.
 int64_t source_size(const Geometry& geometry) { return geometry.map_size(); }
+int64_t source_size(const Pieces& geometry) { return geometry.source.map_size(); }
 int64_t source_size(const Window& window) { return window.padded_size(); }
 bool has_border(const Geometry&) { return false; }
+bool has_border(const Pieces&) { return false; }
 bool has_border(const Window& window) { return window.has_border(); }
 
 // Takes a map that would be copied for its ragged channels alone.
@@ -117,6 +122,7 @@ void take_in_place(LayerMap& map) {
 
 // A map that is read needs the border; one that suits the items needs no copy.
 void choose_source_access(Geometry&, LayerMap&) {}
+void choose_source_access(Pieces&, LayerMap&) {}
 void choose_source_access(Window& window, LayerMap& map) {
   if (window.has_border()) {
     map.access = Access::kCopy;
@@ -129,6 +135,7 @@ void choose_source_access(Window& window, LayerMap& map) {
 }
 
 void choose_target_access(Geometry&, LayerMap&, LayerMap&) {}
+void choose_target_access(Pieces&, LayerMap&, LayerMap&) {}
 void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) {
   if (!target.is_copied()) return;
   if (target.dense && !residual.given.data) {
@@ -143,6 +150,7 @@ void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) 
 
 // .. for the weight gradient.
 void choose_gradient_access(Geometry&, bool, LayerMap&) {}
+void choose_gradient_access(Pieces&, bool, LayerMap&) {}
 void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
   if (window.has_border()) {
     x.access = Access::kCopy;
@@ -368,21 +376,23 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
   }
   if (!transposed && !thin && suits_vendor(shape)) return std::nullopt;
   if (weights > weights_a_row() * output.pixels()) return std::nullopt;
-  return Method::kDirect;
+  return !transposed && has_pieces(shape) && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
 }
 
 bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
-  const auto run = layer.method != Method::kDirect ? forward<Geometry>
-                   : layer.shape.is_depthwise()    ? forward<Depthwise>
-                                                   : forward<Window>;
+  const auto run = layer.method == Method::kPieces   ? forward<Pieces>
+                   : layer.method != Method::kDirect ? forward<Geometry>
+                   : layer.shape.is_depthwise()      ? forward<Depthwise>
+                                                     : forward<Window>;
   return run(layer, residual, y, norm);
 }
 
 bool run_conv_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
                              const ConvGradients& gradients) {
-  const auto run = layer.method != Method::kDirect ? backward<Geometry>
-                   : layer.shape.is_depthwise()    ? backward<Depthwise>
-                                                   : backward<Window>;
+  const auto run = layer.method == Method::kPieces   ? backward<Pieces>
+                   : layer.method != Method::kDirect ? backward<Geometry>
+                   : layer.shape.is_depthwise()      ? backward<Depthwise>
+                                                     : backward<Window>;
   return run(layer, dy, y, norm, gradients);
 }
 

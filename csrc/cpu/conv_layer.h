@@ -9,6 +9,7 @@
 //
 //   Winograd   3x3, over three dims 3x3x3 or 1x3x3, that keep the size of maps which are not tiny: the stage's
 //              convolution, `Geometry`
+//   pieces     stride 1 over one dim, three taps and more: Winograd's method again, `Pieces` (pieces.h)
 //   direct     every other window: `Window` (window.h), or `Depthwise` (depthwise.h)
 //
 // A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v
@@ -24,6 +25,7 @@
 
 #include "depthwise.h"
 #include "layer.h"
+#include "pieces.h"
 #include "stage.h"
 
 namespace wnfused::cpu {
@@ -43,7 +45,7 @@ struct LayerMap {
   bool is_copied() const { return given.data && access == Access::kCopy; }
 };
 
-// G: Geometry, Window or Depthwise.
+// G: Geometry, Pieces, Window or Depthwise.
 template <class G>
 struct ConvForward {
   G geometry;              // from x's map to y's
@@ -88,22 +90,26 @@ struct ConvKernels {
 
 namespace avx512 {
 extern const ConvKernels<Geometry> winograd_kernels;
+extern const ConvKernels<Pieces> pieces_kernels;
 extern const ConvKernels<Window> direct_kernels, transposed_kernels;
 extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 namespace avx2 {
 extern const ConvKernels<Geometry> winograd_kernels;
+extern const ConvKernels<Pieces> pieces_kernels;
 extern const ConvKernels<Window> direct_kernels, transposed_kernels;
 extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 namespace portable {
 extern const ConvKernels<Geometry> winograd_kernels;
+extern const ConvKernels<Pieces> pieces_kernels;
 extern const ConvKernels<Window> direct_kernels, transposed_kernels;
 extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 
 // How these kernels take a layer and its gradients, where they are faster than the vendor's (bench/NOTES.md has the
-// measurements): one of the stage's Winograd methods, or kDirect.
+// measurements): one of the stage's Winograd methods, kPieces or
+// kDirect.
 std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed);
 
 // Maps, x and those of the calls below, have lines at equal distances. shape: of a transposed layer, the convolution

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "conv_layer.h"
+#include "pieces_pack.h"
+#include "pieces_wgrad.h"
 #include "stage_banks.h"
 #include "stage_maps.h"
 #include "stage_wgrad.h"
@@ -9,6 +11,16 @@
 #include "window_wgrad.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
+
+inline Epilogue<float> layer_epilogue(const WindowMaps& maps) {
+  Epilogue<float> epilogue{};
+  epilogue.operand = maps.target.own;
+  epilogue.other = maps.residual.own;
+  epilogue.bias = maps.bias;
+  epilogue.activation = maps.activation;
+  epilogue.factor = maps.slope;
+  return epilogue;
+}
 
 // What the phases are made of, by the stage's convolution ..
 struct WinogradParts {
@@ -35,12 +47,7 @@ struct WinogradParts {
   template <class Job>
   static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
                        float* scratch) {
-    Epilogue<float> epilogue{};
-    epilogue.operand = maps.target.own;
-    epilogue.other = maps.residual.own;
-    epilogue.bias = maps.bias;
-    epilogue.activation = maps.activation;
-    epilogue.factor = maps.slope;
+    Epilogue<float> epilogue = layer_epilogue(maps);
     // A tensor that was just allocated is in no cache.
     epilogue.fresh = maps.target.is_in_place() && !geometry.weights_stay ? maps.target.own : nullptr;
     convolution_item<Ending::kLayer>(geometry, item, maps.source.own, false, job.scratch.zeros, bank, epilogue,
@@ -63,6 +70,52 @@ struct WinogradParts {
   static void with_level_taps(const G& geometry, const Use& use) {
     if (geometry.level_taps == 1) use(std::integral_constant<int, 1>());
     else use(std::integral_constant<int, kMaxLevelTaps>());
+  }
+};
+
+// .. by pieces of a kernel ..
+struct PiecesParts {
+  using G = Pieces;
+  static constexpr bool kTransposed = false;
+
+  static int64_t row_floats(const G& geometry) { return geometry.source.channels * geometry.taps; }
+  static bool has_border(const G&) { return false; }
+  static void put(const G&, const PixelRun&, const float*, float*) {}
+
+  static void read(const G&, const MapShape& shape, const ExternalMap& given, int64_t item, float* map, float*) {
+    read_map(shape, given, item, map);
+  }
+
+  static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
+    const G& geometry = job.geometry;
+    const int64_t outputs = geometry.target.channels;
+    Block scale[kLanes];
+    measure_scales(job, outputs, row_floats(geometry), 0, block, bank.bias, norm, scratch, scale);
+    pack_window(geometry.direct, job.v, outputs, block, scale, scratch);
+    put_pieces(geometry, scratch, bank.weights + block * geometry.block_floats());
+  }
+
+  static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float* scratch) {
+    const G& geometry = job.transposed;
+    pack_transposed_window(job, geometry.direct, block, scratch);
+    put_pieces(geometry, scratch, bank.weights + block * geometry.block_floats());
+  }
+
+  template <class Job>
+  static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
+                       float* scratch) {
+    pieces_item(geometry, item, maps.source.own, job.scratch.zeros, bank, layer_epilogue(maps), scratch, *job.poisoned);
+  }
+
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+    pieces_gradient_item(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
+                         job.scratch.bias_gradient[0], scratch);
+  }
+
+  static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
+    const G& geometry = job.geometry;
+    finish_window_gradient(job, geometry.direct, block, job.scratch.gradient[0] + geometry.gradient_offset(block, 0),
+                           job.dbias, job.scratch.bias_gradient[0], scratch);
   }
 };
 
@@ -96,11 +149,12 @@ struct DirectParts : WindowParts {
     const Window& window = job.geometry;
     Block scale[kLanes];
     measure_scales(job, window.target.channels, row_floats(window), 0, block, bank.bias, norm, scratch, scale);
-    pack_window(window, job.v, window.target.channels, block, scale, bank.weights);
+    pack_window(window, job.v, window.target.channels, block, scale,
+                bank.weights + block * window.block_floats());
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
-    pack_transposed_window(job, job.transposed, block, bank.weights);
+    pack_transposed_window(job, job.transposed, block, bank.weights + block * job.transposed.block_floats());
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
@@ -109,8 +163,8 @@ struct DirectParts : WindowParts {
   }
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
-    finish_window_gradient(job, job.geometry, block, job.scratch.gradient[0], job.dbias, job.scratch.bias_gradient[0],
-                           scratch);
+    const float* bank = job.scratch.gradient[0] + block * job.geometry.block_floats();
+    finish_window_gradient(job, job.geometry, block, bank, job.dbias, job.scratch.bias_gradient[0], scratch);
   }
 };
 
@@ -122,11 +176,12 @@ struct TransposedParts : WindowParts {
     const int64_t channel0 = block * kLanes;
     for (int64_t channel = channel0; channel < channel0 + kLanes; ++channel)
       bank.bias[channel] = channel < job.output.channels && job.bias.data ? read_bias(job, channel) : 0.0f;
-    pack_transposed_window(job, job.geometry, block, bank.weights);
+    pack_transposed_window(job, job.geometry, block, bank.weights + block * job.geometry.block_floats());
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
-    pack_known_window(job, job.transposed, job.input.channels, block, bank.weights);
+    pack_known_window(job, job.transposed, job.input.channels, block,
+                      bank.weights + block * job.transposed.block_floats());
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
@@ -136,7 +191,8 @@ struct TransposedParts : WindowParts {
 
   // The bias is the outputs', not the rows'.
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
-    finish_window_gradient(job, job.transposed, block, job.scratch.gradient[0], {}, nullptr, scratch);
+    const float* bank = job.scratch.gradient[0] + block * job.transposed.block_floats();
+    finish_window_gradient(job, job.transposed, block, bank, {}, nullptr, scratch);
   }
 
  private:

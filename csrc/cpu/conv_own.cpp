@@ -45,7 +45,8 @@ bool is_large_first_layer(const ConvLayer& layer) {
 Tensor rows_for(const ConvLayer& layer) {
   const Tensor& v = layer.v;
   const bool flat = v.dim() < 5 && v.size(1) % kLanes == 0;
-  const bool known = v.is_contiguous() || flat || layer.method == Method::kDirect;
+  const bool known = v.is_contiguous() || flat || layer.method == Method::kDirect ||
+                     layer.method == Method::kPieces;
   return known ? v : torch::stable::contiguous(v);
 }
 

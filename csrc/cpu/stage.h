@@ -37,7 +37,8 @@ constexpr int kTaps = 9;
 constexpr int kMaxLevelTaps = 3;    // levels of a 3x3x3 kernel
 constexpr int kMaxGroups = 16;      // register tiles of one call of a pair product
 
-enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions };
+// kPieces (pieces.h) is a single layer's alone.
+enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions, kPieces };
 
 // How an instruction set multiplies pairs of bfloat16: rows of a panel at once, and what the depth must be a multiple of.
 // Tiles sum over a whole chunk at once, dot products line by line.

@@ -35,6 +35,8 @@ const char* name_of(Method method) {
       return "winograd4";
     case Method::kLines:
       return "lines";
+    case Method::kPieces:
+      return "pieces";
     default:
       return "positions";
   }

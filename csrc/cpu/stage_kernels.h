@@ -11,6 +11,8 @@ const StageKernels stage_kernels = {forward<float>, backward<float>};
 
 const ConvKernels<Geometry> winograd_kernels = {conv_layer_forward<WinogradParts>, conv_layer_backward<WinogradParts>};
 
+const ConvKernels<Pieces> pieces_kernels = {conv_layer_forward<PiecesParts>, conv_layer_backward<PiecesParts>};
+
 const ConvKernels<Window> direct_kernels = {conv_layer_forward<DirectParts>, conv_layer_backward<DirectParts>};
 
 const ConvKernels<Window> transposed_kernels = {conv_layer_forward<TransposedParts>,

@@ -38,6 +38,22 @@ int64_t zeros_floats(const Geometry& geometry) {
   return geometry.width * std::max(geometry.padded_channels, geometry.padded_outputs);
 }
 
+int64_t worker_floats(const Pieces& geometry) {
+  const auto panel = [](int64_t rows, int64_t blocks) { return kPiecePlanes * (blocks * rows + 1) * kLanes; };
+  const auto panels = [&](int64_t rows, int64_t blocks) {
+    return panel(geometry.panel_rows(rows), geometry.source.channel_blocks) + panel(rows, blocks);
+  };
+  const int64_t conv = panels(geometry.conv_rows, geometry.conv_group_blocks);
+  const int64_t wgrad = panels(geometry.wgrad_rows, geometry.wgrad_group_blocks) +
+                        geometry.pieces * kPiecePlanes * geometry.sums_stride;
+  const int64_t finish = 18 * divide_up(geometry.taps * geometry.source.channels, kLanes) * kLanes;
+  return std::max({conv, wgrad, geometry.direct_floats(), finish});
+}
+
+int64_t zeros_floats(const Pieces& geometry) {
+  return std::max(geometry.source.padded_channels, geometry.padded_outputs);
+}
+
 int64_t worker_floats(const Window& window) {
   const int64_t row = divide_up(window.planes * window.depth, kLanes) * kLanes, finish = 18 * row;
   // Of a panel: what is read, added and written, and a row that is not read.

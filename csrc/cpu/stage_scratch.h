@@ -1,6 +1,7 @@
 // Scratch memory that every call of the stage's kernels needs.
 #pragma once
 
+#include "pieces.h"
 #include "stage.h"
 #include "window.h"
 #include "workspace.h"
@@ -9,10 +10,12 @@ namespace wnfused::cpu {
 
 // Panel and product of one chunk, or what packing and finishing need: private to a worker.
 int64_t worker_floats(const Geometry& geometry);
+int64_t worker_floats(const Pieces& geometry);
 int64_t worker_floats(const Window& window);
 
 // Of the line of zeros, which whoever runs the kernels must clear.
 int64_t zeros_floats(const Geometry& geometry);
+int64_t zeros_floats(const Pieces& geometry);
 int64_t zeros_floats(const Window& window);
 
 // The line of zeros, the banks of a convolution, and `worker_floats` for each worker.

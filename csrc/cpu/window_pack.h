@@ -36,13 +36,12 @@ WNFUSED_INLINE Block load_part(const float* source, int64_t lanes) {
   return load(values);
 }
 
-// One block of outputs, scaled.
+// One block of outputs, scaled, to `target`, where its part of the bank begins.
 inline void pack_window(const Window& window, const Parameter& v, int64_t outputs, int64_t output_block,
-                        const Block (&scale)[kLanes], float* bank) {
+                        const Block (&scale)[kLanes], float* target) {
   const int64_t floats = window.depth * window.planes;
   const int64_t row0 = output_block * kLanes, rows = smaller(kLanes, outputs - row0);
   const float* values = static_cast<const float*>(v.data) + row0 * floats;
-  float* target = bank + output_block * window.block_floats();
   RowEntry entry(v.taps_first, window.row_channels(), window.row_taps());
   for (int64_t e = 0; e < floats; e += kLanes) {
     Block block[kLanes];
@@ -57,13 +56,13 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
 
 // .. by the scales of rows whose norms are known.
 template <class Job>
-void pack_known_window(const Job& job, const Window& window, int64_t outputs, int64_t output_block, float* bank) {
+void pack_known_window(const Job& job, const Window& window, int64_t outputs, int64_t output_block, float* target) {
   Block scale[kLanes];
   for (int64_t r = 0; r < kLanes; ++r) {
     const int64_t row = output_block * kLanes + r;
     scale[r] = splat(row < outputs ? row_scale(job, row) : 0.0f);
   }
-  pack_window(window, job.v, outputs, output_block, scale, bank);
+  pack_window(window, job.v, outputs, output_block, scale, target);
 }
 
 // Lanes [first, first + lanes) from a run, zeros beside them.
@@ -76,12 +75,11 @@ WNFUSED_INLINE Block load_lanes(const float* source, int64_t first, int64_t lane
 
 // One block of outputs, where the rows of v are the source's channels.
 template <class Job>
-void pack_transposed_window(const Job& job, const Window& window, int64_t input_block, float* bank) {
+void pack_transposed_window(const Job& job, const Window& window, int64_t input_block, float* block0) {
   const int64_t inputs = window.target.channels / window.groups, outputs = window.source.channels / window.groups;
   const int64_t taps = window.planes, floats = inputs * taps, input0 = input_block * kLanes;
   const int64_t first_row = window.first_channel(input_block);
   const bool runs = job.v.taps_first || taps == 1;
-  float* depth0 = bank + input_block * window.block_floats();
   for (int64_t d = 0; d < window.depth; ++d) {
     const int64_t output = first_row + d, group_input0 = output / outputs * inputs;
     // The inputs of the row's group that are in this block: from input `at` of the group on, in lanes from `lane` on.
@@ -89,7 +87,7 @@ void pack_transposed_window(const Job& job, const Window& window, int64_t input_
     const int64_t lanes = smaller(kLanes - lane, inputs - at);
     const float* row = static_cast<const float*>(job.v.data) + output * floats;
     const Block scale = splat(row_scale(job, output));
-    float* target = depth0 + d * kLanes;
+    float* target = block0 + d * kLanes;
     if (runs) {
       for (int64_t k = 0; k < taps; ++k)
         store(target + k * window.plane_stride, load_lanes(row + k * inputs + at, lane, lanes) * scale);
@@ -108,15 +106,14 @@ void pack_transposed_window(const Job& job, const Window& window, int64_t input_
   }
 }
 
-// dv, dg and, where it is there, dbias of one output block. window: the one whose weight gradient it is. `scratch`: 18
-// rows of whole Blocks.
+// dv, dg and, where it is there, dbias of one output block, whose part of the first slice's bank begins at `bank`.
+// window: the one whose weight gradient it is. `scratch`: 18 rows of whole Blocks.
 template <class Job>
 void finish_window_gradient(const Job& job, const Window& window, int64_t output_block, const float* bank,
                             const Parameter& dbias, const float* bias_gradient, float* scratch) {
   const int64_t outputs = window.target.channels, floats = window.depth * window.planes;
   const int64_t padded = (floats + kLanes - 1) / kLanes * kLanes;
   fetch_row(job, output_block * kLanes, floats);
-  bank += output_block * window.block_floats();
   RowEntry entry(job.v.taps_first, window.row_channels(), window.row_taps());
   for (int64_t e = 0; e < floats; e += kLanes) {
     Block block[kLanes];
