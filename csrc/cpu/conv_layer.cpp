@@ -374,9 +374,10 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
       return weights <= weights_a_row() * tiles ? std::optional(method) : std::nullopt;
     }
   }
-  if (!transposed && !thin && suits_vendor(shape)) return std::nullopt;
+  const bool pieces = !transposed && suits_pieces(shape);
+  if (!transposed && !thin && !pieces && suits_vendor(shape)) return std::nullopt;
   if (weights > weights_a_row() * output.pixels()) return std::nullopt;
-  return !transposed && has_pieces(shape) && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
+  return pieces ? Method::kPieces : Method::kDirect;
 }
 
 bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {

@@ -78,7 +78,7 @@ struct PiecesParts {
   using G = Pieces;
   static constexpr bool kTransposed = false;
 
-  static int64_t row_floats(const G& geometry) { return geometry.source.channels * geometry.taps; }
+  static int64_t row_floats(const G& geometry) { return geometry.direct.depth * geometry.direct.planes; }
   static bool has_border(const G&) { return false; }
   static void put(const G&, const PixelRun&, const float*, float*) {}
 
@@ -92,30 +92,42 @@ struct PiecesParts {
     Block scale[kLanes];
     measure_scales(job, outputs, row_floats(geometry), 0, block, bank.bias, norm, scratch, scale);
     pack_window(geometry.direct, job.v, outputs, block, scale, scratch);
-    put_pieces(geometry, scratch, bank.weights + block * geometry.block_floats());
+    transform(geometry, block, scratch, bank);
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float* scratch) {
     const G& geometry = job.transposed;
     pack_transposed_window(job, geometry.direct, block, scratch);
-    put_pieces(geometry, scratch, bank.weights + block * geometry.block_floats());
+    transform(geometry, block, scratch, bank);
   }
 
   template <class Job>
   static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
                        float* scratch) {
-    pieces_item(geometry, item, maps.source.own, job.scratch.zeros, bank, layer_epilogue(maps), scratch, *job.poisoned);
+    with_piece_taps(geometry, [&](auto taps) {
+      pieces_item<taps>(geometry, item, maps.source.own, job.scratch.zeros, bank, layer_epilogue(maps), scratch,
+                        *job.poisoned);
+    });
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
-    pieces_gradient_item(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
-                         job.scratch.bias_gradient[0], scratch);
+    with_piece_taps(job.geometry, [&](auto taps) {
+      pieces_gradient_item<taps>(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
+                                 job.scratch.bias_gradient[0], scratch);
+    });
   }
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
     const G& geometry = job.geometry;
     finish_window_gradient(job, geometry.direct, block, job.scratch.gradient[0] + geometry.gradient_offset(block, 0),
                            job.dbias, job.scratch.bias_gradient[0], scratch);
+  }
+
+ private:
+  static void transform(const G& geometry, int64_t block, const float* direct, const Bank& bank) {
+    with_piece_taps(geometry, [&](auto taps) {
+      put_pieces<taps>(geometry, direct, bank.weights + block * geometry.block_floats());
+    });
   }
 };
 

@@ -1,12 +1,17 @@
-// Winograd's F(4, 4) over one dim and its transposes, on Blocks (16 channels at a time): four outputs of a filter of four
-// taps by seven multiplications instead of sixteen.
+// Winograd's method over one dim: F(4, Taps) and its transposes, on Blocks (16 channels at a time). Four outputs of a
+// filter of `Taps` taps cost Taps + 3 multiplications instead of 4 Taps.
 //
-//   Y  = A' [ (G g) . (B' d) ]        four outputs from seven inputs d and four taps g
+//   Y  = A' [ (G g) . (B' d) ]        four outputs from the inputs d and the taps g
 //   dg = G' [ (A y) . (B' d) ]        the same trilinear form read for the filter
 //
-// The matrices evaluate and interpolate polynomials at +-1/4, +-7/8, +-2 and at infinity (Toom and Cook). Of all points
-// that are multiples of 1/8 these round least: 1.7 times a direct sum's error (bench/winograd_error.py). B' has row
-// prod over the other points (x - p), G what that leaves of Lagrange's denominators.
+// The matrices evaluate and interpolate polynomials (Toom and Cook) at infinity and at
+//
+//   3 taps    0, +-5/8, +-3/2             6 multiplications instead of 12, 1.4 times the error of a direct sum
+//   4 taps    +-1/4, +-7/8, +-2           7 instead of 16, 1.7 times
+//   5 taps    0, +-1/2, +-7/8, +-15/8     8 instead of 20, 2.4 times
+//
+// the multiples of 1/8 that round least (bench/winograd_error.py). B' has the row prod (x - other points) for each
+// point, G what that leaves of Lagrange's denominators.
 //
 // With a point r and its negative, even and odd parts are shared: p(r) = e + r o, p(-r) = e - r o.
 #pragma once
@@ -15,43 +20,95 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-class PieceTransform {
- public:
-  static constexpr int kOutputs = 4, kTaps = 4, kInputs = kOutputs + kTaps - 1;
+template <int Taps>
+struct PieceTransform;
 
-  static WNFUSED_INLINE Blocks<kInputs> input(const Blocks<kInputs>& d) {
-    Blocks<kInputs> result;
-    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
-      const float sum = square((i + 1) % kPairs) + square((i + 2) % kPairs);
-      const float product = square((i + 1) % kPairs) * square((i + 2) % kPairs);
-      const Block odd = times_add(product, d.at[1], times_add(-sum, d.at[3], d.at[5]));
-      const Block even = times_add(product, d.at[0], times_add(-sum, d.at[2], d.at[4]));
-      result.at[2 * i] = times_add(kPoint[i], even, odd);
-      result.at[2 * i + 1] = times_add(-kPoint[i], even, odd);
+// One dim of F(4x4, 3x3).
+template <>
+struct PieceTransform<3> : Winograd<4> {};
+
+// Three points and their negatives.
+class ThreePairs {
+ protected:
+  static constexpr int kPairs = 3;
+
+  // The points' squares: sums of their products.
+  struct Squares {
+    float point[kPairs];
+
+    constexpr float of(int i) const { return point[i] * point[i]; }
+    constexpr float sum() const { return of(0) + of(1) + of(2); }
+    constexpr float pairs() const { return of(0) * of(1) + of(1) * of(2) + of(2) * of(0); }
+    constexpr float product() const { return of(0) * of(1) * of(2); }
+    // .. of the two others.
+    constexpr float other_sum(int i) const { return of((i + 1) % kPairs) + of((i + 2) % kPairs); }
+    constexpr float other_product(int i) const { return of((i + 1) % kPairs) * of((i + 2) % kPairs); }
+    // 1 / product of the differences to the other points, those of 0 left out.
+    constexpr float scale(int i) const {
+      return 1.0f / (2.0f * point[i] * (of(i) - of((i + 1) % kPairs)) * (of(i) - of((i + 2) % kPairs)));
     }
-    const float sum = square(0) + square(1) + square(2), product = square(0) * square(1) * square(2);
-    const float pairs = square(0) * square(1) + square(1) * square(2) + square(2) * square(0);
-    result.at[6] = times_add(-product, d.at[0], times_add(pairs, d.at[2], times_add(-sum, d.at[4], d.at[6])));
+  };
+
+  static WNFUSED_INLINE Block times_add(float factor, const Block& a, const Block& b) {
+    return multiply_add(splat(factor), a, b);
+  }
+
+  // (x^2 - q^2) (x^2 - r^2) by the coefficients a, b, c, q and r being the points other than i.
+  static WNFUSED_INLINE Block others(const Squares& at, int i, const Block& a, const Block& b, const Block& c) {
+    return times_add(at.other_product(i), a, times_add(-at.other_sum(i), b, c));
+  }
+
+  // (x^2 - p^2) (x^2 - q^2) (x^2 - r^2) by the coefficients a, b, c, d.
+  static WNFUSED_INLINE Block all(const Squares& at, const Block& a, const Block& b, const Block& c, const Block& d) {
+    return times_add(-at.product(), a, times_add(at.pairs(), b, times_add(-at.sum(), c, d)));
+  }
+
+  // Four outputs of the pairs' products, which begin at `m`, the last one with infinity's.
+  static WNFUSED_INLINE Blocks<4> pair_outputs(const Squares& at, const Block* m, const Block& infinite) {
+    Block sum[kPairs], difference[kPairs];
+    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
+      sum[i] = m[2 * i] + m[2 * i + 1];
+      difference[i] = (m[2 * i] - m[2 * i + 1]) * splat(at.point[i]);
+    }
+    return {{sum[0] + (sum[1] + sum[2]), difference[0] + (difference[1] + difference[2]),
+             times_add(at.of(2), sum[2], times_add(at.of(1), sum[1], sum[0] * splat(at.of(0)))),
+             times_add(at.of(2), difference[2],
+                       times_add(at.of(1), difference[1], times_add(at.of(0), difference[0], infinite)))}};
+  }
+
+  // A y of the pairs, to `target`.
+  static WNFUSED_INLINE void pair_gradients(const Squares& at, const Blocks<4>& y, Block* target) {
+    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
+      const Block even = times_add(at.of(i), y.at[2], y.at[0]), odd = times_add(at.of(i), y.at[3], y.at[1]);
+      target[2 * i] = times_add(at.point[i], odd, even);
+      target[2 * i + 1] = times_add(-at.point[i], odd, even);
+    }
+  }
+};
+
+template <>
+struct PieceTransform<4> : ThreePairs {
+  static constexpr Squares kAt = {{0.25f, 0.875f, 2.0f}};
+
+  static WNFUSED_INLINE Blocks<7> input(const Blocks<7>& d) {
+    Blocks<7> result;
+    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
+      const Block odd = others(kAt, i, d.at[1], d.at[3], d.at[5]), even = others(kAt, i, d.at[0], d.at[2], d.at[4]);
+      result.at[2 * i] = times_add(kAt.point[i], even, odd);
+      result.at[2 * i + 1] = times_add(-kAt.point[i], even, odd);
+    }
+    result.at[6] = all(kAt, d.at[0], d.at[2], d.at[4], d.at[6]);
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<kOutputs> output(const Blocks<kInputs>& m) {
-    Block sum[kPairs], difference[kPairs];
-    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
-      sum[i] = m.at[2 * i] + m.at[2 * i + 1];
-      difference[i] = (m.at[2 * i] - m.at[2 * i + 1]) * splat(kPoint[i]);
-    }
-    return {{sum[0] + (sum[1] + sum[2]), difference[0] + (difference[1] + difference[2]),
-             times_add(square(2), sum[2], times_add(square(1), sum[1], sum[0] * splat(square(0)))),
-             times_add(square(2), difference[2],
-                       times_add(square(1), difference[1], times_add(square(0), difference[0], m.at[6])))}};
-  }
+  static WNFUSED_INLINE Blocks<4> output(const Blocks<7>& m) { return pair_outputs(kAt, m.at, m.at[6]); }
 
-  static WNFUSED_INLINE Blocks<kInputs> filter(const Blocks<kTaps>& g) {
-    Blocks<kInputs> result;
+  static WNFUSED_INLINE Blocks<7> filter(const Blocks<4>& g) {
+    Blocks<7> result;
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
-      const Block even = times_add(square(i), g.at[2], g.at[0]) * splat(scale(i));
-      const Block odd = times_add(square(i), g.at[3], g.at[1]) * splat(scale(i) * kPoint[i]);
+      const float scale = kAt.scale(i);
+      const Block even = times_add(kAt.of(i), g.at[2], g.at[0]) * splat(scale);
+      const Block odd = times_add(kAt.of(i), g.at[3], g.at[1]) * splat(scale * kAt.point[i]);
       result.at[2 * i] = odd + even;
       result.at[2 * i + 1] = odd - even;
     }
@@ -59,46 +116,87 @@ class PieceTransform {
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<kInputs> gradient(const Blocks<kOutputs>& y) {
-    Blocks<kInputs> result;
-    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
-      const Block even = times_add(square(i), y.at[2], y.at[0]), odd = times_add(square(i), y.at[3], y.at[1]);
-      result.at[2 * i] = times_add(kPoint[i], odd, even);
-      result.at[2 * i + 1] = times_add(-kPoint[i], odd, even);
-    }
+  static WNFUSED_INLINE Blocks<7> gradient(const Blocks<4>& y) {
+    Blocks<7> result;
+    pair_gradients(kAt, y, result.at);
     result.at[6] = y.at[3];
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<kTaps> filter_gradient(const Blocks<kInputs>& m) {
-    Blocks<kTaps> result{{zero(), zero(), zero(), m.at[6]}};
+  static WNFUSED_INLINE Blocks<4> filter_gradient(const Blocks<7>& m) {
+    Blocks<4> result{{zero(), zero(), zero(), m.at[6]}};
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
-      const Block even = (m.at[2 * i] - m.at[2 * i + 1]) * splat(scale(i));
-      const Block odd = (m.at[2 * i] + m.at[2 * i + 1]) * splat(scale(i) * kPoint[i]);
+      const float scale = kAt.scale(i);
+      const Block even = (m.at[2 * i] - m.at[2 * i + 1]) * splat(scale);
+      const Block odd = (m.at[2 * i] + m.at[2 * i + 1]) * splat(scale * kAt.point[i]);
       result.at[0] = result.at[0] + even;
       result.at[1] = result.at[1] + odd;
-      result.at[2] = times_add(square(i), even, result.at[2]);
-      result.at[3] = times_add(square(i), odd, result.at[3]);
+      result.at[2] = times_add(kAt.of(i), even, result.at[2]);
+      result.at[3] = times_add(kAt.of(i), odd, result.at[3]);
     }
     return result;
   }
+};
 
- private:
-  static constexpr int kPairs = 3;
-  static constexpr float kPoint[kPairs] = {0.25f, 0.875f, 2.0f};
+template <>
+struct PieceTransform<5> : ThreePairs {
+  static constexpr Squares kAt = {{0.5f, 0.875f, 1.875f}};
 
-  static constexpr float square(int i) { return kPoint[i] * kPoint[i]; }
-
-  // 1 / product of the differences to the other points; of a point's negative the same with the other sign.
-  static constexpr float scale(int i) {
-    float product = 2.0f * kPoint[i];
-    for (int j = 0; j < kPairs; ++j)
-      if (j != i) product *= square(i) - square(j);
-    return 1.0f / product;
+  static WNFUSED_INLINE Blocks<8> input(const Blocks<8>& d) {
+    Blocks<8> result;
+    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
+      const Block even = others(kAt, i, d.at[2], d.at[4], d.at[6]), odd = others(kAt, i, d.at[1], d.at[3], d.at[5]);
+      result.at[2 * i] = times_add(kAt.point[i], odd, even);
+      result.at[2 * i + 1] = times_add(-kAt.point[i], odd, even);
+    }
+    result.at[6] = all(kAt, d.at[0], d.at[2], d.at[4], d.at[6]);
+    result.at[7] = all(kAt, d.at[1], d.at[3], d.at[5], d.at[7]);
+    return result;
   }
 
-  static WNFUSED_INLINE Block times_add(float factor, const Block& a, const Block& b) {
-    return multiply_add(splat(factor), a, b);
+  static WNFUSED_INLINE Blocks<4> output(const Blocks<8>& m) {
+    Blocks<4> result = pair_outputs(kAt, m.at, m.at[7]);
+    result.at[0] = result.at[0] + m.at[6];
+    return result;
+  }
+
+  static WNFUSED_INLINE Blocks<8> filter(const Blocks<5>& g) {
+    Blocks<8> result;
+    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
+      const float scale = kAt.scale(i);
+      const Block even = times_add(kAt.of(i), times_add(kAt.of(i), g.at[4], g.at[2]), g.at[0]);
+      const Block odd = times_add(kAt.of(i), g.at[3], g.at[1]) * splat(scale);
+      const Block scaled = even * splat(scale / kAt.point[i]);
+      result.at[2 * i] = scaled + odd;
+      result.at[2 * i + 1] = scaled - odd;
+    }
+    result.at[6] = g.at[0] * splat(-1.0f / kAt.product());
+    result.at[7] = g.at[4];
+    return result;
+  }
+
+  static WNFUSED_INLINE Blocks<8> gradient(const Blocks<4>& y) {
+    Blocks<8> result;
+    pair_gradients(kAt, y, result.at);
+    result.at[6] = y.at[0];
+    result.at[7] = y.at[3];
+    return result;
+  }
+
+  static WNFUSED_INLINE Blocks<5> filter_gradient(const Blocks<8>& m) {
+    Blocks<5> result{{m.at[6] * splat(-1.0f / kAt.product()), zero(), zero(), zero(), m.at[7]}};
+    WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
+      const float scale = kAt.scale(i);
+      const Block even = (m.at[2 * i] + m.at[2 * i + 1]) * splat(scale / kAt.point[i]);
+      const Block odd = (m.at[2 * i] - m.at[2 * i + 1]) * splat(scale);
+      const Block squared = even * splat(kAt.of(i));
+      result.at[0] = result.at[0] + even;
+      result.at[1] = result.at[1] + odd;
+      result.at[2] = result.at[2] + squared;
+      result.at[3] = times_add(kAt.of(i), odd, result.at[3]);
+      result.at[4] = times_add(kAt.of(i), squared, result.at[4]);
+    }
+    return result;
   }
 };
 

@@ -5,20 +5,59 @@
 namespace wnfused::cpu {
 namespace {
 
-// Tiles of a phase, and phases of a line, of so many pixels.
-struct Tiling {
-  int64_t phases, tiles;
-};
+constexpr Triple kOnes{1, 1, 1}, kZeros{0, 0, 0};
 
-Tiling tiling_of(int64_t width, int64_t dilation) {
-  const int64_t phases = std::min(width, dilation);
-  return {phases, divide_up(divide_up(width, phases), kPieceOutputs)};
+// The same layer with the rows of its map end to end in one line, and levels as rows. The kernel has one column.
+ConvShape laid_end_to_end(const ConvShape& shape) {
+  const int64_t width = shape.size.column;
+  const auto moved = [](const Triple& at, int64_t level, int64_t factor) {
+    return Triple{level, at.level, at.row * factor};
+  };
+  ConvShape line = shape;
+  line.size = moved(shape.size, 1, width);
+  line.kernel = moved(shape.kernel, 1, 1);
+  line.stride = moved(shape.stride, 1, 1);
+  line.padding = moved(shape.padding, 0, width);
+  line.dilation = moved(shape.dilation, 1, width);
+  return line;
 }
 
-// The rows of a panel: as many as leave it and its product in the second-level cache.
+// As a sum of convolutions along lines.
+ConvShape along_lines(ConvShape shape) {
+  for (int i = 0; i < 2 && shape.kernel.column == 1 && shape.padding.column == 0; ++i) shape = laid_end_to_end(shape);
+  return shape;
+}
+
+// How a row of the kernel and a line of the map are cut.
+struct Cut {
+  int64_t piece_taps, pieces, phases, tiles, pitch;
+};
+
+Cut cut_of(int64_t taps, int64_t width, int64_t dilation) {
+  Cut cut{};
+  cut.piece_taps = taps == 3 || taps == 5 ? taps : 4;
+  cut.pieces = divide_up(taps, cut.piece_taps);
+  cut.phases = std::min(width, dilation);
+  cut.tiles = divide_up(divide_up(width, cut.phases), kPieceOutputs);
+  cut.pitch = cut.tiles + cut.pieces - 1;
+  return cut;
+}
+
+// Stride 1, one group, and no output that lies wholly in the padding: what is exactly 0 there, and has no gradient behind
+// a ReLU, would be rounded.
+bool has_pieces(const ConvShape& shape) {
+  const auto reaches_map = [&](int64_t Triple::*at) {
+    const int64_t kernel = shape.kernel.*at, dilation = shape.dilation.*at;
+    return shape.padding.*at <= dilation * (kernel - 1) && (kernel == 1 || dilation <= shape.size.*at);
+  };
+  return shape.groups == 1 && shape.stride == kOnes && shape.kernel.column >= 3 && reaches_map(&Triple::level) &&
+         reaches_map(&Triple::row) && reaches_map(&Triple::column) && !shape.has_thin_input();
+}
+
+// The rows of a panel: as many as leave the panels and their product in the second-level cache.
 int64_t rows_that_stay(const Pieces& geometry) {
   constexpr int64_t kFloats = 1 << 17;
-  const int64_t row = kPiecePlanes * (geometry.source.padded_channels + geometry.padded_outputs);
+  const int64_t row = geometry.planes * (geometry.line_taps * geometry.source.padded_channels + geometry.padded_outputs);
   int64_t rows = kMaxPanelRows;
   while (rows > kLanes && rows * row > kFloats) rows /= 2;
   return rows;
@@ -26,50 +65,52 @@ int64_t rows_that_stay(const Pieces& geometry) {
 
 }  // namespace
 
-bool has_pieces(const ConvShape& shape) {
-  const auto is_point = [&](int64_t Triple::*at) {
-    return shape.kernel.*at == 1 && shape.stride.*at == 1 && shape.padding.*at == 0;
-  };
-  const int64_t taps = shape.kernel.column, dilation = shape.dilation.column;
-  return shape.groups == 1 && is_point(&Triple::level) && is_point(&Triple::row) && shape.stride.column == 1 &&
-         taps >= 3 && shape.padding.column <= dilation * (taps - 1) && dilation <= shape.size.column &&
-         !shape.has_thin_input();
-}
-
-bool suits_pieces(const ConvShape& shape) {
+bool suits_pieces(const ConvShape& given) {
+  const ConvShape shape = along_lines(given);
+  if (!has_pieces(shape)) return false;
   // Multiply-adds in units of C^2; what a plane of the bank costs to pack and to finish as if it were rows more.
   constexpr int64_t kPack = 6;
-  const int64_t taps = shape.kernel.column, pieces = divide_up(taps, kPieceTaps);
   const Triple size = shape.output_size();
-  const int64_t lines = shape.images * size.level * size.row;
-  const Tiling tiling = tiling_of(size.column, shape.dilation.column);
-  const int64_t units = lines * tiling.phases * (tiling.tiles + pieces - 1);
-  return kPiecePlanes * pieces * (units + kPack) * 10 < taps * (lines * size.column + kPack) * 9;
+  const Cut cut = cut_of(shape.kernel.column, size.column, shape.dilation.column);
+  const int64_t lines = shape.images * size.level * size.row, planes = (cut.piece_taps + 3) * cut.pieces;
+  const int64_t units = lines * cut.phases * cut.pitch;
+  return planes * (units + kPack) * 10 < shape.kernel.column * (lines * size.column + kPack) * 9;
 }
 
-Pieces make_pieces(const ConvShape& shape, bool back, int64_t workers) {
+Pieces make_pieces(const ConvShape& given, bool back, int64_t workers) {
+  const ConvShape shape = along_lines(given);
   Pieces geometry{};
   geometry.direct = back ? backward_window(shape, workers) : forward_window(shape, false, workers);
   geometry.source = geometry.direct.source;
   geometry.target = geometry.direct.target;
-  geometry.taps = shape.kernel.column;
-  geometry.pieces = divide_up(geometry.taps, kPieceTaps);
+  geometry.source_size = geometry.direct.source_size;
+  geometry.target_size = geometry.direct.target_size;
+  geometry.kernel = shape.kernel;
+  geometry.dilation = shape.dilation;
+  const auto first = [&](int64_t Triple::*at) {
+    const int64_t padding = shape.padding.*at;
+    return back ? padding - shape.dilation.*at * (shape.kernel.*at - 1) : -padding;
+  };
+  geometry.first = {first(&Triple::level), first(&Triple::row), first(&Triple::column)};
   geometry.turned = back;
-  geometry.dilation = shape.dilation.column;
-  geometry.first = back ? shape.padding.column - geometry.dilation * (geometry.taps - 1) : -shape.padding.column;
-  const Tiling tiling = tiling_of(geometry.target.width, geometry.dilation);
-  geometry.phases = tiling.phases;
-  geometry.tiles = tiling.tiles;
-  geometry.pitch = geometry.tiles + geometry.pieces - 1;
+  const Cut cut = cut_of(shape.kernel.column, geometry.target.width, shape.dilation.column);
+  geometry.piece_taps = cut.piece_taps;
+  geometry.planes = cut.piece_taps + kPieceOutputs - 1;
+  geometry.pieces = cut.pieces;
+  geometry.line_taps = shape.kernel.level * shape.kernel.row;
+  geometry.phases = cut.phases;
+  geometry.tiles = cut.tiles;
+  geometry.pitch = cut.pitch;
   geometry.units = geometry.target.images * geometry.target.height * geometry.phases * geometry.pitch;
   geometry.output_blocks = geometry.target.channel_blocks;
   geometry.padded_outputs = geometry.target.padded_channels;
   geometry.plane_stride = geometry.source.padded_channels * geometry.padded_outputs + kLanes;
   geometry.direct.plane_stride = geometry.block_floats() + kLanes;
 
-  constexpr int64_t kStay = 6;
+  constexpr int64_t kStay = 2, kStayingRows = 32;
   const int64_t rows = rows_that_stay(geometry);
-  const Work work{geometry.output_blocks, geometry.bank_size(), geometry.source.map_size(), rows, 16, workers, kStay};
+  const Work work{geometry.output_blocks, geometry.bank_size(), geometry.source.map_size(), rows, kStayingRows, workers,
+                  kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, 2 * geometry.source.padded_channels, geometry);
   geometry.sums_stride = geometry.wgrad_group_blocks * geometry.block_floats() + kLanes;

@@ -1,4 +1,5 @@
-// A convolution along lines, stride 1, by Winograd's method: the kernel in pieces of four taps, each of them F(4, 4).
+// A convolution of stride 1 by Winograd's method along the lines of its map: a row of the kernel is one piece of three
+// or five taps, or several of four, each of them F(4, taps) (piece_transform.h).
 //
 //   y[t] = sum over pieces c, r = 0..3   w[4c + r] x[t + d (4c + r) - p]       d the dilation, p the padding
 //
@@ -8,11 +9,15 @@
 //
 //   product[tile] = sum over c   patch[tile + c] x bank[c]     of each of seven planes
 //
-// so that 7 ceil(k / 4) / 4 multiplications take the place of k: 1.75 of 3, 3.5 of 7, 5.25 of 11. Rows of the matrix
-// products, `units`, are the tiles of a phase and behind them the pieces - 1 patches that its last tiles meet, which
-// stand for no output; then those of the next phase.
+// so that 7 ceil(k / 4) / 4 multiplications take the place of k: 3.5 of 7, 5.25 of 11; of three taps 1.5, of five 2.
+// Rows of the matrix products, `units`, are the tiles of a phase and behind them the pieces - 1 patches that its last
+// tiles meet, which stand for no output; then those of the next phase.
 //
-// Layout of a bank: [piece][plane][output block][input channel][16 lanes]. Gradients are of taps again:
+// A kernel of several levels or rows is the sum of so many convolutions along lines ("line taps"), each with a panel of
+// its own; one of a single column, whose taps lie a line apart, is one along a line that is the whole map, the width
+// being its dilation.
+//
+// Layout of a bank: [line tap][piece][plane][output block][input channel][16 lanes]. Gradients are of taps again:
 // [output block][slice][tap][input channel][16 lanes].
 #pragma once
 
@@ -20,15 +25,16 @@
 
 namespace wnfused::cpu {
 
-constexpr int64_t kPieceTaps = 4, kPieceOutputs = 4, kPiecePlanes = 7;
-constexpr int64_t kMaxPieces = (kMaxWindowTaps + kPieceTaps - 1) / kPieceTaps;
+constexpr int64_t kPieceOutputs = 4;
 
 struct Pieces : Division {
   Window direct;            // the same as a sum over taps: its weights are packed, and its gradient is finished, as theirs
-  MapShape source, target;  // `height` lines of `width` pixels an image
-  int64_t taps, pieces;
-  bool turned;              // the last tap first: a data gradient
-  int64_t dilation, first;  // first: the pixel that the first tap of a line's first output meets
+  MapShape source, target;
+  Triple source_size, target_size;
+  Triple kernel, dilation;
+  Triple first;   // where the first tap of a map's first output is
+  bool turned;    // the last tap first: a data gradient
+  int64_t piece_taps, planes, pieces, line_taps;
   int64_t phases, tiles, pitch;  // of a line; of a phase; units from one phase to the next
   int64_t units;
   int64_t output_blocks, padded_outputs;
@@ -36,21 +42,18 @@ struct Pieces : Division {
 
   int64_t panel_rows(int64_t units) const { return units + pieces - 1; }
   int64_t block_floats() const { return source.padded_channels * kLanes; }
-  int64_t piece_stride() const { return kPiecePlanes * plane_stride; }
-  int64_t bank_size() const { return pieces * piece_stride(); }
+  int64_t piece_stride() const { return planes * plane_stride; }
+  int64_t line_planes() const { return pieces * planes; }  // of a line tap
+  int64_t bank_size() const { return line_taps * line_planes() * plane_stride; }
   // Of the taps of an output block.
-  int64_t direct_floats() const { return taps * direct.plane_stride; }
+  int64_t direct_floats() const { return direct.bank_size(); }
   int64_t gradient_size() const { return output_blocks * direct_floats(); }  // of a slice
   int64_t gradient_offset(int64_t output_block, int64_t slice) const {
     return (output_block * wgrad_slices + slice) * direct_floats();
   }
 };
 
-// Whether the shape is such a convolution, of whose outputs none lies wholly in the padding: what is exactly 0 there, and
-// has no gradient behind a ReLU, would be rounded. The shape is sound.
-bool has_pieces(const ConvShape& shape);
-
-// .. and one with enough outputs for that to be less work than a direct sum.
+// Whether these kernels take a layer, which is sound, with enough outputs for that to be less work than a direct sum.
 bool suits_pieces(const ConvShape& shape);
 
 // back: of the data gradient.

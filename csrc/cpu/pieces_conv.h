@@ -1,6 +1,6 @@
 // A convolution by pieces (pieces.h): patches are transformed to a panel, multiplied plane by plane, transformed back.
 //
-//   Cache: panel and product stay in the second level, the bank streams past them once a panel.
+//   Cache: panels and product stay in the second level, the bank streams past them once a panel.
 #pragma once
 
 #include "piece_transform.h"
@@ -9,8 +9,16 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-static_assert(PieceTransform::kTaps == kPieceTaps && PieceTransform::kOutputs == kPieceOutputs &&
-              PieceTransform::kInputs == kPiecePlanes);
+// Calls use(taps) with the number of taps of a piece, known to the compiler.
+template <class Use>
+WNFUSED_INLINE void with_piece_taps(const Pieces& geometry, const Use& use) {
+  if (geometry.piece_taps == 3) use(std::integral_constant<int, 3>());
+  else if (geometry.piece_taps == 4) use(std::integral_constant<int, 4>());
+  else use(std::integral_constant<int, 5>());
+}
+
+template <int Taps>
+constexpr int kPiecePlanes = Taps + kPieceOutputs - 1;
 
 // A unit: a tile of a phase of a line, lines being numbered through all images.
 struct PieceUnit {
@@ -30,58 +38,78 @@ WNFUSED_INLINE void advance(const Pieces& geometry, PieceUnit& unit) {
   ++unit.line;
 }
 
-// Calls use(j, pixel) for the `Count` pixels of a map with lines of `width` pixels that lie `dilation` apart from `first`
-// on, pixel being their place in the map, or -1 outside.
-template <int Count, class Use>
-WNFUSED_INLINE void for_pixels(const Pieces& geometry, int64_t width, int64_t line, int64_t first, const Use& use) {
+// The line of the source that a line of the target meets by a line tap, or -1.
+WNFUSED_INLINE int64_t source_line(const Pieces& geometry, int64_t line, int64_t line_tap) {
+  const Triple &from = geometry.source_size, &to = geometry.target_size;
+  const int64_t image = line / (to.level * to.row), within = line % (to.level * to.row);
+  const int64_t level = within / to.row + geometry.first.level + line_tap / geometry.kernel.row * geometry.dilation.level;
+  const int64_t row = within % to.row + geometry.first.row + line_tap % geometry.kernel.row * geometry.dilation.row;
+  const bool inside = level >= 0 && level < from.level && row >= 0 && row < from.row;
+  return inside ? (image * from.level + level) * from.row + row : -1;
+}
+
+// Places in a map of the `Count` pixels of a line that lie a dilation apart from `first` on; -1 outside.
+template <int Count>
+WNFUSED_INLINE void locate_pixels(const Pieces& geometry, int64_t width, int64_t line, int64_t first,
+                                  int64_t (&pixels)[Count]) {
   for (int j = 0; j < Count; ++j) {
-    const int64_t x = first + j * geometry.dilation;
-    use(j, x >= 0 && x < width ? line * width + x : -1);
+    const int64_t x = first + j * geometry.dilation.column;
+    pixels[j] = line >= 0 && x >= 0 && x < width ? line * width + x : -1;
   }
 }
 
-// The pixel that is the first of a unit's outputs.
+// The column of a unit's first output.
 WNFUSED_INLINE int64_t first_output(const Pieces& geometry, const PieceUnit& unit) {
-  return unit.phase + geometry.dilation * kPieceOutputs * unit.tile;
+  return unit.phase + geometry.dilation.column * kPieceOutputs * unit.tile;
 }
 
-// The patches of `count` units from `first` on: plane p of block b, row t. Units beyond the last are zeros.
-inline void gather_patches(const Pieces& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
-                           const Panel& panel) {
+// The patches that `count` units from `first` on meet by a line tap: plane p of block b, row t. Units beyond the last one
+// are zeros. False where all of them lie outside of the map.
+template <int Taps>
+inline bool gather_patches(const Pieces& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
+                           int64_t line_tap, const Panel& panel) {
+  constexpr int kPlanes = kPiecePlanes<Taps>;
   const int64_t channels = geometry.source.padded_channels, blocks = geometry.source.channel_blocks;
   const int64_t present = smaller(count, geometry.units - first), plane_stride = panel.plane_stride;
   PieceUnit unit = piece_unit(geometry, first);
+  int64_t line = source_line(geometry, unit.line, line_tap), known = unit.line;
+  bool touches = false;
   for (int64_t t = 0; t < present; ++t, advance(geometry, unit)) {
-    const float* pixels[kPiecePlanes];
-    for_pixels<kPiecePlanes>(geometry, geometry.source.width, unit.line, first_output(geometry, unit) + geometry.first,
-                             [&](int j, int64_t pixel) { pixels[j] = pixel < 0 ? zeros : map + pixel * channels; });
+    if (unit.line != known) line = source_line(geometry, known = unit.line, line_tap);
+    touches |= line >= 0;
+    int64_t places[kPlanes];
+    locate_pixels(geometry, geometry.source.width, line, first_output(geometry, unit) + geometry.first.column, places);
+    const float* pixels[kPlanes];
+    for (int j = 0; j < kPlanes; ++j) pixels[j] = places[j] < 0 ? zeros : map + places[j] * channels;
     for (int64_t b = 0; b < blocks; ++b) {
-      Blocks<kPiecePlanes> patch;
-      WNFUSED_UNROLL for (int j = 0; j < kPiecePlanes; ++j) patch.at[j] = load(pixels[j] + b * kLanes);
-      patch = PieceTransform::input(patch);
+      Blocks<kPlanes> patch;
+      WNFUSED_UNROLL for (int j = 0; j < kPlanes; ++j) patch.at[j] = load(pixels[j] + b * kLanes);
+      patch = PieceTransform<Taps>::input(patch);
       float* target = panel.at(0, b, t);
-      WNFUSED_UNROLL for (int p = 0; p < kPiecePlanes; ++p) store(target + p * plane_stride, patch.at[p]);
+      WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p) store(target + p * plane_stride, patch.at[p]);
     }
   }
-  clear_rows(panel, kPiecePlanes, blocks, present, panel.rows);
+  clear_rows(panel, kPlanes, blocks, present, panel.rows);
+  return touches;
 }
 
 // The products of `count` units with output blocks [first_block, first_block + blocks), to the outputs. False if not all
 // is finite.
+template <int Taps>
 inline bool scatter_outputs(const Pieces& geometry, const Panel& product, int64_t first, int64_t count,
                             int64_t first_block, int64_t blocks, const Epilogue<float>& epilogue) {
+  constexpr int kPlanes = kPiecePlanes<Taps>;
   Block poison = zero();
   PieceUnit unit = piece_unit(geometry, first);
   for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
     if (unit.tile >= geometry.tiles) continue;
     int64_t pixels[kPieceOutputs];
-    for_pixels<kPieceOutputs>(geometry, geometry.target.width, unit.line, first_output(geometry, unit),
-                              [&](int j, int64_t pixel) { pixels[j] = pixel; });
+    locate_pixels(geometry, geometry.target.width, unit.line, first_output(geometry, unit), pixels);
     for (int64_t b = 0; b < blocks; ++b) {
       const Block bias = epilogue.bias ? load(epilogue.bias + (first_block + b) * kLanes) : zero();
-      Blocks<kPiecePlanes> sums;
-      WNFUSED_UNROLL for (int p = 0; p < kPiecePlanes; ++p) sums.at[p] = load(product.at(p, b, t));
-      const Blocks<kPieceOutputs> outputs = PieceTransform::output(sums);
+      Blocks<kPlanes> sums;
+      WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p) sums.at[p] = load(product.at(p, b, t));
+      const Blocks<kPieceOutputs> outputs = PieceTransform<Taps>::output(sums);
       WNFUSED_UNROLL for (int j = 0; j < kPieceOutputs; ++j)
         if (pixels[j] >= 0)
           finish_pixel<Ending::kLayer>(geometry, epilogue, pixels[j], first_block + b, outputs.at[j], bias, poison);
@@ -91,26 +119,36 @@ inline bool scatter_outputs(const Pieces& geometry, const Panel& product, int64_
 }
 
 // Item `item`: one chunk of units, one group of output blocks.
+template <int Taps>
 inline void pieces_item(const Pieces& geometry, int64_t item, const float* map, const float* zeros, const float* bank,
                         const Epilogue<float>& epilogue, float* scratch, std::atomic<bool>& poisoned) {
   const auto [chunk, group] = geometry.conv_item(item);
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.output_blocks - first_block);
-  const int64_t rows = round_up_rows(count);
+  const int64_t rows = round_up_rows(count), planes = geometry.planes;
   const Panel panel(scratch, geometry.panel_rows(rows), geometry.source.channel_blocks);
-  const Panel product(panel.after(kPiecePlanes).data, rows, blocks);
-  gather_patches(geometry, map, zeros, first, geometry.panel_rows(count), panel);
-  const Depth depth{geometry.source.channels / kLanes, geometry.source.channels % kLanes, panel.rows * kLanes};
+  const Panel product(panel.after(geometry.line_taps * planes).data, rows, blocks);
   bank += first_block * geometry.block_floats();
-  for (int64_t p = 0; p < kPiecePlanes; ++p) {
-    PlanePair pieces[kMaxPieces];
+  PlanePair pairs[kMaxWindowTaps];
+  int64_t count_of_pairs = 0, panels = 0;
+  for (int64_t l = 0; l < geometry.line_taps; ++l) {
+    const Panel own = panel.after(panels * planes);
+    if (!gather_patches<Taps>(geometry, map, zeros, first, geometry.panel_rows(count), l, own)) continue;
+    ++panels;
     for (int64_t c = 0; c < geometry.pieces; ++c)
-      pieces[c] = {panel.at(p, 0, c), bank + c * geometry.piece_stride() + p * geometry.plane_stride};
-    multiply_rows(pieces, geometry.pieces, depth, rows, blocks, geometry.block_floats(), product.at(p, 0, 0),
-                  product.rows * kLanes);
+      pairs[count_of_pairs++] = {own.at(0, 0, c), bank + (l * geometry.pieces + c) * geometry.piece_stride()};
   }
-  if (!scatter_outputs(geometry, product, first, count, first_block, blocks, epilogue))
+  const Depth depth{geometry.source.channels / kLanes, geometry.source.channels % kLanes, panel.rows * kLanes};
+  for (int64_t p = 0; p < planes; ++p) {
+    multiply_rows(pairs, count_of_pairs, depth, rows, blocks, geometry.block_floats(), product.at(p, 0, 0),
+                  product.rows * kLanes);
+    for (int64_t i = 0; i < count_of_pairs; ++i) {
+      pairs[i].panel += panel.plane_stride;
+      pairs[i].bank += geometry.plane_stride;
+    }
+  }
+  if (!scatter_outputs<Taps>(geometry, product, first, count, first_block, blocks, epilogue))
     poisoned.store(true, std::memory_order_relaxed);
 }
 

@@ -1,9 +1,8 @@
-// The weight gradient of a convolution by pieces (pieces.h): for every plane and piece
+// The weight gradient of a convolution by pieces (pieces.h): for every line tap, piece and plane
 //
 //   sums[piece] = sum over units   patch[unit + piece]' x gradient[unit]
 //
-// by the slices, in the order of sums, of stage_wgrad.h; at the end of a slice the seven planes of a piece become its
-// taps.
+// by the slices, in the order of sums, of stage_wgrad.h; at the end of a slice the planes of a piece become its taps.
 #pragma once
 
 #include "pieces_conv.h"
@@ -12,73 +11,81 @@
 namespace wnfused::cpu::WNFUSED_ISA {
 
 // Gradients of the outputs of `count` units, for output blocks [first_block, first_block + blocks), added to `bias`, too.
+template <int Taps>
 inline void gather_output_gradients(const Pieces& geometry, const float* map, int64_t first, int64_t count,
                                     int64_t first_block, int64_t blocks, const Panel& panel, Block* bias) {
+  constexpr int kPlanes = kPiecePlanes<Taps>;
   const int64_t channels = geometry.padded_outputs;
   PieceUnit unit = piece_unit(geometry, first);
   for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
     if (unit.tile >= geometry.tiles) {
-      clear_rows(panel, kPiecePlanes, blocks, t, t + 1);
+      clear_rows(panel, kPlanes, blocks, t, t + 1);
       continue;
     }
     int64_t pixels[kPieceOutputs];
-    for_pixels<kPieceOutputs>(geometry, geometry.target.width, unit.line, first_output(geometry, unit),
-                              [&](int j, int64_t pixel) { pixels[j] = pixel; });
+    locate_pixels(geometry, geometry.target.width, unit.line, first_output(geometry, unit), pixels);
     for (int64_t b = 0; b < blocks; ++b) {
       Blocks<kPieceOutputs> tile;
       WNFUSED_UNROLL for (int j = 0; j < kPieceOutputs; ++j)
         tile.at[j] = pixels[j] >= 0 ? load(map + pixels[j] * channels + (first_block + b) * kLanes) : zero();
       bias[b] = bias[b] + ((tile.at[0] + tile.at[1]) + (tile.at[2] + tile.at[3]));
-      const Blocks<kPiecePlanes> planes = PieceTransform::gradient(tile);
-      WNFUSED_UNROLL for (int p = 0; p < kPiecePlanes; ++p) store(panel.at(p, b, t), planes.at[p]);
+      const Blocks<kPlanes> planes = PieceTransform<Taps>::gradient(tile);
+      WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p) store(panel.at(p, b, t), planes.at[p]);
     }
   }
 }
 
 // The taps of a slice, of `blocks` output blocks from `first_block` on, from their sums.
+template <int Taps>
 inline void reduce_pieces(const Pieces& geometry, const float* sums, int64_t slice, int64_t first_block, int64_t blocks,
                           float* banks) {
-  const int64_t floats = geometry.block_floats(), stride = geometry.direct.plane_stride;
-  for (int64_t c = 0; c < geometry.pieces; ++c, sums += kPiecePlanes * geometry.sums_stride) {
-    const int64_t tap0 = c * kPieceTaps, taps = smaller(kPieceTaps, geometry.taps - tap0);
+  constexpr int kPlanes = kPiecePlanes<Taps>;
+  const int64_t floats = geometry.block_floats(), stride = geometry.direct.plane_stride, row_taps = geometry.kernel.column;
+  for (int64_t i = 0; i < geometry.line_taps * geometry.pieces; ++i, sums += kPlanes * geometry.sums_stride) {
+    const int64_t first_tap = i % geometry.pieces * Taps, taps = smaller(Taps, row_taps - first_tap);
     for (int64_t b = 0; b < blocks; ++b) {
-      float* target = banks + geometry.gradient_offset(first_block + b, slice) + tap0 * stride;
-      for (int64_t i = 0; i < floats; i += kLanes) {
-        Blocks<kPiecePlanes> planes;
-        WNFUSED_UNROLL for (int p = 0; p < kPiecePlanes; ++p)
-          planes.at[p] = load(sums + p * geometry.sums_stride + b * floats + i);
-        const Blocks<kPieceTaps> gradient = PieceTransform::filter_gradient(planes);
-        for (int64_t k = 0; k < taps; ++k) store(target + k * stride + i, gradient.at[k]);
+      float* target = banks + geometry.gradient_offset(first_block + b, slice) +
+                      (i / geometry.pieces * row_taps + first_tap) * stride;
+      for (int64_t k = 0; k < floats; k += kLanes) {
+        Blocks<kPlanes> planes;
+        WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p)
+          planes.at[p] = load(sums + p * geometry.sums_stride + b * floats + k);
+        const Blocks<Taps> gradient = PieceTransform<Taps>::filter_gradient(planes);
+        for (int64_t r = 0; r < taps; ++r) store(target + r * stride + k, gradient.at[r]);
       }
     }
   }
 }
 
 // Item `item` of a weight gradient: one slice of units, one group of output blocks.
+template <int Taps>
 inline void pieces_gradient_item(const Pieces& geometry, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, float* scratch) {
   const auto [slice, group] = geometry.wgrad_item(item);
-  const int64_t first_block = group * geometry.wgrad_group_blocks, rows = geometry.wgrad_rows;
+  const int64_t first_block = group * geometry.wgrad_group_blocks, rows = geometry.wgrad_rows, planes = geometry.planes;
   const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.output_blocks - first_block);
   const int64_t begin = slice * geometry.wgrad_slice_units;
   const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
   const Panel panel(scratch, geometry.panel_rows(rows), geometry.source.channel_blocks);
-  const Panel gradients(panel.after(kPiecePlanes).data, rows, blocks);
-  float* sums = gradients.after(kPiecePlanes).data;
+  const Panel gradients(panel.after(planes).data, rows, blocks);
+  float* sums = gradients.after(planes).data;
+  __builtin_memset(sums, 0, geometry.line_taps * geometry.line_planes() * geometry.sums_stride * sizeof(float));
   Block bias[kMaxGroupBlocks];
   for (Block& sum : bias) sum = zero();
   for (int64_t first = begin; first < end; first += rows) {
     const int64_t count = smaller(rows, end - first);
-    gather_output_gradients(geometry, dy, first, count, first_block, blocks, gradients, bias);
-    gather_patches(geometry, x, zeros, first, geometry.panel_rows(count), panel);
-    for (int64_t c = 0; c < geometry.pieces; ++c)
-      for (int64_t p = 0; p < kPiecePlanes; ++p)
-        for (int64_t b = 0; b < geometry.source.channel_blocks; ++b)
-          multiply_outer(panel.at(p, b, c), gradients.at(p, 0, 0), gradients.rows * kLanes, count, blocks, first > begin,
-                         sums + (c * kPiecePlanes + p) * geometry.sums_stride + b * kLanes * kLanes,
-                         geometry.block_floats());
+    gather_output_gradients<Taps>(geometry, dy, first, count, first_block, blocks, gradients, bias);
+    for (int64_t l = 0; l < geometry.line_taps; ++l) {
+      if (!gather_patches<Taps>(geometry, x, zeros, first, geometry.panel_rows(count), l, panel)) continue;
+      float* plane = sums + l * geometry.line_planes() * geometry.sums_stride;
+      for (int64_t c = 0; c < geometry.pieces; ++c)
+        for (int64_t p = 0; p < planes; ++p, plane += geometry.sums_stride)
+          for (int64_t b = 0; b < geometry.source.channel_blocks; ++b)
+            multiply_outer(panel.at(p, b, c), gradients.at(p, 0, 0), gradients.rows * kLanes, count, blocks, true,
+                           plane + b * kLanes * kLanes, geometry.block_floats());
+    }
   }
-  reduce_pieces(geometry, sums, slice, first_block, blocks, banks);
+  reduce_pieces<Taps>(geometry, sums, slice, first_block, blocks, banks);
   float* bias_gradient = bias_gradients + slice * geometry.padded_outputs + first_block * kLanes;
   for (int64_t b = 0; b < blocks; ++b) store(bias_gradient + b * kLanes, bias[b]);
 }

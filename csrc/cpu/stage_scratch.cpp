@@ -39,14 +39,14 @@ int64_t zeros_floats(const Geometry& geometry) {
 }
 
 int64_t worker_floats(const Pieces& geometry) {
-  const auto panel = [](int64_t rows, int64_t blocks) { return kPiecePlanes * (blocks * rows + 1) * kLanes; };
-  const auto panels = [&](int64_t rows, int64_t blocks) {
-    return panel(geometry.panel_rows(rows), geometry.source.channel_blocks) + panel(rows, blocks);
+  const auto panels = [&](int64_t count, int64_t rows, int64_t blocks) {
+    const int64_t sources = geometry.panel_rows(rows) * geometry.source.channel_blocks;
+    return geometry.planes * (count * (sources + 1) + rows * blocks + 1) * kLanes;
   };
-  const int64_t conv = panels(geometry.conv_rows, geometry.conv_group_blocks);
-  const int64_t wgrad = panels(geometry.wgrad_rows, geometry.wgrad_group_blocks) +
-                        geometry.pieces * kPiecePlanes * geometry.sums_stride;
-  const int64_t finish = 18 * divide_up(geometry.taps * geometry.source.channels, kLanes) * kLanes;
+  const int64_t conv = panels(geometry.line_taps, geometry.conv_rows, geometry.conv_group_blocks);
+  const int64_t wgrad = panels(1, geometry.wgrad_rows, geometry.wgrad_group_blocks) +
+                        geometry.line_taps * geometry.line_planes() * geometry.sums_stride;
+  const int64_t finish = 18 * divide_up(geometry.direct.planes * geometry.direct.depth, kLanes) * kLanes;
   return std::max({conv, wgrad, geometry.direct_floats(), finish});
 }
 
