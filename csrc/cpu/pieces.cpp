@@ -54,6 +54,17 @@ bool has_pieces(const ConvShape& shape) {
          reaches_map(&Triple::row) && reaches_map(&Triple::column) && !shape.has_thin_input();
 }
 
+// Of a layer's outputs and taps along one dim: how many pairs meet the map.
+int64_t meetings(const ConvShape& shape, const Triple& outputs, int64_t Triple::*at) {
+  int64_t count = 0;
+  for (int64_t k = 0; k < shape.kernel.*at; ++k) {
+    const int64_t first = k * (shape.dilation.*at) - shape.padding.*at;
+    const int64_t begin = std::max<int64_t>(0, -first), end = std::min(outputs.*at, shape.size.*at - first);
+    count += std::max<int64_t>(0, end - begin);
+  }
+  return count;
+}
+
 // The rows of a panel: as many as leave the panels and their product in the second-level cache.
 int64_t rows_that_stay(const Pieces& geometry) {
   constexpr int64_t kFloats = 1 << 17;
@@ -68,13 +79,19 @@ int64_t rows_that_stay(const Pieces& geometry) {
 bool suits_pieces(const ConvShape& given) {
   const ConvShape shape = along_lines(given);
   if (!has_pieces(shape)) return false;
-  // Multiply-adds in units of C^2; what a plane of the bank costs to pack and to finish as if it were rows more.
+  // Multiply-adds in units of C^2; what a plane of the bank costs to pack and to finish as if it were rows more. A sum
+  // over taps position by position leaves out those that meet no pixel.
   constexpr int64_t kPack = 6;
   const Triple size = shape.output_size();
   const Cut cut = cut_of(shape.kernel.column, size.column, shape.dilation.column);
-  const int64_t lines = shape.images * size.level * size.row, planes = (cut.piece_taps + 3) * cut.pieces;
-  const int64_t units = lines * cut.phases * cut.pitch;
-  return planes * (units + kPack) * 10 < shape.kernel.column * (lines * size.column + kPack) * 9;
+  const int64_t lines = shape.images * size.level * size.row, line_taps = shape.kernel.level * shape.kernel.row;
+  const int64_t planes = line_taps * (cut.piece_taps + kPieceOutputs - 1) * cut.pieces;
+  const int64_t pixels = lines * size.column * shape.taps();
+  const int64_t met = shape.images * meetings(shape, size, &Triple::level) * meetings(shape, size, &Triple::row) *
+                      meetings(shape, size, &Triple::column);
+  const bool by_position = goes_by_position(map_of_size(shape.images, shape.outputs, size));
+  const int64_t direct = (by_position ? met : pixels) + kPack * shape.taps();
+  return planes * (lines * cut.phases * cut.pitch + kPack) * 10 < direct * 9;
 }
 
 Pieces make_pieces(const ConvShape& given, bool back, int64_t workers) {

@@ -45,8 +45,7 @@ Window make_window(const ConvShape& shape, int64_t inputs, const Triple& from, i
   }
   window.planes = shape.taps() / window.tap_columns;
   window.plane_stride = window.bank_depth * target.padded_channels + kPlanePadding;
-  const bool small = target.height * target.width <= kSmallMap;
-  window.by_position = !thin && window.planes > 1 && target.images >= kManyImages && small;
+  window.by_position = !thin && window.planes > 1 && goes_by_position(target);
   return window;
 }
 
@@ -130,6 +129,10 @@ Triple ConvShape::output_size() const {
     return (size.*at + 2 * (padding.*at) - dilation.*at * (kernel.*at - 1) - 1) / (stride.*at) + 1;
   };
   return {extent(&Triple::level), extent(&Triple::row), extent(&Triple::column)};
+}
+
+bool goes_by_position(const MapShape& target) {
+  return target.images >= kManyImages && target.height * target.width <= kSmallMap;
 }
 
 MapShape map_of_size(int64_t images, int64_t channels, const Triple& size) {

@@ -66,6 +66,9 @@ struct ConvShape {
   Triple output_size() const;
 };
 
+// Whether a window over several taps takes the pixels of all images position by position (Window): many small images.
+bool goes_by_position(const MapShape& target);
+
 // A map of so many pixels.
 MapShape map_of_size(int64_t images, int64_t channels, const Triple& size);
 
