@@ -28,7 +28,7 @@ from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
-# As the window kernels', for up to 2.4 times the error of a direct sum.
+# As the window kernels', for two to three times the error of a direct sum.
 TOLERANCE = 128 * 2.0**-24
 
 

@@ -6,12 +6,12 @@
 //
 // The matrices evaluate and interpolate polynomials (Toom and Cook) at infinity and at
 //
-//   3 taps    0, +-5/8, +-3/2             6 multiplications instead of 12, 1.4 times the error of a direct sum
-//   4 taps    +-1/4, +-7/8, +-2           7 instead of 16, 1.7 times
-//   5 taps    0, +-1/2, +-7/8, +-15/8     8 instead of 20, 2.4 times
+//   3 taps    0, +-5/8, +-3/2             6 multiplications instead of 12
+//   4 taps    +-1/4, +-7/8, +-2           7 instead of 16
+//   5 taps    0, +-1/2, +-1, +-2          8 instead of 20
 //
-// the multiples of 1/8 that round least (bench/winograd_error.py). B' has the row prod (x - other points) for each
-// point, G what that leaves of Lagrange's denominators.
+// the multiples of 1/8 that round least: 2 to 3 times the error of a direct sum (bench/winograd_error.py). B' has the
+// row prod (x - other points) for each point, G what that leaves of Lagrange's denominators.
 //
 // With a point r and its negative, even and odd parts are shared: p(r) = e + r o, p(-r) = e - r o.
 #pragma once
@@ -140,7 +140,7 @@ struct PieceTransform<4> : ThreePairs {
 
 template <>
 struct PieceTransform<5> : ThreePairs {
-  static constexpr Squares kAt = {{0.5f, 0.875f, 1.875f}};
+  static constexpr Squares kAt = {{0.5f, 1.0f, 2.0f}};
 
   static WNFUSED_INLINE Blocks<8> input(const Blocks<8>& d) {
     Blocks<8> result;
