@@ -64,10 +64,15 @@ CASES = {
     "three dims, ragged, dilated": Case(1, 20, 23, (6, 5, 12), (3, 2, 3), (1, 1, 1), (2, 1, 2), (2, 1, 2)),
     "5x5x5": Case(1, 16, 16, (4, 6, 8), (5, 5, 5), (1, 1, 1), (2, 2, 2), (1, 1, 1)),
     "pixels over time": Case(2, 16, 24, (9, 6, 4), (3, 1, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
+    "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
+    "groups, 7 taps": line(2, 96, 48, 70, 7, 3)._replace(groups=3),
+    "groups of many channels": Case(1, 192, 192, (7, 8), (3, 5), (1, 1), (1, 2), (1, 1), groups=4),
+    "one dim, 128 taps, groups": line(2, 64, 64, 200, 128, 64)._replace(groups=2),
+    "three dims, groups": Case(2, 32, 64, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), groups=2),
     "columns over time": Case(2, 16, 24, (6, 8, 5), (3, 4, 1), (1, 1, 1), (1, 2, 0), (1, 1, 1)),
 }
-SOME = [CASES[name] for name in ("11 taps, dilated", "7x7, ragged", "3x3, dilated", "three dims, ragged, dilated")]
-SOME.append(CASES["5 taps"])
+NAMED = ("11 taps, dilated", "7x7, ragged", "3x3, dilated", "three dims, ragged, dilated", "5 taps", "groups, 7 taps")
+SOME = [CASES[name] for name in NAMED]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -95,7 +100,11 @@ def cases(draw: st.DrawFn) -> Case:
     counts = (draw(st.integers(1, 18)), draw(st.integers(8, 40)), draw(st.integers(6, 40)))
     size = draw(each(dims, st.integers(1, (90, 16, 9)[dims - 1])))
     kernel = draw(each(dims, st.integers(1, (24, 7, 5)[dims - 1])))
-    return Case(*counts, size, kernel, (1,) * dims, draw(each(dims, st.integers(0, 6))), draw(each(dims, st.integers(1, 3))))
+    padding, dilation = draw(each(dims, st.integers(0, 6))), draw(each(dims, st.integers(1, 3)))
+    groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    if groups > 1:
+        counts = (counts[0], *(16 * groups * draw(st.integers(1, 2)) for _ in range(2)))
+    return Case(*counts, size, kernel, (1,) * dims, padding, dilation, groups=groups)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture,
@@ -149,11 +158,11 @@ def test_zero_rows_and_gains(isa, case):
         line(2, 4, 16, 64, 7, 3),
         line(1, 64, 64, 30, 3, 16, 16),
         Case(2, 16, 16, (64,), (7,), (2,), (3,), (1,)),
-        Case(2, 32, 32, (64,), (7,), (1,), (3,), (1,), groups=2),
+        Case(2, 32, 64, (64,), (7,), (1,), (3,), (1,), groups=4),
         Case(2, 16, 16, (8, 8), (3, 3), (1, 1), (3, 1), (1, 1)),
         Case(2, 16, 16, (8, 8), (3, 1), (1, 1), (1, 1), (1, 1)),
     ],
-    ids=["padding beyond the kernel", "2 taps", "thin", "short phases", "stride", "groups", "rows of padding",
+    ids=["padding beyond the kernel", "2 taps", "thin", "short phases", "stride", "groups of 8 channels", "rows of padding",
          "padded columns"],
 )  # fmt: skip
 def test_what_is_summed_directly(case):

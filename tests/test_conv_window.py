@@ -58,7 +58,7 @@ CASES = {
     "1x1, many channels": Case(2, 128, 304, (16, 17), (1, 1), (1, 1), (0, 0), (1, 1)),
     "one dim, pointwise, many inputs": Case(2, 160, 24, (300,), (1,), (1,), (0,), (1,)),
     "120 taps": Case(1, 16, 24, (14, 13), (10, 12), (2, 1), (5, 6), (1, 1)),
-    "one dim, 128 taps, groups": Case(2, 64, 64, (40,), (128,), (1,), (64,), (1,), groups=2),
+    "one dim, 128 taps, groups": Case(2, 64, 64, (40,), (128,), (2,), (64,), (1,), groups=2),
     "an image": Case(2, 3, 24, (12, 9), (5, 4), (2, 2), (2, 1), (1, 1)),
     "an image, 3x3": Case(3, 3, 16, (8, 9), (3, 3), (1, 1), (1, 1), (1, 1)),
     "an image, 11x11": Case(2, 3, 40, (23, 19), (11, 11), (4, 4), (2, 2), (1, 1)),
@@ -83,14 +83,14 @@ CASES = {
     "one level, padded": Case(1, 16, 16, (1, 6, 4), (3, 2, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
     "levels of one row": Case(1, 16, 16, (6, 1, 5), (2, 1, 3), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
     "three dims, many small images": Case(21, 16, 16, (3, 4, 4), (3, 3, 2), (2, 1, 1), (1, 1, 1), (1, 1, 1)),
-    "three dims, groups": Case(2, 32, 64, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), groups=2),
+    "three dims, groups": Case(2, 32, 64, (4, 5, 6), (3, 3, 3), (1, 1, 2), (1, 1, 1), (1, 1, 1), groups=2),
     "three dims, stride beyond the levels": Case(1, 16, 16, (2, 6, 5), (1, 3, 3), (3, 1, 1), (0, 1, 1), (1, 1, 1)),
-    "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
+    "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 2), (1, 1), (1, 1), groups=2),
     "groups, stride 2": Case(3, 96, 48, (8, 9), (5, 4), (2, 2), (2, 1), (1, 1), groups=3),
     "groups of 8 channels": Case(2, 32, 64, (9, 8), (3, 3), (2, 1), (1, 1), (1, 2), groups=4),
     "groups, pointwise": Case(3, 64, 64, (6, 6), (1, 1), (1, 1), (0, 0), (1, 1), groups=4),
     "groups, one dim": Case(2, 64, 128, (61,), (41,), (2,), (20,), (1,), groups=8),
-    "groups, many small images": Case(20, 64, 32, (4, 4), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
+    "groups, many small images": Case(20, 64, 32, (4, 4), (3, 2), (1, 1), (1, 1), (1, 1), groups=2),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 NAMED = (

@@ -43,14 +43,16 @@ Cut cut_of(int64_t taps, int64_t width, int64_t dilation) {
   return cut;
 }
 
-// Stride 1, one group, and no output that lies wholly in the padding: what is exactly 0 there, and has no gradient behind
+// Stride 1, whole blocks in a group, and no output that lies wholly in the padding: what is exactly 0 there, and has no gradient behind
 // a ReLU, would be rounded.
 bool has_pieces(const ConvShape& shape) {
   const auto reaches_map = [&](int64_t Triple::*at) {
     const int64_t kernel = shape.kernel.*at, dilation = shape.dilation.*at;
     return shape.padding.*at <= dilation * (kernel - 1) && (kernel == 1 || dilation <= shape.size.*at);
   };
-  return shape.groups == 1 && shape.stride == kOnes && shape.kernel.column >= 3 && reaches_map(&Triple::level) &&
+  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  const bool whole = shape.groups == 1 || (inputs % kLanes == 0 && outputs % kLanes == 0);
+  return whole && shape.stride == kOnes && shape.kernel.column >= 3 && reaches_map(&Triple::level) &&
          reaches_map(&Triple::row) && reaches_map(&Triple::column) && !shape.has_thin_input();
 }
 
@@ -121,7 +123,9 @@ Pieces make_pieces(const ConvShape& given, bool back, int64_t workers) {
   geometry.units = geometry.target.images * geometry.target.height * geometry.phases * geometry.pitch;
   geometry.output_blocks = geometry.target.channel_blocks;
   geometry.padded_outputs = geometry.target.padded_channels;
-  geometry.plane_stride = geometry.source.padded_channels * geometry.padded_outputs + kLanes;
+  geometry.group_blocks = geometry.direct.group_blocks;
+  geometry.depth = geometry.direct.depth;
+  geometry.plane_stride = geometry.output_blocks * geometry.block_floats() + kLanes;
   geometry.direct.plane_stride = geometry.block_floats() + kLanes;
 
   constexpr int64_t kStay = 2, kStayingRows = 32;
@@ -129,7 +133,7 @@ Pieces make_pieces(const ConvShape& given, bool back, int64_t workers) {
   const Work work{geometry.output_blocks, geometry.bank_size(), geometry.source.map_size(), rows, kStayingRows, workers,
                   kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
-  divide_gradient(work, geometry.units, 2 * geometry.source.padded_channels, geometry);
+  divide_gradient(work, geometry.units, 2 * kLanes * geometry.depth_blocks(), geometry);
   geometry.sums_stride = geometry.wgrad_group_blocks * geometry.block_floats() + kLanes;
   geometry.direct.wgrad_slices = geometry.wgrad_slices;
   return geometry;

@@ -17,6 +17,8 @@
 // its own; one of a single column, whose taps lie a line apart, is one along a line that is the whole map, the width
 // being its dilation.
 //
+// With groups, of whole blocks of 16 inputs and outputs, an output block sums over the channels of its group alone.
+//
 // Layout of a bank: [line tap][piece][plane][output block][input channel][16 lanes]. Gradients are of taps again:
 // [output block][slice][tap][input channel][16 lanes].
 #pragma once
@@ -38,10 +40,14 @@ struct Pieces : Division {
   int64_t phases, tiles, pitch;  // of a line; of a phase; units from one phase to the next
   int64_t units;
   int64_t output_blocks, padded_outputs;
+  int64_t group_blocks, depth;  // output blocks that sum over the same channels; how many channels these are
   int64_t plane_stride, sums_stride;  // of a bank; of a plane of sums of a weight gradient
 
   int64_t panel_rows(int64_t units) const { return units + pieces - 1; }
-  int64_t block_floats() const { return source.padded_channels * kLanes; }
+  int64_t depth_blocks() const { return divide_up(depth, kLanes); }
+  int64_t block_floats() const { return depth_blocks() * kLanes * kLanes; }
+  // The first block of source channels that an output block sums over.
+  int64_t source_block(int64_t output_block) const { return output_block / group_blocks * depth_blocks(); }
   int64_t piece_stride() const { return planes * plane_stride; }
   int64_t line_planes() const { return pieces * planes; }  // of a line tap
   int64_t bank_size() const { return line_taps * line_planes() * plane_stride; }

@@ -63,14 +63,38 @@ WNFUSED_INLINE int64_t first_output(const Pieces& geometry, const PieceUnit& uni
   return unit.phase + geometry.dilation.column * kPieceOutputs * unit.tile;
 }
 
-// The patches that `count` units from `first` on meet by a line tap: plane p of block b, row t. Units beyond the last one
-// are zeros. False where all of them lie outside of the map.
+// Blocks of source channels that output blocks [first_block, first_block + blocks) sum over.
+struct SourceBlocks {
+  int64_t first, count;
+};
+
+WNFUSED_INLINE SourceBlocks source_blocks(const Pieces& geometry, int64_t first_block, int64_t blocks) {
+  const int64_t first = geometry.source_block(first_block);
+  return {first, geometry.source_block(first_block + blocks - 1) + geometry.depth_blocks() - first};
+}
+
+// Calls use(b, count, source) for the runs of output blocks [first_block, first_block + blocks) that sum over the same
+// channels: b counts from `first_block`, `source` from the first of all their source blocks.
+template <class Use>
+WNFUSED_INLINE void for_groups(const Pieces& geometry, int64_t first_block, int64_t blocks, const Use& use) {
+  const int64_t source0 = geometry.source_block(first_block);
+  for (int64_t b = 0; b < blocks;) {
+    const int64_t block = first_block + b;
+    const int64_t count = smaller(blocks - b, geometry.group_blocks - block % geometry.group_blocks);
+    use(b, count, geometry.source_block(block) - source0);
+    b += count;
+  }
+}
+
+// The patches that `count` units from `first` on meet by a line tap, of some blocks of channels: plane p of block b, row
+// t. Units beyond the last one are zeros. False where all of them lie outside of the map.
 template <int Taps>
 inline bool gather_patches(const Pieces& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
-                           int64_t line_tap, const Panel& panel) {
+                           int64_t line_tap, const SourceBlocks& blocks, const Panel& panel) {
   constexpr int kPlanes = kPiecePlanes<Taps>;
-  const int64_t channels = geometry.source.padded_channels, blocks = geometry.source.channel_blocks;
+  const int64_t channels = geometry.source.padded_channels;
   const int64_t present = smaller(count, geometry.units - first), plane_stride = panel.plane_stride;
+  map += blocks.first * kLanes;
   PieceUnit unit = piece_unit(geometry, first);
   int64_t line = source_line(geometry, unit.line, line_tap), known = unit.line;
   bool touches = false;
@@ -81,7 +105,7 @@ inline bool gather_patches(const Pieces& geometry, const float* map, const float
     locate_pixels(geometry, geometry.source.width, line, first_output(geometry, unit) + geometry.first.column, places);
     const float* pixels[kPlanes];
     for (int j = 0; j < kPlanes; ++j) pixels[j] = places[j] < 0 ? zeros : map + places[j] * channels;
-    for (int64_t b = 0; b < blocks; ++b) {
+    for (int64_t b = 0; b < blocks.count; ++b) {
       Blocks<kPlanes> patch;
       WNFUSED_UNROLL for (int j = 0; j < kPlanes; ++j) patch.at[j] = load(pixels[j] + b * kLanes);
       patch = PieceTransform<Taps>::input(patch);
@@ -89,7 +113,7 @@ inline bool gather_patches(const Pieces& geometry, const float* map, const float
       WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p) store(target + p * plane_stride, patch.at[p]);
     }
   }
-  clear_rows(panel, kPlanes, blocks, present, panel.rows);
+  clear_rows(panel, kPlanes, blocks.count, present, panel.rows);
   return touches;
 }
 
@@ -127,26 +151,29 @@ inline void pieces_item(const Pieces& geometry, int64_t item, const float* map, 
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.output_blocks - first_block);
   const int64_t rows = round_up_rows(count), planes = geometry.planes;
-  const Panel panel(scratch, geometry.panel_rows(rows), geometry.source.channel_blocks);
+  const SourceBlocks sources = source_blocks(geometry, first_block, blocks);
+  const Panel panel(scratch, geometry.panel_rows(rows), sources.count);
   const Panel product(panel.after(geometry.line_taps * planes).data, rows, blocks);
   bank += first_block * geometry.block_floats();
   PlanePair pairs[kMaxWindowTaps];
   int64_t count_of_pairs = 0, panels = 0;
   for (int64_t l = 0; l < geometry.line_taps; ++l) {
     const Panel own = panel.after(panels * planes);
-    if (!gather_patches<Taps>(geometry, map, zeros, first, geometry.panel_rows(count), l, own)) continue;
+    if (!gather_patches<Taps>(geometry, map, zeros, first, geometry.panel_rows(count), l, sources, own)) continue;
     ++panels;
     for (int64_t c = 0; c < geometry.pieces; ++c)
       pairs[count_of_pairs++] = {own.at(0, 0, c), bank + (l * geometry.pieces + c) * geometry.piece_stride()};
   }
-  const Depth depth{geometry.source.channels / kLanes, geometry.source.channels % kLanes, panel.rows * kLanes};
+  const Depth depth{geometry.depth / kLanes, geometry.depth % kLanes, panel.rows * kLanes};
   for (int64_t p = 0; p < planes; ++p) {
-    multiply_rows(pairs, count_of_pairs, depth, rows, blocks, geometry.block_floats(), product.at(p, 0, 0),
-                  product.rows * kLanes);
-    for (int64_t i = 0; i < count_of_pairs; ++i) {
-      pairs[i].panel += panel.plane_stride;
-      pairs[i].bank += geometry.plane_stride;
-    }
+    for_groups(geometry, first_block, blocks, [&](int64_t b, int64_t group_blocks, int64_t source) {
+      PlanePair group_pairs[kMaxWindowTaps];
+      for (int64_t i = 0; i < count_of_pairs; ++i)
+        group_pairs[i] = {pairs[i].panel + p * panel.plane_stride + source * panel.rows * kLanes,
+                          pairs[i].bank + p * geometry.plane_stride + b * geometry.block_floats()};
+      multiply_rows(group_pairs, count_of_pairs, depth, rows, group_blocks, geometry.block_floats(), product.at(p, b, 0),
+                    product.rows * kLanes);
+    });
   }
   if (!scatter_outputs<Taps>(geometry, product, first, count, first_block, blocks, epilogue))
     poisoned.store(true, std::memory_order_relaxed);

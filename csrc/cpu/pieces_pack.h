@@ -17,7 +17,7 @@ inline void put_pieces(const Pieces& geometry, const float* taps, float* bank) {
     const float* tap[Taps] = {};
     for (int64_t r = 0; r < smaller(Taps, row_taps - first_tap); ++r)
       tap[r] = taps + (geometry.turned ? last - (first + r) : first + r) * stride;
-    for (int64_t k = 0; k < geometry.source.channels * kLanes; k += kLanes) {
+    for (int64_t k = 0; k < geometry.depth * kLanes; k += kLanes) {
       Blocks<Taps> filter;
       WNFUSED_UNROLL for (int r = 0; r < Taps; ++r) filter.at[r] = tap[r] ? load(tap[r] + k) : zero();
       const Blocks<kPlanes> planes = PieceTransform<Taps>::filter(filter);

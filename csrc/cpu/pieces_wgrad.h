@@ -66,7 +66,8 @@ inline void pieces_gradient_item(const Pieces& geometry, int64_t item, const flo
   const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.output_blocks - first_block);
   const int64_t begin = slice * geometry.wgrad_slice_units;
   const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
-  const Panel panel(scratch, geometry.panel_rows(rows), geometry.source.channel_blocks);
+  const SourceBlocks sources = source_blocks(geometry, first_block, blocks);
+  const Panel panel(scratch, geometry.panel_rows(rows), sources.count);
   const Panel gradients(panel.after(planes).data, rows, blocks);
   float* sums = gradients.after(planes).data;
   __builtin_memset(sums, 0, geometry.line_taps * geometry.line_planes() * geometry.sums_stride * sizeof(float));
@@ -76,13 +77,15 @@ inline void pieces_gradient_item(const Pieces& geometry, int64_t item, const flo
     const int64_t count = smaller(rows, end - first);
     gather_output_gradients<Taps>(geometry, dy, first, count, first_block, blocks, gradients, bias);
     for (int64_t l = 0; l < geometry.line_taps; ++l) {
-      if (!gather_patches<Taps>(geometry, x, zeros, first, geometry.panel_rows(count), l, panel)) continue;
+      if (!gather_patches<Taps>(geometry, x, zeros, first, geometry.panel_rows(count), l, sources, panel)) continue;
       float* plane = sums + l * geometry.line_planes() * geometry.sums_stride;
       for (int64_t c = 0; c < geometry.pieces; ++c)
         for (int64_t p = 0; p < planes; ++p, plane += geometry.sums_stride)
-          for (int64_t b = 0; b < geometry.source.channel_blocks; ++b)
-            multiply_outer(panel.at(p, b, c), gradients.at(p, 0, 0), gradients.rows * kLanes, count, blocks, true,
-                           plane + b * kLanes * kLanes, geometry.block_floats());
+          for_groups(geometry, first_block, blocks, [&](int64_t b, int64_t group_blocks, int64_t source) {
+            for (int64_t i = 0; i < geometry.depth_blocks(); ++i)
+              multiply_outer(panel.at(p, source + i, c), gradients.at(p, b, 0), gradients.rows * kLanes, count, group_blocks,
+                             true, plane + b * geometry.block_floats() + i * kLanes * kLanes, geometry.block_floats());
+          });
     }
   }
   reduce_pieces<Taps>(geometry, sums, slice, first_block, blocks, banks);
