@@ -147,12 +147,15 @@ class DilatedBlock(nn.Module):
 
 
 class Vocoder(nn.Module):
-    """80 mel bands to 256 times as many samples: the generator of Kong et al. 2020 (HiFi-GAN), version 2."""
+    """80 mel bands to 256 times as many samples: the generator of Kong et al. 2020 (HiFi-GAN), of ``width`` channels.
 
-    def __init__(self) -> None:
+    Its version 1 has 512, version 2 128.
+    """
+
+    def __init__(self, width: int = 128) -> None:
         super().__init__()
-        self.stem = nn.Conv1d(80, 128, 7, 1, 3)
-        widths = [64, 32, 16, 8]
+        self.stem = nn.Conv1d(80, width, 7, 1, 3)
+        widths = [width // 2, width // 4, width // 8, width // 16]
         self.ups = nn.ModuleList(
             nn.ConvTranspose1d(2 * width, width, 2 * up, up, up // 2)
             for width, up in zip(widths, (8, 8, 2, 2), strict=True)
@@ -161,7 +164,7 @@ class Vocoder(nn.Module):
             nn.ModuleList(nn.Sequential(*(DilatedBlock(width, k, d) for d in (1, 3, 5))) for k in (3, 7, 11))
             for width in widths
         )
-        self.last = nn.Conv1d(8, 1, 7, 1, 3)
+        self.last = nn.Conv1d(widths[-1], 1, 7, 1, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -280,6 +283,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "MobileNet": MobileNet,
     "ConvNeXt": ConvNeXt,
     "vocoder": Vocoder,
+    "vocoder of 512 channels": partial(Vocoder, 512),
     "discriminator": Discriminator,
     "temporal network": TemporalNetwork,
     "U-Net of volumes": UNet3d,

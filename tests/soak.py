@@ -251,7 +251,7 @@ def conv(draw: random.Random, dtype: torch.dtype) -> None:
 
 
 def own_layer(draw: random.Random, method: str) -> None:
-    """A layer that ``method`` takes from the vendor's library; summed directly, also a transposed or a depthwise one."""
+    """A layer that ``method`` takes from the vendor's library; directly, also a transposed or a depthwise one."""
     while True:
         case = conv3x3(draw) if method.startswith("winograd") else window(draw)
         if min(case.output_size) > 0 and own_conv.method_of(case) == method:

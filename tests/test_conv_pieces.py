@@ -107,8 +107,12 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(*counts, size, kernel, (1,) * dims, padding, dilation, groups=groups)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture,
-                                                                                   HealthCheck.filter_too_much])  # fmt: skip
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
 @given(
     case=cases(),
     layout=st.sampled_from(sorted(LAYOUTS)),
@@ -162,9 +166,17 @@ def test_zero_rows_and_gains(isa, case):
         Case(2, 16, 16, (8, 8), (3, 3), (1, 1), (3, 1), (1, 1)),
         Case(2, 16, 16, (8, 8), (3, 1), (1, 1), (1, 1), (1, 1)),
     ],
-    ids=["padding beyond the kernel", "2 taps", "thin", "short phases", "stride", "groups of 8 channels", "rows of padding",
-         "padded columns"],
-)  # fmt: skip
+    ids=[
+        "padding beyond the kernel",
+        "2 taps",
+        "thin",
+        "short phases",
+        "stride",
+        "groups of 8 channels",
+        "rows of padding",
+        "padded columns",
+    ],
+)
 def test_what_is_summed_directly(case):
     assert method_of(case) == "direct"
 

@@ -305,9 +305,9 @@ bool fill_blocks(const ConvShape& shape) {
   return outputs % kLanes == 0 && (inputs % kLanes == 0 || (2 * inputs == kLanes && shape.groups % 2 == 0));
 }
 
-// Layers over three dims that the vendor sums directly as fast and whose weights' gradient it finds faster (measured on
-// Zen 4: 1.0 and 0.8 to 0.95 of its speed here): stride 1, some channels, more taps than one. A single small volume it
-// unfolds, at a third of that speed.
+// Of sums over taps, those over three dims that the vendor makes as fast and whose weights' gradient it finds faster
+// (measured on Zen 4: 1.0 and 0.8 to 0.95 of its speed here): stride 1, some channels, more taps than one. A single small
+// volume it unfolds, at a third of that speed.
 bool suits_vendor(const ConvShape& shape) {
   constexpr int64_t kUnfolded = 20480;  // channels x levels x rows, torch's own bound
   const bool unfolds = shape.images == 1 && shape.inputs * shape.size.level * shape.size.row <= kUnfolded;
@@ -374,10 +374,9 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
       return weights <= weights_a_row() * tiles ? std::optional(method) : std::nullopt;
     }
   }
-  const bool pieces = !transposed && suits_pieces(shape);
-  if (!transposed && !thin && !pieces && suits_vendor(shape)) return std::nullopt;
-  if (weights > weights_a_row() * output.pixels()) return std::nullopt;
-  return pieces ? Method::kPieces : Method::kDirect;
+  const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
+  if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;
+  return weights <= weights_a_row() * output.pixels() ? std::optional(method) : std::nullopt;
 }
 
 bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {

@@ -9,7 +9,8 @@
 //
 //   Winograd   3x3, over three dims 3x3x3 or 1x3x3, that keep the size of maps which are not tiny: the stage's
 //              convolution, `Geometry`
-//   pieces     stride 1 over one dim, three taps and more: Winograd's method again, `Pieces` (pieces.h)
+//   pieces     stride 1, three columns and more, or one: Winograd's method along the lines of the map, `Pieces`
+//              (pieces.h)
 //   direct     every other window: `Window` (window.h), or `Depthwise` (depthwise.h)
 //
 // A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v

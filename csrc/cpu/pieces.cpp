@@ -43,8 +43,8 @@ Cut cut_of(int64_t taps, int64_t width, int64_t dilation) {
   return cut;
 }
 
-// Stride 1, whole blocks in a group, and no output that lies wholly in the padding: what is exactly 0 there, and has no gradient behind
-// a ReLU, would be rounded.
+// Stride 1, whole blocks in a group, and no output that lies wholly in the padding: what is exactly 0 there, and has no
+// gradient behind a ReLU, would be rounded.
 bool has_pieces(const ConvShape& shape) {
   const auto reaches_map = [&](int64_t Triple::*at) {
     const int64_t kernel = shape.kernel.*at, dilation = shape.dilation.*at;

@@ -30,12 +30,12 @@ namespace wnfused::cpu {
 constexpr int64_t kPieceOutputs = 4;
 
 struct Pieces : Division {
-  Window direct;            // the same as a sum over taps: its weights are packed, and its gradient is finished, as theirs
+  Window direct;  // the same as a sum over taps, whose way of packing weights and of finishing their gradient it shares
   MapShape source, target;
   Triple source_size, target_size;
   Triple kernel, dilation;
-  Triple first;   // where the first tap of a map's first output is
-  bool turned;    // the last tap first: a data gradient
+  Triple first;  // where the first tap of a map's first output is
+  bool turned;   // the last tap first: a data gradient
   int64_t piece_taps, planes, pieces, line_taps;
   int64_t phases, tiles, pitch;  // of a line; of a phase; units from one phase to the next
   int64_t units;

@@ -42,8 +42,9 @@ WNFUSED_INLINE void advance(const Pieces& geometry, PieceUnit& unit) {
 WNFUSED_INLINE int64_t source_line(const Pieces& geometry, int64_t line, int64_t line_tap) {
   const Triple &from = geometry.source_size, &to = geometry.target_size;
   const int64_t image = line / (to.level * to.row), within = line % (to.level * to.row);
-  const int64_t level = within / to.row + geometry.first.level + line_tap / geometry.kernel.row * geometry.dilation.level;
-  const int64_t row = within % to.row + geometry.first.row + line_tap % geometry.kernel.row * geometry.dilation.row;
+  const int64_t level_tap = line_tap / geometry.kernel.row, row_tap = line_tap % geometry.kernel.row;
+  const int64_t level = within / to.row + geometry.first.level + level_tap * geometry.dilation.level;
+  const int64_t row = within % to.row + geometry.first.row + row_tap * geometry.dilation.row;
   const bool inside = level >= 0 && level < from.level && row >= 0 && row < from.row;
   return inside ? (image * from.level + level) * from.row + row : -1;
 }

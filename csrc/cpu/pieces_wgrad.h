@@ -10,7 +10,7 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Gradients of the outputs of `count` units, for output blocks [first_block, first_block + blocks), added to `bias`, too.
+// Gradients of the outputs of `count` units, of output blocks [first_block, first_block + blocks), added to `bias`, too.
 template <int Taps>
 inline void gather_output_gradients(const Pieces& geometry, const float* map, int64_t first, int64_t count,
                                     int64_t first_block, int64_t blocks, const Panel& panel, Block* bias) {
@@ -40,7 +40,8 @@ template <int Taps>
 inline void reduce_pieces(const Pieces& geometry, const float* sums, int64_t slice, int64_t first_block, int64_t blocks,
                           float* banks) {
   constexpr int kPlanes = kPiecePlanes<Taps>;
-  const int64_t floats = geometry.block_floats(), stride = geometry.direct.plane_stride, row_taps = geometry.kernel.column;
+  const int64_t floats = geometry.block_floats(), stride = geometry.direct.plane_stride;
+  const int64_t row_taps = geometry.kernel.column;
   for (int64_t i = 0; i < geometry.line_taps * geometry.pieces; ++i, sums += kPlanes * geometry.sums_stride) {
     const int64_t first_tap = i % geometry.pieces * Taps, taps = smaller(Taps, row_taps - first_tap);
     for (int64_t b = 0; b < blocks; ++b) {
@@ -55,6 +56,18 @@ inline void reduce_pieces(const Pieces& geometry, const float* sums, int64_t sli
       }
     }
   }
+}
+
+// Adds the products of a panel, for one piece, to its planes of sums.
+inline void add_piece(const Pieces& geometry, const Panel& panel, const Panel& gradients, int64_t piece, int64_t count,
+                      int64_t first_block, int64_t blocks, float* sums) {
+  const int64_t floats = geometry.block_floats();
+  for (int64_t p = 0; p < geometry.planes; ++p, sums += geometry.sums_stride)
+    for_groups(geometry, first_block, blocks, [&](int64_t b, int64_t group_blocks, int64_t source) {
+      for (int64_t i = 0; i < geometry.depth_blocks(); ++i)
+        multiply_outer(panel.at(p, source + i, piece), gradients.at(p, b, 0), gradients.rows * kLanes, count,
+                       group_blocks, true, sums + b * floats + i * kLanes * kLanes, floats);
+    });
 }
 
 // Item `item` of a weight gradient: one slice of units, one group of output blocks.
@@ -78,14 +91,9 @@ inline void pieces_gradient_item(const Pieces& geometry, int64_t item, const flo
     gather_output_gradients<Taps>(geometry, dy, first, count, first_block, blocks, gradients, bias);
     for (int64_t l = 0; l < geometry.line_taps; ++l) {
       if (!gather_patches<Taps>(geometry, x, zeros, first, geometry.panel_rows(count), l, sources, panel)) continue;
-      float* plane = sums + l * geometry.line_planes() * geometry.sums_stride;
-      for (int64_t c = 0; c < geometry.pieces; ++c)
-        for (int64_t p = 0; p < planes; ++p, plane += geometry.sums_stride)
-          for_groups(geometry, first_block, blocks, [&](int64_t b, int64_t group_blocks, int64_t source) {
-            for (int64_t i = 0; i < geometry.depth_blocks(); ++i)
-              multiply_outer(panel.at(p, source + i, c), gradients.at(p, b, 0), gradients.rows * kLanes, count, group_blocks,
-                             true, plane + b * geometry.block_floats() + i * kLanes * kLanes, geometry.block_floats());
-          });
+      float* piece_sums = sums + l * geometry.line_planes() * geometry.sums_stride;
+      for (int64_t c = 0; c < geometry.pieces; ++c, piece_sums += planes * geometry.sums_stride)
+        add_piece(geometry, panel, gradients, c, count, first_block, blocks, piece_sums);
     }
   }
   reduce_pieces<Taps>(geometry, sums, slice, first_block, blocks, banks);
