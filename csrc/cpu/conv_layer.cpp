@@ -27,16 +27,17 @@ const ConvKernels<G>& kernels(bool transposed) {
 #if defined(__x86_64__)
   switch (active_isa()) {
     case Isa::kAvx512:
-      return chosen(avx512::winograd_kernels, avx512::pieces_kernels, avx512::depthwise_kernels, avx512::direct_kernels,
-                    avx512::transposed_kernels);
+      return chosen(avx512::winograd_kernels, avx512::pieces_kernels, avx512::depthwise_kernels,
+                    avx512::direct_kernels, avx512::transposed_kernels);
     case Isa::kAvx2:
-      return chosen(avx2::winograd_kernels, avx2::pieces_kernels, avx2::depthwise_kernels, avx2::direct_kernels, avx2::transposed_kernels);
+      return chosen(avx2::winograd_kernels, avx2::pieces_kernels, avx2::depthwise_kernels,
+                    avx2::direct_kernels, avx2::transposed_kernels);
     default:
       break;
   }
 #endif
-  return chosen(portable::winograd_kernels, portable::pieces_kernels, portable::depthwise_kernels, portable::direct_kernels,
-                portable::transposed_kernels);
+  return chosen(portable::winograd_kernels, portable::pieces_kernels, portable::depthwise_kernels,
+                portable::direct_kernels, portable::transposed_kernels);
 }
 
 // Waking a worker costs what so many multiply-adds do.
@@ -53,7 +54,7 @@ G geometry_of(const ConvLayer& layer, bool back, bool backward) {
   const ConvShape& shape = layer.shape;
   const int64_t workers = workers_for(shape);
   if constexpr (std::is_same_v<G, Depthwise>) {
-    return make_depthwise(shape, back, backward ? backward_pieces(shape) : forward_pieces(workers));
+    return make_depthwise(shape, back, backward ? backward_shares(shape) : forward_shares(workers));
   } else if constexpr (std::is_same_v<G, Pieces>) {
     return make_pieces(shape, back, workers);
   } else if constexpr (std::is_same_v<G, Window>) {
@@ -110,8 +111,10 @@ void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
 int64_t source_size(const Geometry& geometry) { return geometry.map_size(); }
 int64_t source_size(const Pieces& geometry) { return geometry.source.map_size(); }
 int64_t source_size(const Window& window) { return window.padded_size(); }
-bool has_border(const Geometry&) { return false; }
-bool has_border(const Pieces&) { return false; }
+template <class G>
+bool has_border(const G&) {
+  return false;
+}
 bool has_border(const Window& window) { return window.has_border(); }
 
 // Takes a map that would be copied for its ragged channels alone.
@@ -121,8 +124,8 @@ void take_in_place(LayerMap& map) {
 }
 
 // A map that is read needs the border; one that suits the items needs no copy.
-void choose_source_access(Geometry&, LayerMap&) {}
-void choose_source_access(Pieces&, LayerMap&) {}
+template <class G>
+void choose_source_access(G&, LayerMap&) {}
 void choose_source_access(Window& window, LayerMap& map) {
   if (window.has_border()) {
     map.access = Access::kCopy;
@@ -134,8 +137,8 @@ void choose_source_access(Window& window, LayerMap& map) {
   }
 }
 
-void choose_target_access(Geometry&, LayerMap&, LayerMap&) {}
-void choose_target_access(Pieces&, LayerMap&, LayerMap&) {}
+template <class G>
+void choose_target_access(G&, LayerMap&, LayerMap&) {}
 void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) {
   if (!target.is_copied()) return;
   if (target.dense && !residual.given.data) {
@@ -149,8 +152,8 @@ void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) 
 }
 
 // .. for the weight gradient.
-void choose_gradient_access(Geometry&, bool, LayerMap&) {}
-void choose_gradient_access(Pieces&, bool, LayerMap&) {}
+template <class G>
+void choose_gradient_access(G&, bool, LayerMap&) {}
 void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
   if (window.has_border()) {
     x.access = Access::kCopy;

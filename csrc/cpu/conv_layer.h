@@ -109,8 +109,7 @@ extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 
 // How these kernels take a layer and its gradients, where they are faster than the vendor's (bench/NOTES.md has the
-// measurements): one of the stage's Winograd methods, kPieces or
-// kDirect.
+// measurements): one of the stage's Winograd methods, kPieces or kDirect.
 std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed);
 
 // Maps, x and those of the calls below, have lines at equal distances. shape: of a transposed layer, the convolution

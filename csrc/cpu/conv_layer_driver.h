@@ -22,18 +22,23 @@ inline Epilogue<float> layer_epilogue(const WindowMaps& maps) {
   return epilogue;
 }
 
-// What the phases are made of, by the stage's convolution ..
-struct WinogradParts {
-  using G = Geometry;
+// What the phases are made of: of maps without a border ..
+template <class Shape>
+struct PlainMapParts {
+  using G = Shape;
   static constexpr bool kTransposed = false;
 
-  static int64_t row_floats(const G& geometry) { return geometry.channels * geometry.taps(); }
   static bool has_border(const G&) { return false; }
   static void put(const G&, const PixelRun&, const float*, float*) {}
 
   static void read(const G&, const MapShape& shape, const ExternalMap& given, int64_t item, float* map, float*) {
     read_map(shape, given, item, map);
   }
+};
+
+// .. by the stage's convolution ..
+struct WinogradParts : PlainMapParts<Geometry> {
+  static int64_t row_floats(const G& geometry) { return geometry.channels * geometry.taps(); }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
     with_level_taps(job.geometry, [&](auto taps) { pack_forward<taps>(job, 0, block, bank, norm, scratch); });
@@ -74,17 +79,8 @@ struct WinogradParts {
 };
 
 // .. by pieces of a kernel ..
-struct PiecesParts {
-  using G = Pieces;
-  static constexpr bool kTransposed = false;
-
+struct PiecesParts : PlainMapParts<Pieces> {
   static int64_t row_floats(const G& geometry) { return geometry.direct.depth * geometry.direct.planes; }
-  static bool has_border(const G&) { return false; }
-  static void put(const G&, const PixelRun&, const float*, float*) {}
-
-  static void read(const G&, const MapShape& shape, const ExternalMap& given, int64_t item, float* map, float*) {
-    read_map(shape, given, item, map);
-  }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
     const G& geometry = job.geometry;

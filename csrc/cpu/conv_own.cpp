@@ -41,7 +41,7 @@ bool is_large_first_layer(const ConvLayer& layer) {
          shape.images * shape.outputs * shape.output_size().product() > kLargeMap;
 }
 
-// v in an order of rows that the Winograd methods know.
+// v in an order of rows that the method knows: the stage's Winograd is particular.
 Tensor rows_for(const ConvLayer& layer) {
   const Tensor& v = layer.v;
   const bool flat = v.dim() < 5 && v.size(1) % kLanes == 0;

@@ -81,9 +81,9 @@ Region Depthwise::reach(const Region& region) const {
           reached(region.columns, source_step.column, target_step.column, first_tap.column, last_tap.column)};
 }
 
-int64_t forward_pieces(int64_t workers) { return workers > 1 ? 4 * workers : 1; }
+int64_t forward_shares(int64_t workers) { return workers > 1 ? 4 * workers : 1; }
 
-int64_t backward_pieces(const ConvShape& shape) {
+int64_t backward_shares(const ConvShape& shape) {
   // Vectors of products that a piece has at least; a slice's sums are few.
   constexpr int64_t kWork = 1 << 14, kMostPieces = 64;
   const int64_t work =

@@ -45,8 +45,8 @@ struct Depthwise : Window {
 };
 
 // How many items the work should be cut into. The backward's depends on the shape alone: it fixes the order of sums.
-int64_t forward_pieces(int64_t workers);
-int64_t backward_pieces(const ConvShape& shape);
+int64_t forward_shares(int64_t workers);
+int64_t backward_shares(const ConvShape& shape);
 
 // Whether what an item holds of its maps is no more than some megabytes: not with very wide windows or borders.
 bool has_small_tiles(const ConvShape& shape);

@@ -10,7 +10,7 @@
 //   4 taps    +-1/4, +-7/8, +-2           7 instead of 16
 //   5 taps    0, +-1/2, +-1, +-2          8 instead of 20
 //
-// the multiples of 1/8 that round least: 2 to 3 times the error of a direct sum (bench/winograd_error.py). B' has the
+// of the sets tried those that round least: 2 to 3.2 times the error of a direct sum (bench/winograd_error.py). B' has the
 // row prod (x - other points) for each point, G what that leaves of Lagrange's denominators.
 //
 // With a point r and its negative, even and odd parts are shared: p(r) = e + r o, p(-r) = e - r o.
@@ -43,7 +43,7 @@ class ThreePairs {
     // .. of the two others.
     constexpr float other_sum(int i) const { return of((i + 1) % kPairs) + of((i + 2) % kPairs); }
     constexpr float other_product(int i) const { return of((i + 1) % kPairs) * of((i + 2) % kPairs); }
-    // 1 / product of the differences to the other points, those of 0 left out.
+    // 1 / product of the differences to the other points, but for 0, whose factor is the point itself.
     constexpr float scale(int i) const {
       return 1.0f / (2.0f * point[i] * (of(i) - of((i + 1) % kPairs)) * (of(i) - of((i + 2) % kPairs)));
     }
@@ -63,7 +63,7 @@ class ThreePairs {
     return times_add(-at.product(), a, times_add(at.pairs(), b, times_add(-at.sum(), c, d)));
   }
 
-  // Four outputs of the pairs' products, which begin at `m`, the last one with infinity's.
+  // Four outputs of the pairs' products, which begin at `m`; infinity's is added to the last one.
   static WNFUSED_INLINE Blocks<4> pair_outputs(const Squares& at, const Block* m, const Block& infinite) {
     Block sum[kPairs], difference[kPairs];
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {

@@ -5,9 +5,10 @@
 namespace wnfused::cpu {
 namespace {
 
-constexpr Triple kOnes{1, 1, 1}, kZeros{0, 0, 0};
+constexpr Triple kOnes{1, 1, 1};
 
-// The same layer with the rows of its map end to end in one line, and levels as rows. The kernel has one column.
+// The same layer with the rows of its map end to end in one line, and levels as rows. The kernel has one column, and no
+// stride.
 ConvShape laid_end_to_end(const ConvShape& shape) {
   const int64_t width = shape.size.column;
   const auto moved = [](const Triple& at, int64_t level, int64_t factor) {
@@ -16,13 +17,12 @@ ConvShape laid_end_to_end(const ConvShape& shape) {
   ConvShape line = shape;
   line.size = moved(shape.size, 1, width);
   line.kernel = moved(shape.kernel, 1, 1);
-  line.stride = moved(shape.stride, 1, 1);
   line.padding = moved(shape.padding, 0, width);
   line.dilation = moved(shape.dilation, 1, width);
   return line;
 }
 
-// As a sum of convolutions along lines.
+// As a sum of convolutions along lines, without a stride.
 ConvShape along_lines(ConvShape shape) {
   for (int i = 0; i < 2 && shape.kernel.column == 1 && shape.padding.column == 0; ++i) shape = laid_end_to_end(shape);
   return shape;
@@ -43,8 +43,8 @@ Cut cut_of(int64_t taps, int64_t width, int64_t dilation) {
   return cut;
 }
 
-// Stride 1, whole blocks in a group, and no output that lies wholly in the padding: what is exactly 0 there, and has no
-// gradient behind a ReLU, would be rounded.
+// Whether these kernels take a layer along lines: whole blocks in a group, and no output that lies wholly in the padding,
+// since what is exactly 0 there, and has no gradient behind a ReLU, would be rounded.
 bool has_pieces(const ConvShape& shape) {
   const auto reaches_map = [&](int64_t Triple::*at) {
     const int64_t kernel = shape.kernel.*at, dilation = shape.dilation.*at;
@@ -52,11 +52,11 @@ bool has_pieces(const ConvShape& shape) {
   };
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
   const bool whole = shape.groups == 1 || (inputs % kLanes == 0 && outputs % kLanes == 0);
-  return whole && shape.stride == kOnes && shape.kernel.column >= 3 && reaches_map(&Triple::level) &&
+  return whole && shape.kernel.column >= 3 && reaches_map(&Triple::level) &&
          reaches_map(&Triple::row) && reaches_map(&Triple::column) && !shape.has_thin_input();
 }
 
-// Of a layer's outputs and taps along one dim: how many pairs meet the map.
+// Of a layer's outputs and taps along one dim, stride 1: how many pairs meet the map.
 int64_t meetings(const ConvShape& shape, const Triple& outputs, int64_t Triple::*at) {
   int64_t count = 0;
   for (int64_t k = 0; k < shape.kernel.*at; ++k) {
@@ -79,10 +79,12 @@ int64_t rows_that_stay(const Pieces& geometry) {
 }  // namespace
 
 bool suits_pieces(const ConvShape& given) {
+  if (!(given.stride == kOnes)) return false;
   const ConvShape shape = along_lines(given);
   if (!has_pieces(shape)) return false;
-  // Multiply-adds in units of C^2; what a plane of the bank costs to pack and to finish as if it were rows more. A sum
-  // over taps position by position leaves out those that meet no pixel.
+  // Rows of C^2 multiply-adds, and what a plane of the bank costs to pack and to finish as if it were rows more: there
+  // must be a tenth less, for the transforms. A sum over taps position by position leaves out those that meet no pixel;
+  // others multiply by the border.
   constexpr int64_t kPack = 6;
   const Triple size = shape.output_size();
   const Cut cut = cut_of(shape.kernel.column, size.column, shape.dilation.column);
@@ -129,9 +131,9 @@ Pieces make_pieces(const ConvShape& given, bool back, int64_t workers) {
   geometry.direct.plane_stride = geometry.block_floats() + kLanes;
 
   constexpr int64_t kStay = 2, kStayingRows = 32;
-  const int64_t rows = rows_that_stay(geometry);
-  const Work work{geometry.output_blocks, geometry.bank_size(), geometry.source.map_size(), rows, kStayingRows, workers,
-                  kStay};
+  const int64_t most = rows_that_stay(geometry);
+  const Work work{geometry.output_blocks,       geometry.bank_size(), geometry.source.map_size(), most,
+                  std::min(most, kStayingRows), workers,              kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, 2 * kLanes * geometry.depth_blocks(), geometry);
   geometry.sums_stride = geometry.wgrad_group_blocks * geometry.block_floats() + kLanes;

@@ -53,7 +53,7 @@ struct Pieces : Division {
   int64_t bank_size() const { return line_taps * line_planes() * plane_stride; }
   // Of the taps of an output block.
   int64_t direct_floats() const { return direct.bank_size(); }
-  int64_t gradient_size() const { return output_blocks * direct_floats(); }  // of a slice
+  int64_t gradient_size() const { return output_blocks * direct_floats(); }  // what one slice adds
   int64_t gradient_offset(int64_t output_block, int64_t slice) const {
     return (output_block * wgrad_slices + slice) * direct_floats();
   }

@@ -88,7 +88,7 @@ WNFUSED_INLINE void for_groups(const Pieces& geometry, int64_t first_block, int6
 }
 
 // The patches that `count` units from `first` on meet by a line tap, of some blocks of channels: plane p of block b, row
-// t. Units beyond the last one are zeros. False where all of them lie outside of the map.
+// t. Units beyond the last one are zeros. False where none of them has a line of the map.
 template <int Taps>
 inline bool gather_patches(const Pieces& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                            int64_t line_tap, const SourceBlocks& blocks, const Panel& panel) {

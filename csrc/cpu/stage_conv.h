@@ -30,7 +30,7 @@ struct Panel {
   int64_t plane_stride;
 
   Panel(float* data, int64_t rows, int64_t blocks)
-      : data(data), rows(rows), plane_stride(blocks * rows * kLanes + kLanes) {}
+      : data(data), rows(rows), plane_stride((blocks * rows | 1) * kLanes) {}
 
   float* at(int64_t plane, int64_t block, int64_t row) const {
     return data + plane * plane_stride + (block * rows + row) * kLanes;
