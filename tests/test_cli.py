@@ -394,3 +394,14 @@ def test_bench_without_a_checkout(
 ) -> None:
     monkeypatch.setattr(wnfused, "__file__", str(tmp_path / "site-packages" / "wnfused" / "__init__.py"))
     assert "the benchmarks come with the source" in refused(capsys, "bench")
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As ``wnfused info | head -1``."""
+    command = [sys.executable, "-m", "wnfused", "info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -45,9 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings(), sigterm_raises():
             warnings.showwarning = _show_warning
-            return run(**options)
+            status = run(**options)
+            sys.stdout.flush()
+            return status
     except wrong as error:
         return _fail(command, error, USAGE)
+    except BrokenPipeError:
+        # Whoever read the output has gone, as `head` goes; at exit the rest of it has nowhere to be written, either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         return _fail(command, error, 1)
     except KeyboardInterrupt as interrupt:
