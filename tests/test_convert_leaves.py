@@ -1,6 +1,8 @@
 """What ``convert`` cannot replace stays as it is and is named with the reason."""
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import wnfused
-from wnfused import WNConv2d, WNLinear
+from wnfused import WNConv2d, WNConv3d, WNLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,6 +118,42 @@ def test_a_subclass_that_only_has_a_constructor_is_replaced():
     wnfused.fold(model)
     assert [type(m) for m in model] == [nn.Conv2d] * 3
     torch.testing.assert_close(model(x), expected)
+
+
+class Strided(nn.Conv3d):
+    """As torchvision's video networks have them."""
+
+    def __init__(self, channels, stride=1):
+        super().__init__(channels, channels, 3, stride, padding=1)
+
+    @staticmethod
+    def get_downsample_stride(stride):
+        return stride, stride, stride
+
+
+def test_static_methods_of_a_subclass_go_with_the_layer():
+    model, x = nn.Sequential(old(Strided(4)), Strided(4, 2)), torch.randn(1, 4, 2, 5, 5)
+    expected = model(x)
+    wnfused.convert(model, plain=True)
+    for layers in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert [type(m) for m in layers] == [WNConv3d] * 2
+        assert layers[1].get_downsample_stride(2) == (2, 2, 2)
+        torch.testing.assert_close(layers(x), expected)
+    wnfused.fold(model)
+    assert [type(m) for m in model] == [nn.Conv3d] * 2
+    assert model[0].get_downsample_stride(3) == (3, 3, 3)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_static_method_that_overrides_one_is_a_change(caplog):
+    class Halved(nn.Linear):
+        @staticmethod
+        def forward(x):
+            return x / 2
+
+    assert left_alone(Halved(4, 4), caplog, plain=True) == [
+        "the model: left alone, Halved is a subclass of Linear with its own forward"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,30 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def additions(kind: type[nn.Module], known: Collection[type[nn.Module]]) -> tuple[type[nn.Module], list[str]] | None:
-    """The known class that ``kind`` is or extends, and the names that it adds or overrides besides a constructor."""
-    names: set[str] = set()
+    """The known class that ``kind`` is or extends, and the names that it adds or overrides besides a constructor.
+
+    Functions that belong to a class but know no instance of it do not count, unless they override something.
+    """
+    names: dict[str, Any] = {}
     for parent in kind.__mro__:
         if parent in known:
-            return parent, sorted(names)
-        names |= set(vars(parent)) - _CONSTRUCTOR_ONLY
+            return parent, sorted(n for n, value in names.items() if not _is_static(value) or hasattr(parent, n))
+        names = {n: value for n, value in vars(parent).items() if n not in _CONSTRUCTOR_ONLY} | names
     return None
+
+
+def _is_static(value: Any) -> bool:
+    return isinstance(value, (staticmethod, classmethod))
+
+
+def _static_methods(module: nn.Module) -> dict[str, Any]:
+    """Those that the module's class adds to torch's, or to this package's."""
+    names: set[str] = set()
+    for parent in class_of(module).__mro__:
+        if parent.__module__.partition(".")[0] in ("torch", "wnfused"):
+            break
+        names |= {n for n, value in vars(parent).items() if n not in _CONSTRUCTOR_ONLY and _is_static(value)}
+    return {n: getattr(module, n) for n in sorted(names)}
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -95,6 +112,7 @@ def twin(old: nn.Module, kind: type[nn.Module], *, without: Collection[str] = ()
     """
     new = kind.__new__(kind)
     nn.Module.__init__(new)
+    new.__dict__.update(_static_methods(old))
     new.__dict__.update({name: value for name, value in own_attributes(old).items() if name not in without})
     for table in ("_parameters", "_buffers", "_modules"):
         kept = {name: value for name, value in old.__dict__[table].items() if name not in without}

@@ -61,7 +61,8 @@ def convert(
     """Replaces torch's weight-normalised layers by this package's; the function computed stays the same.
 
     Taken are ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.parametrizations.weight_norm`` on ``nn.Linear``,
-    ``nn.Conv1d/2d/3d`` and ``nn.ConvTranspose1d/2d/3d``, and on subclasses of these that add only a constructor.
+    ``nn.Conv1d/2d/3d`` and ``nn.ConvTranspose1d/2d/3d``, and on subclasses of these that add only a constructor
+    or static and class methods.
     Parameters are carried over as the objects they are, so an optimiser that holds them goes on; so are buffers,
     attributes, hooks of every kind, training mode, shared modules and tied weights.
 

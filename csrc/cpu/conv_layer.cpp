@@ -355,7 +355,7 @@ std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<
 }  // namespace
 
 std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed) {
-  if (!shape.is_sound()) return std::nullopt;
+  if (!shape.is_sound() || !shape.fits_window()) return std::nullopt;
   const Triple size = shape.output_size();
   const MapShape input = map_of_size(shape.images, shape.inputs, shape.size);
   const MapShape output = map_of_size(shape.images, shape.outputs, size);

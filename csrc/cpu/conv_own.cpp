@@ -4,22 +4,6 @@
 namespace wnfused::cpu {
 namespace {
 
-// The layer as conv_layer.h describes one; nothing where that has no word for it.
-std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const bool known = x.size(1) == v.size(1) * at.groups && x.scalar_type() == ScalarType::Float &&
-                     v.scalar_type() == ScalarType::Float;
-  if (!known) return std::nullopt;
-  return ConvShape{x.size(0),
-                   x.size(1),
-                   v.size(0),
-                   triple_of(x.sizes(), 2, 1),
-                   triple_of(v.sizes(), 2, 1),
-                   triple_of(at.stride, 0, 1),
-                   triple_of(at.padding, 0, 0),
-                   triple_of(at.dilation, 0, 1),
-                   at.groups};
-}
-
 // Kernels of this library that run the layer; nothing where that is left to the vendor's.
 std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at) {
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
@@ -52,6 +36,21 @@ Tensor rows_for(const ConvLayer& layer) {
 
 }  // namespace
 
+std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
+  const bool known = x.size(1) == v.size(1) * at.groups && x.scalar_type() == ScalarType::Float &&
+                     v.scalar_type() == ScalarType::Float;
+  if (!known) return std::nullopt;
+  return ConvShape{x.size(0),
+                   x.size(1),
+                   v.size(0),
+                   triple_of(x.sizes(), 2, 1),
+                   triple_of(v.sizes(), 2, 1),
+                   triple_of(at.stride, 0, 1),
+                   triple_of(at.padding, 0, 0),
+                   triple_of(at.dilation, 0, 1),
+                   at.groups};
+}
+
 void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
   const size_t spatial = static_cast<size_t>(v.dim()) - 2;
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv: x and v must have 3, 4 or 5 dims");
@@ -81,7 +80,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   const std::optional<ConvLayer> found = own_layer(x, v, conv.at);
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
-  const bool last = suggests_channels_last(x) || suggests_channels_last(v);
+  const bool last = gives_channels_last(conv);
   const bool passes = conv.activation != Activation::kNone || residual;
   if (is_large_first_layer(*found) && !(last && passes)) return std::nullopt;
   const Tensor y = empty_map(map_sizes(shape.images, shape.outputs, shape.output_size(), v.dim()), last);
@@ -100,7 +99,7 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   const std::optional<ConvLayer> found = ours ? own_layer(x, v, conv.at) : std::nullopt;
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
-  const bool last = suggests_channels_last(x) || suggests_channels_last(v);
+  const bool last = gives_channels_last(conv);
   if (is_large_first_layer(*found) && !last && !needs.x && shape.inputs <= 3) return std::nullopt;
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};

@@ -1,6 +1,7 @@
 // The ways through a convolution layer, y = act(s conv(x, v) + b + residual), and what each is handed. Who is asked for
 // a layer (layer_conv.cpp, layer_plain_conv.cpp) tries them in this order:
 //
+//      unfolded   a linear layer whose rows are the windows of the map: float32, wide layers on few pixels
 //      own        kernels of this library (conv_layer.h): float32, where they are faster
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
 #pragma once
@@ -24,6 +25,9 @@ void check_window(const Tensor& x, const Tensor& v, const Sliding& at);
 // Of a layer's output along dim d; nothing where there is none.
 std::optional<int64_t> output_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d);
 
+// The layer as conv_layer.h describes one; nothing where that has no word for it.
+std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at);
+
 // A gradient, or an output, of a layer over any number of dims.
 void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at);
 
@@ -36,6 +40,11 @@ struct ConvCall {
   float slope;
 };
 
+// The format that torch gives y and dx.
+inline bool gives_channels_last(const ConvCall& conv) {
+  return suggests_channels_last(conv.x) || suggests_channels_last(conv.v);
+}
+
 // What of the gradients is asked for, in the bits of the ops' `needs`.
 struct ConvNeeds {
   bool x, v, bias, residual;
@@ -47,6 +56,11 @@ struct ConvNeeds {
 struct LayerGradients {
   std::optional<Tensor> dx, dv, dbias, dz;
 };
+
+// y and the norms. Nothing where another way is faster, or a value is not finite.
+std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
+std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
+                                                     const float* norms, const ConvNeeds& needs, float* dgain);
 
 // y, and the norms unless the convolution is plain. Nothing where it, or a value that is not finite, is the vendor's.
 std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);

@@ -23,6 +23,7 @@ std::tuple<Tensor, Tensor> conv(
   std::vector<float> held_gain, held_bias;
   const ConvCall call{x, v, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr, window,
                       static_cast<Activation>(activation), static_cast<float>(slope)};
+  if (const std::optional<Tensor> y = unfolded_conv(call, residual, norms)) return {*y, norm};
   if (const std::optional<Tensor> y = own_conv(call, residual, norms)) return {*y, norm};
   return {vendor_conv(call, bias, residual, norms), norm};
 }
@@ -46,7 +47,8 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   const ConvNeeds needs(needs_given);
   std::optional<Rounded> gain_gradient;
   float* dgain = needs.v ? gain_gradient.emplace(sizes_of(g), g.scalar_type()).data() : nullptr;
-  std::optional<LayerGradients> made = own_conv_backward(call, dy, y, norms, needs, dgain);
+  std::optional<LayerGradients> made = unfolded_conv_backward(call, dy, y, norms, needs, dgain);
+  if (!made) made = own_conv_backward(call, dy, y, norms, needs, dgain);
   if (!made) made = vendor_conv_backward(call, dy, y, norms, needs, dgain);
   return {made->dx, made->dv, needs.v ? Gradient(gain_gradient->tensor()) : Gradient(), made->dbias, made->dz};
 }

@@ -1,4 +1,4 @@
-// The ways through a linear layer, y = act(s (x v^T) + b + residual), and what each is handed. layer_linear.cpp chooses:
+// The ways through a linear layer, y = act(s (x v^T) + b + residual), and what each is handed. run_linear chooses:
 //
 //      small      a handful of rows of x: v is read once (layer_small.h)
 //      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
@@ -47,6 +47,16 @@ struct LinearGradient {
 
   bool is_half() const { return is_bfloat16(x); }
 };
+
+// The products of this library for such a layer, or null.
+const LinearKernels* products_for(const LinearShape& shape, const Tensor& x);
+
+void run_linear(const LinearCall& call);
+
+// From dy and, with an activation, y: what `call` asks for, and dbias where it is not null. Returns dz where that is kept
+// and no other than dy.
+std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y,
+                                          Activation activation, float slope, bool keep_dz, float* dbias);
 
 // Whether the small kernels are the fastest, with `products` or without.
 bool is_small(const LinearCall& call, const LinearKernels* products);

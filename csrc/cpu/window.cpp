@@ -115,14 +115,15 @@ bool ConvShape::is_sound() const {
   constexpr int64_t kFar = int64_t{1} << 20;
   const auto sound = [&](int64_t Triple::*at) {
     const auto within = [](int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; };
-    return within(kernel.*at, 1, kMaxWindowTaps) && within(stride.*at, 1, kMaxGrids) && within(dilation.*at, 1, kFar) &&
+    return within(kernel.*at, 1, kFar) && within(stride.*at, 1, kFar) && within(dilation.*at, 1, kFar) &&
            within(padding.*at, 0, kFar) && size.*at >= 1 &&
            size.*at + 2 * (padding.*at) > dilation.*at * (kernel.*at - 1);
   };
   return images >= 1 && inputs >= 1 && outputs >= 1 && groups >= 1 && inputs % groups == 0 && outputs % groups == 0 &&
-         sound(&Triple::level) && sound(&Triple::row) && sound(&Triple::column) && taps() <= kMaxWindowTaps &&
-         stride.product() <= kMaxGrids;
+         sound(&Triple::level) && sound(&Triple::row) && sound(&Triple::column);
 }
+
+bool ConvShape::fits_window() const { return taps() <= kMaxWindowTaps && stride.product() <= kMaxGrids; }
 
 Triple ConvShape::output_size() const {
   const auto extent = [this](int64_t Triple::*at) {

@@ -61,8 +61,10 @@ struct ConvShape {
   bool has_one_level() const {
     return size.level == 1 && kernel.level == 1 && padding.level == 0 && stride.level == 1;
   }
-  // Whether it is a convolution at all, within the bounds of a Window: only then it has an output_size().
+  // Whether it is a convolution at all: only then it has an output_size().
   bool is_sound() const;
+  // .. one within the bounds of a Window.
+  bool fits_window() const;
   Triple output_size() const;
 };
 

@@ -1,0 +1,190 @@
+"""Wide convolutions on few pixels: the kernels of linear layers, over rows that are the map's windows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from own_conv import (
+    LAYOUTS,
+    Case,
+    assert_close,
+    assert_layouts_agree,
+    assert_not_finite_as_torch,
+    assert_only_what_is_needed,
+    assert_zero_rows_and_gains,
+    both,
+    channels_last,
+    sample,
+    same3x3,
+)
+
+import wnfused
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+TOLERANCE = 32 * 2.0**-24
+
+
+def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
+    """Forward, and backward with the input's gradient."""
+
+    def three(extents: Sequence[int], missing: int) -> list[int]:
+        return [*[missing] * (3 - len(extents)), *extents]
+
+    maps = [case.images, case.inputs, case.outputs, *three(case.size, 1)]
+    window = (three(case.kernel, 1), three(case.stride, 1), three(case.padding, 0), three(case.dilation, 1))
+    one = all(k == 1 for k in case.kernel) and all(s == 1 for s in case.stride) and not any(case.padding)
+    return torch.ops.wnfused_native.cpu_conv_unfolds(maps, *window, len(case.size) == 2 and not last, one and last)
+
+
+def layer(counts, size, kernel, stride=1, padding=0, dilation=1) -> Case:
+    dims = len(size)
+    kernel, stride, padding, dilation = (
+        (value,) * dims if isinstance(value, int) else value for value in (kernel, stride, padding, dilation)
+    )
+    return Case(*counts, size, kernel, stride, padding, dilation)
+
+
+CASES = {
+    "3x3 on 2x2": same3x3(2, 40, 24, 2, 2),
+    "3x3 on a pixel": same3x3(3, 17, 33, 1, 1),
+    "3x3 on 4x4": same3x3(1, 64, 80, 4, 4),
+    "a stride": layer((1, 65, 80), (5, 6), 3, 2, 1),
+    "dilated, most windows in the padding": layer((1, 64, 70), (3, 3), 3, 1, (2, 3), (2, 3)),
+    "1x1": layer((2, 70, 90), (2, 2), 1),
+    "1x1, a stride": layer((2, 64, 80), (3, 4), 1, 2),
+    "a dense head": layer((5, 20, 40), (4, 4), 4),
+    "one dim": layer((1, 64, 80), (9,), 5, 1, 1),
+    "three dims": layer((1, 33, 30), (1, 2, 3), 3, 1, 1),
+    "three dims, ragged": layer((1, 67, 72), (2, 3, 2), (1, 2, 3), (1, 2, 1), (0, 1, 2)),
+    "many rows": layer((1, 128, 128), (4, 4), 3, 1, 1),
+    "patches": layer((2, 3, 40), (24, 36), 12, 12),
+    "patches with gaps": layer((1, 2, 24), (13, 29), (12, 13), (13, 16)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_window_and_layout(isa, case, layout):
+    if len(case.size) == 1 and layout != "nchw":
+        pytest.skip("channels_last is of two dims and three")
+    assert unfolds(case, layout != "nchw")[1] == (isa not in ("portable", "amx-emulated"))
+    assert_layouts_agree(case, sample(case, layout), TOLERANCE)
+
+
+def test_wide_layers_on_few_pixels_go_this_way(fastest):
+    assert unfolds(same3x3(2, 512, 512, 2, 2)) == (True, True)
+    assert unfolds(same3x3(1, 512, 512, 4, 4)) == (True, True)
+    assert unfolds(same3x3(1, 512, 512, 7, 7)) == (False, True)
+    assert unfolds(same3x3(1, 512, 512, 7, 7), last=True) == (True, True)
+    assert unfolds(layer((1, 2048, 512), (7, 7), 1), last=True) == (True, True)
+    assert unfolds(layer((1, 3, 768), (224, 224), 16, 16)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "case", [same3x3(8, 64, 64, 8, 8), layer((8, 64, 64), (1024,), 3), layer((8, 3, 64), (224, 224), 7, 2, 3)], ids=str
+)
+def test_others_do_not(fastest, case):
+    assert unfolds(case) == unfolds(case, last=True) == (False, False)
+
+
+@pytest.fixture
+def fastest():
+    if torch.ops.wnfused_native.cpu_isa() not in ("avx512", "avx512_bf16", "amx"):
+        pytest.skip("without AVX-512 fewer layers go this way")
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
+@pytest.mark.parametrize("name", ["3x3 on 2x2", "1x1", "patches", "three dims"])
+def test_only_what_is_needed(needs, name):
+    assert_only_what_is_needed(CASES[name], needs, TOLERANCE)
+
+
+def each(dims: int, values: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.tuples(*[values] * dims)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Of up to eight pixels, or with sixteen of many channels."""
+    dims = draw(st.integers(1, 3))
+    kernel, stride = draw(each(dims, st.integers(1, 4))), draw(each(dims, st.integers(1, 4)))
+    dilation, outputs = draw(each(dims, st.integers(1, 3))), draw(each(dims, st.integers(1, 2)))
+    padding = tuple(draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation, strict=True))
+    every = zip(outputs, kernel, stride, padding, dilation, strict=True)
+    size = tuple(max(1, (n - 1) * s + d * (k - 1) + 1 - 2 * p + draw(st.integers(0, s - 1))) for n, k, s, p, d in every)
+    return Case(draw(st.integers(1, 2)), draw(st.integers(5, 90)), draw(st.integers(2, 90)), size, kernel, stride,
+                padding, dilation)  # fmt: skip
+
+
+@settings(
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(case=cases(), layout=st.sampled_from(sorted(LAYOUTS)), activation=st.sampled_from(["none", "relu"]))
+def test_drawn_layers(isa, case, layout, activation):
+    assert_close(*both(case, sample(case, layout), activation), TOLERANCE)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("name", ["3x3 on 2x2", "1x1", "one dim"])
+def test_values_that_are_not_finite(name, which, value):
+    assert_not_finite_as_torch(CASES[name], which, value)
+
+
+@pytest.mark.parametrize("name", ["3x3 on 2x2", "three dims"])
+def test_a_gradient_that_is_not_finite_is_not_multiplied_by_padding(name):
+    case = CASES[name]
+    x, v, g = sample(case)[:3]
+    tail = (*case.geometry, 0, "none", 0.1)
+    y, norm = native.conv(x, v, g, None, None, *tail)
+    dy = torch.ones_like(y)
+    dy[(0, 3) + (0,) * len(case.size)] = float("inf")
+    dv = native.conv_backward(dy, y, x, v, g, norm, [True, True, False, False], *tail)[1]
+    # The first pixel's window begins in the padding.
+    plain = torch.ops.aten.convolution_backward(
+        dy, x, v, None, *(list(e) for e in (case.stride, case.padding, case.dilation)), False, [0] * len(case.size), 1,
+        [False, True, False],
+    )[1]  # fmt: skip
+    assert not dv[3].isfinite().any()
+    assert torch.equal(dv[:3].isfinite(), plain[:3].isfinite())
+
+
+@pytest.mark.parametrize("name", ["3x3 on 2x2", "three dims", "3x3 on 4x4"])
+def test_zero_rows_and_gains(isa, name):
+    assert_zero_rows_and_gains(CASES[name], TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["3x3 on 4x4", "1x1, a stride", "patches"])
+def test_maps_that_are_cut_out_of_larger_ones(isa, name):
+    case = CASES[name]
+    tensors = sample(case)
+    for dims in ((0, 1), (2, 3)):
+        wide = torch.randn([2 * n if d in dims else n for d, n in enumerate(tensors[0].shape)])
+        every_other = tuple(slice(None, None, 2) if d in dims else slice(None) for d in range(4))
+        for x in (wide[every_other], channels_last(wide, True)[every_other]):
+            assert_close(*both(case, [x, *tensors[1:]]), TOLERANCE)
+
+
+def test_a_module_trains_the_same_with_and_without_gradients():
+    torch.manual_seed(0)
+    module = wnfused.WNConv2d(48, 64, 3, padding=1, activation="relu")
+    x = torch.randn(2, 48, 2, 2, requires_grad=True)
+    with torch.no_grad():
+        still = module(x)
+    y = module(x)
+    assert torch.equal(y, still)
+    y.square().sum().backward()
+    wide = wnfused.WNConv2d(48, 64, 3, padding=1, activation="relu").double()
+    wide.load_state_dict(module.state_dict())
+    x64 = x.detach().double().requires_grad_()
+    wide(x64).square().sum().backward()
+    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-5, atol=1e-5)
+    for ours, wanted in zip(module.parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5)
