@@ -13,16 +13,29 @@ std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Slidi
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
 }
 
-// A first layer of images whose output is more than a call's cost. Beside those of the vendor, measured on Zen 4, these
-// kernels are slower there where
-//   forward    y is in NCHW (they write it by transposed panels: 0.5 to 0.9), or has no activation to gain from (0.6 to
-//              1.0)
-//   backward   in NCHW the weight's gradient alone is asked for, beside up to three channels (0.5 to 0.8)
-bool is_large_first_layer(const ConvLayer& layer) {
-  constexpr int64_t kLargeMap = int64_t{1} << 18;
+int64_t output_floats(const ConvShape& shape) { return shape.images * shape.outputs * shape.output_size().product(); }
+
+// First layers, of images or signals, that the vendor's kernels run faster, measured on Zen 4 (bench/NOTES.md): those
+// whose output is more than a call's cost, but for
+//
+//   forward    channels_last with an activation to gain from, and lines with a stride; in NCHW these kernels write y by
+//              transposed panels
+//   backward   over three dims without the input's gradient; with it, in NCHW, those with a stride of 1 and columns
+bool is_vendors_first_layer(const ConvLayer& layer, bool last, bool passes) {
+  constexpr int64_t kLargeMap = int64_t{1} << 18, kWide = 64;
   const ConvShape& shape = layer.shape;
-  return layer.v.dim() > 3 && shape.kernel.level == 1 && shape.has_thin_input() &&
-         shape.images * shape.outputs * shape.output_size().product() > kLargeMap;
+  if (!shape.has_thin_input() || shape.kernel.level > 1 || output_floats(shape) <= kLargeMap) return false;
+  if (layer.v.dim() == 3) return shape.stride.column == 1;
+  return !(last && passes && shape.outputs >= kWide);
+}
+
+bool is_vendors_first_layer_backward(const ConvLayer& layer, bool last, bool input) {
+  constexpr int64_t kLargeMap = int64_t{1} << 17, kColours = 3;
+  const ConvShape& shape = layer.shape;
+  if (!shape.has_thin_input() || shape.inputs > kColours || output_floats(shape) <= kLargeMap) return false;
+  if (shape.kernel.level > 1) return input;
+  const bool strided_rows = shape.kernel.column > 1 && shape.stride.product() > 1;
+  return !input || last || layer.v.dim() == 3 || strided_rows;
 }
 
 // v in an order of rows that the method knows: the stage's Winograd is particular.
@@ -82,7 +95,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
   const bool passes = conv.activation != Activation::kNone || residual;
-  if (is_large_first_layer(*found) && !(last && passes)) return std::nullopt;
+  if (is_vendors_first_layer(*found, last, passes)) return std::nullopt;
   const Tensor y = empty_map(map_sizes(shape.images, shape.outputs, shape.output_size(), v.dim()), last);
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   check_residual(residual, y);
@@ -100,7 +113,7 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
-  if (is_large_first_layer(*found) && !last && !needs.x && shape.inputs <= 3) return std::nullopt;
+  if (is_vendors_first_layer_backward(*found, last, needs.x)) return std::nullopt;
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};
   LayerGradients made;
