@@ -14,12 +14,13 @@ ConvShape pixels_of(const LinearShape& shape) {
 
 }  // namespace
 
-bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products) {
-  // Measured beside the products of AVX-512: entries of v that a row of x pays the packing of.
-  constexpr int64_t kWeightsARow = 160;
+// Measured beside the products of AVX-512 (bench/NOTES.md): entries of v that a row of x pays the packing of.
+bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products,
+                bool backward) {
+  constexpr int64_t kForward = 512, kBackward = 160;
   const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
   return products && active_isa() == Isa::kAvx512 && floats &&
-         shape.inner * shape.features <= kWeightsARow * shape.rows;
+         shape.inner * shape.features <= (backward ? kBackward : kForward) * shape.rows;
 }
 
 bool linear_by_pixels(const LinearCall& call) {

@@ -42,7 +42,7 @@ void run_linear(const LinearCall& call) {
   const LinearKernels* products = products_for(call.shape, call.x);
   const bool small = is_small(call, products);
   if (small && small_linear(call, products)) return;
-  if (!small && are_pixels(call.shape, call.x, call.v, products) && linear_by_pixels(call)) return;
+  if (!small && are_pixels(call.shape, call.x, call.v, products, false) && linear_by_pixels(call)) return;
   if (products) linear_by_products(*products, call);
   else if (small) vendor_linear_by_weight(call);
   else vendor_linear(call);
@@ -56,7 +56,7 @@ std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tens
   keep_dz = keep_dz && masked;
   // A bias gradient without that of the weight would need a pass of its own.
   const bool together = asked && (call.dv || !dbias);
-  if (!small && together && are_pixels(call.shape, call.x, call.v, products)) {
+  if (!small && together && are_pixels(call.shape, call.x, call.v, products, true)) {
     std::optional<Tensor> dz;
     if (keep_dz) dz = empty_as(dy);
     if (linear_by_pixels_backward(call, dy, y, activation, slope, dz, dbias)) return dz;

@@ -70,7 +70,8 @@ void linear_by_products(const LinearKernels& kernels, const LinearCall& call);
 void linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz);
 
 // Whether pixels are the fastest, beside `products`.
-bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products);
+bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products,
+                bool backward);
 
 // Of the gradients, dz is filled where it is there, dbias beside dv. False if a value that is not finite was met: then
 // nothing of it counts.
