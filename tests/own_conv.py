@@ -53,15 +53,33 @@ def same3x3(images: int, inputs: int, outputs: int, *size: int) -> Case:
 
 def method_of(case: Case) -> str:
     """How the layer is multiplied, or "vendor"."""
-
-    def three(extents: Sequence[int], missing: int) -> list[int]:
-        return [*[missing] * (3 - len(extents)), *extents]
-
-    maps = [case.images, case.inputs, case.outputs, *three(case.size, 1)]
+    maps = [case.images, case.inputs, case.outputs, *_three(case.size, 1)]
     if case.transposed:
-        maps = [case.images, case.outputs, case.inputs, *three(case.output_size, 1)]
-    window = (three(case.kernel, 1), three(case.stride, 1), three(case.padding, 0), three(case.dilation, 1))
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *window, case.groups, case.transposed)
+        maps = [case.images, case.outputs, case.inputs, *_three(case.output_size, 1)]
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *_window(case), case.groups, case.transposed)
+
+
+def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
+    """Whether it is a linear layer of its windows instead, forward, and backward with the input's gradient."""
+    if case.groups > 1 or case.transposed:
+        return False, False
+    maps = [case.images, case.inputs, case.outputs, *_three(case.size, 1)]
+    one = {*case.kernel, *case.stride} == {1} and not any(case.padding)
+    planes, rows = len(case.size) == 2 and not last, one and last
+    return torch.ops.wnfused_native.cpu_conv_unfolds(maps, *_window(case), planes, rows)
+
+
+def way_of(case: Case) -> str:
+    """How the layer is multiplied in every layout, "vendor", or "unfolded" where it is that forward or backward."""
+    return "unfolded" if any(unfolds(case) + unfolds(case, last=True)) else method_of(case)
+
+
+def _three(extents: Sequence[int], missing: int) -> list[int]:
+    return [*[missing] * (3 - len(extents)), *extents]
+
+
+def _window(case: Case) -> tuple[list[int], ...]:
+    return _three(case.kernel, 1), _three(case.stride, 1), _three(case.padding, 0), _three(case.dilation, 1)
 
 
 def channels_last(t: Tensor, wanted: bool) -> Tensor:

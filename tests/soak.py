@@ -43,6 +43,8 @@ kernels = torch.ops.wnfused_native
 # How a stage multiplies floats, and bfloat16 where the instruction set has products of its own for them.
 FLOAT_METHODS = ("direct", "winograd2", "winograd4")
 CONV_METHODS = (*FLOAT_METHODS, "pieces")
+# Without products of their own, linear layers leave more than a few rows to the vendor; and so do convolutions.
+UNFOLDED: dict[str, tuple[str, ...]] = {"portable": (), "amx-emulated": ()}
 PAIR_METHODS = {
     "amx": ("lines", "positions"),
     "amx-emulated": ("lines", "positions"),
@@ -112,7 +114,7 @@ def cases(isa: str) -> dict[str, Case]:
         methods = PAIR_METHODS.get(isa, FLOAT_METHODS) if dtype == torch.bfloat16 else FLOAT_METHODS
         for run, method in itertools.product((stage, stage_not_finite), methods):
             todo[named(run, dtype, method)] = functools.partial(run, dtype=dtype, method=method)
-    for method in CONV_METHODS:
+    for method in (*CONV_METHODS, *UNFOLDED.get(isa, ("unfolded",))):
         todo[named(own_layer, torch.float32, method)] = functools.partial(own_layer, method=method)
     for run, dtypes in (
         (weight_norm, (*halves, torch.float64, torch.float16)),
@@ -254,7 +256,7 @@ def own_layer(draw: random.Random, method: str) -> None:
     """A layer that ``method`` takes from the vendor's library; directly, also a transposed or a depthwise one."""
     while True:
         case = conv3x3(draw) if method.startswith("winograd") else window(draw)
-        if min(case.output_size) > 0 and own_conv.method_of(case) == method:
+        if min(case.output_size) > 0 and method == own_conv.way_of(case):
             break
     x = strided(draw, normal(draw, case.images, case.inputs, *case.size))
     v = normal(draw, *own_conv.weight_shape(case))

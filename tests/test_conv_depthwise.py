@@ -21,9 +21,9 @@ from own_conv import (
     assert_same_bits_by_threads,
     assert_zero_rows_and_gains,
     both,
-    method_of,
     run,
     sample,
+    way_of,
 )
 
 from wnfused import reference
@@ -71,7 +71,7 @@ SOME = [CASES[name] for name in ("3x3, stride 2", "ragged", "one dim, tiles")]
 def test_every_window_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims")
-    assert method_of(case) == "direct"
+    assert way_of(case) == "direct"
     assert_layouts_agree(case, sample(case, layout), TOLERANCE)
 
 
@@ -152,7 +152,7 @@ def test_zero_rows_and_gains(isa, case):
 
 def test_maps_of_any_size_are_taken():
     for size in ((4096, 4096), (1, 2**24), (2**24, 1)):
-        assert method_of(depthwise(1, 16, size, (3, 3))) == "direct"
+        assert way_of(depthwise(1, 16, size, (3, 3))) == "direct"
 
 
 @pytest.mark.parametrize(
@@ -168,4 +168,4 @@ def test_maps_of_any_size_are_taken():
     ids=["taps", "grids", "a border of a gigabyte", "a border of megabytes", "two outputs a channel", "transposed"],
 )
 def test_what_is_left_to_the_vendor(case):
-    assert method_of(case) == "vendor"
+    assert way_of(case) == "vendor"

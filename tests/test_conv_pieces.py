@@ -20,8 +20,8 @@ from own_conv import (
     assert_same_bits_by_threads,
     assert_zero_rows_and_gains,
     both,
-    method_of,
     sample,
+    way_of,
     weight_shape,
 )
 
@@ -82,7 +82,7 @@ SOME = [CASES[name] for name in NAMED]
 def test_every_kernel_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
-    assert method_of(case) == "pieces"
+    assert way_of(case) == "pieces"
     assert_layouts_agree(case, sample(case, layout), TOLERANCE)
 
 
@@ -127,7 +127,7 @@ def cases(draw: st.DrawFn) -> Case:
 )
 def test_drawn_kernels(case, layout, strided, activation, isa_name, seed):
     assume(min(case.output_size) > 0)
-    assume(method_of(case) == "pieces" or max(case.stride) > 1)
+    assume(way_of(case) == "pieces" or max(case.stride) > 1)
     assume(math.prod(weight_shape(case)[1:]) >= 4)  # a row of one entry has a gradient of 0, but for rounding
     tensors = sample(case, layout, seed)
     if strided:
@@ -191,7 +191,7 @@ def test_zero_rows_and_gains(isa, case):
     ],
 )
 def test_what_is_summed_directly(case):
-    assert method_of(case) == "direct"
+    assert way_of(case) == "direct"
     assert_close(*both(case, sample(case)), TOLERANCE)
 
 

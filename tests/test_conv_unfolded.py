@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from own_conv import (
     assert_zero_rows_and_gains,
     both,
     channels_last,
-    sample,
     same3x3,
+    sample,
+    unfolds,
 )
 
 import wnfused
@@ -29,18 +29,6 @@ from wnfused.backends import native
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
 TOLERANCE = 32 * 2.0**-24
-
-
-def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
-    """Forward, and backward with the input's gradient."""
-
-    def three(extents: Sequence[int], missing: int) -> list[int]:
-        return [*[missing] * (3 - len(extents)), *extents]
-
-    maps = [case.images, case.inputs, case.outputs, *three(case.size, 1)]
-    window = (three(case.kernel, 1), three(case.stride, 1), three(case.padding, 0), three(case.dilation, 1))
-    one = all(k == 1 for k in case.kernel) and all(s == 1 for s in case.stride) and not any(case.padding)
-    return torch.ops.wnfused_native.cpu_conv_unfolds(maps, *window, len(case.size) == 2 and not last, one and last)
 
 
 def layer(counts, size, kernel, stride=1, padding=0, dilation=1) -> Case:
@@ -123,9 +111,7 @@ def cases(draw: st.DrawFn) -> Case:
                 padding, dilation)  # fmt: skip
 
 
-@settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), layout=st.sampled_from(sorted(LAYOUTS)), activation=st.sampled_from(["none", "relu"]))
 def test_drawn_layers(isa, case, layout, activation):
     assert_close(*both(case, sample(case, layout), activation), TOLERANCE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from own_conv import Case, method_of, sample
+from own_conv import Case, sample, way_of
 
 import wnfused
 from wnfused.backends import native
@@ -47,7 +47,7 @@ def test_what_torch_refuses_is_refused(kind, arguments, size):
 )
 def test_numbers_whose_products_overflow(kernel, stride, padding, dilation):
     case = Case(1, 16, 16, (4, 4), kernel, stride, padding, dilation)
-    assert method_of(case) == "vendor"
+    assert way_of(case) == "vendor"
 
 
 def maps_in_many_formats():

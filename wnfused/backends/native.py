@@ -92,8 +92,8 @@ for _schema in (
     # it is.
     "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
     "int groups, bool transposed) -> str",
-    # Whether one without groups is a linear layer of its windows instead, forward and backward. planes: its output is in
-    # NCHW, over two dims; rows: x is its windows, a 1x1 layer's channels_last map.
+    # Whether one without groups is a linear layer of its windows instead, forward and backward. planes: its output is
+    # in NCHW, over two dims; rows: x is its windows, a 1x1 layer's channels_last map.
     "cpu_conv_unfolds(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
     "bool planes, bool rows) -> (bool, bool)",
     # FLOP/s of multiply-adds on registers alone, on all threads.
