@@ -61,6 +61,20 @@ class ResNet(nn.Module):
         return self.head(y.mean((2, 3)))
 
 
+class ResNet18(nn.Module):
+    """Eighteen layers up to 512 channels, for images of 224x224 and smaller: He et al. 2016, table 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        sizes = itertools.pairwise((64, 64, 64, 128, 128, 256, 256, 512, 512))
+        self.blocks = nn.Sequential(*(Block(a, b, 1 if a == b else 2) for a, b in sizes))
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
 # ------------------------------------------------------------------------------------------ depthwise convolutions
 
 
@@ -280,6 +294,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-20": partial(ResNet, Block, 3, 16, 16),
     "ResNet-20 x 4": partial(ResNet, Block, 3, 64, 64),
     "bottleneck ResNet-29": partial(ResNet, Bottleneck, 3, 32, 128),
+    "ResNet-18, 64x64": ResNet18,
+    "ResNet-18, 224x224": ResNet18,
     "MobileNet": MobileNet,
     "ConvNeXt": ConvNeXt,
     "vocoder": Vocoder,

@@ -168,7 +168,7 @@ def _conv(kernel: int, shapes: tuple[tuple[int, int, int], ...], quick: tuple[in
 
 def _windows() -> list[Workload]:
     # Channels in and out, size, kernel, stride, dilation, batch: of residual networks, vocoders, temporal networks,
-    # first layers on images and waveforms, and a layer with more weights than map.
+    # first layers on images and waveforms, and layers with more weights than map.
     layers = (
         (16, 32, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 3, 2, 1, 8), (64, 128, (32, 32), 1, 2, 1, 8),
         (64, 64, (16, 16), 5, 1, 1, 8), (64, 64, (1024,), 3, 1, 4, 1), (32, 32, (8192,), 11, 1, 5, 1),
@@ -176,11 +176,13 @@ def _windows() -> list[Workload]:
         (128, 128, (16, 16), 5, 1, 1, 8), (32, 32, (32, 32), 7, 1, 1, 8), (64, 64, (32, 32), 3, 1, 2, 8),
         (3, 32, (32, 32), 3, 1, 1, 8), (3, 64, (64, 64), 7, 2, 1, 8),
         (3, 16, (64, 64), 3, 1, 1, 8), (3, 64, (224, 224), 7, 2, 1, 2), (1, 128, (8192,), 15, 1, 1, 2),
-        (512, 512, (4, 4), 3, 1, 1, 2),
+        (512, 512, (4, 4), 3, 1, 1, 2), (512, 512, (2, 2), 3, 1, 1, 2), (512, 512, (7, 7), 3, 1, 1, 1),
+        (512, 2048, (7, 7), 1, 1, 1, 1), (2048, 512, (7, 7), 1, 1, 1, 1), (512, 512, (32,), 3, 1, 1, 1),
         # Of networks on volumes: their inner layers, first one and way down.
         (16, 16, (64, 64, 64), 3, 1, 1, 1), (32, 32, (16, 32, 32), 3, 1, 1, 2), (64, 64, (16, 16, 16), 3, 1, 1, 1),
         (128, 128, (8, 8, 8), 3, 1, 1, 2), (256, 256, (4, 4, 4), 3, 1, 1, 2), (1, 32, (32, 64, 64), 3, 1, 1, 2),
         (32, 64, (32, 32, 32), 3, 2, 1, 2), (64, 128, (16, 16, 16), 3, 2, 1, 2), (32, 32, (32, 32, 32), 1, 1, 1, 2),
+        (512, 512, (1, 2, 2), 3, 1, 1, 1),
     )  # fmt: skip
     found = [
         WindowLayer(
@@ -284,6 +286,7 @@ def _converted() -> list[Workload]:
     # Network, size, batches; images in both layouts.
     networks = (
         ("ResNet-20", images, (1, 8, 32)), ("ResNet-20 x 4", images, (8,)), ("bottleneck ResNet-29", images, (1, 8)),
+        ("ResNet-18, 64x64", (3, 64, 64), (2,)), ("ResNet-18, 224x224", (3, 224, 224), (1,)),
         ("MobileNet", images, (1, 8)), ("ConvNeXt", (3, 64, 64), (1, 8)), ("vocoder", (80, 32), (1, 4)),
         ("vocoder of 512 channels", (80, 32), (1,)),
         ("discriminator", sound, (1, 4)), ("temporal network", (64, 256), (1, 16)),
