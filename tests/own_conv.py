@@ -53,25 +53,28 @@ def same3x3(images: int, inputs: int, outputs: int, *size: int) -> Case:
 
 def method_of(case: Case) -> str:
     """How the layer is multiplied, or "vendor"."""
-    maps = [case.images, case.inputs, case.outputs, *_three(case.size, 1)]
-    if case.transposed:
-        maps = [case.images, case.outputs, case.inputs, *_three(case.output_size, 1)]
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *_window(case), case.groups, case.transposed)
+    return torch.ops.wnfused_native.cpu_conv_method(_maps(case), *_window(case), case.groups, case.transposed)
 
 
 def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
     """Whether it is a linear layer of its windows instead, forward, and backward with the input's gradient."""
-    if case.groups > 1 or case.transposed:
+    if case.groups > 1:
         return False, False
-    maps = [case.images, case.inputs, case.outputs, *_three(case.size, 1)]
     one = {*case.kernel, *case.stride} == {1} and not any(case.padding)
-    planes, rows = len(case.size) == 2 and not last, one and last
-    return torch.ops.wnfused_native.cpu_conv_unfolds(maps, *_window(case), planes, rows)
+    planes, rows = len(case.size) == 2 and not last and not case.transposed, one and last and not case.transposed
+    window = (_maps(case), *_window(case), case.transposed)
+    return torch.ops.wnfused_native.cpu_conv_unfolds(*window, planes, rows)
 
 
 def way_of(case: Case) -> str:
     """How the layer is multiplied in every layout, "vendor", or "unfolded" where it is that forward or backward."""
     return "unfolded" if any(unfolds(case) + unfolds(case, last=True)) else method_of(case)
+
+
+def _maps(case: Case) -> list[int]:
+    if case.transposed:
+        return [case.images, case.outputs, case.inputs, *_three(case.output_size, 1)]
+    return [case.images, case.inputs, case.outputs, *_three(case.size, 1)]
 
 
 def _three(extents: Sequence[int], missing: int) -> list[int]:

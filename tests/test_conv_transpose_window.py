@@ -18,9 +18,9 @@ from own_conv import (
     assert_only_what_is_needed,
     assert_same_bits_by_threads,
     both,
-    method_of,
     run,
     sample,
+    way_of,
 )
 
 import wnfused
@@ -58,7 +58,7 @@ SOME = [CASES[name] for name in ("ragged blocks", "one dim", "three dims")]
 def test_every_window_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
-    assert method_of(case) == "direct"
+    assert way_of(case) == "direct"
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
     # Not composed of torch's convolution, in either direction.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from own_conv import (
     assert_zero_rows_and_gains,
     both,
     channels_last,
+    run,
     same3x3,
     sample,
     unfolds,
@@ -54,6 +56,13 @@ CASES = {
     "many rows": layer((1, 128, 128), (4, 4), 3, 1, 1),
     "patches": layer((2, 3, 40), (24, 36), 12, 12),
     "patches with gaps": layer((1, 2, 24), (13, 29), (12, 13), (13, 16)),
+    "transposed, from a pixel": layer((2, 40, 24), (1, 1), 4)._replace(transposed=True),
+    "transposed by 2": layer((1, 65, 70), (3, 4), 4, 2, 1)._replace(transposed=True),
+    "transposed by 2, ragged": layer((2, 33, 17), (2, 2), 3, 2, 1)._replace(transposed=True, output_padding=(1, 0, 0)),
+    "transposed, side by side": layer((2, 64, 40), (2, 2), 2, 2)._replace(transposed=True),
+    "transposed, 1x1": layer((2, 40, 24), (2, 2), 1)._replace(transposed=True),
+    "transposed, one dim": layer((1, 80, 64), (9,), 16, 8, 4)._replace(transposed=True),
+    "transposed, three dims": layer((1, 33, 24), (1, 2, 3), 3, (1, 2, 1), 1)._replace(transposed=True),
 }
 
 
@@ -62,8 +71,15 @@ CASES = {
 def test_every_window_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
+    if case.transposed and LAYOUTS[layout][1]:
+        pytest.skip("transposed weights in channels_last are composed")
     assert unfolds(case, layout != "nchw")[1] == (isa not in ("portable", "amx-emulated"))
-    assert_layouts_agree(case, sample(case, layout), TOLERANCE)
+    tensors = sample(case, layout)
+    assert_layouts_agree(case, tensors, TOLERANCE)
+    if case.transposed and unfolds(case) == (True, True):
+        # Not composed of torch's convolution, in either direction.
+        with patch.object(torch, "convolution", side_effect=AssertionError), patch.object(native, "masked", None):
+            run(native.conv, native.conv_backward, case, tensors, tensors[4], "relu")
 
 
 def test_wide_layers_on_few_pixels_go_this_way(fastest):
@@ -89,7 +105,7 @@ def fastest():
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
-@pytest.mark.parametrize("name", ["3x3 on 2x2", "1x1", "patches", "three dims"])
+@pytest.mark.parametrize("name", ["3x3 on 2x2", "1x1", "patches", "three dims", "transposed by 2"])
 def test_only_what_is_needed(needs, name):
     assert_only_what_is_needed(CASES[name], needs, TOLERANCE)
 
@@ -107,8 +123,12 @@ def cases(draw: st.DrawFn) -> Case:
     padding = tuple(draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation, strict=True))
     every = zip(outputs, kernel, stride, padding, dilation, strict=True)
     size = tuple(max(1, (n - 1) * s + d * (k - 1) + 1 - 2 * p + draw(st.integers(0, s - 1))) for n, k, s, p, d in every)
-    return Case(draw(st.integers(1, 2)), draw(st.integers(5, 90)), draw(st.integers(2, 90)), size, kernel, stride,
-                padding, dilation)  # fmt: skip
+    counts = (draw(st.integers(1, 2)), draw(st.integers(5, 90)), draw(st.integers(5, 90)))
+    if draw(st.booleans()):
+        return Case(*counts, size, kernel, stride, padding, dilation)
+    extra = (*(draw(st.integers(0, s - 1)) for s in stride), 0, 0)[:3]
+    case = Case(*counts, outputs, kernel, stride, padding, dilation, transposed=True, output_padding=extra)
+    return case if min(case.output_size) > 0 else case._replace(padding=(0,) * dims)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -119,7 +139,7 @@ def test_drawn_layers(isa, case, layout, activation):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("which", range(5))
-@pytest.mark.parametrize("name", ["3x3 on 2x2", "1x1", "one dim"])
+@pytest.mark.parametrize("name", ["3x3 on 2x2", "1x1", "one dim", "transposed, one dim"])
 def test_values_that_are_not_finite(name, which, value):
     assert_not_finite_as_torch(CASES[name], which, value)
 
@@ -142,12 +162,12 @@ def test_a_gradient_that_is_not_finite_is_not_multiplied_by_padding(name):
     assert torch.equal(dv[:3].isfinite(), plain[:3].isfinite())
 
 
-@pytest.mark.parametrize("name", ["3x3 on 2x2", "three dims", "3x3 on 4x4"])
+@pytest.mark.parametrize("name", ["3x3 on 2x2", "three dims", "3x3 on 4x4", "transposed by 2"])
 def test_zero_rows_and_gains(isa, name):
     assert_zero_rows_and_gains(CASES[name], TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["3x3 on 4x4", "1x1, a stride", "patches"])
+@pytest.mark.parametrize("name", ["3x3 on 4x4", "1x1, a stride", "patches", "transposed by 2"])
 def test_maps_that_are_cut_out_of_larger_ones(isa, name):
     case = CASES[name]
     tensors = sample(case)

@@ -35,19 +35,6 @@ std::pair<Tensor, Tensor> convolution_backward(
   return {Tensor(dx), Tensor(dw)};
 }
 
-Lines lines_of(const Tensor& z) {
-  const int64_t channels = z.size(1), entries = z.numel();
-  if (entries == 0) return {true, 0, 0, channels, channels};
-  if (is_channels_last(z)) return {true, 0, entries / channels, channels, channels};
-  const int64_t planes = z.size(0) * channels;
-  return {false, 0, planes, entries / planes, channels};
-}
-
-// Neither NCHW nor channels_last: the passes work on an NCHW copy.
-Tensor in_lines(const Tensor& z) {
-  return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
-}
-
 // The map, of so many entries, is larger than the weight: then the pass that scales the weight is the cheaper one.
 bool map_heavy(int64_t entries, const Tensor& v) { return entries > v.numel(); }
 

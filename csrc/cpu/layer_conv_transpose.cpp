@@ -1,13 +1,14 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
-// It is the data gradient of a convolution from y's map to x's (window.h). What conv_layer.h has no kernel for, or
-// would not be faster at, and what meets a value that is not finite, is answered by nothing: the caller composes it of
-// the row norm and the vendor's product (wnfused/backends/native.py).
+// It is the data gradient of a convolution from y's map to x's (window.h): on few pixels by the kernels of linear layers
+// (conv_transpose_unfolded.h), else by those of conv_layer.h. What neither is faster at, and what meets a value that is
+// not finite, is answered by nothing: the caller composes it of the row norm and the vendor's product
+// (wnfused/backends/native.py).
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
 #include "conv_extents.h"
-#include "conv_layer.h"
+#include "conv_transpose_unfolded.h"
 #include "layer_tensor.h"
 
 namespace wnfused {
@@ -47,7 +48,7 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
   };
   const Triple output{extent(&Triple::level), extent(&Triple::row), extent(&Triple::column)};
   const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation, 1};
-  if (std::min({extra.level, extra.row, extra.column}) < 0 || !conv_layer_method(shape, true)) return std::nullopt;
+  if (std::min({extra.level, extra.row, extra.column}) < 0 || !shape.is_sound()) return std::nullopt;
   // An output_padding of a stride or more has rows of y that no pixel of x knows.
   return shape.output_size() == input ? std::optional(shape) : std::nullopt;
 }
@@ -64,16 +65,23 @@ std::tuple<Gradient, Gradient> conv_transpose(
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
   std::vector<float> held_gain, held_bias;
+  const TransposedCall call{*shape, x, v, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
+                            static_cast<Activation>(activation), static_cast<float>(slope)};
+  const bool few = suits_unfolding(call);
+  if (!few && !conv_layer_method(*shape, true)) return {};
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
                              suggests_channels_last(x) || suggests_channels_last(v));
   check_residual(residual, y);
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
+  float* norms = static_cast<float*>(norm.mutable_data_ptr());
+  if (few) {
+    if (!unfolded_conv_transpose(call, residual, y, norms)) return {};
+    return {y, norm};
+  }
   const Tensor lines = with_even_lines(x);
   const std::optional<Tensor> added = residual ? std::optional(with_even_lines(*residual)) : std::nullopt;
-  const ConvLayer layer{*shape, true, Method::kDirect, lines, v, floats_of(g, held_gain),
-                        bias ? floats_of(*bias, held_bias) : nullptr, static_cast<Activation>(activation),
-                        static_cast<float>(slope)};
-  if (!run_conv_layer(layer, added, y, static_cast<float*>(norm.mutable_data_ptr()))) return {};
+  const ConvLayer layer{*shape, true, Method::kDirect, lines, v, call.gain, call.bias, call.activation, call.slope};
+  if (!run_conv_layer(layer, added, y, norms)) return {};
   return {y, norm};
 }
 
@@ -90,9 +98,10 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   const std::optional<ConvShape> shape = ours ? conv_shape(x, v, at) : std::nullopt;
   if (!shape) return {};
   std::vector<float> held;
-  const Tensor lines = with_even_lines(x);
-  const ConvLayer layer{*shape, true, Method::kDirect, lines, v, floats_of(g, held), nullptr,
-                        static_cast<Activation>(activation), static_cast<float>(slope)};
+  const TransposedCall call{*shape, x, v, floats_of(g, held), nullptr, static_cast<Activation>(activation),
+                            static_cast<float>(slope)};
+  const bool own = conv_layer_method(*shape, true).has_value(), few = suits_unfolding_backward(call, need_x, own);
+  if (!few && !own) return {};
   const bool masked = activation != 0;
   const bool last = suggests_channels_last(x) || suggests_channels_last(v);
   const Extents sizes = map_sizes(shape->images, shape->inputs, shape->size, v.dim());
@@ -107,9 +116,16 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   if (need_residual && masked)
     dz = empty_map(sizes, is_channels_last(y));
   float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
-  const ConvGradients gradients{dx, dv, dz, dgain.data(), dbias};
-  const Tensor signs = masked ? with_even_lines(y) : dy;
-  if (!run_conv_layer_backward(layer, with_even_lines(dy), signs, entries<float>(norm), gradients)) return {};
+  const float* norms = entries<float>(norm);
+  bool found;
+  if (few) {
+    found = unfolded_conv_transpose_backward(call, dy, y, norms, {dx, dv, dz, dgain.data(), dbias});
+  } else {
+    const Tensor lines = with_even_lines(x), signs = masked ? with_even_lines(y) : dy;
+    const ConvLayer layer{*shape, true, Method::kDirect, lines, v, call.gain, nullptr, call.activation, call.slope};
+    found = run_conv_layer_backward(layer, with_even_lines(dy), signs, norms, {dx, dv, dz, dgain.data(), dbias});
+  }
+  if (!found) return {};
   return {true, dx, dv, need_v ? Gradient(dgain.tensor()) : Gradient(), db, dz};
 }
 

@@ -254,6 +254,20 @@ inline bool suggests_channels_last(const Tensor& t) {
 // In two dims, or in three.
 inline bool is_channels_last(const Tensor& t) { return !t.is_contiguous() && has_dense_rows(t); }
 
+// A map [N, C, spatial] as passes go over it: lines along C, or along the map.
+inline Lines lines_of(const Tensor& z) {
+  const int64_t channels = z.size(1), entries = z.numel();
+  if (entries == 0) return {true, 0, 0, channels, channels};
+  if (is_channels_last(z)) return {true, 0, entries / channels, channels, channels};
+  const int64_t planes = z.size(0) * channels;
+  return {false, 0, planes, entries / planes, channels};
+}
+
+// Neither NCHW nor channels_last: the passes work on an NCHW copy.
+inline Tensor in_lines(const Tensor& z) {
+  return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
+}
+
 // A map over three dims whose lines, numbered through all levels, lie at equal distances; a copy where they do not.
 inline Tensor with_even_lines(const Tensor& t) {
   if (t.dim() < 5 || t.size(2) == 1 || t.size(3) == 1 || t.stride(2) == t.size(3) * t.stride(3)) return t;

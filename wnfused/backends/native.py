@@ -95,7 +95,7 @@ for _schema in (
     # Whether one without groups is a linear layer of its windows instead, forward and backward. planes: its output is
     # in NCHW, over two dims; rows: x is its windows, a 1x1 layer's channels_last map.
     "cpu_conv_unfolds(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "bool planes, bool rows) -> (bool, bool)",
+    "bool transposed, bool planes, bool rows) -> (bool, bool)",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
     # What a line of memory takes from one core's cache to another's; NaN where there is one processor.
