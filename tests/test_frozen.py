@@ -48,6 +48,25 @@ def test_weights_are_normalised_once():
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("transposed", [False, True])
+def test_wide_convolutions_keep_their_kernels_for_a_few_pixels(transposed):
+    kind = wnfused.WNConvTranspose2d if transposed else wnfused.WNConv2d
+    layer = kind(2048, 1152, 1, activation="relu")
+    if not native.takes_few_pixels(layer.weight_v, 1, transposed):
+        pytest.skip(f"not on {native.instruction_set()}")
+    few, many = torch.randn(2, 2048, 2, 2), torch.randn(2, 2048, 3, 3)
+    with torch.no_grad():
+        expected = [layer(x) for x in (few, many)]
+        with wnfused.frozen(layer):
+            layer.weight_g.mul_(2)
+            frozen = layer._frozen
+            with patch.object(frozen.many, "forward", side_effect=AssertionError):
+                assert torch.equal(layer(few), expected[0])
+            with patch.object(frozen.few, "forward", side_effect=AssertionError):
+                torch.testing.assert_close(layer(many), expected[1])
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 @pytest.mark.parametrize(("isa_name", "kept"), [("avx512", True), ("avx2", False), ("portable", False)])
 def test_linear_layers_with_products_of_their_own_keep_them(isa_name, kept):
     if isa_name not in ISAS:

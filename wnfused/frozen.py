@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from wnfused import dispatch
 from wnfused.backends import native
 from wnfused.fold import plain_layer
 from wnfused.functional import weight_norm_many
 from wnfused.nn import WeightNormalised, WNLinear
+from wnfused.nn._layer import ByPixels
 
 
 @contextlib.contextmanager
@@ -32,7 +35,7 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
     Convolutions, and linear layers from 65,536 weights on, whose products the C++ kernels take themselves (float32 on
     the CPU, mostly) keep copies of v and g instead: these kernels normalise while they pack, and plain layers are up to
-    twice as slow. On maps of a few pixels, or one row, such a layer may be a little slower than a plain one would be.
+    twice as slow. Wider convolutions keep such copies beside their weights, for maps of up to eight pixels.
 
     Residual stages run as always: they normalise and pack a weight while the convolution before it runs. Packed ahead,
     measured on the three stages of WRN-304, they would be 0 to 5% faster for a second copy of their weights.
@@ -82,7 +85,16 @@ def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
         chosen = [layers[i] for i in members]
         found = weight_norm_many([m.weight_v for m in chosen], [m.weight_g for m in chosen], dim)
         weights.update(zip(members, found, strict=True))
-    return [_constant(layer, weights[i]) if i in weights else _copy(layer) for i, layer in enumerate(layers)]
+    return [_by_pixels(layer, weights[i]) if i in weights else _copy(layer) for i, layer in enumerate(layers)]
+
+
+def _by_pixels(layer: WeightNormalised, weight: Tensor) -> nn.Module:
+    """The plain layer, and where the kernels are faster than it on a few pixels a copy of this one."""
+    plain, conv = _constant(layer, weight), _open_convolution(layer)
+    if conv is None or not native.takes_few_pixels(layer.weight_v, conv.groups, conv.transposed):
+        return plain
+    pixels = native.FEW_PIXELS * (1 if conv.transposed else math.prod(conv.stride))
+    return ByPixels(_copy(layer), plain, conv.in_channels * pixels)
 
 
 def _constant(layer: WeightNormalised, weight: Tensor) -> nn.Module:
@@ -99,12 +111,17 @@ def _constant(layer: WeightNormalised, weight: Tensor) -> nn.Module:
 def _has_own_products(layer: WeightNormalised) -> bool:
     if isinstance(layer, WNLinear):
         return layer.dim == 0 and dispatch.prefers_native() and native.takes_linear(layer.weight_v)
-    if not isinstance(layer, nn.modules.conv._ConvNd) or layer.padding_mode != "zeros" or layer.dim != 0:
+    conv = _open_convolution(layer)
+    if conv is None or isinstance(conv.padding, str):
         return False
-    if isinstance(layer.padding, str) or not dispatch.prefers_native():
-        return False
-    window = (layer.stride, layer.padding, layer.dilation, layer.groups, layer.transposed)
-    return native.takes_conv(layer.weight_v, *window)
+    return native.takes_conv(layer.weight_v, conv.stride, conv.padding, conv.dilation, conv.groups, conv.transposed)
+
+
+def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:
+    """The layer, if it is a convolution and its options leave it to the kernels."""
+    if not isinstance(layer, _ConvNd) or layer.padding_mode != "zeros" or layer.dim != 0:
+        return None
+    return layer if not isinstance(layer.padding, str) and dispatch.prefers_native() else None
 
 
 def _copy(layer: WeightNormalised) -> nn.Module:

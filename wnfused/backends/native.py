@@ -143,6 +143,21 @@ def takes_conv(
     return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed) != "vendor"
 
 
+FEW_PIXELS = 8
+"""Of an output, of a transposed convolution the input: up to so many are rows of a linear layer (``kFewest`` in
+``csrc/cpu/unfolding.cpp``)."""
+
+
+def takes_few_pixels(v: Tensor, groups: int, transposed: bool) -> bool:
+    """Whether convolutions of up to ``FEW_PIXELS`` pixels are linear layers here."""
+    if v.dtype != torch.float32 or not v.is_cpu or groups > 1:
+        return False
+    outputs, inputs, *kernel = v.shape
+    window = [*[1] * (3 - len(kernel)), *kernel]
+    maps, one, none = [1, inputs, outputs, *window], [1, 1, 1], [0, 0, 0]
+    return torch.ops.wnfused_native.cpu_conv_unfolds(maps, window, one, none, one, transposed, False, False)[0]
+
+
 def takes_linear(v: Tensor) -> bool:
     """Whether a linear layer is multiplied here, and large enough to be faster than a plain one.
 

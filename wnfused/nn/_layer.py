@@ -53,6 +53,14 @@ class _Refuses(nn.ModuleDict):
 _REFUSES = _Refuses()
 
 
+class ByPixels(nn.Module):
+    """What a frozen convolution runs: ``few`` on inputs of up to so many entries, ``many`` on larger ones."""
+
+    def __init__(self, few: nn.Module, many: nn.Module, entries: int) -> None:
+        super().__init__()
+        self.few, self.many, self.entries = few, many, entries
+
+
 class WeightNormalised(nn.Module):
     """Mixin of the layers that keep ``weight_v``, ``weight_g`` and ``bias``.
 
@@ -70,7 +78,7 @@ class WeightNormalised(nn.Module):
     gamma: float | None
     init: str
     dim: int | None
-    # The plain layer that wnfused.frozen computed once, or a copy of this one, while it lasts.
+    # The plain layer that wnfused.frozen computed once, or a copy of this one, or both, while it lasts.
     _frozen: nn.Module | None = None
 
     __prepare_scriptable__ = refuse_script
@@ -185,10 +193,13 @@ class WeightNormalised(nn.Module):
         return not (recorded and torch.is_grad_enabled())
 
     def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        assert self._frozen is not None
-        if isinstance(self._frozen, WeightNormalised):
-            return self._frozen.forward(input, residual=residual)
-        y: Tensor = self._frozen(input)
+        frozen = self._frozen
+        if isinstance(frozen, ByPixels):
+            frozen = frozen.few if input.numel() <= frozen.entries else frozen.many
+        if isinstance(frozen, WeightNormalised):
+            return frozen.forward(input, residual=residual)
+        assert frozen is not None
+        y: Tensor = frozen(input)
         if residual is not None:
             y = y + residual
         if self.activation == "relu":
