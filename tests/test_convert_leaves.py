@@ -145,15 +145,73 @@ def test_static_methods_of_a_subclass_go_with_the_layer():
     torch.testing.assert_close(model(x), expected)
 
 
-def test_a_static_method_that_overrides_one_is_a_change(caplog):
-    class Halved(nn.Linear):
-        @staticmethod
-        def forward(x):
-            return x / 2
+class Halved(nn.Linear):
+    @staticmethod
+    def forward(x):
+        return x / 2
 
-    assert left_alone(Halved(4, 4), caplog, plain=True) == [
-        "the model: left alone, Halved is a subclass of Linear with its own forward"
-    ]
+
+class Made(nn.Linear):
+    @classmethod
+    def of(cls, features):
+        return cls(features, features)
+
+
+class Nameless(nn.Linear):
+    step = staticmethod(lambda x: x + 1)
+
+
+class Named(nn.Linear):
+    @staticmethod
+    def gamma(x):
+        return x
+
+
+class Keys(nn.Linear):
+    @staticmethod
+    def adopt_keys(x):
+        return x
+
+
+class Helper:
+    def helper(self):
+        return 3
+
+
+class Mixed(nn.Linear, Helper):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Halved, "Halved is a subclass of Linear with its own forward"),
+        (Made, "Made is a subclass of Linear with its own of"),
+        (Nameless, "Nameless is a subclass of Linear with its own step"),
+        (Mixed, "Mixed is a subclass of Linear with its own helper"),
+        (Named, "its own attribute 'gamma' means something else here"),
+        (Keys, "its own attribute 'adopt_keys' means something else here"),
+    ],
+)
+def test_what_a_subclass_adds_is_not_lost(kind, reason, caplog):
+    for layer in (kind(4, 4), old(kind(4, 4)), new(kind(4, 4))):
+        assert left_alone(layer, caplog, plain=True) == [f"the model: left alone, {reason}"]
+
+
+def test_a_mixin_of_static_methods_goes_with_the_layer():
+    layer = wnfused.convert(new(Counted(4, 4)))
+    assert type(layer) is WNLinear
+    assert pickle.loads(pickle.dumps(layer)).count() == 7
+
+
+class Counting:
+    @staticmethod
+    def count():
+        return 7
+
+
+class Counted(nn.Linear, Counting):
+    pass
 
 
 @pytest.mark.parametrize(

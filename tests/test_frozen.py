@@ -64,6 +64,10 @@ def test_wide_convolutions_keep_their_kernels_for_a_few_pixels(transposed):
                 assert torch.equal(layer(few), expected[0])
             with patch.object(frozen.few, "forward", side_effect=AssertionError):
                 torch.testing.assert_close(layer(many), expected[1])
+            if not transposed:
+                every = torch.export.Dim("n", min=1, max=64)
+                exported = torch.export.export(layer, (few,), dynamic_shapes=({0: every},)).module()
+                torch.testing.assert_close(exported(few.repeat(8, 1, 1, 1)), expected[0].repeat(8, 1, 1, 1))
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))

@@ -48,7 +48,7 @@ _WITH_THEIR_MODULE = ("_load_state_dict_pre_hooks", "_state_dict_hooks")
 _CONSTRUCTOR_ONLY = {
     "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__annotate_func__",
     "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__",
-    "__abstractmethods__", "_abc_impl", "__constants__",
+    "__abstractmethods__", "_abc_impl", "__constants__", "__dict__", "__weakref__",
 }  # fmt: skip
 
 
@@ -75,28 +75,32 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 def additions(kind: type[nn.Module], known: Collection[type[nn.Module]]) -> tuple[type[nn.Module], list[str]] | None:
     """The known class that ``kind`` is or extends, and the names that it adds or overrides besides a constructor.
 
-    Functions that belong to a class but know no instance of it do not count, unless they override something.
+    Static methods know no instance and do not count, unless they override something.
     """
-    names: dict[str, Any] = {}
-    for parent in kind.__mro__:
-        if parent in known:
-            return parent, sorted(n for n, value in names.items() if not _is_static(value) or hasattr(parent, n))
-        names = {n: value for n, value in vars(parent).items() if n not in _CONSTRUCTOR_ONLY} | names
-    return None
+    found = next((parent for parent in kind.__mro__ if parent in known), None)
+    if found is None:
+        return None
+    names = {name: parent for parent in reversed(_own_parents(kind, found)) for name in vars(parent)}
+    names = {name: parent for name, parent in names.items() if name not in _CONSTRUCTOR_ONLY}
+    return found, sorted(n for n, parent in names.items() if not _is_static(parent, n) or hasattr(found, n))
 
 
-def _is_static(value: Any) -> bool:
-    return isinstance(value, (staticmethod, classmethod))
+def static_methods(module: nn.Module, known: type[nn.Module]) -> dict[str, Any]:
+    """Those that the module's class adds to a known one."""
+    kind = class_of(module)
+    names = {name for parent in _own_parents(kind, known) for name in vars(parent) if _is_static(parent, name)}
+    return {name: getattr(kind, name) for name in sorted(names)}
 
 
-def _static_methods(module: nn.Module) -> dict[str, Any]:
-    """Those that the module's class adds to torch's, or to this package's."""
-    names: set[str] = set()
-    for parent in class_of(module).__mro__:
-        if parent.__module__.partition(".")[0] in ("torch", "wnfused"):
-            break
-        names |= {n for n, value in vars(parent).items() if n not in _CONSTRUCTOR_ONLY and _is_static(value)}
-    return {n: getattr(module, n) for n in sorted(names)}
+def _own_parents(kind: type, known: type) -> list[type]:
+    """The classes that make ``kind`` of ``known``, mixins among them."""
+    return [c for c in kind.__mro__ if c not in known.__mro__ and c.__module__ not in ("abc", "typing")]
+
+
+def _is_static(kind: type, name: str) -> bool:
+    """Whether a static method, and one that pickle finds by its name."""
+    value = vars(kind)[name]
+    return isinstance(value, staticmethod) and value.__func__.__qualname__ == f"{kind.__qualname__}.{name}"
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -104,15 +108,19 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _BOOKKEEPING}
 
 
-def twin(old: nn.Module, kind: type[nn.Module], *, without: Collection[str] = ()) -> nn.Module:
+def twin(
+    old: nn.Module, kind: type[nn.Module], *, known: type[nn.Module] | None = None, without: Collection[str] = ()
+) -> nn.Module:
     """A ``kind`` with everything that ``old`` has but its hooks: attributes, buffers, parameters, children, mode.
 
     Args:
+        known: what of ``old``'s classes ``kind`` replaces; static methods that others add become attributes.
         without: names of attributes, parameters and children that stay behind.
     """
     new = kind.__new__(kind)
     nn.Module.__init__(new)
-    new.__dict__.update(_static_methods(old))
+    if known is not None:
+        new.__dict__.update(static_methods(old, known))
     new.__dict__.update({name: value for name, value in own_attributes(old).items() if name not in without})
     for table in ("_parameters", "_buffers", "_modules"):
         kept = {name: value for name, value in old.__dict__[table].items() if name not in without}

@@ -26,6 +26,7 @@ from wnfused._surgery import (
     named,
     own_attributes,
     replace,
+    static_methods,
     twin,
 )  # fmt: skip
 from wnfused._tracing import fusable_activations
@@ -62,7 +63,7 @@ def convert(
 
     Taken are ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.parametrizations.weight_norm`` on ``nn.Linear``,
     ``nn.Conv1d/2d/3d`` and ``nn.ConvTranspose1d/2d/3d``, and on subclasses of these that add only a constructor
-    or static and class methods.
+    or static methods.
     Parameters are carried over as the objects they are, so an optimiser that holds them goes on; so are buffers,
     attributes, hooks of every kind, training mode, shared modules and tied weights.
 
@@ -136,6 +137,7 @@ class _Candidate:
     """A layer to replace: which of torch's it is, and its weight norm, with ``g = None`` for a plain layer."""
 
     kind: type[nn.Module]
+    known: type[nn.Module]  # that, or fold's version of it with a residual
     v: nn.Parameter
     g: nn.Parameter | None
     dim: int | None
@@ -162,14 +164,15 @@ def _candidate(module: nn.Module, plain: bool) -> _Candidate | str | None:
             return f"{class_of(module).__name__} is a subclass of {kind.__name__} with its own {', '.join(added)}"
     if "_compiled_call_impl" in module.__dict__:
         return "it was compiled by itself; convert first, compile then"
-    clash = [n for n in (*own_attributes(module), *module._modules) if n in OPTIONS or hasattr(LAYERS[kind], n)]
+    names = (*own_attributes(module), *module._modules, *static_methods(module, known[0]))
+    clash = [n for n in names if n in OPTIONS or hasattr(LAYERS[kind], n)]
     clash = [n for n in clash if n not in ("weight", "parametrizations") and not _holds_activation(module, n)]
     if clash:
         return f"its own attribute {clash[0]!r} means something else here"
     others = sorted({h.name for h in old} | set(new)) if old or new else []
     if others not in ([], ["weight"]):
         return f"its weight norm is on {', '.join(repr(n) for n in others if n != 'weight')}"
-    return _stored(module, kind, old, new)
+    return _stored(module, kind, known[0], old, new)
 
 
 def _weight_norms(module: nn.Module) -> list[str]:
@@ -180,7 +183,9 @@ def _weight_norms(module: nn.Module) -> list[str]:
     return [n for n, steps in lists.items() if any(isinstance(s, _WeightNorm) for s in cast(nn.ModuleList, steps))]
 
 
-def _stored(module: nn.Module, kind: type[nn.Module], old: list[WeightNorm], new: list[str]) -> _Candidate | str:
+def _stored(
+    module: nn.Module, kind: type[nn.Module], known: type[nn.Module], old: list[WeightNorm], new: list[str]
+) -> _Candidate | str:
     """The parameters behind ``weight``, if nothing but torch's weight norm stands between."""
     dim: int | None = 0
     v, g = module._parameters.get("weight"), None
@@ -202,7 +207,7 @@ def _stored(module: nn.Module, kind: type[nn.Module], old: list[WeightNorm], new
             return f"its parameters are of type {type(tensor).__name__}"
         if tensor is not None and not tensor.is_floating_point():
             return f"its parameters are {tensor.dtype}"
-    return _Candidate(kind, v, g, None if dim == -1 else dim)
+    return _Candidate(kind, known, v, g, None if dim == -1 else dim)
 
 
 def _holds_activation(module: nn.Module, name: str) -> bool:
@@ -236,7 +241,7 @@ def _weight_normalised(
         g = gains.setdefault((id(v), found.dim), _gain_of(v))
     bias = module._parameters["bias"]
     stays = {"weight", "weight_v", "weight_g", "bias", "parametrizations"}
-    layer = cast(WeightNormalised, twin(module, LAYERS[found.kind], without=stays))
+    layer = cast(WeightNormalised, twin(module, LAYERS[found.kind], known=found.known, without=stays))
     layer.__dict__.update(activation=None, negative_slope=0.01, gamma=None, init="orthogonal", dim=found.dim)
     others = dict(layer._parameters)
     layer._parameters.clear()

@@ -88,7 +88,7 @@ def plain_layer(
         weight = layer.weight.detach().as_subclass(Tensor).clone()
     learns = layer.weight_v.requires_grad or layer.weight_g.requires_grad
     own = {*OPTIONS, "_frozen", "weight_v", "weight_g", "bias"}
-    plain = twin(layer, WITH_RESIDUAL[kind] if with_residual else kind, without=own)
+    plain = twin(layer, WITH_RESIDUAL[kind] if with_residual else kind, known=LAYERS[kind], without=own)
     others = dict(plain._parameters)
     plain._parameters.clear()
     plain._parameters.update(weight=nn.Parameter(weight, learns), bias=layer._parameters["bias"], **others)

@@ -18,9 +18,10 @@ int64_t output_floats(const ConvShape& shape) { return shape.images * shape.outp
 // First layers, of images or signals, that the vendor's kernels run faster, measured on Zen 4 (bench/NOTES.md): those
 // whose output is more than a call's cost, but for
 //
-//   forward    channels_last with an activation to gain from, and lines with a stride; in NCHW these kernels write y by
-//              transposed panels
-//   backward   over three dims without the input's gradient; with it, in NCHW, those with a stride of 1 and columns
+//   forward    channels_last with an activation to gain from, and in one dim those with a stride; in NCHW these kernels
+//              write y by transposed panels
+//   backward   windows of several levels, without the input's gradient; with it, in NCHW over two dims, windows of one
+//              column and those with a stride of 1
 bool is_vendors_first_layer(const ConvLayer& layer, bool last, bool passes) {
   constexpr int64_t kLargeMap = int64_t{1} << 18, kWide = 64;
   const ConvShape& shape = layer.shape;

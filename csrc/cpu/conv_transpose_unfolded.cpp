@@ -6,17 +6,13 @@ namespace wnfused::cpu {
 namespace {
 
 LinearShape linear_of(const ConvShape& shape) {
-  return {pixels_of(shape), shape.inputs * shape.taps(), shape.outputs};
+  return {output_pixels(shape), shape.inputs * shape.taps(), shape.outputs};
 }
 
 Order order_of(const ConvShape& shape) { return {shape.taps(), 1}; }
 
 // Rows are never written in the place of a map here: windows of y's are put together in every case.
 constexpr Layout kLayout{false, false};
-
-bool are_finite(const float* values, int64_t count) {
-  return std::all_of(values, values + count, [](float value) { return std::isfinite(value); });
-}
 
 }  // namespace
 
@@ -33,7 +29,8 @@ bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Ten
   const ConvShape& shape = call.shape;
   const LinearShape linear = linear_of(shape);
   row_norms(call.v, norms, 0, linear.features);
-  const Tensor x = rows_of(call.x), z = rows_for(y, shape);
+  const Tensor x = rows_of(call.x), z = rows_to_fold(y, shape);
+  // Without dv, x is not read: any matrix of its shape will do.
   const LinearGradient products{linear, z, matrix_of(call.v, linear.features, linear.inner), call.gain, norms, z, {},
                                 nullptr};
   run_linear_backward(products, x, x, Activation::kNone, 0.0f, false, nullptr);
@@ -52,9 +49,10 @@ bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& 
   const ConvShape& shape = call.shape;
   const LinearShape linear = linear_of(shape);
   const bool masked = call.activation != Activation::kNone;
-  const Tensor x = rows_of(call.x), signs = in_lines(masked ? y : dy_given), dy = laid_out_as(dy_given, signs);
-  const std::vector<float> scale = scales_of(call.gain, norms, linear.features);
-  if (!all_finite(x) || !all_finite(dy) || !are_finite(scale.data(), linear.features)) return false;
+  const Tensor signs = in_lines(masked ? y : dy_given), dy = laid_out_as(dy_given, signs);
+  std::optional<Tensor> x;
+  if (gradients.dv) x = rows_of(call.x);
+  if ((x && !all_finite(*x)) || !all_finite(call.gain, norms, linear.features)) return false;
   const Tensor dz = !masked ? dy : gradients.dz && same_layout(*gradients.dz, dy) ? *gradients.dz : empty_as(dy);
   if (masked || gradients.dbias) {
     const Values nothing{nullptr, false};
@@ -62,19 +60,20 @@ bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& 
                             call.activation, call.slope},
              gradients.dbias);
   }
+  if (!all_finite(dz)) return false;
   const Tensor windows = unfolded(dz, shape, order_of(shape)), v = matrix_of(call.v, linear.features, linear.inner);
   if (gradients.dx) {
     const ConvShape pixels = pointwise(*gradients.dx);
     std::vector<float> again(linear.features);
     const LinearCall products{linear, windows, v, call.gain, nullptr, {}, Activation::kNone, 0.0f,
-                              rows_for(*gradients.dx, pixels), again.data()};
+                              rows_to_fold(*gradients.dx, pixels), again.data()};
     run_linear(products);
     fold(products.y, pixels, kPixels, *gradients.dx);
   }
   if (gradients.dv) {
     const LinearGradient products{linear, windows, v, call.gain, norms, {},
                                   matrix_of(*gradients.dv, linear.features, linear.inner), gradients.dgain};
-    run_linear_backward(products, x, x, Activation::kNone, 0.0f, false, nullptr);
+    run_linear_backward(products, *x, *x, Activation::kNone, 0.0f, false, nullptr);
   }
   if (gradients.dz && !same_layout(*gradients.dz, dy)) {
     Tensor target = *gradients.dz;

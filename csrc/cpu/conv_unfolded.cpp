@@ -61,7 +61,7 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
   const LinearShape linear{rows.size(0), rows.size(1), shape->outputs};
   const LinearCall call{linear, rows, matrix_of(v, linear.features, linear.inner), conv.gain, conv.bias,
                         residual ? std::optional(rows_of(*residual)) : std::nullopt, conv.activation, conv.slope,
-                        rows_for(y, pixels), norms};
+                        rows_to_fold(y, pixels), norms};
   run_linear(call);
   // A tap that meets no pixel takes no part in the vendor's sums; in these it is multiplied by 0.
   if (!all_finite(call.y)) return std::nullopt;
@@ -78,20 +78,20 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
   const Tensor &x = conv.x, &v = conv.v;
   const bool masked = conv.activation != Activation::kNone;
   const Tensor gradients = rows_of(dy);
-  const std::vector<float> scale = scales_of(conv.gain, norms, shape->outputs);
-  const auto finite = [](float value) { return std::isfinite(value); };
-  if (!all_finite(gradients) || !std::all_of(scale.begin(), scale.end(), finite)) return std::nullopt;
+  if (!all_finite(gradients) || !all_finite(conv.gain, norms, shape->outputs)) return std::nullopt;
   const Order order = order_of(v, shape->taps());
-  const Tensor rows = unfolded(x, *shape, order);
-  const LinearShape linear{rows.size(0), rows.size(1), shape->outputs};
-  LinearGradient call{linear, rows, matrix_of(v, linear.features, linear.inner), conv.gain, norms,
-                      std::nullopt, std::nullopt, dgain};
   LayerGradients made;
-  float* dbias = nullptr;
+  std::optional<Tensor> rows, input;
   if (needs.x) {
     made.dx = empty_map(sizes_of(x), gives_channels_last(conv));
-    call.dx = rows_for(*made.dx, *shape);
+    input = rows_to_fold(*made.dx, *shape);
   }
+  if (needs.v) rows = unfolded(x, *shape, order);
+  const LinearShape linear{gradients.size(0), shape->inputs * shape->taps(), shape->outputs};
+  // Without dv, x is not read.
+  LinearGradient call{linear, rows ? *rows : *input, matrix_of(v, linear.features, linear.inner), conv.gain, norms,
+                      input, std::nullopt, dgain};
+  float* dbias = nullptr;
   if (needs.v) {
     call.dv = empty_matrix(linear.features, linear.inner);
     made.dv = viewed_as(*call.dv, v);

@@ -88,7 +88,7 @@ struct Unfolding {
   Unfolding(const ConvShape& shape, const Tensor& map, const Tensor& rows, const Order& order)
       : shape(shape), windows(windows_of(shape, map)), rows(data_of(rows)), map(data_of(map)), order(order),
         channel_step(map.stride(1)), length(shape.inputs * shape.taps()),
-        count(pixels_of(shape)) {}
+        count(output_pixels(shape)) {}
 
   int64_t blocks() const { return divide_up(shape.inputs, kBlock); }
 
@@ -114,7 +114,7 @@ struct Unfolding {
 
 }  // namespace
 
-int64_t pixels_of(const ConvShape& shape) { return shape.images * shape.output_size().product(); }
+int64_t output_pixels(const ConvShape& shape) { return shape.images * shape.output_size().product(); }
 
 bool is_pointwise(const ConvShape& shape) {
   return shape.taps() == 1 && shape.stride.product() == 1 && shape.padding == Triple{0, 0, 0};
@@ -140,7 +140,7 @@ constexpr int64_t kFewest = 8, kFew = 16, kMost = 256;  // pixels
 
 bool suits_unfolding(const ConvShape& shape, const Layout& layout) {
   constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kHeavy = int64_t{1} << 23;
-  const int64_t pixels = pixels_of(shape), weights = shape.inputs * shape.outputs;
+  const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
   return pixels <= kMost && weights >= kWeightsAPixel * pixels &&
          (pixels <= kFew || !layout.planes || weights * shape.taps() >= kHeavy);
@@ -148,7 +148,7 @@ bool suits_unfolding(const ConvShape& shape, const Layout& layout) {
 
 bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input, bool own) {
   constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
-  const int64_t pixels = pixels_of(shape), weights = shape.inputs * shape.outputs;
+  const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewest || (pixels <= kFew && weights >= kNarrow)) return true;
   if (is_patches(shape)) return input || pixels <= kPatches;
   if (layout.rows) return weights >= kInPlace * pixels;
@@ -158,7 +158,7 @@ bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool
 
 bool can_unfold(const ConvShape& shape) {
   const bool sound = shape.is_sound() && shape.groups == 1 && shape.outputs > 1;
-  return sound && linear_kernels(false, pixels_of(shape));
+  return sound && linear_kernels(false, output_pixels(shape));
 }
 
 Tensor empty_matrix(int64_t rows, int64_t columns) {
@@ -168,7 +168,7 @@ Tensor empty_matrix(int64_t rows, int64_t columns) {
 }
 
 Tensor unfolded(const Tensor& map, const ConvShape& shape, const Order& order) {
-  const int64_t count = pixels_of(shape), length = shape.inputs * shape.taps();
+  const int64_t count = output_pixels(shape), length = shape.inputs * shape.taps();
   if (is_pointwise(shape) && is_rows(map)) return matrix_of(map, count, length);
   const Tensor rows = empty_matrix(count, length);
   const Unfolding job(shape, map, rows, order);
@@ -181,8 +181,8 @@ Tensor unfolded(const Tensor& map, const ConvShape& shape, const Order& order) {
 
 Tensor rows_of(const Tensor& map) { return unfolded(map, pointwise(map), kPixels); }
 
-Tensor rows_for(const Tensor& map, const ConvShape& shape) {
-  const int64_t count = pixels_of(shape), length = shape.inputs * shape.taps();
+Tensor rows_to_fold(const Tensor& map, const ConvShape& shape) {
+  const int64_t count = output_pixels(shape), length = shape.inputs * shape.taps();
   return is_pointwise(shape) && is_rows(map) ? matrix_of(map, count, length) : empty_matrix(count, length);
 }
 
@@ -207,11 +207,22 @@ void fold(const Tensor& rows, const ConvShape& shape, const Order& order, const 
   }
 }
 
-bool all_finite(const Tensor& rows) {
-  const float* values = entries<float>(rows);
-  float poison = 0.0f;
-  for (int64_t i = 0, count = rows.numel(); i < count; ++i) poison += values[i] * 0.0f;
-  return poison == 0.0f;
+bool all_finite(const Tensor& t) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  const auto* bits = static_cast<const char*>(t.const_data_ptr());
+  uint32_t found = 0;
+  for (int64_t i = 0, count = t.numel(); i < count; ++i) {
+    uint32_t value;
+    __builtin_memcpy(&value, bits + i * sizeof value, sizeof value);
+    found |= (value & kExponent) == kExponent;
+  }
+  return found == 0;
+}
+
+bool all_finite(const float* gain, const float* norms, int64_t rows) {
+  const std::vector<float> scale = scales_of(gain, norms, rows);
+  const auto finite = [](float value) { return std::isfinite(value); };
+  return std::all_of(scale.begin(), scale.end(), finite) && std::all_of(norms, norms + rows, finite);
 }
 
 }  // namespace wnfused::cpu

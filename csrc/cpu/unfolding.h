@@ -1,6 +1,7 @@
 // Maps as matrices: a row [channels x taps] for each window that a convolution's output pixel meets, zeros beyond the map.
 // Wide layers on few pixels, whose time is that of their weights, are linear layers (linear_routes.h) of such rows: those
-// kernels read the weights as they lie.
+// kernels read the weights as they lie. Those of up to eight rows add up what their threads found: the last bits of dx, and
+// of a transposed layer's y, depend on the number of threads then (linear_small.cpp).
 //
 //   conv             y rows = act(s (X v^T) + b)     X = the windows of x      (conv_unfolded.cpp)
 //   conv_transpose   Z = s x rows v                  y = the sum of Z where windows of y overlap
@@ -12,8 +13,7 @@
 
 namespace wnfused::cpu {
 
-// Of a convolution's output.
-int64_t pixels_of(const ConvShape& shape);
+int64_t output_pixels(const ConvShape& shape);
 
 // A 1x1 layer, whose windows are the pixels of its map.
 bool is_pointwise(const ConvShape& shape);
@@ -52,12 +52,15 @@ Tensor unfolded(const Tensor& map, const ConvShape& shape, const Order& order);
 
 // A matrix to be filled with rows for the map, which fold() puts there, the sums of them where windows overlap: the map's
 // own memory, if it can be that.
-Tensor rows_for(const Tensor& map, const ConvShape& shape);
+Tensor rows_to_fold(const Tensor& map, const ConvShape& shape);
 void fold(const Tensor& rows, const ConvShape& shape, const Order& order, const Tensor& map);
 
 // The pixels of a map as rows.
 Tensor rows_of(const Tensor& map);
 
-bool all_finite(const Tensor& rows);
+// Of a dense tensor in float32.
+bool all_finite(const Tensor& t);
+// Of the weights' rows: norms, and what scales them.
+bool all_finite(const float* gain, const float* norms, int64_t rows);
 
 }  // namespace wnfused::cpu

@@ -195,7 +195,9 @@ class WeightNormalised(nn.Module):
     def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
         frozen = self._frozen
         if isinstance(frozen, ByPixels):
-            frozen = frozen.few if input.numel() <= frozen.entries else frozen.many
+            # A compiled function serves inputs of every size.
+            few = not torch.compiler.is_compiling() and input.numel() <= frozen.entries
+            frozen = frozen.few if few else frozen.many
         if isinstance(frozen, WeightNormalised):
             return frozen.forward(input, residual=residual)
         assert frozen is not None
