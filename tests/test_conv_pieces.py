@@ -68,12 +68,23 @@ CASES = {
     "pixels over time": Case(2, 16, 24, (9, 6, 4), (3, 1, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
     "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
     "groups, 7 taps": line(2, 96, 48, 70, 7, 3)._replace(groups=3),
+    "groups of 4 channels": Case(2, 32, 32, (11, 12), (3, 3), (1, 1), (1, 1), (1, 1), groups=8),
+    "groups of 4 channels, 41 taps": line(2, 16, 16, 150, 41, 20)._replace(groups=4),
+    "groups of 4 channels, over time": Case(1, 16, 16, (9, 6, 8), (3, 1, 1), (1, 1, 1), (1, 0, 0), (1, 1, 1), groups=4),
     "groups of many channels": Case(1, 192, 192, (7, 8), (3, 5), (1, 1), (1, 2), (1, 1), groups=4),
     "one dim, 128 taps, groups": line(2, 64, 64, 200, 128, 64)._replace(groups=2),
     "three dims, groups": Case(2, 32, 64, (4, 5, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), groups=2),
     "columns over time": Case(2, 16, 24, (6, 8, 5), (3, 4, 1), (1, 1, 1), (1, 2, 0), (1, 1, 1)),
 }
-NAMED = ("11 taps, dilated", "7x7, ragged", "3x3, dilated", "three dims, ragged, dilated", "5 taps", "groups, 7 taps")
+NAMED = (
+    "11 taps, dilated",
+    "7x7, ragged",
+    "3x3, dilated",
+    "three dims, ragged, dilated",
+    "5 taps",
+    "groups, 7 taps",
+    "groups of 4 channels",
+)
 SOME = [CASES[name] for name in NAMED]
 
 
@@ -103,8 +114,10 @@ def cases(draw: st.DrawFn) -> Case:
     size = draw(each(dims, st.integers(1, (90, 16, 9)[dims - 1])))
     kernel = draw(each(dims, st.integers(1, (24, 7, 5)[dims - 1])))
     padding, dilation = draw(each(dims, st.integers(0, 6))), draw(each(dims, st.integers(1, 3)))
-    groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
-    if groups > 1:
+    groups = draw(st.sampled_from([1, 1, 1, 2, 3, 4, 8]))
+    if groups >= 4:
+        counts = (counts[0], 4 * groups, 4 * groups)
+    elif groups > 1:
         counts = (counts[0], *(16 * groups * draw(st.integers(1, 2)) for _ in range(2)))
     # A stride over a dim of one tap is one, too.
     stride = tuple(draw(st.integers(1, 2)) if taps == 1 else 1 for taps in kernel)

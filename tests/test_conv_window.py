@@ -88,6 +88,11 @@ CASES = {
     "groups": Case(2, 32, 64, (9, 7), (3, 3), (1, 2), (1, 1), (1, 1), groups=2),
     "groups, stride 2": Case(3, 96, 48, (8, 9), (5, 4), (2, 2), (2, 1), (1, 1), groups=3),
     "groups of 8 channels": Case(2, 32, 64, (9, 8), (3, 3), (2, 1), (1, 1), (1, 2), groups=4),
+    "groups of 4 channels": Case(2, 16, 64, (9, 8), (3, 3), (2, 1), (1, 1), (1, 1), groups=4),
+    "groups of 4 channels, many small images": Case(20, 16, 128, (4, 4), (3, 2), (1, 1), (1, 1), (1, 1), groups=4),
+    "groups of 4 channels, one dim": Case(2, 32, 128, (61,), (41,), (4,), (20,), (1,), groups=8),
+    "groups of 8 channels, one tap": Case(2, 32, 64, (9, 8), (1, 1), (1, 2), (0, 1), (1, 1), groups=4),
+    "1x1, as large as its map": Case(2, 16, 32, (4, 4), (1, 1), (2, 2), (2, 2), (1, 1)),
     "groups, pointwise": Case(3, 64, 64, (6, 6), (1, 1), (1, 1), (0, 0), (1, 1), groups=4),
     "groups, one dim": Case(2, 64, 128, (61,), (41,), (2,), (20,), (1,), groups=8),
     "groups, many small images": Case(20, 64, 32, (4, 4), (3, 2), (1, 1), (1, 1), (1, 1), groups=2),
@@ -99,6 +104,7 @@ NAMED = (
     "3x3, stride 2, of ragged blocks",
     "one dim, stride 4",
     "groups of 8 channels",
+    "groups of 4 channels",
     "an image",
 )
 SOME = [CASES[name] for name in NAMED]
@@ -132,7 +138,7 @@ def cases(draw: st.DrawFn) -> Case:
     groups = draw(st.sampled_from([1, 1, 2, 4]))
     if groups > 1:
         blocks = st.integers(1, 2 if groups == 4 else 3)
-        counts = (counts[0], groups * draw(st.sampled_from([8, 16, 48])), groups * 16 * draw(blocks))
+        counts = (counts[0], groups * draw(st.sampled_from([4, 8, 16, 48])), groups * 16 * draw(blocks))
     return Case(*counts, draw(each(dims, st.integers(1, 14))), *window, groups=groups)
 
 
@@ -202,7 +208,9 @@ def test_zero_rows_and_gains(isa, case):
         Case(1, 512, 512, (2, 2), (1, 1), (1, 1), (0, 0), (1, 1), groups=2),
         Case(1, 16, 16, (8, 8), (3, 3), (1, 1), (8192, 8192), (1, 1)),
         Case(1, 24, 48, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=3),
+        Case(1, 24, 96, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1), groups=6),
         Case(1, 32, 16, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=2),
+        Case(1, 32, 32, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1), groups=8),
         Case(1, 32, 24, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), groups=3),
         Case(1, 32, 32, (8,), (4,), (2,), (1,), (1,), transposed=True, groups=2),
         Case(2, 16, 16, (8, 8, 8), (5, 5, 2), (1, 1, 1), (2, 2, 1), (1, 1, 1)),
@@ -216,7 +224,9 @@ def test_zero_rows_and_gains(isa, case):
         "few pixels to a weight",
         "a border of a gigabyte",
         "an odd number of groups of 8 channels",
+        "six groups of 4 channels",
         "groups of 8 outputs",
+        "groups of 4 channels, strided",
         "groups that do not divide",
         "transposed groups",
         "many taps over three dims",

@@ -107,15 +107,10 @@ void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
   if (map.is_copied()) map.own = arena.take(floats);
 }
 
-// Of the map that a convolution reads: floats, and whether it needs more than the caller's tensor has.
+// Floats of the map that a convolution reads, where it is copied.
 int64_t source_size(const Geometry& geometry) { return geometry.map_size(); }
 int64_t source_size(const Pieces& geometry) { return geometry.source.map_size(); }
 int64_t source_size(const Window& window) { return window.padded_size(); }
-template <class G>
-bool has_border(const G&) {
-  return false;
-}
-bool has_border(const Window& window) { return window.has_border(); }
 
 // Takes a map that would be copied for its ragged channels alone.
 void take_in_place(LayerMap& map) {
@@ -123,7 +118,7 @@ void take_in_place(LayerMap& map) {
   map.access = Access::kInPlace;
 }
 
-// A map that is read needs the border; one that suits the items needs no copy.
+// A map that suits the items needs no copy; a thin one may need the border.
 template <class G>
 void choose_source_access(G&, LayerMap&) {}
 void choose_source_access(Window& window, LayerMap& map) {
@@ -151,7 +146,7 @@ void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) 
   residual.access = Access::kPanels;
 }
 
-// .. for the weight gradient.
+// .. for the weight gradient, which reads the other map by whole blocks.
 template <class G>
 void choose_gradient_access(G&, bool, LayerMap&) {}
 void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
@@ -163,8 +158,8 @@ void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
   }
 }
 
-// Items that read or mask pixels hold two runs of them.
-int64_t pixel_floats(const MapShape& shape) { return 2 * kMapPixels * shape.padded_channels; }
+// Items that mask pixels hold a run of them.
+int64_t pixel_floats(const MapShape& shape) { return kMapPixels * shape.padded_channels; }
 
 // A worker's bank, and beside its bias which blocks it has packed (depthwise_driver.h).
 void lay_out_banks(Arena& arena, const Depthwise& layer, int64_t workers, int64_t worker_floats, Scratch& scratch) {
@@ -193,8 +188,7 @@ void lay_out(Arena& arena, ConvBackward<Depthwise>& job, int64_t workers) {
 
 template <class G>
 void lay_out(Arena& arena, ConvForward<G>& job, int64_t workers) {
-  const int64_t floats = std::max(worker_floats(job.geometry), pixel_floats(job.input));
-  lay_out_common(arena, job.geometry, workers, floats, job.scratch);
+  lay_out_common(arena, job.geometry, workers, worker_floats(job.geometry), job.scratch);
   lay_out_copy(arena, source_size(job.geometry), job.x);
   lay_out_copy(arena, job.output.map_size(), job.y);
   lay_out_copy(arena, job.output.map_size(), job.residual);
@@ -206,8 +200,8 @@ template <class G>
 void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   const G &geometry = job.geometry, &products = job.products();
   // Both geometries' items run on the same scratch.
-  const int64_t floats = std::max({worker_floats(geometry), worker_floats(job.transposed), pixel_floats(job.input),
-                                   pixel_floats(job.output)});
+  const int64_t floats =
+      std::max({worker_floats(geometry), worker_floats(job.transposed), pixel_floats(job.output)});
   lay_out_common(arena, job.transposed, workers, floats, job.scratch);
   if (job.weight) {
     job.scratch.gradient[0] = arena.take(products.gradient_size() * products.wgrad_slices);
@@ -216,7 +210,7 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   }
   lay_out_copy(arena, job.input.map_size(), job.dx);
   if (!job.make_dz) job.dz.own = job.dy.own;
-  else if (!job.dz.is_in_place()) job.dz.own = arena.take(source_size(job.transposed));
+  else if (!job.dz.is_in_place()) job.dz.own = arena.take(job.output.map_size());
   if (job.sums_bias()) job.bias_sums = arena.take(pixel_runs(job.output) * job.output.padded_channels);
 }
 
@@ -280,13 +274,10 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   job.dbias = parameter_of(gradients.dbias);
   LayerMap none{};
   choose_target_access(job.transposed, job.dx, none);
-  // The weight gradient reads x, and dz, once for every group of output blocks; dz, or a transposed layer's x, by
-  // whole blocks.
   choose_gradient_access(job.geometry, layer.transposed, job.x);
-  if (has_border(job.transposed)) job.dz.access = Access::kCopy;
   job.is_transposed = layer.transposed;
   job.weight = gradients.dv.has_value();
-  job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied() || has_border(job.transposed);
+  job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
   job.norm = norm;
   const int64_t items = job.transposed.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
   return run_once(job, std::min(workers_for(layer.shape), items), kernels<G>(layer.transposed).backward);
@@ -302,10 +293,14 @@ bool takes_winograd(const ConvShape& shape) {
          (is(&Triple::level, 1) || is(&Triple::level, kMaxLevelTaps));
 }
 
-// Whether blocks of outputs, and of inputs in the data gradient, belong to one group each, or to two.
-bool fill_blocks(const ConvShape& shape) {
+// Groups whose outputs are whole blocks; their inputs, the data gradient's outputs, may be a half or a quarter of one. And
+// groups of four channels by pieces: all else that shares blocks of outputs has too many zeros among its products, and
+// the vendor is as fast (bench/NOTES.md).
+bool suits_groups(const ConvShape& shape) {
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  return outputs % kLanes == 0 && (inputs % kLanes == 0 || (2 * inputs == kLanes && shape.groups % 2 == 0));
+  const bool shared = (inputs == 4 || inputs == 8) && shape.groups % (kLanes / inputs) == 0;
+  if (inputs % kLanes != 0 && !shared) return false;
+  return outputs % kLanes == 0 || (inputs == 4 && outputs == 4 && suits_pieces(shape));
 }
 
 // Of sums over taps, those over three dims that the vendor makes as fast and whose weights' gradient it finds faster
@@ -325,18 +320,11 @@ int64_t weights_a_row() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
 // Memory for copies of maps in other layouts, in floats: 2 GB.
 constexpr double kCopies = 1 << 29;
 
-// Floats of a map with a border on every side, at least what a Window gives it. No map is too large for a double.
+// Floats of a map with a border on every side. No map is too large for a double.
 double bordered(const MapShape& map, const Triple& size, const Triple& border) {
   const auto extent = [&](int64_t Triple::*at) { return static_cast<double>(size.*at + 2 * (border.*at)); };
   return extent(&Triple::level) * extent(&Triple::row) * extent(&Triple::column) * static_cast<double>(map.images) *
          static_cast<double>(map.padded_channels);
-}
-
-Triple reach_of(const ConvShape& shape) {
-  const auto reach = [&](int64_t Triple::*at) {
-    return shape.dilation.*at * (shape.kernel.*at - 1) + shape.padding.*at;
-  };
-  return {reach(&Triple::level), reach(&Triple::row), reach(&Triple::column)};
 }
 
 // For tests: how a layer is multiplied, or "vendor". Triples are of levels, rows and columns.
@@ -362,12 +350,13 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
   if (shape.groups > 1 && transposed) return std::nullopt;
   if (shape.is_depthwise())
     return shape.has_one_level() && has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
-  if (shape.groups > 1 && !fill_blocks(shape)) return std::nullopt;
+  if (shape.groups > 1 && !suits_groups(shape)) return std::nullopt;
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
   const bool thin = !transposed && shape.has_thin_input();
   const int64_t inputs = thin ? shape.inputs : input.padded_channels;
   if (shape.groups == 1 && kPadding * weights < inputs * output.padded_channels) return std::nullopt;
-  const double copies = bordered(input, shape.size, shape.padding) + bordered(output, size, reach_of(shape));
+  const double copies =
+      bordered(input, shape.size, thin ? shape.padding : Triple{0, 0, 0}) + bordered(output, size, {0, 0, 0});
   if (2 * copies > kCopies) return std::nullopt;
   if (!transposed && !thin && takes_winograd(shape)) {
     const Method method = preferred_method(shape.images * shape.size.level, shape.size.row, shape.size.column);

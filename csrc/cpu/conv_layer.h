@@ -5,7 +5,7 @@
 //
 // '|' are phase boundaries. A map that has the kernels' own layout (stage.h), a channels_last tensor of a multiple of
 // 16 channels, is read and written where it is; others are converted on the way in and out, but for channels_last ones
-// of any number of channels that a window reads without a border, or writes.
+// of any number of channels that a window reads or writes.
 //
 //   Winograd   3x3, over three dims 3x3x3 or 1x3x3, that keep the size of maps which are not tiny: the stage's
 //              convolution, `Geometry`

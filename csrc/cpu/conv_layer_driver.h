@@ -28,10 +28,7 @@ struct PlainMapParts {
   using G = Shape;
   static constexpr bool kTransposed = false;
 
-  static bool has_border(const G&) { return false; }
-  static void put(const G&, const PixelRun&, const float*, float*) {}
-
-  static void read(const G&, const MapShape& shape, const ExternalMap& given, int64_t item, float* map, float*) {
+  static void read(const G&, const MapShape& shape, const ExternalMap& given, int64_t item, float* map) {
     read_map(shape, given, item, map);
   }
 };
@@ -80,14 +77,14 @@ struct WinogradParts : PlainMapParts<Geometry> {
 
 // .. by pieces of a kernel ..
 struct PiecesParts : PlainMapParts<Pieces> {
-  static int64_t row_floats(const G& geometry) { return geometry.direct.depth * geometry.direct.planes; }
+  static int64_t row_floats(const G& geometry) { return geometry.direct.row_floats(); }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
     const G& geometry = job.geometry;
     const int64_t outputs = geometry.target.channels;
     Block scale[kLanes];
     measure_scales(job, outputs, row_floats(geometry), 0, block, bank.bias, norm, scratch, scale);
-    pack_window(geometry.direct, job.v, outputs, block, scale, scratch);
+    pack_window(geometry.direct, job.v, block, scale, scratch);
     transform(geometry, block, scratch, bank);
   }
 
@@ -131,34 +128,26 @@ struct PiecesParts : PlainMapParts<Pieces> {
 struct WindowParts {
   using G = Window;
 
-  static bool has_border(const G& window) { return window.has_border(); }
-
-  static void put(const G& window, const PixelRun& run, const float* pixels, float* map) {
-    put_pixels(window, run, pixels, map);
-  }
-
-  static void read(const G& window, const MapShape&, const ExternalMap& given, int64_t item, float* map,
-                   float* scratch) {
-    read_source(window, given, item, map, scratch);
+  static void read(const G& window, const MapShape&, const ExternalMap& given, int64_t item, float* map) {
+    read_source(window, given, item, map);
   }
 
   template <class Job>
   static void convolve(const Job& job, const G& window, int64_t item, const WindowMaps& maps, const float* bank,
                        float* scratch) {
-    window_item(window, item, maps, bank, scratch, *job.poisoned);
+    window_item(window, item, maps, job.scratch.zeros, bank, scratch, *job.poisoned);
   }
 };
 
 struct DirectParts : WindowParts {
   static constexpr bool kTransposed = false;
-  static int64_t row_floats(const G& window) { return window.depth * window.planes; }
+  static int64_t row_floats(const G& window) { return window.row_floats(); }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
     const Window& window = job.geometry;
     Block scale[kLanes];
     measure_scales(job, window.target.channels, row_floats(window), 0, block, bank.bias, norm, scratch, scale);
-    pack_window(window, job.v, window.target.channels, block, scale,
-                bank.weights + block * window.block_floats());
+    pack_window(window, job.v, block, scale, bank.weights + block * window.block_floats());
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
@@ -166,7 +155,7 @@ struct DirectParts : WindowParts {
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
-    window_gradient_item(job.geometry, job.transposed, item, job.x.own, job.dz.own, job.scratch.gradient[0],
+    window_gradient_item(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
                          job.scratch.bias_gradient[0], scratch);
   }
 
@@ -193,7 +182,7 @@ struct TransposedParts : WindowParts {
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
-    window_gradient_item(job.transposed, job.geometry, item, job.dz.own, job.x.own, job.scratch.gradient[0],
+    window_gradient_item(job.transposed, item, job.dz.own, job.x.own, job.scratch.zeros, job.scratch.gradient[0],
                          job.scratch.bias_gradient[0], scratch);
   }
 
@@ -225,7 +214,7 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   };
   const auto pack_shared = [&](int64_t block) { Parts::pack(job, block, job.scratch.bank[0], job.norm, scratch); };
   worker.phase({inputs, added, Parts::kTransposed ? row_blocks : packs}, [&](int64_t item) {
-    if (item < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own, scratch);
+    if (item < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own);
     if ((item -= inputs) < added) return read_map(job.output, job.residual.given, item, job.residual.own);
     if constexpr (Parts::kTransposed) measure(item - added);
     else pack_shared(item - added);
@@ -267,15 +256,14 @@ inline void finish_bias(const Parameter& dbias, const MapShape& map, int64_t cou
 }
 
 // Item `item` of dz: dy where the activation was passed, else `slope` of it; and its sum over pixels. `scratch`:
-// kMapPixels pixels, twice.
+// kMapPixels pixels.
 template <class Parts>
 void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* scratch) {
   const MapShape& map = job.output;
   const PixelRun run = map_run(map, item);
   const int64_t first = (run.image * map.height * map.width + run.begin) * map.padded_channels;
   const int64_t floats = (run.end - run.begin) * map.padded_channels;
-  const bool border = Parts::has_border(job.transposed);
-  float* dz = border ? scratch + kMapPixels * map.padded_channels : job.dz.own + first;
+  float* dz = job.dz.own + first;
   const float* dy = dz;
   if (job.dy.is_in_place()) dy = job.dy.own + first;
   else read_pixels(map, job.dy.given, run, dz);
@@ -293,7 +281,6 @@ void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* 
   }
   const int64_t channels = map.padded_channels;
   if (job.bias_sums) sum_pixels(dy, run.end - run.begin, channels, job.bias_sums + item * channels);
-  if (border) Parts::put(job.transposed, run, dy, job.dz.own);
   if (job.dz.is_copied()) write_pixels(map, dy, run, job.dz.given);
 }
 
@@ -308,7 +295,7 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
   const int64_t packs = count_of(input && !transposed.own_banks, transposed.output_blocks);
   worker.phase({masks, inputs, packs}, [&](int64_t item) {
     if (item < masks) return mask_item<Parts>(job, item, scratch);
-    if ((item -= masks) < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own, scratch);
+    if ((item -= masks) < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own);
     Parts::pack(job, item - inputs, job.scratch.bank[0], scratch);
   });
 

@@ -39,6 +39,14 @@ bool is_vendors_first_layer_backward(const ConvLayer& layer, bool last, bool inp
   return !input || last || layer.v.dim() == 3 || strided_rows;
 }
 
+// Groups of four channels by pieces, in NCHW: the vendor's forward is faster, its gradients are not (bench/NOTES.md).
+bool is_vendors_narrow_group(const ConvLayer& layer, bool last) {
+  constexpr int64_t kLargeMap = int64_t{1} << 18;
+  const ConvShape& shape = layer.shape;
+  const bool narrow = shape.groups > 1 && shape.outputs / shape.groups < kLanes && layer.method == Method::kPieces;
+  return narrow && !last && output_floats(shape) >= kLargeMap;
+}
+
 // v in an order of rows that the method knows: the stage's Winograd is particular.
 Tensor rows_for(const ConvLayer& layer) {
   const Tensor& v = layer.v;
@@ -96,7 +104,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
   const bool passes = conv.activation != Activation::kNone || residual;
-  if (is_vendors_first_layer(*found, last, passes)) return std::nullopt;
+  if (is_vendors_first_layer(*found, last, passes) || is_vendors_narrow_group(*found, last)) return std::nullopt;
   const Tensor y = empty_map(map_sizes(shape.images, shape.outputs, shape.output_size(), v.dim()), last);
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   check_residual(residual, y);

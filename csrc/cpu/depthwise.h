@@ -65,4 +65,7 @@ struct DepthwiseRoom {
 DepthwiseRoom forward_room(const Depthwise& forward);
 DepthwiseRoom backward_room(const Depthwise& forward, const Depthwise& back);
 
+// Of the line of zeros (stage_scratch.h): regions have zeros of their own.
+inline int64_t zeros_floats(const Depthwise&) { return 0; }
+
 }  // namespace wnfused::cpu

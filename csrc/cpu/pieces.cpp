@@ -1,6 +1,7 @@
 #include "pieces.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace wnfused::cpu {
 namespace {
@@ -43,6 +44,13 @@ Cut cut_of(int64_t taps, int64_t width, int64_t dilation) {
   return cut;
 }
 
+// Whether every output block, and in the data gradient every block of inputs, sums over whole blocks of channels.
+bool sums_over_blocks(const ConvShape& shape) {
+  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  const auto whole = [](int64_t from, int64_t to) { return from * (kLanes / std::gcd(to, kLanes)) % kLanes == 0; };
+  return whole(inputs, outputs) && whole(outputs, inputs);
+}
+
 // Whether these kernels take a layer along lines: whole blocks in a group, and no output that lies wholly in the padding,
 // since what is exactly 0 there, and has no gradient behind a ReLU, would be rounded.
 bool has_pieces(const ConvShape& shape) {
@@ -50,9 +58,7 @@ bool has_pieces(const ConvShape& shape) {
     const int64_t kernel = shape.kernel.*at, dilation = shape.dilation.*at;
     return shape.padding.*at <= dilation * (kernel - 1) && (kernel == 1 || dilation <= shape.size.*at);
   };
-  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  const bool whole = shape.groups == 1 || (inputs % kLanes == 0 && outputs % kLanes == 0);
-  return whole && shape.kernel.column >= 3 && reaches_map(&Triple::level) &&
+  return (shape.groups == 1 || sums_over_blocks(shape)) && shape.kernel.column >= 3 && reaches_map(&Triple::level) &&
          reaches_map(&Triple::row) && reaches_map(&Triple::column) && !shape.has_thin_input();
 }
 
@@ -84,7 +90,7 @@ bool suits_pieces(const ConvShape& given) {
   if (!has_pieces(shape)) return false;
   // Rows of C^2 multiply-adds, and what a plane of the bank costs to pack and to finish as if it were rows more: there
   // must be a tenth less, for the transforms. A sum over taps position by position leaves out those that meet no pixel;
-  // others multiply by the border.
+  // others multiply by zeros.
   constexpr int64_t kPack = 6;
   const Triple size = shape.output_size();
   const Cut cut = cut_of(shape.kernel.column, size.column, shape.dilation.column);

@@ -64,6 +64,8 @@ int64_t worker_floats(const Window& window) {
   return std::max({panel, finish, product});
 }
 
-int64_t zeros_floats(const Window&) { return 0; }
+int64_t zeros_floats(const Window& window) {
+  return std::max(window.source.padded_channels, window.padded_outputs);
+}
 
 }  // namespace wnfused::cpu

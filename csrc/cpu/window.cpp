@@ -1,6 +1,7 @@
 #include "window.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace wnfused::cpu {
 namespace {
@@ -31,13 +32,15 @@ Window make_window(const ConvShape& shape, int64_t inputs, const Triple& from, i
   window.output_blocks = target.channel_blocks;
   window.padded_outputs = target.padded_channels;
   window.groups = shape.groups;
+  window.sharing = 1;
   if (shape.is_depthwise()) {
     window.depth = window.bank_depth = window.group_blocks = 1;
     window.group_channels = kLanes;
   } else if (shape.groups > 1) {
-    const int64_t outputs = target.channels / shape.groups, sharing = divide_up(kLanes, outputs);
-    window.depth = window.bank_depth = window.group_channels = source.channels / shape.groups * sharing;
-    window.group_blocks = outputs * sharing / kLanes;
+    const int64_t outputs = target.channels / shape.groups;
+    window.sharing = kLanes / std::gcd(outputs, kLanes);
+    window.depth = window.bank_depth = window.group_channels = source.channels / shape.groups * window.sharing;
+    window.group_blocks = outputs * window.sharing / kLanes;
   } else {
     window.depth = window.group_channels = source.channels * window.tap_columns;
     window.bank_depth = thin ? window.depth : source.padded_channels;
@@ -66,8 +69,10 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
       widen(&Triple::column, grid, tap.column, window.tap_columns);
     }
   }
-  window.before = {-low.level, -low.row, -low.column};
-  window.after = {high.level - size.level + 1, high.row - size.row + 1, high.column - size.column + 1};
+  const Triple before{-low.level, -low.row, -low.column};
+  const Triple after{high.level - size.level + 1, high.row - size.row + 1, high.column - size.column + 1};
+  window.leaves_map = !(before == Triple{0, 0, 0} && after == Triple{0, 0, 0});
+  if (window.thin) window.before = before, window.after = after;
   window.lines = window.before.row + size.row + window.after.row;
   window.pitch = window.before.column + size.column + window.after.column;
   constexpr int64_t kStay = 2;

@@ -14,9 +14,9 @@
 // row of the kernel read one run of memory. They count as one tap then, of so many channels more.
 //
 // Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are
-// those of the block's group. Where a group has 8 outputs of this Window, two share a block, each with zeros for the
-// other's channels: the data gradient of groups of 8 inputs. Any other group has whole blocks, unless the layer is
-// depthwise (depthwise.h): groups of one channel, of which a tap has one entry a lane, [tap][block][16 lanes].
+// those of the block's group. Groups whose outputs are no whole blocks share theirs, two of 8 outputs, four of 4, each
+// with zeros for the others' channels. Depthwise layers (depthwise.h), groups of one channel, do not: a tap has one entry
+// a lane, [tap][block][16 lanes].
 //
 // A map over three dims is levels of rows: its lines, height = levels x rows of them, are numbered through all levels, as
 // if it had two dims, and lie at equal distances (with_even_lines in layer_tensor.h). Only the taps, the border and what a
@@ -25,6 +25,7 @@
 // `pixel` and `target_pixel` are the maps' own where these are read or written in place; depthwise kernels do not ask.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "division.h"
@@ -85,14 +86,21 @@ struct Grid {
   int64_t first_chunk;
 };
 
+// [begin, end)
+struct LaneRange {
+  int64_t begin, end;
+};
+
 struct Window : Division {
   MapShape source, target;
   Triple source_size, target_size;  // of an image
   bool thin;                    // of few input channels: pixels without padding, a kernel's row of taps as one tap
   int64_t pixel, target_pixel;  // floats from one pixel of the source, and of the target, to the next
   int64_t tap_columns;          // of the kernel, which one tap stands for
-  // The source has a border of zeros as wide as the taps reach: before its first level, row and column, and from one
-  // row of pixels to the next. A level has so many `lines` then, and a line `pitch` pixels.
+  bool leaves_map;              // some taps lie beyond the source
+  // A thin source has a border of zeros as wide as they reach: before its first level, row and column, and from one row
+  // of pixels to the next. A level has so many `lines` then, and a line `pitch` pixels. Any other has none, and what
+  // lies beyond it is read elsewhere (window_conv.h).
   Triple before, after;
   int64_t lines, pitch;
   Triple source_step, target_step;
@@ -103,7 +111,7 @@ struct Window : Division {
   // many small images skips the taps that meet nothing but the border.
   bool by_position;
   int64_t output_blocks, padded_outputs;  // of the target
-  int64_t groups;
+  int64_t groups, sharing;                // sharing: how many groups have their output blocks in common
   int64_t depth, bank_depth;              // channels that an output block sums over at a tap; in the bank, padded
   int64_t group_blocks, group_channels;   // output blocks that sum over the same channels; from these to the next ones
   int64_t planes, plane_stride;
@@ -111,13 +119,20 @@ struct Window : Division {
   int64_t bank_size() const { return planes * plane_stride; }
   int64_t gradient_size() const { return bank_size(); }
   int64_t block_floats() const { return bank_depth * kLanes; }
-  // In a row of v: input channels, and taps of the kernel; and where in the bank an entry of it is, from the lanes of an
-  // output block's first.
-  int64_t row_channels() const { return depth / tap_columns; }
+  // In a row of v: input channels, taps of the kernel, and both; and where in the bank an entry of it is, from the lanes
+  // of an output block's first.
+  int64_t row_channels() const { return depth / (tap_columns * sharing); }
   int64_t row_taps() const { return planes * tap_columns; }
+  int64_t row_floats() const { return row_channels() * row_taps(); }
   int64_t bank_offset(int64_t tap, int64_t channel) const {
     if (tap_columns == 1) return tap * plane_stride + channel * kLanes;
     return tap / tap_columns * plane_stride + (tap % tap_columns * row_channels() + channel) * kLanes;
+  }
+  // The outputs of an output block that are the `share`-th's of the groups that have it in common: none may be.
+  LaneRange lanes_of(int64_t output_block, int64_t share) const {
+    const int64_t outputs = target.channels / groups, group = output_block / group_blocks * sharing + share;
+    const int64_t first = group * outputs - output_block * kLanes;
+    return {std::clamp<int64_t>(first, 0, kLanes), std::clamp<int64_t>(first + outputs, 0, kLanes)};
   }
   // The first of the channels that an output block sums over.
   int64_t first_channel(int64_t output_block) const { return output_block / group_blocks * group_channels; }
@@ -138,7 +153,7 @@ struct Window : Division {
   bool is_run() const { return grid_count == 1 && !by_position; }
   // .. and those of the source, too.
   bool is_pointwise() const {
-    return is_run() && planes == 1 && !has_border() && source_size == target_size;
+    return is_run() && planes == 1 && !leaves_map && source_size == target_size;
   }
   // Whether the weight gradient is taken as one product of matrices (product_wgrad.h): with fewer channels a sum over
   // the window, which packs nothing, is as fast.

@@ -18,7 +18,8 @@ struct Units {
   int64_t count;
   const float* source[kMaxPanelRows];
   int64_t target[kMaxPanelRows];
-  Triple low, high;  // the least and the greatest in the source
+  int32_t level[kMaxPanelRows], row[kMaxPanelRows], column[kMaxPanelRows];  // in the source, if taps leave it
+  Triple low, high;  // the least and the greatest of these
 };
 
 WNFUSED_INLINE Triple least(const Triple& a, const Triple& b) {
@@ -66,6 +67,9 @@ inline void locate_units(const Window& window, const Grid& grid, const float* ma
       const int64_t level = grid.origin.level + d * target_step.level, row = grid.origin.row + i * target_step.row;
       units.target[t] = (image * window.target.height + level * window.target_size.row + row) * window.target.width +
                         grid.origin.column + j * target_step.column;
+      units.level[t] = static_cast<int32_t>(at.level);
+      units.row[t] = static_cast<int32_t>(at.row);
+      units.column[t] = static_cast<int32_t>(at.column);
       units.low = least(units.low, at);
       units.high = greatest(units.high, at);
       if (window.by_position) {
@@ -77,7 +81,12 @@ inline void locate_units(const Window& window, const Grid& grid, const float* ma
       }
     }
   }
-  for (int64_t t = count; t < round_up_rows(count); ++t) units.source[t] = units.source[0];
+  for (int64_t t = count; t < round_up_rows(count); ++t) {
+    units.source[t] = units.source[0];
+    units.level[t] = units.level[0];
+    units.row[t] = units.row[0];
+    units.column[t] = units.column[0];
+  }
 }
 
 // Whether some unit may meet a pixel of the map there, not only the border.
@@ -88,9 +97,38 @@ WNFUSED_INLINE bool touches(const Window& window, const Units& units, const Tap&
          low.column + tap.column < size.column;
 }
 
-// A tap that a panel meets: from a unit's own place to the tap's, in floats, and the tap's plane of the bank.
-struct Met {
+// Where the channels lie that a panel's rows meet at a tap: so many floats from a pointer each.
+struct TapRows {
+  const float* const* rows;
   int64_t offset;
+};
+
+// One offset from the units' own places, unless some of the pixels lie beyond the map: then row by row, in `places`, and
+// `zeros` there. A border, where the source has one, is part of the map.
+WNFUSED_INLINE TapRows tap_rows(const Window& window, const Units& units, const Tap& tap, const float* zeros,
+                                const float** places) {
+  const Triple &low = units.low, &high = units.high, &size = window.source_size;
+  const int64_t offset = window.tap_offset(tap) * window.pixel;
+  const bool inside = low.level + tap.level >= 0 && high.level + tap.level < size.level && low.row + tap.row >= 0 &&
+                      high.row + tap.row < size.row && low.column + tap.column >= 0 &&
+                      high.column + tap.column < size.column;
+  if (inside || window.has_border()) return {units.source, offset};
+  const auto level = static_cast<int32_t>(tap.level), row = static_cast<int32_t>(tap.row);
+  const auto column = static_cast<int32_t>(tap.column);
+  const auto levels = static_cast<uint32_t>(size.level), rows = static_cast<uint32_t>(size.row);
+  const auto columns = static_cast<uint32_t>(size.column);
+  for (int64_t t = 0; t < round_up_rows(units.count); ++t) {
+    const bool met = (static_cast<uint32_t>(units.level[t] + level) < levels) &
+                     (static_cast<uint32_t>(units.row[t] + row) < rows) &
+                     (static_cast<uint32_t>(units.column[t] + column) < columns);
+    places[t] = met ? units.source[t] + offset : zeros;
+  }
+  return {places, 0};
+}
+
+// A tap that a panel meets, and its plane of the bank.
+struct Met {
+  TapRows at;
   const float* bank;
 };
 
@@ -161,7 +199,6 @@ WNFUSED_INLINE void finish_tile(PanelEnd& end, int64_t row, int64_t block, Block
 // What a panel multiplies: the taps it meets, `channels` of the source from `first_channel` on, and the bank from
 // `bank_offset` on, `col_stride` floats from one block to the next.
 struct PanelProducts {
-  const float* const* rows;
   const Met* taps;
   int64_t tap_count, first_channel, channels, bank_offset, col_stride;
   int64_t ahead;  // from a row to one that a tile soon after reads for the first time; 0: none does
@@ -182,7 +219,7 @@ inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, 
   for (int64_t p = 0; p < panel.tap_count; ++p) {
     const float* at[Rows];
     WNFUSED_UNROLL for (int r = 0; r < Rows; ++r)
-      at[r] = panel.rows[row + r] + (panel.taps[p].offset + panel.first_channel);
+      at[r] = panel.taps[p].at.rows[row + r] + (panel.taps[p].at.offset + panel.first_channel);
     const float* weights = panel.taps[p].bank + panel.bank_offset;
     const int64_t run = panel.ahead ? kLanes : panel.channels;  // of channels, a line of memory
     for (int64_t first = 0; first < panel.channels; first += run) {
@@ -277,8 +314,8 @@ inline void aim_panel(const Window& window, const WindowMaps& maps, const Units&
 }
 
 // Item `item`: one chunk of a grid's units, one group of output blocks.
-inline void window_item(const Window& window, int64_t item, const WindowMaps& maps, const float* bank, float* scratch,
-                        std::atomic<bool>& poisoned) {
+inline void window_item(const Window& window, int64_t item, const WindowMaps& maps, const float* zeros,
+                        const float* bank, float* scratch, std::atomic<bool>& poisoned) {
   const auto [chunk, group] = window.conv_item(item);
   int64_t index = window.grid_count - 1;
   while (window.grids[index].first_chunk > chunk) --index;
@@ -298,11 +335,13 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
       units.source[t] = panel + smaller(t, units.count - 1) * channels;
   }
   Met met[kMaxWindowTaps];
+  const float* places[kMaxWindowTaps][kMaxPanelRows];
   int64_t count = 0;
   for (int64_t k = 0; k < grid.taps; ++k) {
     const Tap& tap = window.taps[grid.first_tap + k];
-    if (touches(window, units, tap))
-      met[count++] = {window.tap_offset(tap) * channels, bank + tap.plane * window.plane_stride};
+    if (!touches(window, units, tap)) continue;
+    met[count] = {tap_rows(window, units, tap, zeros, places[count]), bank + tap.plane * window.plane_stride};
+    ++count;
   }
   PanelEnd end;
   aim_panel(window, maps, units, first_block, blocks, values, end);
@@ -315,7 +354,7 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
     const auto run = pair ? window_columns<kCols> : window_columns<1>;
     end.next = 0;
     if (fresh) end.next = b + kCols < blocks ? kCols * kLanes : window.conv_rows * window.target_pixel - b * kLanes;
-    run({units.source, met, count, window.first_channel(block), window.depth, block * window.block_floats(),
+    run({met, count, window.first_channel(block), window.depth, block * window.block_floats(),
          window.block_floats(), b == 0 ? ahead : 0},
         units.count, b, end);
     b += pair ? kCols : 1;

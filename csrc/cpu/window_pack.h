@@ -37,20 +37,22 @@ WNFUSED_INLINE Block load_part(const float* source, int64_t lanes) {
 }
 
 // One block of outputs, scaled, to `target`, where its part of the bank begins.
-inline void pack_window(const Window& window, const Parameter& v, int64_t outputs, int64_t output_block,
+inline void pack_window(const Window& window, const Parameter& v, int64_t output_block,
                         const Block (&scale)[kLanes], float* target) {
-  const int64_t floats = window.depth * window.planes;
-  const int64_t row0 = output_block * kLanes, rows = smaller(kLanes, outputs - row0);
-  const float* values = static_cast<const float*>(v.data) + row0 * floats;
-  RowEntry entry(v.taps_first, window.row_channels(), window.row_taps());
-  for (int64_t e = 0; e < floats; e += kLanes) {
-    Block block[kLanes];
-    const int64_t lanes = smaller(kLanes, floats - e);
-    for (int r = 0; r < kLanes; ++r)
-      block[r] = r < rows ? load_part(values + r * floats + e, lanes) * scale[r] : zero();
-    transpose(block);
-    for (int64_t i = 0; i < lanes; ++i, entry.advance())
-      store(target + window.bank_offset(entry.tap(), entry.channel()), block[i]);
+  const int64_t floats = window.row_floats();
+  const float* values = static_cast<const float*>(v.data) + output_block * kLanes * floats;
+  for (int64_t share = 0; share < window.sharing; ++share, target += window.row_channels() * kLanes) {
+    const auto [begin, end] = window.lanes_of(output_block, share);
+    RowEntry entry(v.taps_first, window.row_channels(), window.row_taps());
+    for (int64_t e = 0; e < floats; e += kLanes) {
+      Block block[kLanes];
+      const int64_t lanes = smaller(kLanes, floats - e);
+      for (int r = 0; r < kLanes; ++r)
+        block[r] = begin <= r && r < end ? load_part(values + r * floats + e, lanes) * scale[r] : zero();
+      transpose(block);
+      for (int64_t i = 0; i < lanes; ++i, entry.advance())
+        store(target + window.bank_offset(entry.tap(), entry.channel()), block[i]);
+    }
   }
 }
 
@@ -62,7 +64,7 @@ void pack_known_window(const Job& job, const Window& window, int64_t outputs, in
     const int64_t row = output_block * kLanes + r;
     scale[r] = splat(row < outputs ? row_scale(job, row) : 0.0f);
   }
-  pack_window(window, job.v, outputs, output_block, scale, target);
+  pack_window(window, job.v, output_block, scale, target);
 }
 
 // Lanes [first, first + lanes) from a run, zeros beside them.
@@ -77,33 +79,44 @@ WNFUSED_INLINE Block load_lanes(const float* source, int64_t first, int64_t lane
 template <class Job>
 void pack_transposed_window(const Job& job, const Window& window, int64_t input_block, float* block0) {
   const int64_t inputs = window.target.channels / window.groups, outputs = window.source.channels / window.groups;
-  const int64_t taps = window.planes, floats = inputs * taps, input0 = input_block * kLanes;
+  const int64_t taps = window.planes, floats = inputs * taps;
   const int64_t first_row = window.first_channel(input_block);
   const bool runs = job.v.taps_first || taps == 1;
   for (int64_t d = 0; d < window.depth; ++d) {
-    const int64_t output = first_row + d, group_input0 = output / outputs * inputs;
-    // The inputs of the row's group that are in this block: from input `at` of the group on, in lanes from `lane` on.
-    const int64_t at = input0 > group_input0 ? input0 - group_input0 : 0, lane = group_input0 + at - input0;
-    const int64_t lanes = smaller(kLanes - lane, inputs - at);
+    const int64_t output = first_row + d;
+    // The inputs of the row's group that are in this block: lanes from `begin` to `end`, from the group's input `at` on.
+    const auto [begin, end] = window.lanes_of(input_block, d / outputs);
+    const int64_t at = input_block * kLanes + begin - output / outputs * inputs;
     const float* row = static_cast<const float*>(job.v.data) + output * floats;
     const Block scale = splat(row_scale(job, output));
     float* target = block0 + d * kLanes;
     if (runs) {
       for (int64_t k = 0; k < taps; ++k)
-        store(target + k * window.plane_stride, load_lanes(row + k * inputs + at, lane, lanes) * scale);
+        store(target + k * window.plane_stride, load_lanes(row + k * inputs + at, begin, end - begin) * scale);
       continue;
     }
     for (int64_t k0 = 0; k0 < taps; k0 += kLanes) {
       Block block[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
-        const int64_t first = (at + i - lane) * taps + k0;
-        block[i] = i >= lane && i < lane + lanes ? load_part(row + first, floats - first) : zero();
+        const int64_t first = (at + i - begin) * taps + k0;
+        block[i] = begin <= i && i < end ? load_part(row + first, floats - first) : zero();
       }
       transpose(block);
-      const int64_t end = smaller(kLanes, taps - k0);
-      for (int64_t k = 0; k < end; ++k) store(target + (k0 + k) * window.plane_stride, block[k] * scale);
+      const int64_t count = smaller(kLanes, taps - k0);
+      for (int64_t k = 0; k < count; ++k) store(target + (k0 + k) * window.plane_stride, block[k] * scale);
     }
   }
+}
+
+// What a bank of gradients has for an entry of sixteen rows, which stands at `source` for the first of the groups.
+WNFUSED_INLINE Block load_entry(const Window& window, int64_t output_block, const float* source) {
+  if (window.sharing == 1) return load(source);
+  float values[kLanes];
+  for (int64_t share = 0; share < window.sharing; ++share, source += window.row_channels() * kLanes) {
+    const auto [begin, end] = window.lanes_of(output_block, share);
+    for (int64_t r = begin; r < end; ++r) values[r] = source[r];
+  }
+  return load(values);
 }
 
 // dv, dg and, where it is there, dbias of one output block, whose part of the first slice's bank begins at `bank`.
@@ -111,7 +124,7 @@ void pack_transposed_window(const Job& job, const Window& window, int64_t input_
 template <class Job>
 void finish_window_gradient(const Job& job, const Window& window, int64_t output_block, const float* bank,
                             const Parameter& dbias, const float* bias_gradient, float* scratch) {
-  const int64_t outputs = window.target.channels, floats = window.depth * window.planes;
+  const int64_t outputs = window.target.channels, floats = window.row_floats();
   const int64_t padded = (floats + kLanes - 1) / kLanes * kLanes;
   fetch_row(job, output_block * kLanes, floats);
   RowEntry entry(job.v.taps_first, window.row_channels(), window.row_taps());
@@ -121,7 +134,8 @@ void finish_window_gradient(const Job& job, const Window& window, int64_t output
       block[i] = zero();
       if (e + i >= floats) continue;
       const float* source = bank + window.bank_offset(entry.tap(), entry.channel());
-      for (int64_t s = 0; s < window.wgrad_slices; ++s) block[i] = block[i] + load(source + s * window.gradient_size());
+      for (int64_t s = 0; s < window.wgrad_slices; ++s)
+        block[i] = block[i] + load_entry(window, output_block, source + s * window.gradient_size());
       entry.advance();
     }
     transpose(block);

@@ -1,5 +1,5 @@
-// The map that a window reads: the caller's pixels in the kernels' layout, with a border of zeros as wide as the taps
-// reach beyond it, so that no tap asks where it is.
+// The map that a window reads, copied to the kernels' layout: a thin one with a border of zeros as wide as the taps reach
+// beyond it, so that no tap asks where it is.
 #pragma once
 
 #include "stage_maps.h"
@@ -41,16 +41,6 @@ inline void clear_border(const Window& window, int64_t image, float* map) {
   clear_lines(window.after.level * window.lines);
 }
 
-// Pixels that lie one after another, into the source. The first run of an image makes its border.
-inline void put_pixels(const Window& window, const PixelRun& run, const float* pixels, float* map) {
-  const int64_t channels = window.pixel;
-  if (run.begin == 0) clear_border(window, run.image, map);
-  for_lines(window, run, map, [&](const PixelRun& piece, float* target) {
-    __builtin_memcpy(target, pixels + (piece.begin - run.begin) * channels,
-                     (piece.end - piece.begin) * channels * sizeof(float));
-  });
-}
-
 // `count` pixels of a line to `target`, their channels without padding. Channels: as many, or 0 for any number.
 template <int Channels>
 inline void pack_pixels(const float* source, int64_t channel_stride, int64_t column_stride, int64_t channels,
@@ -75,23 +65,13 @@ inline void read_thin(const MapShape& shape, const ExternalMap& given, const Pix
   }
 }
 
-// Item `item` of the source's pixels. `scratch`: kMapPixels pixels.
-inline void read_source(const Window& window, const ExternalMap& given, int64_t item, float* map, float* scratch) {
+// Item `item` of the source's pixels. The first run of an image makes its border.
+inline void read_source(const Window& window, const ExternalMap& given, int64_t item, float* map) {
   const MapShape& shape = window.source;
+  if (!window.thin) return read_map(shape, given, item, map);
   const PixelRun run = map_run(shape, item);
-  if (window.thin) {
-    if (run.begin == 0) clear_border(window, run.image, map);
-    for_lines(window, run, map, [&](const PixelRun& piece, float* target) { read_thin(shape, given, piece, target); });
-  } else if (!window.has_border()) {
-    read_map(shape, given, item, map);
-  } else if (interleaved(given)) {
-    if (run.begin == 0) clear_border(window, run.image, map);
-    for_lines(window, run, map,
-              [&](const PixelRun& piece, float* target) { read_pixels(shape, given, piece, target); });
-  } else {
-    read_pixels(shape, given, run, scratch);
-    put_pixels(window, run, scratch, map);
-  }
+  if (run.begin == 0) clear_border(window, run.image, map);
+  for_lines(window, run, map, [&](const PixelRun& piece, float* target) { read_thin(shape, given, piece, target); });
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

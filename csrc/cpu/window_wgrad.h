@@ -10,38 +10,38 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Which inputs a tile sums up: where they are from each row's pointer, and their place in the bank. A run of channels ..
+// Which inputs of row t a tile sums up, and their place in the bank: a run of channels ..
 struct ChannelRun {
-  int64_t first;
+  TapRows at;
   float* bank;
 
-  int64_t input(int i) const { return first + i; }
+  float input(int64_t t, int i) const { return at.rows[t][at.offset + i]; }
   float* place(int i) const { return bank + i * kLanes; }
 };
 
-// .. or any of a thin source. What fills up a tile is the last one again, whose place gets the same sum.
+// .. or any entries of any taps. What fills up a tile is the last one again, whose place gets the same sum.
 struct Entries {
-  int64_t first[kPairRows];
+  TapRows at[kPairRows];
   float* bank[kPairRows];
 
-  int64_t input(int i) const { return first[i]; }
+  float input(int64_t t, int i) const { return at[i].rows[t][at[i].offset]; }
   float* place(int i) const { return bank[i]; }
 };
 
-// place(i)[col] += input(i) of row t * gradient[t][col], over the rows.
+// place(i)[col] += input(t, i) * gradient[t][col], over the rows t.
 template <int Inputs, int Cols, class Tile>
-inline void window_outer_tile(const float* const* rows, const Tile& tile, const float* const* gradients,
-                              int64_t gradient_offset, int64_t count, int64_t col_stride) {
+inline void window_outer_tile(const Tile& tile, const float* const* gradients, int64_t gradient_offset, int64_t count,
+                              int64_t col_stride) {
   Block accumulator[Inputs][Cols];
   WNFUSED_UNROLL for (int i = 0; i < Inputs; ++i) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[i][c] = load(tile.place(i) + c * col_stride);
   }
   for (int64_t t = 0; t < count; ++t) {
-    const float *inputs = rows[t], *gradient = gradients[t] + gradient_offset;
+    const float* gradient = gradients[t] + gradient_offset;
     Block value[Cols];
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) value[c] = load(gradient + c * kLanes);
     WNFUSED_UNROLL for (int i = 0; i < Inputs; ++i) {
-      const Block input = splat(inputs[tile.input(i)]);
+      const Block input = splat(tile.input(t, i));
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
         accumulator[i][c] = multiply_add(input, value[c], accumulator[i][c]);
     }
@@ -58,67 +58,79 @@ struct PanelGradient {
   int64_t first_block, blocks;
 };
 
+// How many of a panel's blocks from `b` on a tile takes.
+WNFUSED_INLINE int64_t tile_blocks(const Window& window, const PanelGradient& panel, int64_t b) {
+  return kCols == 2 && takes_pair(window, panel.first_block + b, panel.blocks - b) ? kCols : 1;
+}
+
 // Adds a panel to the bank of its output blocks, tap by tap ..
-inline void add_panel(const Window& window, const PanelGradient& panel, float* bank) {
+inline void add_panel(const Window& window, const PanelGradient& panel, const float* zeros, float* bank) {
   const int64_t col_stride = window.block_floats();
-  // Nothing is read beyond the channels of a pixel, unless there are zeros.
-  const bool padded = window.pixel == window.source.padded_channels;
+  // Nothing is read beyond the channels of a pixel, or of a group, unless there are zeros.
+  const bool padded = window.groups == 1 && window.pixel == window.source.padded_channels;
   const int64_t whole = padded ? window.depth : window.depth / kPairRows * kPairRows;
   for (int64_t k = 0; k < window.grids[0].taps; ++k) {
     const Tap& tap = window.taps[k];
     if (!touches(window, panel.units, tap)) continue;
-    const int64_t offset = window.tap_offset(tap) * window.pixel;
+    const float* places[kMaxPanelRows];
+    const auto [rows, offset] = tap_rows(window, panel.units, tap, zeros, places);
     float* plane = bank + tap.plane * window.plane_stride;
-    for (int64_t b = 0; b < panel.blocks;) {
-      const bool pair = kCols == 2 && takes_pair(window, panel.first_block + b, panel.blocks - b);
-      const auto run = pair ? window_outer_tile<kPairRows, kCols, ChannelRun> : window_outer_tile<kPairRows, 1, ChannelRun>;
+    for (int64_t b = 0, taken; b < panel.blocks; b += taken) {
+      taken = tile_blocks(window, panel, b);
+      const auto run = taken > 1 ? window_outer_tile<kPairRows, kCols, ChannelRun>
+                                 : window_outer_tile<kPairRows, 1, ChannelRun>;
       const int64_t first = offset + window.first_channel(panel.first_block + b);
       float* bank0 = plane + b * col_stride;
       for (int64_t i = 0; i < whole; i += kPairRows)
-        run(panel.units.source, {first + i, bank0 + i * kLanes}, panel.gradients, b * kLanes, panel.units.count,
-            col_stride);
+        run({{rows, first + i}, bank0 + i * kLanes}, panel.gradients, b * kLanes, panel.units.count, col_stride);
       if (whole < window.depth) {
         Entries rest;
         for (int64_t i = 0; i < kPairRows; ++i) {
           const int64_t channel = smaller(whole + i, window.depth - 1);
-          rest.first[i] = first + channel;
+          rest.at[i] = {rows, first + channel};
           rest.bank[i] = bank0 + channel * kLanes;
         }
-        const auto run = pair ? window_outer_tile<kPairRows, kCols, Entries> : window_outer_tile<kPairRows, 1, Entries>;
-        run(panel.units.source, rest, panel.gradients, b * kLanes, panel.units.count, col_stride);
+        const auto run = taken > 1 ? window_outer_tile<kPairRows, kCols, Entries>
+                                   : window_outer_tile<kPairRows, 1, Entries>;
+        run(rest, panel.gradients, b * kLanes, panel.units.count, col_stride);
       }
-      b += pair ? kCols : 1;
     }
   }
 }
 
-// .. or so many entries at a time, of whatever taps.
-inline void add_thin_panel(const Window& window, const PanelGradient& panel, float* bank) {
+// .. or, where few channels are summed over, so many entries at a time, of whatever taps.
+inline void add_entries(const Window& window, const PanelGradient& panel, const float* zeros, float* bank) {
   const int64_t col_stride = window.block_floats();
   Entries entries;
   int filled = 0;
   const auto flush = [&] {
     if (filled == 0) return;
     for (; filled < kPairRows; ++filled) {
-      entries.first[filled] = entries.first[filled - 1];
+      entries.at[filled] = entries.at[filled - 1];
       entries.bank[filled] = entries.bank[filled - 1];
     }
     filled = 0;
-    for (int64_t b = 0; b < panel.blocks;) {
-      const bool pair = kCols == 2 && panel.blocks - b >= 2;
-      const auto run = pair ? window_outer_tile<kPairRows, kCols, Entries> : window_outer_tile<kPairRows, 1, Entries>;
-      run(panel.units.source, entries, panel.gradients, b * kLanes, panel.units.count, col_stride);
-      const int64_t done = pair ? kCols : 1;
-      for (float*& place : entries.bank) place += done * col_stride;
-      b += done;
+    for (int64_t b = 0, taken; b < panel.blocks; b += taken) {
+      taken = tile_blocks(window, panel, b);
+      Entries moved = entries;
+      for (int i = 0; i < kPairRows; ++i) {
+        moved.at[i].offset += window.first_channel(panel.first_block + b);
+        moved.bank[i] += b * col_stride;
+      }
+      const auto run = taken > 1 ? window_outer_tile<kPairRows, kCols, Entries>
+                                 : window_outer_tile<kPairRows, 1, Entries>;
+      run(moved, panel.gradients, b * kLanes, panel.units.count, col_stride);
     }
   };
+  // Of the taps whose entries are not summed yet.
+  const float* places[kPairRows + 1][kMaxPanelRows];
+  int64_t met = 0;
   for (int64_t k = 0; k < window.grids[0].taps; ++k) {
     const Tap& tap = window.taps[k];
     if (!touches(window, panel.units, tap)) continue;
-    const int64_t offset = window.tap_offset(tap) * window.pixel;
+    const auto [rows, offset] = tap_rows(window, panel.units, tap, zeros, places[met++ % (kPairRows + 1)]);
     for (int64_t i = 0; i < window.depth; ++i) {
-      entries.first[filled] = offset + i;
+      entries.at[filled] = {rows, offset + i};
       entries.bank[filled] = bank + tap.plane * window.plane_stride + i * kLanes;
       if (++filled == kPairRows) flush();
     }
@@ -126,10 +138,10 @@ inline void add_thin_panel(const Window& window, const PanelGradient& panel, flo
   flush();
 }
 
-// Item `item` of the weight gradient of `window`, a forward: one slice of units, one group of output blocks. dy is the
-// source of `transposed`: y's map, with the border that the data gradient wants.
-inline void window_gradient_item(const Window& window, const Window& transposed, int64_t item, const float* x,
-                                 const float* dy, float* banks, float* bias_gradients, float* scratch) {
+// Item `item` of the weight gradient of `window`, a forward: one slice of units, one group of output blocks. dy is y's
+// map.
+inline void window_gradient_item(const Window& window, int64_t item, const float* x, const float* dy,
+                                 const float* zeros, float* banks, float* bias_gradients, float* scratch) {
   if (window.has_product_gradient()) return product_gradient_item(window, item, x, dy, banks, bias_gradients, scratch);
   const auto [slice, group] = window.wgrad_item(item);
   const int64_t first_block = group * window.wgrad_group_blocks;
@@ -143,20 +155,19 @@ inline void window_gradient_item(const Window& window, const Window& transposed,
   for (Block& block : sum) block = zero();
 
   const Grid& grid = window.grids[0];
-  const int64_t begin = slice * window.wgrad_slice_units, width = window.target.width;
+  const int64_t begin = slice * window.wgrad_slice_units;
   const int64_t end = smaller(begin + window.wgrad_slice_units, window.units(grid));
   for (int64_t first = begin; first < end; first += window.wgrad_rows) {
     Units units;
     locate_units(window, grid, x, first, smaller(window.wgrad_rows, end - first), units);
     const float* gradients[kMaxPanelRows];
     for (int64_t t = 0; t < units.count; ++t) {
-      const int64_t line = units.target[t] / width, column = units.target[t] % width;
-      gradients[t] = dy + transposed.padded_index(line, column) * window.padded_outputs + first_block * kLanes;
+      gradients[t] = dy + units.target[t] * window.padded_outputs + first_block * kLanes;
       for (int64_t b = 0; b < blocks; ++b) sum[b] = sum[b] + load(gradients[t] + b * kLanes);
     }
     const PanelGradient panel{units, gradients, first_block, blocks};
-    if (window.thin || window.depth < kThin) add_thin_panel(window, panel, bank);
-    else add_panel(window, panel, bank);
+    if (window.thin || window.depth < kThin) add_entries(window, panel, zeros, bank);
+    else add_panel(window, panel, zeros, bank);
   }
   for (int64_t b = 0; b < blocks; ++b) store(bias_gradient + b * kLanes, sum[b]);
 }
