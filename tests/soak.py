@@ -285,6 +285,10 @@ def window(draw: random.Random) -> own_conv.Case:
     case = own_conv.Case(images, inputs, outputs, size, kernel, stride, padding, dilation, draw.random() < 0.4)
     if draw.random() < 0.3:
         return case._replace(outputs=inputs, groups=inputs, transposed=False)
+    if draw.random() < 0.2:
+        groups, each_outputs = draw.choice((4, 8)), draw.choice((4, 16, 32))
+        inputs, outputs = draw.choice((4, 8, 16)) * groups, each_outputs * groups
+        return case._replace(inputs=inputs, outputs=outputs, groups=groups, transposed=False)
     return case
 
 

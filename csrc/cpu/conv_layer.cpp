@@ -363,7 +363,9 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
     if (method != Method::kDirect) {
       const int64_t tile = method == Method::kWinograd4 ? 4 : 2;
       const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
-      return weights <= weights_a_row() * tiles ? std::optional(method) : std::nullopt;
+      // Each tile meets the banks of three levels then.
+      const int64_t most = shape.kernel.level == 1 ? weights_a_row() : weights_a_row() * 2 / 3;
+      return weights <= most * tiles ? std::optional(method) : std::nullopt;
     }
   }
   const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;

@@ -97,33 +97,55 @@ WNFUSED_INLINE bool touches(const Window& window, const Units& units, const Tap&
          low.column + tap.column < size.column;
 }
 
-// Where the channels lie that a panel's rows meet at a tap: so many floats from a pointer each.
+// Whether every unit meets a pixel of the map there. A border, where the source has one, is part of the map.
+WNFUSED_INLINE bool all_meet(const Window& window, const Units& units, const Tap& tap) {
+  const Triple &low = units.low, &high = units.high, &size = window.source_size;
+  return window.has_border() ||
+         (low.level + tap.level >= 0 && high.level + tap.level < size.level && low.row + tap.row >= 0 &&
+          high.row + tap.row < size.row && low.column + tap.column >= 0 && high.column + tap.column < size.column);
+}
+
+// Which of the map's pixels units meet at a tap, asked one by one.
+class Meeting {
+ public:
+  Meeting(const Window& window, const Units& units, const Tap& tap)
+      : units_(units), level_(static_cast<int32_t>(tap.level)), row_(static_cast<int32_t>(tap.row)),
+        column_(static_cast<int32_t>(tap.column)), levels_(static_cast<uint32_t>(window.source_size.level)),
+        rows_(static_cast<uint32_t>(window.source_size.row)),
+        columns_(static_cast<uint32_t>(window.source_size.column)) {}
+
+  WNFUSED_INLINE bool is_inside(int64_t t) const {
+    return (static_cast<uint32_t>(units_.level[t] + level_) < levels_) &
+           (static_cast<uint32_t>(units_.row[t] + row_) < rows_) &
+           (static_cast<uint32_t>(units_.column[t] + column_) < columns_);
+  }
+
+ private:
+  const Units& units_;
+  int32_t level_, row_, column_;
+  uint32_t levels_, rows_, columns_;
+};
+
+// Where the channels lie that a panel's rows meet at a tap, so many floats from a pointer each, and a bit for every row
+// that meets a pixel there.
 struct TapRows {
   const float* const* rows;
   int64_t offset;
+  uint64_t met;
 };
 
-// One offset from the units' own places, unless some of the pixels lie beyond the map: then row by row, in `places`, and
-// `zeros` there. A border, where the source has one, is part of the map.
+// Rows beyond the map have zeros. `places`: memory for pointers.
 WNFUSED_INLINE TapRows tap_rows(const Window& window, const Units& units, const Tap& tap, const float* zeros,
                                 const float** places) {
-  const Triple &low = units.low, &high = units.high, &size = window.source_size;
+  static_assert(kMaxPanelRows <= 64);
   const int64_t offset = window.tap_offset(tap) * window.pixel;
-  const bool inside = low.level + tap.level >= 0 && high.level + tap.level < size.level && low.row + tap.row >= 0 &&
-                      high.row + tap.row < size.row && low.column + tap.column >= 0 &&
-                      high.column + tap.column < size.column;
-  if (inside || window.has_border()) return {units.source, offset};
-  const auto level = static_cast<int32_t>(tap.level), row = static_cast<int32_t>(tap.row);
-  const auto column = static_cast<int32_t>(tap.column);
-  const auto levels = static_cast<uint32_t>(size.level), rows = static_cast<uint32_t>(size.row);
-  const auto columns = static_cast<uint32_t>(size.column);
-  for (int64_t t = 0; t < round_up_rows(units.count); ++t) {
-    const bool met = (static_cast<uint32_t>(units.level[t] + level) < levels) &
-                     (static_cast<uint32_t>(units.row[t] + row) < rows) &
-                     (static_cast<uint32_t>(units.column[t] + column) < columns);
-    places[t] = met ? units.source[t] + offset : zeros;
-  }
-  return {places, 0};
+  if (all_meet(window, units, tap)) return {units.source, offset, ~uint64_t{0}};
+  const Meeting meeting(window, units, tap);
+  const int64_t rows = round_up_rows(units.count);
+  for (int64_t t = 0; t < rows; ++t) places[t] = meeting.is_inside(t) ? units.source[t] + offset : zeros;
+  uint64_t met = 0;
+  for (int64_t t = 0; t < rows; ++t) met |= static_cast<uint64_t>(places[t] != zeros) << t;
+  return {places, 0, met};
 }
 
 // A tap that a panel meets, and its plane of the bank.
@@ -216,10 +238,12 @@ inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, 
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[r][c] = zero();
   }
+  constexpr uint64_t kTile = (uint64_t{1} << Rows) - 1;
   for (int64_t p = 0; p < panel.tap_count; ++p) {
+    const TapRows& tap = panel.taps[p].at;
+    if ((tap.met >> row & kTile) == 0) continue;
     const float* at[Rows];
-    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r)
-      at[r] = panel.taps[p].at.rows[row + r] + (panel.taps[p].at.offset + panel.first_channel);
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) at[r] = tap.rows[row + r] + (tap.offset + panel.first_channel);
     const float* weights = panel.taps[p].bank + panel.bank_offset;
     const int64_t run = panel.ahead ? kLanes : panel.channels;  // of channels, a line of memory
     for (int64_t first = 0; first < panel.channels; first += run) {

@@ -12,19 +12,21 @@ namespace wnfused::cpu::WNFUSED_ISA {
 
 // Which inputs of row t a tile sums up, and their place in the bank: a run of channels ..
 struct ChannelRun {
-  TapRows at;
+  const float* const* rows;
+  int64_t first;
   float* bank;
 
-  float input(int64_t t, int i) const { return at.rows[t][at.offset + i]; }
+  float input(int64_t t, int i) const { return rows[t][first + i]; }
   float* place(int i) const { return bank + i * kLanes; }
 };
 
 // .. or any entries of any taps. What fills up a tile is the last one again, whose place gets the same sum.
 struct Entries {
-  TapRows at[kPairRows];
+  const float* const* rows[kPairRows];
+  int64_t first[kPairRows];
   float* bank[kPairRows];
 
-  float input(int64_t t, int i) const { return at[i].rows[t][at[i].offset]; }
+  float input(int64_t t, int i) const { return rows[i][t][first[i]]; }
   float* place(int i) const { return bank[i]; }
 };
 
@@ -63,8 +65,29 @@ WNFUSED_INLINE int64_t tile_blocks(const Window& window, const PanelGradient& pa
   return kCols == 2 && takes_pair(window, panel.first_block + b, panel.blocks - b) ? kCols : 1;
 }
 
+// The rows of a panel that meet a pixel at a tap, and the gradients of these. `places`, `gradients`: memory for pointers.
+struct MetRows {
+  const float* const *rows, *const *gradients;
+  int64_t offset, count;
+};
+
+WNFUSED_INLINE MetRows rows_that_meet(const Window& window, const PanelGradient& panel, const Tap& tap,
+                                      const float** places, const float** gradients) {
+  const Units& units = panel.units;
+  const int64_t offset = window.tap_offset(tap) * window.pixel;
+  if (all_meet(window, units, tap)) return {units.source, panel.gradients, offset, units.count};
+  const Meeting meeting(window, units, tap);
+  int64_t count = 0;
+  for (int64_t t = 0; t < units.count; ++t) {
+    places[count] = units.source[t];
+    gradients[count] = panel.gradients[t];
+    count += meeting.is_inside(t);
+  }
+  return {places, gradients, offset, count};
+}
+
 // Adds a panel to the bank of its output blocks, tap by tap ..
-inline void add_panel(const Window& window, const PanelGradient& panel, const float* zeros, float* bank) {
+inline void add_panel(const Window& window, const PanelGradient& panel, float* bank) {
   const int64_t col_stride = window.block_floats();
   // Nothing is read beyond the channels of a pixel, or of a group, unless there are zeros.
   const bool padded = window.groups == 1 && window.pixel == window.source.padded_channels;
@@ -72,27 +95,28 @@ inline void add_panel(const Window& window, const PanelGradient& panel, const fl
   for (int64_t k = 0; k < window.grids[0].taps; ++k) {
     const Tap& tap = window.taps[k];
     if (!touches(window, panel.units, tap)) continue;
-    const float* places[kMaxPanelRows];
-    const auto [rows, offset] = tap_rows(window, panel.units, tap, zeros, places);
+    const float *places[kMaxPanelRows], *gradients[kMaxPanelRows];
+    const MetRows met = rows_that_meet(window, panel, tap, places, gradients);
     float* plane = bank + tap.plane * window.plane_stride;
     for (int64_t b = 0, taken; b < panel.blocks; b += taken) {
       taken = tile_blocks(window, panel, b);
       const auto run = taken > 1 ? window_outer_tile<kPairRows, kCols, ChannelRun>
                                  : window_outer_tile<kPairRows, 1, ChannelRun>;
-      const int64_t first = offset + window.first_channel(panel.first_block + b);
+      const int64_t first = met.offset + window.first_channel(panel.first_block + b);
       float* bank0 = plane + b * col_stride;
       for (int64_t i = 0; i < whole; i += kPairRows)
-        run({{rows, first + i}, bank0 + i * kLanes}, panel.gradients, b * kLanes, panel.units.count, col_stride);
+        run({met.rows, first + i, bank0 + i * kLanes}, met.gradients, b * kLanes, met.count, col_stride);
       if (whole < window.depth) {
         Entries rest;
         for (int64_t i = 0; i < kPairRows; ++i) {
           const int64_t channel = smaller(whole + i, window.depth - 1);
-          rest.at[i] = {rows, first + channel};
+          rest.rows[i] = met.rows;
+          rest.first[i] = first + channel;
           rest.bank[i] = bank0 + channel * kLanes;
         }
         const auto run = taken > 1 ? window_outer_tile<kPairRows, kCols, Entries>
                                    : window_outer_tile<kPairRows, 1, Entries>;
-        run(rest, panel.gradients, b * kLanes, panel.units.count, col_stride);
+        run(rest, met.gradients, b * kLanes, met.count, col_stride);
       }
     }
   }
@@ -106,7 +130,8 @@ inline void add_entries(const Window& window, const PanelGradient& panel, const 
   const auto flush = [&] {
     if (filled == 0) return;
     for (; filled < kPairRows; ++filled) {
-      entries.at[filled] = entries.at[filled - 1];
+      entries.rows[filled] = entries.rows[filled - 1];
+      entries.first[filled] = entries.first[filled - 1];
       entries.bank[filled] = entries.bank[filled - 1];
     }
     filled = 0;
@@ -114,7 +139,7 @@ inline void add_entries(const Window& window, const PanelGradient& panel, const 
       taken = tile_blocks(window, panel, b);
       Entries moved = entries;
       for (int i = 0; i < kPairRows; ++i) {
-        moved.at[i].offset += window.first_channel(panel.first_block + b);
+        moved.first[i] += window.first_channel(panel.first_block + b);
         moved.bank[i] += b * col_stride;
       }
       const auto run = taken > 1 ? window_outer_tile<kPairRows, kCols, Entries>
@@ -128,9 +153,10 @@ inline void add_entries(const Window& window, const PanelGradient& panel, const 
   for (int64_t k = 0; k < window.grids[0].taps; ++k) {
     const Tap& tap = window.taps[k];
     if (!touches(window, panel.units, tap)) continue;
-    const auto [rows, offset] = tap_rows(window, panel.units, tap, zeros, places[met++ % (kPairRows + 1)]);
+    const TapRows at = tap_rows(window, panel.units, tap, zeros, places[met++ % (kPairRows + 1)]);
     for (int64_t i = 0; i < window.depth; ++i) {
-      entries.at[filled] = {rows, offset + i};
+      entries.rows[filled] = at.rows;
+      entries.first[filled] = at.offset + i;
       entries.bank[filled] = bank + tap.plane * window.plane_stride + i * kLanes;
       if (++filled == kPairRows) flush();
     }
@@ -167,7 +193,7 @@ inline void window_gradient_item(const Window& window, int64_t item, const float
     }
     const PanelGradient panel{units, gradients, first_block, blocks};
     if (window.thin || window.depth < kThin) add_entries(window, panel, zeros, bank);
-    else add_panel(window, panel, zeros, bank);
+    else add_panel(window, panel, bank);
   }
   for (int64_t b = 0; b < blocks; ++b) store(bias_gradient + b * kLanes, sum[b]);
 }
