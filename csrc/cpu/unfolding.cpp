@@ -139,11 +139,11 @@ ConvShape pointwise(const Tensor& map) {
 constexpr int64_t kFewest = 8, kFew = 16, kMost = 256;  // pixels
 
 bool suits_unfolding(const ConvShape& shape, const Layout& layout) {
-  constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kHeavy = int64_t{1} << 23;
+  constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
   const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
   return pixels <= kMost && weights >= kWeightsAPixel * pixels &&
-         (pixels <= kFew || !layout.planes || weights * shape.taps() >= kHeavy);
+         (pixels <= kPlanes || !layout.planes || weights * shape.taps() >= kHeavy);
 }
 
 bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input, bool own) {
