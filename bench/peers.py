@@ -147,9 +147,10 @@ def subject(problem: gate.Problem, name: str) -> Subject:
             raise Unavailable(str(error)) from None
     module = parameters.fill(models.FORMS[peer.form](workload), models.blocks(workload)).to(problem.device)
     x = problem.x
-    if (peer.channels_last or workload.channels_last) and x.dim() == 4:
-        module.to(memory_format=torch.channels_last)
-        x = x.contiguous(memory_format=torch.channels_last)
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if (peer.channels_last or workload.channels_last) and layout:
+        module.to(memory_format=layout)
+        x = x.contiguous(memory_format=layout)
     x = x.detach().clone(memory_format=torch.preserve_format)
     if peer.pure:
         module, x = module.to(torch.bfloat16), x.to(torch.bfloat16)

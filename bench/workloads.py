@@ -7,7 +7,7 @@ what ``python -m bench --quick`` runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FORWARD = "forward"
 BACKWARD = "forward+backward"
@@ -198,7 +198,8 @@ def _windows() -> list[Workload]:
     grouped = (
         (768, 768, (200,), 127, 1, 16, 1),
         (64, 64, (32, 32), 3, 1, 4, 8), (128, 128, (2048,), 41, 2, 4, 2),
-        (128, 256, (1024,), 41, 2, 16, 4), (256, 512, (1024,), 41, 4, 16, 4),
+        (128, 256, (1024,), 41, 2, 16, 4), (256, 512, (1024,), 41, 4, 16, 4), (64, 256, (2048,), 41, 4, 16, 4),
+        (256, 256, (28, 28), 3, 2, 16, 8),
         (96, 96, (56, 56), 7, 1, 96, 1), (96, 96, (32, 32), 3, 1, 96, 8), (384, 384, (16, 16), 3, 1, 384, 8),
         (144, 144, (32, 32), 3, 2, 144, 8), (960, 960, (8, 8), 3, 1, 960, 8),
     )  # fmt: skip
@@ -211,7 +212,7 @@ def _windows() -> list[Workload]:
         )
         for channels, outputs, size, kernel, stride, groups, batch in grouped
     ]  # fmt: skip
-    return found + [
+    found += [
         WindowLayer(
             group="windows",
             name=f"{channels} to {outputs}, {'x'.join(map(str, size))}, kernel {kernel}, transposed by {stride}, "
@@ -223,6 +224,12 @@ def _windows() -> list[Workload]:
             (64, 32, (16, 16, 16), 2, 2, 2), (128, 64, (8, 8, 8), 4, 2, 2), (512, 512, (2, 2), 4, 2, 1),
         )
     ]  # fmt: skip
+    # Layers with a stride read a map in channels_last where it lies.
+    return found + [
+        replace(layer, name=f"{layer.name}, channels_last", channels_last=True)
+        for layer in found
+        if layer.stride > 1 and len(layer.size) > 1 and layer.channels >= 16
+    ]
 
 
 def _stage() -> list[Workload]:
