@@ -260,7 +260,7 @@ def own_layer(draw: random.Random, method: str) -> None:
             break
     x = strided(draw, normal(draw, case.images, case.inputs, *case.size))
     v = normal(draw, *own_conv.weight_shape(case))
-    v = v if case.transposed else strided(draw, v)
+    v = own_conv.channels_last(v, draw.random() < 0.5) if case.transposed else strided(draw, v)
     ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)
     # With norms along another dim such a layer is the vendor's, whose kernels read beyond maps smaller than a window.
     layer(draw, *ops, x, v, case.geometry, rows_only=method == "unfolded")

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from instruction_sets import ISAS
 from own_conv import (
+    LAYOUTS,
     Case,
     assert_close,
     assert_layouts_agree,
@@ -54,7 +55,7 @@ SOME = [CASES[name] for name in ("ragged blocks", "one dim", "three dims")]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("layout", ["nchw", "last map"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_window_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
@@ -88,7 +89,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     case=cases(),
-    layout=st.sampled_from(["nchw", "last", "last map"]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
     activation=st.sampled_from(["none", "relu", "leaky_relu"]),
     isa_name=st.sampled_from(ISAS),
     seed=st.integers(0, 2**16),

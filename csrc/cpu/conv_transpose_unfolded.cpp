@@ -9,8 +9,6 @@ LinearShape linear_of(const ConvShape& shape) {
   return {output_pixels(shape), shape.inputs * shape.taps(), shape.outputs};
 }
 
-Order order_of(const ConvShape& shape) { return {shape.taps(), 1}; }
-
 // Rows are never written in the place of a map here: windows of y's are put together in every case.
 constexpr Layout kLayout{false, false};
 
@@ -35,7 +33,7 @@ bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Ten
                                 nullptr};
   run_linear_backward(products, x, x, Activation::kNone, 0.0f, false, nullptr);
   if (!all_finite(z)) return false;
-  fold(z, shape, order_of(shape), y);
+  fold(z, shape, order_of(call.v, shape.taps()), y);
   if (!call.bias && !residual && call.activation == Activation::kNone) return true;
   const std::vector<float> ones(shape.inputs, 1.0f), zeros(call.bias ? 0 : shape.inputs, 0.0f);
   std::optional<Tensor> added;
@@ -61,7 +59,8 @@ bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& 
              gradients.dbias);
   }
   if (!all_finite(dz)) return false;
-  const Tensor windows = unfolded(dz, shape, order_of(shape)), v = matrix_of(call.v, linear.features, linear.inner);
+  const Tensor windows = unfolded(dz, shape, order_of(call.v, shape.taps()));
+  const Tensor v = matrix_of(call.v, linear.features, linear.inner);
   if (gradients.dx) {
     const ConvShape pixels = pointwise(*gradients.dx);
     std::vector<float> again(linear.features);

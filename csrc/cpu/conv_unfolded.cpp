@@ -13,10 +13,6 @@
 namespace wnfused::cpu {
 namespace {
 
-Order order_of(const Tensor& v, int64_t taps) {
-  return v.is_contiguous() ? Order{taps, 1} : Order{1, v.size(1)};
-}
-
 Layout layout_of(const ConvShape& shape, const ConvCall& conv) {
   return {conv.v.dim() == 4 && !gives_channels_last(conv), is_pointwise(shape) && is_rows(conv.x)};
 }

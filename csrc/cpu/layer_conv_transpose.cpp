@@ -37,7 +37,7 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
 
 // The convolution whose data gradient the layer is; nothing where the kernels have no word for it.
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const bool known = at.groups == 1 && x.size(1) == v.size(0) && v.is_contiguous() &&
+  const bool known = at.groups == 1 && x.size(1) == v.size(0) && has_dense_rows(v) &&
                      x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
   if (!known) return std::nullopt;
   const Triple input = triple_of(x.sizes(), 2, 1), kernel = triple_of(v.sizes(), 2, 1);

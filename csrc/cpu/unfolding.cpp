@@ -143,7 +143,7 @@ bool suits_unfolding(const ConvShape& shape, const Layout& layout) {
   const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
   return pixels <= kMost && weights >= kWeightsAPixel * pixels &&
-         (pixels <= kPlanes || !layout.planes || weights * shape.taps() >= kHeavy);
+         (!layout.planes || pixels <= (shape.taps() > 1 ? kPlanes : kFew) || weights * shape.taps() >= kHeavy);
 }
 
 bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input, bool own) {

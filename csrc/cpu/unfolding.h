@@ -41,6 +41,11 @@ struct Order {
 
 constexpr Order kPixels{1, 1};  // of rows with one tap
 
+// .. of the rows of v, NCHW or channels_last.
+inline Order order_of(const Tensor& v, int64_t taps) {
+  return v.is_contiguous() ? Order{taps, 1} : Order{1, v.size(1)};
+}
+
 inline Tensor matrix_of(const Tensor& memory, int64_t rows, int64_t columns) {
   return matrix(memory, 0, rows, columns, columns, 1);
 }
