@@ -26,6 +26,7 @@ from own_conv import (
 )
 
 import wnfused
+from wnfused import reference
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -192,6 +193,29 @@ def test_huge_outputs_change_no_bit_by_threads(isa):
 def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
     """Padding times an infinity would be NaN, in a kernel that multiplies it."""
     assert_not_finite_as_torch(case, which, value)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 32, 32, (8, 8), (1, 1), (1, 1), (1, 1), (1, 1)),
+        Case(2, 32, 32, (8,), (4,), (2,), (4,), (1,)),
+        Case(2, 3, 16, (8, 8), (1, 1), (1, 1), (1, 1), (1, 1)),
+    ],
+    ids=["1x1, padded", "one dim", "an image"],
+)
+def test_a_gradient_that_is_not_finite_at_an_output_in_the_padding(isa, case):
+    """It meets no pixel, but torch multiplies it by the padding."""
+    x, v, g, *_ = sample(case)
+    tail = (*case.geometry, 0, "none", 0.1)
+    y, norm = native.conv(x, v, g, None, None, *tail)
+    dy = torch.ones_like(y)
+    dy.view(-1)[0] = torch.nan
+    found = native.conv_backward(dy, y, x, v, g, norm, [True, True, False, False], *tail)
+    wanted = reference.conv_backward(dy, y, x, v, g, norm, [True, True, False, False], *tail)
+    assert wanted[1].isnan().any()
+    for actual, expected in zip(found[:3], wanted[:3], strict=True):
+        assert torch.equal(actual.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)

@@ -146,7 +146,7 @@ void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) 
   residual.access = Access::kPanels;
 }
 
-// .. for the weight gradient, which reads the other map by whole blocks.
+// .. for the weight gradient, which reads dz, or a transposed layer's x, by whole blocks.
 template <class G>
 void choose_gradient_access(G&, bool, LayerMap&) {}
 void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
@@ -320,8 +320,8 @@ int64_t weights_a_row() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
 // Memory for copies of maps in other layouts, in floats: 2 GB.
 constexpr double kCopies = 1 << 29;
 
-// Floats of a map with a border on every side. No map is too large for a double.
-double bordered(const MapShape& map, const Triple& size, const Triple& border) {
+// Floats of a map with so wide a border on every side. No map is too large for a double.
+double map_floats(const MapShape& map, const Triple& size, const Triple& border) {
   const auto extent = [&](int64_t Triple::*at) { return static_cast<double>(size.*at + 2 * (border.*at)); };
   return extent(&Triple::level) * extent(&Triple::row) * extent(&Triple::column) * static_cast<double>(map.images) *
          static_cast<double>(map.padded_channels);
@@ -355,8 +355,8 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
   const bool thin = !transposed && shape.has_thin_input();
   const int64_t inputs = thin ? shape.inputs : input.padded_channels;
   if (shape.groups == 1 && kPadding * weights < inputs * output.padded_channels) return std::nullopt;
-  const double copies =
-      bordered(input, shape.size, thin ? shape.padding : Triple{0, 0, 0}) + bordered(output, size, {0, 0, 0});
+  constexpr Triple kNone{0, 0, 0};
+  const double copies = map_floats(input, shape.size, thin ? shape.padding : kNone) + map_floats(output, size, kNone);
   if (2 * copies > kCopies) return std::nullopt;
   if (!transposed && !thin && takes_winograd(shape)) {
     const Method method = preferred_method(shape.images * shape.size.level, shape.size.row, shape.size.column);

@@ -22,7 +22,7 @@ inline Epilogue<float> layer_epilogue(const WindowMaps& maps) {
   return epilogue;
 }
 
-// What the phases are made of: of maps without a border ..
+// What the phases are made of: of maps copied pixel by pixel ..
 template <class Shape>
 struct PlainMapParts {
   using G = Shape;
@@ -156,7 +156,7 @@ struct DirectParts : WindowParts {
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
     window_gradient_item(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
-                         job.scratch.bias_gradient[0], scratch);
+                         job.scratch.bias_gradient[0], scratch, *job.poisoned);
   }
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
@@ -183,7 +183,7 @@ struct TransposedParts : WindowParts {
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
     window_gradient_item(job.transposed, item, job.dz.own, job.x.own, job.scratch.zeros, job.scratch.gradient[0],
-                         job.scratch.bias_gradient[0], scratch);
+                         job.scratch.bias_gradient[0], scratch, *job.poisoned);
   }
 
   // The bias is the outputs', not the rows'.

@@ -51,7 +51,7 @@ bool sums_over_blocks(const ConvShape& shape) {
   return whole(inputs, outputs) && whole(outputs, inputs);
 }
 
-// Whether these kernels take a layer along lines: whole blocks in a group, and no output that lies wholly in the padding,
+// Whether these kernels take a layer along lines: sums over whole blocks, and no output that lies wholly in the padding,
 // since what is exactly 0 there, and has no gradient behind a ReLU, would be rounded.
 bool has_pieces(const ConvShape& shape) {
   const auto reaches_map = [&](int64_t Triple::*at) {

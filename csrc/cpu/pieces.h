@@ -17,7 +17,8 @@
 // its own; one of a single column, whose taps lie a line apart, is one along a line that is the whole map, the width
 // being its dilation.
 //
-// With groups, of whole blocks of 16 inputs and outputs, an output block sums over the channels of its group alone.
+// With groups, an output block sums over the channels of its own group, or of those that share it (window.h): whole
+// blocks.
 //
 // Layout of a bank: [line tap][piece][plane][output block][input channel][16 lanes]. Gradients are of taps again:
 // [output block][slice][tap][input channel][16 lanes].

@@ -12,7 +12,7 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Item `item`: one slice of pixels, one group of output blocks. x and dy are maps without a border.
+// Item `item`: one slice of pixels, one group of output blocks.
 inline void product_gradient_item(const Window& window, int64_t item, const float* x, const float* dy, float* banks,
                                   float* bias_gradients, float* scratch) {
   constexpr int64_t kWideStride = kDepthChunk * kLanes;

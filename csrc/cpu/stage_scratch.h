@@ -13,7 +13,7 @@ int64_t worker_floats(const Geometry& geometry);
 int64_t worker_floats(const Pieces& geometry);
 int64_t worker_floats(const Window& window);
 
-// Of the line of zeros, which whoever runs the kernels must clear.
+// Of the line of zeros, which whoever runs the kernels must clear: the same from x to y and back.
 int64_t zeros_floats(const Geometry& geometry);
 int64_t zeros_floats(const Pieces& geometry);
 int64_t zeros_floats(const Window& window);

@@ -19,7 +19,7 @@
 // a lane, [tap][block][16 lanes].
 //
 // A map over three dims is levels of rows: its lines, height = levels x rows of them, are numbered through all levels, as
-// if it had two dims, and lie at equal distances (with_even_lines in layer_tensor.h). Only the taps, the border and what a
+// if it had two dims, and lie at equal distances (with_even_lines in layer_tensor.h). Only the taps, a border and what a
 // Grid counts know of levels.
 //
 // `pixel` and `target_pixel` are the maps' own where these are read or written in place; depthwise kernels do not ask.
@@ -97,7 +97,7 @@ struct Window : Division {
   bool thin;                    // of few input channels: pixels without padding, a kernel's row of taps as one tap
   int64_t pixel, target_pixel;  // floats from one pixel of the source, and of the target, to the next
   int64_t tap_columns;          // of the kernel, which one tap stands for
-  bool leaves_map;              // some taps lie beyond the source
+  bool leaves_map;              // some units meet a place beyond the source at some tap
   // A thin source has a border of zeros as wide as they reach: before its first level, row and column, and from one row
   // of pixels to the next. A level has so many `lines` then, and a line `pitch` pixels. Any other has none, and what
   // lies beyond it is read elsewhere (window_conv.h).
@@ -108,7 +108,7 @@ struct Window : Division {
   Grid grids[kMaxGrids];
   Tap taps[kMaxWindowTaps];  // of one grid after the other
   // Units of a grid are numbered image by image; or position by position, all images at one in turn, so that a panel of
-  // many small images skips the taps that meet nothing but the border.
+  // many small images skips the taps that meet nothing but padding.
   bool by_position;
   int64_t output_blocks, padded_outputs;  // of the target
   int64_t groups, sharing;                // sharing: how many groups have their output blocks in common

@@ -18,7 +18,7 @@ struct Units {
   int64_t count;
   const float* source[kMaxPanelRows];
   int64_t target[kMaxPanelRows];
-  int32_t level[kMaxPanelRows], row[kMaxPanelRows], column[kMaxPanelRows];  // in the source, if taps leave it
+  int32_t level[kMaxPanelRows], row[kMaxPanelRows], column[kMaxPanelRows];  // in the source, unless it is pointwise
   Triple low, high;  // the least and the greatest of these
 };
 
@@ -80,16 +80,16 @@ inline void locate_units(const Window& window, const Grid& grid, const float* ma
         ++image;
       }
     }
+    for (int64_t t = count; t < round_up_rows(count); ++t) {
+      units.level[t] = units.level[0];
+      units.row[t] = units.row[0];
+      units.column[t] = units.column[0];
+    }
   }
-  for (int64_t t = count; t < round_up_rows(count); ++t) {
-    units.source[t] = units.source[0];
-    units.level[t] = units.level[0];
-    units.row[t] = units.row[0];
-    units.column[t] = units.column[0];
-  }
+  for (int64_t t = count; t < round_up_rows(count); ++t) units.source[t] = units.source[0];
 }
 
-// Whether some unit may meet a pixel of the map there, not only the border.
+// Whether some unit may meet a pixel of the map there, not only what is beyond it.
 WNFUSED_INLINE bool touches(const Window& window, const Units& units, const Tap& tap) {
   const Triple &low = units.low, &high = units.high, &size = window.source_size;
   return high.level + tap.level >= 0 && low.level + tap.level < size.level && high.row + tap.row >= 0 &&
@@ -105,7 +105,8 @@ WNFUSED_INLINE bool all_meet(const Window& window, const Units& units, const Tap
           high.row + tap.row < size.row && low.column + tap.column >= 0 && high.column + tap.column < size.column);
 }
 
-// Which of the map's pixels units meet at a tap, asked one by one.
+// Which units meet a pixel of the map at a tap, asked one by one. 32 bits hold every place in a map that is small enough
+// for these kernels (conv_layer.cpp).
 class Meeting {
  public:
   Meeting(const Window& window, const Units& units, const Tap& tap)

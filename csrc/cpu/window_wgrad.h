@@ -167,7 +167,8 @@ inline void add_entries(const Window& window, const PanelGradient& panel, const 
 // Item `item` of the weight gradient of `window`, a forward: one slice of units, one group of output blocks. dy is y's
 // map.
 inline void window_gradient_item(const Window& window, int64_t item, const float* x, const float* dy,
-                                 const float* zeros, float* banks, float* bias_gradients, float* scratch) {
+                                 const float* zeros, float* banks, float* bias_gradients, float* scratch,
+                                 std::atomic<bool>& poisoned) {
   if (window.has_product_gradient()) return product_gradient_item(window, item, x, dy, banks, bias_gradients, scratch);
   const auto [slice, group] = window.wgrad_item(item);
   const int64_t first_block = group * window.wgrad_group_blocks;
@@ -195,7 +196,13 @@ inline void window_gradient_item(const Window& window, int64_t item, const float
     if (window.thin || window.depth < kThin) add_entries(window, panel, zeros, bank);
     else add_panel(window, panel, bank);
   }
-  for (int64_t b = 0; b < blocks; ++b) store(bias_gradient + b * kLanes, sum[b]);
+  // A row that meets no pixel is in no product, finite or not.
+  Block poison = zero();
+  for (int64_t b = 0; b < blocks; ++b) {
+    store(bias_gradient + b * kLanes, sum[b]);
+    poison = multiply_add(sum[b], zero(), poison);
+  }
+  if (horizontal_sum(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA
