@@ -39,15 +39,15 @@ bool is_vendors_first_layer_backward(const ConvLayer& layer, bool last, bool inp
   return !input || last || layer.v.dim() == 3 || strided_rows;
 }
 
-// Groups on large maps in NCHW whose forward the vendor runs faster (bench/NOTES.md): those with few products for each
-// entry of x, which is copied, and those of four channels by pieces.
-bool are_vendors_groups(const ConvLayer& layer, bool last) {
-  constexpr int64_t kLargeMap = int64_t{1} << 18, kFewProducts = 80;
+// Groups on large maps in NCHW that the vendor runs faster (bench/NOTES.md): those with few products for each entry of
+// x, which is copied, and forward those of four channels by pieces.
+bool are_vendors_groups(const ConvLayer& layer, bool last, bool forward) {
+  constexpr int64_t kLargeMap = int64_t{1} << 18, kForward = 80, kBackward = 48;
   const ConvShape& shape = layer.shape;
   const int64_t outputs = shape.outputs / shape.groups;
   if (shape.groups == 1 || shape.is_depthwise() || last || output_floats(shape) < kLargeMap) return false;
-  if (layer.method == Method::kPieces) return outputs < kLanes;
-  return outputs * shape.taps() < kFewProducts * shape.stride.product();
+  if (layer.method == Method::kPieces) return forward && outputs < kLanes;
+  return outputs * shape.taps() < (forward ? kForward : kBackward) * shape.stride.product();
 }
 
 // v in an order of rows that the method knows: the stage's Winograd is particular.
@@ -107,7 +107,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
   const bool passes = conv.activation != Activation::kNone || residual;
-  if (is_vendors_first_layer(*found, last, passes) || are_vendors_groups(*found, last)) return std::nullopt;
+  if (is_vendors_first_layer(*found, last, passes) || are_vendors_groups(*found, last, true)) return std::nullopt;
   const Tensor y = empty_map(map_sizes(shape.images, shape.outputs, shape.output_size(), v.dim()), last);
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   check_residual(residual, y);
@@ -125,7 +125,8 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
-  if (is_vendors_first_layer_backward(*found, last, needs.x)) return std::nullopt;
+  if (is_vendors_first_layer_backward(*found, last, needs.x) || are_vendors_groups(*found, last, false))
+    return std::nullopt;
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};
   LayerGradients made;
