@@ -38,6 +38,14 @@ std::tuple<Tensor, Tensor> conv(
     const std::optional<Tensor>& residual, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
 
+// The same of a layer whose weights do not change: y, and a bank if it packed one. known: the banks that earlier calls
+// gave, of these very weights; no memory of theirs is written.
+std::tuple<Tensor, std::optional<Tensor>> kept_conv(
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, const std::vector<Tensor>& known, const std::vector<int64_t>& stride,
+    const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups, int64_t activation,
+    double slope);
+
 // dx, dv, dg, dbias, dz; needs: 1 dx, 2 dv and dg, 4 dbias, 8 dz, which is absent too where it would be dy.
 using Gradient = std::optional<Tensor>;
 std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
@@ -54,6 +62,11 @@ std::tuple<Gradient, Gradient> conv_transpose(
     const std::optional<Tensor>& residual, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, const std::vector<int64_t>& output_padding, int64_t groups,
     int64_t activation, double slope);
+std::tuple<Gradient, Gradient> kept_conv_transpose(
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, const std::vector<Tensor>& known, const std::vector<int64_t>& stride,
+    const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+    const std::vector<int64_t>& output_padding, int64_t groups, int64_t activation, double slope);
 std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpose_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,

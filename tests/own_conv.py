@@ -53,7 +53,7 @@ def same3x3(images: int, inputs: int, outputs: int, *size: int) -> Case:
 
 def method_of(case: Case) -> str:
     """How the layer is multiplied, or "vendor"."""
-    return torch.ops.wnfused_native.cpu_conv_method(_maps(case), *_window(case), case.groups, case.transposed)
+    return torch.ops.wnfused_native.cpu_conv_method(_maps(case), *_window(case), case.groups, case.transposed, False)
 
 
 def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
@@ -167,6 +167,16 @@ def assert_not_finite_as_torch(case: Case, which: int, value: float) -> None:
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found.isinf(), wanted.isinf())
     assert not found.isfinite().all()
+
+
+def assert_masks_nan_as_torch(case: Case, tolerance: float) -> None:
+    """An output that is NaN, of a bias say, counts as negative in a leaky ReLU and passes a plain one."""
+    for activation in ("relu", "leaky_relu"):
+        tensors = sample(case)
+        tensors[3][1] = float("nan")
+        found, wanted = both(case, tensors, activation)
+        for name in NAMES[1:]:
+            torch.testing.assert_close(found[name].double(), wanted[name], rtol=tolerance, atol=tolerance * 30)
 
 
 def assert_zero_rows_and_gains(case: Case, tolerance: float) -> None:

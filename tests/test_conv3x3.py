@@ -18,6 +18,7 @@ from own_conv import (
     Case,
     assert_close,
     assert_layouts_agree,
+    assert_masks_nan_as_torch,
     assert_not_finite_as_torch,
     assert_only_what_is_needed,
     assert_same_bits_by_threads,
@@ -133,6 +134,11 @@ def test_gradients_that_are_not_finite(isa, case):
 def test_zero_rows_and_gains(isa):
     for case in SOME:
         assert_zero_rows_and_gains(case, TOLERANCE)
+
+
+def test_masks_nan_as_torch(isa):
+    for case in SOME:
+        assert_masks_nan_as_torch(case, TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from own_conv import (
     Case,
     assert_close,
     assert_layouts_agree,
+    assert_masks_nan_as_torch,
     assert_not_finite_as_torch,
     assert_only_what_is_needed,
     assert_same_bits_by_threads,
@@ -148,6 +149,11 @@ def test_gradients_that_are_not_finite_come_out_as_torchs(isa, case, where, valu
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_zero_rows_and_gains(isa, case):
     assert_zero_rows_and_gains(case, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_masks_nan_as_torch(isa, case):
+    assert_masks_nan_as_torch(case, TOLERANCE)
 
 
 def test_maps_of_any_size_are_taken():

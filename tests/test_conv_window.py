@@ -15,6 +15,7 @@ from own_conv import (
     Case,
     assert_close,
     assert_layouts_agree,
+    assert_masks_nan_as_torch,
     assert_not_finite_as_torch,
     assert_only_what_is_needed,
     assert_same_bits_by_threads,
@@ -221,6 +222,11 @@ def test_a_gradient_that_is_not_finite_at_an_output_in_the_padding(isa, case):
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_zero_rows_and_gains(isa, case):
     assert_zero_rows_and_gains(case, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_masks_nan_as_torch(isa, case):
+    assert_masks_nan_as_torch(case, TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from wnfused.backends import native
 from wnfused.fold import plain_layer
 from wnfused.functional import weight_norm_many
 from wnfused.nn import WeightNormalised, WNLinear
-from wnfused.nn._layer import ByPixels
+from wnfused.nn._frozen import ByPixels, Kept, Plain
 
 
 @contextlib.contextmanager
@@ -33,9 +33,11 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
-    Convolutions, and linear layers from 65,536 weights on, whose products the C++ kernels take themselves (float32 on
-    the CPU, mostly) keep copies of v and g instead: these kernels normalise while they pack, and plain layers are up to
-    twice as slow. Wider convolutions keep such copies beside their weights, for maps of up to eight pixels.
+    Convolutions whose products the C++ kernels take themselves (float32 on the CPU, mostly) keep copies of v and g
+    instead, and from their first call on the weights as those kernels pack them: as many numbers as v has, by
+    Winograd's method up to four times as many. Linear layers from 65,536 weights on keep copies too, since their
+    kernels normalise while they read v. Other convolutions keep such copies beside their weights, for maps of up to
+    eight pixels.
 
     Residual stages run as always: they normalise and pack a weight while the convolution before it runs. Packed ahead,
     measured on the three stages of WRN-304, they would be 0 to 5% faster for a second copy of their weights.
@@ -85,12 +87,13 @@ def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
         chosen = [layers[i] for i in members]
         found = weight_norm_many([m.weight_v for m in chosen], [m.weight_g for m in chosen], dim)
         weights.update(zip(members, found, strict=True))
-    return [_by_pixels(layer, weights[i]) if i in weights else _copy(layer) for i, layer in enumerate(layers)]
+    return [_by_pixels(layer, weights[i]) if i in weights else _own(layer) for i, layer in enumerate(layers)]
 
 
 def _by_pixels(layer: WeightNormalised, weight: Tensor) -> nn.Module:
     """The plain layer, and where the kernels are faster than it on a few pixels a copy of this one."""
-    plain, conv = _constant(layer, weight), _open_convolution(layer)
+    plain = Plain(_constant(layer, weight), layer.activation, layer.negative_slope)
+    conv = _open_convolution(layer)
     if conv is None or not native.takes_few_pixels(layer.weight_v, conv.groups, conv.transposed):
         return plain
     pixels = native.FEW_PIXELS * (1 if conv.transposed else math.prod(conv.stride))
@@ -122,6 +125,11 @@ def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:
     if not isinstance(layer, _ConvNd) or layer.padding_mode != "zeros" or layer.dim != 0:
         return None
     return layer if not isinstance(layer.padding, str) and dispatch.prefers_native() else None
+
+
+def _own(layer: WeightNormalised) -> nn.Module:
+    copied = _copy(layer)
+    return Kept(copied) if isinstance(layer, _ConvNd) else copied
 
 
 def _copy(layer: WeightNormalised) -> nn.Module:

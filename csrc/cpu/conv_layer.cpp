@@ -188,7 +188,8 @@ void lay_out(Arena& arena, ConvBackward<Depthwise>& job, int64_t workers) {
 
 template <class G>
 void lay_out(Arena& arena, ConvForward<G>& job, int64_t workers) {
-  lay_out_common(arena, job.geometry, workers, worker_floats(job.geometry), job.scratch);
+  lay_out_common(arena, job.geometry, job.kept ? 0 : 1, workers, worker_floats(job.geometry), job.scratch);
+  if (job.kept) job.scratch.bank[0] = job.kept->bank;
   lay_out_copy(arena, source_size(job.geometry), job.x);
   lay_out_copy(arena, job.output.map_size(), job.y);
   lay_out_copy(arena, job.output.map_size(), job.residual);
@@ -202,7 +203,7 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   // Both geometries' items run on the same scratch.
   const int64_t floats =
       std::max({worker_floats(geometry), worker_floats(job.transposed), pixel_floats(job.output)});
-  lay_out_common(arena, job.transposed, workers, floats, job.scratch);
+  lay_out_common(arena, job.transposed, 1, workers, floats, job.scratch);
   if (job.weight) {
     job.scratch.gradient[0] = arena.take(products.gradient_size() * products.wgrad_slices);
     job.scratch.bias_gradient[0] = arena.take(products.padded_outputs * products.wgrad_slices);
@@ -245,10 +246,13 @@ bool run_once(Job& job, int64_t workers, void (*run)(const Job&, Worker&)) {
 }
 
 template <class G>
-bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
+bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm,
+             const KeptBank* kept) {
   ConvForward<G> job{};
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, false);
+  job.kept = kept;
+  if (kept) job.geometry.own_banks = false;
   job.y = map_of(y, job.output, layer.matrix);
   job.residual = map_of(residual, job.output, layer.matrix);
   choose_source_access(job.geometry, job.x);
@@ -313,7 +317,7 @@ bool suits_vendor(const ConvShape& shape) {
 }
 
 // Of the products at least a sixth must be no padding, and there must be enough of them, tiles or pixels, to pack the
-// weights for. Narrow vectors pack more slowly.
+// weights for, unless they are kept packed. Narrow vectors pack more slowly.
 constexpr int64_t kPadding = 6;
 int64_t weights_a_row() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
 
@@ -330,19 +334,19 @@ double map_floats(const MapShape& map, const Triple& size, const Triple& border)
 // For tests: how a layer is multiplied, or "vendor". Triples are of levels, rows and columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed) {
+                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed, bool kept) {
   const auto triple = [](const std::vector<int64_t>& values, size_t first = 0) {
     return Triple{values.at(first), values.at(first + 1), values.at(first + 2)};
   };
   const ConvShape shape{maps.at(0),      maps.at(1),      maps.at(2),       triple(maps, 3), triple(kernel),
                         triple(stride),  triple(padding), triple(dilation), groups};
-  const std::optional<Method> method = conv_layer_method(shape, transposed);
+  const std::optional<Method> method = conv_layer_method(shape, transposed, kept);
   return method ? name_of(*method) : "vendor";
 }
 
 }  // namespace
 
-std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed) {
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool kept) {
   if (!shape.is_sound() || !shape.fits_window()) return std::nullopt;
   const Triple size = shape.output_size();
   const MapShape input = map_of_size(shape.images, shape.inputs, shape.size);
@@ -365,20 +369,29 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed)
       const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
       // Each tile meets the banks of three levels then.
       const int64_t most = shape.kernel.level == 1 ? weights_a_row() : weights_a_row() * 2 / 3;
-      return weights <= most * tiles ? std::optional(method) : std::nullopt;
+      return kept || weights <= most * tiles ? std::optional(method) : std::nullopt;
     }
   }
   const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
   if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;
-  return weights <= weights_a_row() * output.pixels() ? std::optional(method) : std::nullopt;
+  return kept || weights <= weights_a_row() * output.pixels() ? std::optional(method) : std::nullopt;
 }
 
-bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm) {
+bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm,
+                    const KeptBank* kept) {
   const auto run = layer.method == Method::kPieces   ? forward<Pieces>
                    : layer.method != Method::kDirect ? forward<Geometry>
                    : layer.shape.is_depthwise()      ? forward<Depthwise>
                                                      : forward<Window>;
-  return run(layer, residual, y, norm);
+  return run(layer, residual, y, norm, kept);
+}
+
+KeptFloats kept_floats(const ConvLayer& layer) {
+  const auto floats = [](const auto& geometry) { return KeptFloats{geometry.bank_size(), geometry.padded_outputs}; };
+  if (layer.method == Method::kPieces) return floats(geometry_of<Pieces>(layer, false, false));
+  if (layer.method != Method::kDirect) return floats(geometry_of<Geometry>(layer, false, false));
+  if (layer.shape.is_depthwise()) return {0, 0};
+  return floats(geometry_of<Window>(layer, false, false));
 }
 
 bool run_conv_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,

@@ -46,6 +46,12 @@ struct LayerMap {
   bool is_copied() const { return given.data && access == Access::kCopy; }
 };
 
+// Memory of the caller's for a forward's bank, of a layer whose weights do not change.
+struct KeptBank {
+  Bank bank;
+  bool packed;  // by an earlier call of the same layer and method
+};
+
 // G: Geometry, Pieces, Window or Depthwise.
 template <class G>
 struct ConvForward {
@@ -56,9 +62,12 @@ struct ConvForward {
   float* norm;
   Activation activation;
   float slope;
+  const KeptBank* kept;  // null: banks are packed for this call
   Scratch scratch;
   std::atomic<bool>* poisoned;
   static constexpr bool round_operands = false;
+
+  bool is_packed() const { return kept && kept->packed; }
 };
 
 template <class G>
@@ -109,8 +118,8 @@ extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 
 // How these kernels take a layer and its gradients, where they are faster than the vendor's (bench/NOTES.md has the
-// measurements): one of the stage's Winograd methods, kPieces or kDirect.
-std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed);
+// measurements): one of the stage's Winograd methods, kPieces or kDirect. kept: the weights are packed for many calls.
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool kept = false);
 
 // Maps, x and those of the calls below, have lines at equal distances. shape: of a transposed layer, the convolution
 // whose data gradient it is.
@@ -125,9 +134,19 @@ struct ConvLayer {
   bool matrix = false;  // the maps are dense, a row a pixel of one line
 };
 
-// Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
+// Fills y and, unless a kept bank is packed already, the norms. False if it met a value that is not finite: then nothing
+// of it counts. kept: null, or where kept_floats() is not 0 a bank.
 bool run_conv_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
-                    const torch::stable::Tensor& y, float* norm);
+                    const torch::stable::Tensor& y, float* norm, const KeptBank* kept = nullptr);
+
+// Floats of a layer's bank and of the bias beside it. They depend on v and on the method alone, and no two methods have
+// the same number. 0 where there is nothing to keep: depthwise layers.
+struct KeptFloats {
+  int64_t weights, bias;
+
+  int64_t sum() const { return weights + bias; }
+};
+KeptFloats kept_floats(const ConvLayer& layer);
 
 // What is filled where it is there. dg and dbias have dv beside them.
 struct ConvGradients {

@@ -206,14 +206,15 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   const bool own = geometry.own_banks;
   const int64_t inputs = count_of(job.x.is_copied(), map_items(job.input));
   const int64_t added = count_of(job.residual.is_copied(), map_items(job.output));
-  const int64_t packs = count_of(!own, geometry.output_blocks);
+  const int64_t packs = count_of(!own && !job.is_packed(), geometry.output_blocks);
   const int64_t rows = Parts::kTransposed ? job.input.channels : job.output.channels;
   const int64_t row_blocks = divide_up(rows, kLanes);
   const auto measure = [&](int64_t block) {
     measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm, scratch);
   };
   const auto pack_shared = [&](int64_t block) { Parts::pack(job, block, job.scratch.bank[0], job.norm, scratch); };
-  worker.phase({inputs, added, Parts::kTransposed ? row_blocks : packs}, [&](int64_t item) {
+  const int64_t norms_first = count_of(Parts::kTransposed && !job.is_packed(), row_blocks);
+  worker.phase({inputs, added, Parts::kTransposed ? norms_first : packs}, [&](int64_t item) {
     if (item < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own);
     if ((item -= inputs) < added) return read_map(job.output, job.residual.given, item, job.residual.own);
     if constexpr (Parts::kTransposed) measure(item - added);

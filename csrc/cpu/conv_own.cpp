@@ -5,10 +5,10 @@ namespace wnfused::cpu {
 namespace {
 
 // Kernels of this library that run the layer; nothing where that is left to the vendor's.
-std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at) {
+std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at, bool kept = false) {
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return std::nullopt;
-  const std::optional<Method> method = conv_layer_method(*shape, false);
+  const std::optional<Method> method = conv_layer_method(*shape, false, kept);
   if (!method) return std::nullopt;
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
 }
@@ -100,9 +100,10 @@ void check_output(const Tensor& t, const char* name, const Tensor& x, const Tens
   STD_TORCH_CHECK(fits, "conv: ", name, " must have the dtype of x and the shape of the output");
 }
 
-std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
+std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms,
+                               KeptBanks* banks) {
   const Tensor &x = conv.x, &v = conv.v;
-  const std::optional<ConvLayer> found = own_layer(x, v, conv.at);
+  const std::optional<ConvLayer> found = own_layer(x, v, conv.at, banks != nullptr);
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
@@ -113,7 +114,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   check_residual(residual, y);
   const std::optional<Tensor> added = residual ? std::optional(with_even_lines(*residual)) : std::nullopt;
   const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, conv.bias, conv.activation, conv.slope};
-  return run_conv_layer(layer, added, y, norms) ? std::optional(y) : std::nullopt;
+  return run_kept_layer(layer, added, y, norms, banks) ? std::optional(y) : std::nullopt;
 }
 
 std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,

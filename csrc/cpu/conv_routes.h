@@ -11,6 +11,7 @@
 
 #include "conv_extents.h"
 #include "conv_layer.h"
+#include "kept_banks.h"
 #include "layer_tensor.h"
 
 namespace wnfused::cpu {
@@ -63,7 +64,9 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
                                                      const float* norms, const ConvNeeds& needs, float* dgain);
 
 // y, and the norms unless the convolution is plain. Nothing where it, or a value that is not finite, is the vendor's.
-std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
+// banks: see kept_banks.h.
+std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms,
+                               KeptBanks* banks = nullptr);
 
 // norms and dgain are not touched where the convolution is plain.
 std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,

@@ -9,8 +9,7 @@ MapShape map_shape(int64_t images, int64_t channels, int64_t height, int64_t wid
 
 void choose_banks(int64_t output_blocks, int64_t workers, Division& division) {
   // How much longer packing takes where the bank is read by other cores (measured on two): with more workers than that
-  // to divide it, one bank for all is packed sooner than one each. Fewer than five processors never come to that: there
-  // the tests reach shared banks with a 0 in this place.
+  // to divide it, one bank for all is packed sooner than one each.
   constexpr int64_t kSharingCost = 5;
   division.own_banks = division.weights_stay || std::min(workers, output_blocks) < kSharingCost;
   const int64_t items = std::max<int64_t>(division.conv_items(), 1);

@@ -61,8 +61,7 @@ void run_mask(const Lines& lines, const Mask& task, float* bias_gradient) {
       layer_kernels().mask({true, c * chunk, std::min(count, (c + 1) * chunk), lines.length, lines.channels}, part);
     }
   };
-  if (chunks > 1) torch::stable::parallel_for(0, chunks, 1, run);
-  else run(0, chunks);
+  share_out(0, chunks, 1, run);
   for (size_t at = 0; at < sums.size(); ++at) bias_gradient[at % lines.length] += sums[at];
 }
 

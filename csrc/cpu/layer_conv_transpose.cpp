@@ -9,6 +9,7 @@
 #include "../ops.h"
 #include "conv_extents.h"
 #include "conv_transpose_unfolded.h"
+#include "kept_banks.h"
 #include "layer_tensor.h"
 
 namespace wnfused {
@@ -53,13 +54,10 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
   return shape.output_size() == input ? std::optional(shape) : std::nullopt;
 }
 
-}  // namespace
-
-std::tuple<Gradient, Gradient> conv_transpose(
+// y and the norms. banks: see kept_banks.h.
+std::tuple<Gradient, Gradient> forward(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& residual, const Extents& stride, const Extents& padding, const Extents& dilation,
-    const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
-  const Sliding at{stride, padding, dilation, output_padding, groups};
+    const std::optional<Tensor>& residual, const Sliding& at, int64_t activation, double slope, KeptBanks* banks) {
   check(x, v, g, bias, at);
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
@@ -67,8 +65,8 @@ std::tuple<Gradient, Gradient> conv_transpose(
   std::vector<float> held_gain, held_bias;
   const TransposedCall call{*shape, x, v, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
                             static_cast<Activation>(activation), static_cast<float>(slope)};
-  const bool few = suits_unfolding(call);
-  if (!few && !conv_layer_method(*shape, true)) return {};
+  const bool few = suits_unfolding(call) && !(banks && conv_layer_method(*shape, true, true));
+  if (!few && !conv_layer_method(*shape, true, banks != nullptr)) return {};
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
                              suggests_channels_last(x) || suggests_channels_last(v));
   check_residual(residual, y);
@@ -81,8 +79,29 @@ std::tuple<Gradient, Gradient> conv_transpose(
   const Tensor lines = with_even_lines(x);
   const std::optional<Tensor> added = residual ? std::optional(with_even_lines(*residual)) : std::nullopt;
   const ConvLayer layer{*shape, true, Method::kDirect, lines, v, call.gain, call.bias, call.activation, call.slope};
-  if (!run_conv_layer(layer, added, y, norms)) return {};
+  if (!run_kept_layer(layer, added, y, norms, banks)) return {};
   return {y, norm};
+}
+
+}  // namespace
+
+std::tuple<Gradient, Gradient> conv_transpose(
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, const Extents& stride, const Extents& padding, const Extents& dilation,
+    const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
+  const Sliding at{stride, padding, dilation, output_padding, groups};
+  return forward(x, v, g, bias, residual, at, activation, slope, nullptr);
+}
+
+std::tuple<Gradient, Gradient> kept_conv_transpose(
+    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, const std::vector<Tensor>& known, const Extents& stride,
+    const Extents& padding, const Extents& dilation, const Extents& output_padding, int64_t groups, int64_t activation,
+    double slope) {
+  const Sliding at{stride, padding, dilation, output_padding, groups};
+  KeptBanks banks{known, {}};
+  const Gradient y = std::get<0>(forward(x, v, g, bias, residual, at, activation, slope, &banks));
+  return {y, banks.added};
 }
 
 std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpose_backward(
@@ -133,5 +152,6 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
 
 STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CPU, library) {
   library.impl("conv_transpose", TORCH_BOX(&wnfused::conv_transpose));
+  library.impl("kept_conv_transpose", TORCH_BOX(&wnfused::kept_conv_transpose));
   library.impl("conv_transpose_backward", TORCH_BOX(&wnfused::conv_transpose_backward));
 }

@@ -15,22 +15,15 @@ template <Activation kActivation>
 WNFUSED_INLINE Block activate(const Block& z, const Block& slope) {
   if constexpr (kActivation == Activation::kNone) return z;
   if constexpr (kActivation == Activation::kRelu) return relu(z);
-  Block result;
-  const Native nothing{};
-  WNFUSED_FOR_PARTS result.part[i] = z.part[i] > nothing ? z.part[i] : z.part[i] * slope.part[i];
-  return result;
+  return leaky_mask(z, z, slope);
 }
 
-// dy where y > 0, slope * dy elsewhere; a slope of 0 gives 0 even for an infinite dy. NaN passes a ReLU and counts as
-// negative in a leaky one, as in torch.
+// A slope of 0 gives 0 even for an infinite dy: `mask` sees to that.
 template <Activation kActivation>
 WNFUSED_INLINE Block masked(const Block& dy, const Block& y, const Block& slope) {
   if constexpr (kActivation == Activation::kNone) return dy;
   if constexpr (kActivation == Activation::kRelu) return relu_mask(y, dy);
-  Block result;
-  const Native nothing{};
-  WNFUSED_FOR_PARTS result.part[i] = y.part[i] > nothing ? dy.part[i] : dy.part[i] * slope.part[i];
-  return result;
+  return leaky_mask(y, dy, slope);
 }
 
 template <class Visit>

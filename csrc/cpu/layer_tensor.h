@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "layer.h"
+#include "parallel.h"
 #include "workspace.h"
 
 namespace wnfused::cpu {
@@ -21,7 +22,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kRecycled = int64_t{1} << 18;  // entries from which memory is worth keeping
-constexpr int64_t kGrain = 32768;  // entries below which a second thread costs more than it brings
 
 inline bool is_bfloat16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
 
@@ -215,17 +215,6 @@ inline bool are_invertible(const std::vector<float>& scale, const float* norm) {
   for (size_t r = 0; r < scale.size(); ++r)
     if (norm[r] != 0 && (!can_wait(scale[r]) || !can_wait(1.0f / scale[r]))) return false;
   return true;
-}
-
-// run(begin, end) over rows of `length` entries, on so many threads as their number is worth.
-template <class Run>
-void for_rows(int64_t begin, int64_t end, int64_t length, const Run& run) {
-  const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(length, 1), 1);
-  if (end - begin <= grain) {
-    if (begin < end) run(begin, end);
-  } else {
-    torch::stable::parallel_for(begin, end, grain, run);
-  }
 }
 
 // v as the kernels read it: rows along dim 0, each one run of memory.

@@ -71,8 +71,7 @@ void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
 
   const int64_t size = shape.rows * shape.inner;
   const int64_t work = shape.features * shape.inner * std::max<int64_t>(shape.rows / 2, 1);
-  const int64_t workers =
-      std::clamp<int64_t>(work / (2 * kGrain), 1, std::max<int64_t>(torch::stable::get_num_threads(), 1));
+  const int64_t workers = std::clamp<int64_t>(work / (2 * kGrain), 1, worker_limit());
   const int64_t share = divide_up(shape.features, workers), room = dv.bfloat16 ? kSmallTile * shape.inner : 0;
   std::vector<float> partial(dx ? (workers - 1) * size : 0, 0.0f), scratch(workers * room);
   if (dx) std::fill(dx, dx + size, 0.0f);
@@ -85,8 +84,7 @@ void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
           part, std::min(shape.features, w * share), std::min(shape.features, (w + 1) * share));
     }
   };
-  if (workers == 1) run(0, 1);
-  else torch::stable::parallel_for(0, workers, 1, run);
+  share_out(0, workers, 1, run);
   if (!dx) return;
   for (int64_t w = 1; w < workers; ++w)
     for (int64_t i = 0; i < size; ++i) dx[i] += partial[(w - 1) * size + i];

@@ -6,7 +6,6 @@
 // the two factors. bfloat16 counts the instruction that the kernels multiply it with: TDPBF16PS on four accumulators, or
 // VDPBF16PS, two products a lane, or none but float's.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <chrono>
@@ -16,6 +15,7 @@
 #endif
 
 #include "isa.h"
+#include "parallel.h"
 #include "tiles.h"
 
 namespace wnfused::cpu {
@@ -95,12 +95,12 @@ Loop peak_loop(bool bfloat16) {
 
 double cpu_peak_flops(bool bfloat16) {
   const Loop loop = peak_loop(bfloat16);
-  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t threads = worker_limit();
   double best = 0;
   for (int attempt = 0; attempt < 3; ++attempt) {
     const auto start = std::chrono::steady_clock::now();
     double flops = 0;
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    share_out(0, threads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const double mine = loop();
         if (i == 0) flops = mine * static_cast<double>(threads);

@@ -16,6 +16,8 @@ inline void gather_output_gradients(const Pieces& geometry, const float* map, in
                                     int64_t first_block, int64_t blocks, const Panel& panel, Block* bias) {
   constexpr int kPlanes = kPiecePlanes<Taps>;
   const int64_t channels = geometry.padded_outputs;
+  Block sum[kMaxGroupBlocks];
+  for (Block& block : sum) block = zero();
   PieceUnit unit = piece_unit(geometry, first);
   for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
     if (unit.tile >= geometry.tiles) {
@@ -28,11 +30,12 @@ inline void gather_output_gradients(const Pieces& geometry, const float* map, in
       Blocks<kPieceOutputs> tile;
       WNFUSED_UNROLL for (int j = 0; j < kPieceOutputs; ++j)
         tile.at[j] = pixels[j] >= 0 ? load(map + pixels[j] * channels + (first_block + b) * kLanes) : zero();
-      bias[b] = bias[b] + ((tile.at[0] + tile.at[1]) + (tile.at[2] + tile.at[3]));
+      sum[b] = sum[b] + ((tile.at[0] + tile.at[1]) + (tile.at[2] + tile.at[3]));
       const Blocks<kPlanes> planes = PieceTransform<Taps>::gradient(tile);
       WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p) store(panel.at(p, b, t), planes.at[p]);
     }
   }
+  for (int64_t b = 0; b < blocks; ++b) bias[b] = bias[b] + sum[b];
 }
 
 // The taps of a slice, of `blocks` output blocks from `first_block` on, from their sums.

@@ -34,9 +34,9 @@ inline void product_gradient_item(const Window& window, int64_t item, const floa
     for (int64_t b = 0; b < blocks; ++b) {
       float* target = wide + b * kWideStride;
       pack_wide_across<Singles>(outputs, (first_block + b) * kLanes, 0, pixels, target);
-      Block sum = load(bias_gradient + b * kLanes);
+      Block sum = zero();
       for (int64_t t = 0; t < pixels; ++t) sum = sum + load(target + t * kLanes);
-      store(bias_gradient + b * kLanes, sum);
+      store(bias_gradient + b * kLanes, load(bias_gradient + b * kLanes) + sum);
     }
     const Runs<float> channels{x + first * inputs, pixels, inputs, nullptr};
     for (int64_t row = 0; row < inputs; row += kNarrowRows) {

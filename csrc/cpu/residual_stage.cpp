@@ -80,7 +80,7 @@ int64_t workers_for(const Geometry& geometry, bool parameters) {
 
 // Pieces that the forward and the backward share.
 void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& scratch) {
-  lay_out_common(arena, geometry, workers, worker_floats(geometry), scratch);
+  lay_out_common(arena, geometry, 2, workers, worker_floats(geometry), scratch);
   scratch.stream = arena.take(geometry.map_size());
   if (geometry.is_pairs()) scratch.operand = arena.take(geometry.operand_size());
 }

@@ -71,8 +71,7 @@ inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t 
 
 WNFUSED_INLINE Block activated(const Block& value, Activation activation, float slope) {
   if (activation == Activation::kNone) return value;
-  const Block positive = relu(value);
-  return activation == Activation::kRelu ? positive : multiply_add(splat(slope), value - positive, positive);
+  return activation == Activation::kRelu ? relu(value) : leaky_mask(value, value, splat(slope));
 }
 
 // The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite. A ReLU's

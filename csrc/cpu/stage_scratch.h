@@ -18,15 +18,17 @@ int64_t zeros_floats(const Geometry& geometry);
 int64_t zeros_floats(const Pieces& geometry);
 int64_t zeros_floats(const Window& window);
 
-// The line of zeros, the banks of a convolution, and `worker_floats` for each worker.
+// The line of zeros, `shared` banks unless workers have their own, and `worker_floats` for each worker.
 template <class G>
-void lay_out_common(Arena& arena, const G& geometry, int64_t workers, int64_t worker_floats, Scratch& scratch) {
+void lay_out_common(Arena& arena, const G& geometry, int64_t shared, int64_t workers, int64_t worker_floats,
+                    Scratch& scratch) {
   scratch.zeros = arena.take(zeros_floats(geometry));
   if (geometry.own_banks) {
     scratch.own_bank_stride = geometry.bank_size() + geometry.padded_outputs + kLanes;
     scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
   } else {
-    for (Bank& bank : scratch.bank) bank = {arena.take(geometry.bank_size()), arena.take(geometry.padded_outputs)};
+    for (int64_t i = 0; i < shared; ++i)
+      scratch.bank[i] = {arena.take(geometry.bank_size()), arena.take(geometry.padded_outputs)};
   }
   // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
   // its sets.

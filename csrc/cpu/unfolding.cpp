@@ -1,5 +1,7 @@
 #include "unfolding.h"
 
+#include <atomic>
+
 #include "conv_extents.h"
 #include "linear_layer.h"
 
@@ -210,13 +212,17 @@ void fold(const Tensor& rows, const ConvShape& shape, const Order& order, const 
 bool all_finite(const Tensor& t) {
   constexpr uint32_t kExponent = 0x7f800000;
   const auto* bits = static_cast<const char*>(t.const_data_ptr());
-  uint32_t found = 0;
-  for (int64_t i = 0, count = t.numel(); i < count; ++i) {
-    uint32_t value;
-    __builtin_memcpy(&value, bits + i * sizeof value, sizeof value);
-    found |= (value & kExponent) == kExponent;
-  }
-  return found == 0;
+  std::atomic<bool> finite{true};
+  for_rows(0, t.numel(), 1, [&](int64_t begin, int64_t end) {
+    uint32_t found = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      uint32_t value;
+      __builtin_memcpy(&value, bits + i * sizeof value, sizeof value);
+      found |= (value & kExponent) == kExponent;
+    }
+    if (found) finite = false;
+  });
+  return finite;
 }
 
 bool all_finite(const float* gain, const float* norms, int64_t rows) {

@@ -120,12 +120,13 @@ WNFUSED_INLINE Block relu_mask(const Block& activation, const Block& gradient) {
   return result;
 }
 
-// gradient where the activation passed the leaky ReLU, slope * gradient elsewhere.
+// gradient where the activation is above 0, slope * gradient elsewhere; a NaN activation counts as negative in a leaky
+// ReLU, as in torch. Of the activation's own argument in the place of `gradient` it is the leaky ReLU.
 WNFUSED_INLINE Block leaky_mask(const Block& activation, const Block& gradient, const Block& slope) {
   const Native nothing{};
   Block result;
   WNFUSED_FOR_PARTS result.part[i] =
-      activation.part[i] <= nothing ? slope.part[i] * gradient.part[i] : gradient.part[i];
+      activation.part[i] > nothing ? gradient.part[i] : slope.part[i] * gradient.part[i];
   return result;
 }
 

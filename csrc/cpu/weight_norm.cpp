@@ -210,9 +210,9 @@ void with_types(const Tensor& v, const Visit& visit) {
 
 bool is_whole(int64_t dim) { return dim < 0; }
 
-void check_gain(const Tensor& g, const Tensor& v, const Rows& shape) {
+void check_gain(const Tensor& g, const Tensor& v, const Rows& shape, int64_t dim) {
   STD_TORCH_CHECK(g.numel() == shape.rows, "weight_norm: g has ", g.numel(), " entries for ", shape.rows, " rows");
-  STD_TORCH_CHECK(v.is_contiguous() || has_dense_rows(v), "weight_norm: v must be dense");
+  STD_TORCH_CHECK(v.is_contiguous() || (dim <= 0 && has_dense_rows(v)), "weight_norm: v must be dense");
 }
 
 struct Forward {
@@ -221,7 +221,7 @@ struct Forward {
 
 void add_forward(Batch& batch, Forward& f, const Tensor& given, const Tensor& g, int64_t dim, bool weights, bool scales) {
   const Rows shape = rows_of(given, dim);
-  check_gain(g, given, shape);
+  check_gain(g, given, shape, dim);
   const ScalarType type = wide(given.scalar_type());
   const std::vector<int64_t> sizes = is_whole(dim) ? std::vector<int64_t>{} : std::vector<int64_t>{shape.rows};
   f.v = readable(given);
@@ -248,9 +248,10 @@ struct Backward {
 void add_backward(Batch& batch, Backward& b, const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm,
                   int64_t dim) {
   const Rows shape = rows_of(v, dim);
-  check_gain(g, v, shape);
+  check_gain(g, v, shape, dim);
   const ScalarType type = wide(v.scalar_type());
-  STD_TORCH_CHECK(dw.numel() == v.numel() && dw.scalar_type() == v.scalar_type(), "weight_norm_backward: dw must match v");
+  STD_TORCH_CHECK(dw.numel() == v.numel() && dw.scalar_type() == v.scalar_type() && same_layout(dw, v),
+                  "weight_norm_backward: dw must match v");
   STD_TORCH_CHECK(norm.numel() == shape.rows && norm.is_contiguous() && norm.scalar_type() == type,
                   "weight_norm_backward: norm must match v");
   b.dw = readable(dw);

@@ -188,10 +188,13 @@ inline void window_gradient_item(const Window& window, int64_t item, const float
     Units units;
     locate_units(window, grid, x, first, smaller(window.wgrad_rows, end - first), units);
     const float* gradients[kMaxPanelRows];
+    Block panel_sum[kMaxGroupBlocks];
+    for (Block& block : panel_sum) block = zero();
     for (int64_t t = 0; t < units.count; ++t) {
       gradients[t] = dy + units.target[t] * window.padded_outputs + first_block * kLanes;
-      for (int64_t b = 0; b < blocks; ++b) sum[b] = sum[b] + load(gradients[t] + b * kLanes);
+      for (int64_t b = 0; b < blocks; ++b) panel_sum[b] = panel_sum[b] + load(gradients[t] + b * kLanes);
     }
+    for (int64_t b = 0; b < blocks; ++b) sum[b] = sum[b] + panel_sum[b];
     const PanelGradient panel{units, gradients, first_block, blocks};
     if (window.thin || window.depth < kThin) add_entries(window, panel, zeros, bank);
     else add_panel(window, panel, bank);

@@ -70,16 +70,17 @@ class Shelf {
     return nullptr;
   }
 
-  // Keeps the buffer in an empty slot, else in place of a smaller one, as long as the sum of all stays in bounds.
+  // Keeps the buffer in an empty slot, else in the place of smaller ones, the smallest first, as long as the sum of all
+  // stays in bounds.
   void put(std::unique_ptr<Tensor> buffer) {
     const int64_t size = buffer->numel();
     if (size > kept_floats_) return;
-    for (int attempt = 0; attempt < 2; ++attempt) {
+    for (int attempt = 0; attempt <= kSlots; ++attempt) {
       if (floats_.fetch_add(size) + size <= kept_floats_)
         for (Slot& slot : slots_)
           if (slot.fill(buffer)) return;
       floats_.fetch_sub(size);
-      if (!drop_smaller(size)) return;
+      if (!drop_smallest(size)) return;
     }
   }
 
@@ -106,13 +107,16 @@ class Shelf {
     }
   };
 
-  bool drop_smaller(int64_t floats) {
-    bool dropped = false;
+  // The smallest buffer, unless it has `floats` or more.
+  bool drop_smallest(int64_t floats) {
+    Slot* smallest = nullptr;
     for (Slot& slot : slots_) {
-      if (slot.size.load(std::memory_order_relaxed) >= floats) continue;
-      dropped |= slot.empty(floats_) != nullptr;
+      const int64_t size = slot.size.load(std::memory_order_relaxed);
+      if (size >= floats || !slot.buffer.load(std::memory_order_relaxed)) continue;
+      smallest = &slot;
+      floats = size;
     }
-    return dropped;
+    return smallest && smallest->empty(floats_) != nullptr;
   }
 
   int64_t kept_floats_;
@@ -121,7 +125,7 @@ class Shelf {
 };
 
 Shelf<6> workspaces(int64_t{1} << 25);  // 128 MB
-Shelf<16> tensors(int64_t{1} << 28);     // 1 GB
+Shelf<64> tensors(int64_t{1} << 28);    // 1 GB
 
 constexpr int64_t kLargeTensor = int64_t{1} << 18;  // floats; smaller ones the allocator itself recycles
 
@@ -147,7 +151,7 @@ Workspace::~Workspace() {
 Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
   int64_t elements = 1;
   for (int64_t size : sizes) elements *= size;
-  const int64_t size_of = dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2;
+  const int64_t size_of = dtype == ScalarType::Float ? 4 : 2;
   const int64_t floats = (elements * size_of + 3) / 4;
   if (floats < kLargeTensor) return torch::stable::empty(sizes, dtype);
   // Twice as large a one may serve: gradients of narrow stages find room in maps of wide ones, which are used up by then.

@@ -51,6 +51,12 @@ for _schema in (
     "conv_transpose_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int[] stride, "
     "int[] padding, int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) "
     "-> (bool done, Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dz)",
+    # Of layers whose weights do not change. banks: those that earlier calls packed and gave; bank: one more, or none.
+    "kept_conv(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, Tensor[] banks, int[] stride, "
+    "int[] padding, int[] dilation, int groups, int activation, float negative_slope) -> (Tensor y, Tensor? bank)",
+    "kept_conv_transpose(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, Tensor[] banks, int[] stride, "
+    "int[] padding, int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) "
+    "-> (Tensor? y, Tensor? bank)",
     # A weight as it is, no norm: absent, or false, as above.
     "plain_conv(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
     "int groups, int activation, float negative_slope) -> Tensor? y",
@@ -89,9 +95,9 @@ for _schema in (
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
     # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, levels, rows and columns
     # of x, and three entries of the others. Of a transposed layer they are those of the convolution whose data gradient
-    # it is.
+    # it is. kept: its weights do not change.
     "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "int groups, bool transposed) -> str",
+    "int groups, bool transposed, bool kept) -> str",
     # Whether one without groups is a linear layer of its windows instead, forward and backward. planes: its output is
     # in NCHW, over two dims; rows: x is its windows, a 1x1 layer's channels_last map.
     "cpu_conv_unfolds(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
@@ -127,7 +133,7 @@ def instruction_set() -> str | None:
 def takes_conv(
     v: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool
 ) -> bool:
-    """Whether convolutions are multiplied here.
+    """Whether convolutions with weights that do not change are multiplied here.
 
     Asked of a map of 256 pixels, over three dims of two such volumes, or of larger ones where the window is.
     """
@@ -140,7 +146,7 @@ def takes_conv(
     reach = [d * (k - 1) + 1 for k, d in zip(triples[0], triples[3], strict=True)]
     size = [max(pair) for pair in zip({1: [1, 1, 256], 2: [1, 16, 16], 3: [4, 8, 8]}[dims], reach, strict=True)]
     maps = [2 if dims == 3 else 1, inputs * groups, outputs, *size]
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed) != "vendor"
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed, True) != "vendor"
 
 
 FEW_PIXELS = 8

@@ -53,14 +53,6 @@ class _Refuses(nn.ModuleDict):
 _REFUSES = _Refuses()
 
 
-class ByPixels(nn.Module):
-    """What a frozen convolution runs: ``few`` on inputs of up to so many entries, ``many`` on larger ones."""
-
-    def __init__(self, few: nn.Module, many: nn.Module, entries: int) -> None:
-        super().__init__()
-        self.few, self.many, self.entries = few, many, entries
-
-
 class WeightNormalised(nn.Module):
     """Mixin of the layers that keep ``weight_v``, ``weight_g`` and ``bias``.
 
@@ -78,7 +70,7 @@ class WeightNormalised(nn.Module):
     gamma: float | None
     init: str
     dim: int | None
-    # The plain layer that wnfused.frozen computed once, or a copy of this one, or both, while it lasts.
+    # While wnfused.frozen lasts, what the layer runs in its place (wnfused/nn/_frozen.py): takes the same arguments.
     _frozen: nn.Module | None = None
 
     __prepare_scriptable__ = refuse_script
@@ -193,21 +185,8 @@ class WeightNormalised(nn.Module):
         return not (recorded and torch.is_grad_enabled())
 
     def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        frozen = self._frozen
-        if isinstance(frozen, ByPixels):
-            # A compiled function serves inputs of every size.
-            few = not torch.compiler.is_compiling() and input.numel() <= frozen.entries
-            frozen = frozen.few if few else frozen.many
-        if isinstance(frozen, WeightNormalised):
-            return frozen.forward(input, residual=residual)
-        assert frozen is not None
-        y: Tensor = frozen(input)
-        if residual is not None:
-            y = y + residual
-        if self.activation == "relu":
-            return nn.functional.relu(y)
-        if self.activation == "leaky_relu":
-            return nn.functional.leaky_relu(y, self.negative_slope)
+        assert self._frozen is not None
+        y: Tensor = self._frozen.forward(input, residual)
         return y
 
     def __getstate__(self) -> dict[str, Any]:

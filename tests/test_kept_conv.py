@@ -1,0 +1,168 @@
+"""Convolutions inside ``wnfused.frozen``: weights packed once by the C++ kernels, for every way of multiplying."""
+
+import pytest
+import torch
+from instruction_sets import ISAS
+from torch import nn
+
+import wnfused
+from wnfused import WNConv1d, WNConv2d, WNConv3d, WNConvTranspose1d, WNConvTranspose2d
+from wnfused.backends import native
+
+if native.unavailable() is not None:
+    pytest.skip(str(native.unavailable()), allow_module_level=True)
+
+LAYERS = {
+    "winograd": (lambda: WNConv2d(20, 33, 3, padding=1, activation="relu"), (2, 20, 12, 13)),
+    "winograd over three dims": (lambda: WNConv3d(16, 16, 3, padding=1), (1, 16, 5, 12, 12)),
+    "pieces": (lambda: WNConv1d(32, 48, 7, padding=6, dilation=2, activation="leaky_relu"), (2, 32, 100)),
+    "pieces, groups": (lambda: WNConv1d(64, 64, 5, padding=2, groups=2), (2, 64, 70)),
+    "direct": (lambda: WNConv2d(24, 40, 3, stride=2, padding=1, activation="relu", bias=False), (2, 24, 17, 15)),
+    "1x1": (lambda: WNConv2d(40, 24, 1), (3, 40, 9, 9)),
+    "thin": (lambda: WNConv2d(3, 32, 5, padding=2, activation="relu"), (2, 3, 20, 20)),
+    "transposed": (lambda: WNConvTranspose1d(32, 16, 8, 4, 2, activation="leaky_relu"), (2, 32, 40)),
+    "transposed over two dims": (lambda: WNConvTranspose2d(16, 20, 4, 2, 1), (2, 16, 9, 9)),
+    "depthwise": (lambda: WNConv2d(32, 32, 3, padding=1, groups=32, activation="relu"), (2, 32, 16, 16)),
+}  # fmt: skip
+
+
+def layer_and_input(name):
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    layer = make()
+    with torch.no_grad():
+        layer.weight_g.uniform_(0.5, 2)
+        if layer.bias is not None:
+            layer.bias.normal_()
+    return layer, torch.randn(shape)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    torch.ops.wnfused_native.set_cpu_isa(request.param)
+    yield request.param
+    torch.ops.wnfused_native.set_cpu_isa("auto")
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "last"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_bits_as_outside_call_after_call(name, last):
+    layer, x = layer_and_input(name)
+    if last:
+        x = x.contiguous(
+            memory_format={3: torch.contiguous_format, 4: torch.channels_last}.get(x.dim(), torch.channels_last_3d)
+        )
+    with torch.no_grad():
+        residual = torch.randn_like(layer(x))
+        expected = layer(x), layer(2 * x, residual=residual)
+        with wnfused.frozen(layer):
+            for _ in range(2):
+                layer.weight_v.mul_(-3)  # goes unseen
+                for found, wanted in zip((layer(x), layer(2 * x, residual=residual)), expected, strict=True):
+                    torch.testing.assert_close(found, wanted)
+                    assert found.stride() == wanted.stride()
+            banks = list(layer._frozen.banks)
+            assert len(banks) == (0 if name == "depthwise" else 1)
+            layer(x)
+            assert all(a is b for a, b in zip(banks, layer._frozen.banks, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_whoever_packs_first(threads):
+    before = torch.get_num_threads()
+    layer, x = layer_and_input("winograd")
+    with torch.no_grad():
+        expected = layer(x)
+        try:
+            with wnfused.frozen(layer):
+                torch.set_num_threads(threads)
+                first = layer(x)
+                torch.set_num_threads(4 - threads)
+                assert torch.equal(layer(x), first)
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(first, expected)
+
+
+def test_every_way_of_multiplying_has_a_bank():
+    layer = WNConv2d(32, 32, 3, padding=1)
+    maps = [torch.randn(shape) for shape in ((2, 32, 16, 16), (16, 32, 2, 2), (4, 32, 5, 5))]
+    with torch.no_grad():
+        expected = [layer(x) for x in maps]
+        with wnfused.frozen(layer):
+            for _ in range(2):
+                for x, wanted in zip(maps, expected, strict=True):
+                    torch.testing.assert_close(layer(x), wanted)
+            banks = layer._frozen.banks
+            assert len(banks) > 1
+            assert len({bank.numel() for bank in banks}) == len(banks)
+
+
+def test_wide_layers_are_multiplied_here_where_they_would_not_be_worth_packing():
+    layer, x = WNConv2d(512, 512, 3, padding=1, activation="relu"), torch.randn(1, 512, 14, 14)
+    with torch.no_grad():
+        expected = layer(x)
+        with wnfused.frozen(layer):
+            for _ in range(2):
+                torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-4)  # by Winograd
+            assert len(layer._frozen.banks) == 1
+
+
+def test_gradients_of_the_input_run_as_always():
+    layer, x = layer_and_input("pieces")
+    layer.requires_grad_(False)
+    x.requires_grad_()
+    (wanted,) = torch.autograd.grad(layer(x).sum(), x)
+    with wnfused.frozen(layer):
+        (found,) = torch.autograd.grad(layer(x).sum(), x)
+        assert not layer._frozen.banks
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["winograd", "pieces", "direct", "transposed"])
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_values_that_are_not_finite(name, which):
+    layer, x = layer_and_input(name)
+    with torch.no_grad():
+        if which == "weight":
+            layer.weight_v.view(-1)[5] = float("inf")
+        bad = x.clone()
+        if which == "x":
+            bad.view(-1)[7] = float("nan")
+        expected = layer(bad), layer(x)
+        with wnfused.frozen(layer):
+            for _ in range(2):
+                for given, wanted in zip((bad, x), expected, strict=True):
+                    torch.testing.assert_close(layer(given), wanted, equal_nan=True)
+
+
+def test_arguments_that_do_not_fit_are_named():
+    layer, x = layer_and_input("direct")
+    with torch.no_grad(), wnfused.frozen(layer):
+        with pytest.raises(ValueError, match="x: shape"):
+            layer(x[:, :5])
+        with pytest.raises(ValueError, match="residual"):
+            layer(x, residual=x)
+        unbatched = layer(x[0])
+    torch.testing.assert_close(unbatched, layer(x)[0])
+
+
+def test_a_state_loaded_inside_is_packed_anew():
+    layer, x = layer_and_input("winograd")
+    other = WNConv2d(20, 33, 3, padding=1, activation="relu")
+    with torch.no_grad(), wnfused.frozen(layer):
+        layer(x)
+        layer.load_state_dict(other.state_dict())
+        torch.testing.assert_close(layer(x), other(x))
+        torch.testing.assert_close(layer(x), other(x))
+
+
+def test_compiled_inside():
+    net = nn.Sequential(WNConv2d(16, 16, 3, padding=1, activation="relu"), WNConvTranspose2d(16, 16, 4, 2, 1))
+    x = torch.randn(2, 16, 12, 12)
+    with torch.no_grad():
+        expected = net(x)
+        with wnfused.frozen(net):
+            torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), expected)
+            torch.testing.assert_close(net(x), expected)

@@ -1,0 +1,70 @@
+"""What layers run inside ``wnfused.frozen``, in their own place: each takes the input and the residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from wnfused.ops.kept import kept_conv
+
+
+class Plain(nn.Module):
+    """A plain torch layer, and what the weight-normalised one does behind its product."""
+
+    def __init__(self, plain: nn.Module, activation: str | None, negative_slope: float) -> None:
+        super().__init__()
+        self.plain, self.activation, self.negative_slope = plain, activation, negative_slope
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        y: Tensor = self.plain(input)
+        if residual is not None:
+            y = y + residual
+        if self.activation == "relu":
+            return nn.functional.relu(y)
+        if self.activation == "leaky_relu":
+            return nn.functional.leaky_relu(y, self.negative_slope)
+        return y
+
+
+class ByPixels(nn.Module):
+    """``few`` on inputs of up to so many entries, ``many`` on larger ones."""
+
+    def __init__(self, few: nn.Module, many: nn.Module, entries: int) -> None:
+        super().__init__()
+        self.few, self.many, self.entries = few, many, entries
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        # A compiled function serves inputs of every size.
+        few = not torch.compiler.is_compiling() and input.numel() <= self.entries
+        y: Tensor = (self.few if few else self.many).forward(input, residual)
+        return y
+
+
+class Kept(nn.Module):
+    """A copy of a convolution, and its weights as the C++ kernels packed them.
+
+    Args:
+        layer: the copy; its parameters are nobody else's, and record no gradient.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.banks: list[Tensor] = []  # one for each way of multiplying that inputs asked for
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        layer = self.layer
+        transposed = isinstance(layer, _ConvTransposeNd)
+        extra = (layer.output_padding,) if transposed else ()
+        geometry = (layer.stride, layer.padding, layer.dilation, *extra, layer.groups)
+        v, g, bias = layer._v_g_bias()
+        y = kept_conv(
+            transposed, input, v, g, bias, residual, self.banks, geometry, layer.activation, layer.negative_slope
+        )
+        if y is not None:
+            return y
+        output: Tensor = layer.forward(input, residual=residual)
+        return output
