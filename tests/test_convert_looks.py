@@ -171,3 +171,43 @@ def test_a_mode_that_does_not_trace_fuses_nothing(mode):
     assert model.body[0].activation is None
     for training, y in wanted.items():
         torch.testing.assert_close(model.train(training)(x), y)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.3)], ids=["relu", "leaky"])
+def test_an_activation_whose_layer_was_replaced_runs_again(activation):
+    """A new stem or head is often put in after conversion; a layer that is moved or wrapped still applies it."""
+    model, x = nn.Sequential(new(nn.Linear(4, 4)), activation, new(nn.Linear(4, 4))), torch.randn(8, 4)
+    wanted = model(x).detach()
+    wnfused.convert(model)
+    wrapped, moved, other = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
+    wrapped[0] = Wrapper(wrapped[0])
+    moved.insert(0, nn.Identity())
+    for same in (model, wrapped, moved):
+        torch.testing.assert_close(same(x), wanted)
+    other[0] = nn.Linear(4, 4)
+    y = other(x)
+    torch.testing.assert_close(y, other[2](activation(other[0](x))))
+    torch.testing.assert_close(torch.compile(other, backend="eager", fullgraph=True)(x), y)
+    torch.testing.assert_close(wnfused.fold(other)(x), y)
+
+
+def test_a_plain_layer_of_zeros_trains_after_conversion():
+    model = nn.Sequential(nn.Linear(8, 4), nn.Conv1d(4, 2, 1))
+    for layer in model:
+        nn.init.zeros_(layer.weight)
+    weights = [layer.weight for layer in model]
+    wnfused.convert(model, plain=True)
+    for layer, weight in zip(model, weights, strict=True):
+        assert layer.weight_v is weight
+        assert not layer.weight.any()
+        layer.weight.sum().backward()
+        assert layer.weight_g.grad.abs().min() > 0

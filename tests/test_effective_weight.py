@@ -152,3 +152,80 @@ def test_weight_v_can_be_parametrised():
     assert parametrize.is_parametrized(layer, "weight_v")
     torch.testing.assert_close(layer(x), expected)
     assert type(wnfused.fold(layer)) is type(layer), "left alone"
+
+
+def test_a_parameter_made_of_the_weight_is_one_of_its_own():
+    """The usual way to copy a weight into another layer; there it trains, moves and is saved like any other."""
+    source, layer = WNLinear(3, 3), nn.Linear(3, 3)
+    layer.weight = nn.Parameter(source.weight.data)
+    before = source.weight.detach().clone()
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.requires_grad
+    layer(torch.randn(5, 3)).square().sum().backward()
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+    assert not torch.equal(layer.weight, before)
+    nn.init.zeros_(layer.weight)
+    assert torch.equal(source.weight, before)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(twin.weight) is nn.Parameter
+        assert twin.weight.requires_grad
+    assert layer.double()(torch.randn(2, 3, dtype=torch.double)).dtype == torch.double
+    nn.Parameter(source.weight.data, requires_grad=False)
+    assert source.weight_v.requires_grad
+    assert source.weight_g.requires_grad
+
+
+def test_what_shares_the_weights_memory_has_its_own_requires_grad():
+    layer = WNLinear(3, 2)
+    leaf = layer.weight.detach().requires_grad_()
+    assert torch.equal(torch.autograd.grad((3 * leaf).sum(), leaf)[0], torch.full((2, 3), 3.0))
+    layer.weight.requires_grad_(False)
+    assert not layer.weight_v.requires_grad
+    assert not layer.weight_g.requires_grad
+
+
+def test_a_tensor_that_expects_a_gradient_is_refused():
+    layer, weight = WNLinear(3, 2), torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="weight: this tensor would get no gradient"):
+        torch.func.functional_call(layer, {"weight": weight}, torch.randn(4, 3))
+    x = torch.randn(4, 3)
+    found = torch.func.functional_call(layer, {"weight": weight.detach()}, x)
+    torch.testing.assert_close(found, F.linear(x, weight, layer.bias))
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda layer: nn.init.zeros_(layer.weight),
+        lambda layer: layer.load_state_dict({"weight": torch.zeros(4, 8), "bias": torch.zeros(4)}),
+        lambda layer: layer.load_state_dict({"weight": torch.zeros(4, 8), "bias": torch.zeros(4)}, assign=True),
+    ],
+    ids=["written", "loaded", "assigned"],
+)
+def test_a_weight_of_zeros_trains(dim, give):
+    """Zero-initialised layers are common; v = 0 and g = 0 would stay there for ever."""
+    layer = WNLinear(8, 4, dim=dim)
+    give(layer)
+    assert not layer.weight.any()
+    x, target = torch.randn(64, 8), torch.randn(64, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (layer(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert layer.weight.abs().amin(1).all()
+    assert losses[-1] < losses[0]
+
+
+def test_a_row_of_zeros_keeps_the_direction_it_had():
+    layer = WNConv2d(3, 4, 3)
+    before = layer.weight_v.detach().clone()
+    with torch.no_grad():
+        layer.weight[2] = 0
+    assert torch.equal(layer.weight_v[2], before[2])
+    assert layer.weight_g.flatten()[2] == 0
+    assert not layer.weight[2].any()

@@ -178,3 +178,12 @@ def test_a_state_loaded_inside_is_seen(assign):
         twin.load_state_dict(model().state_dict())  # the copy is an ordinary model
         assert all(m._frozen is None for m in twin.modules() if isinstance(m, WeightNormalised))
     assert not any(m._load_state_dict_post_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize("layer", [WNLinear(64, 64), WNLinear(256, 256), WNConv2d(16, 16, 3)], ids=str)
+def test_a_model_that_is_moved_inside_runs_as_always(layer):
+    x = torch.randn(2, 16, 5, 5) if isinstance(layer, WNConv2d) else torch.randn(3, layer.in_features)
+    with torch.no_grad(), wnfused.frozen(layer):
+        before = layer(x)
+        torch.testing.assert_close(layer.double()(x.double()), before.double(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.float()(x), before)

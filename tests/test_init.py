@@ -264,3 +264,17 @@ def test_not_inside_frozen():
     model = WNLinear(2, 2)
     with wnfused.frozen(model), pytest.raises(RuntimeError, match="cannot be initialised inside"):
         initialize(model)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+def test_rows_along_another_dim_keep_the_size_of_activations(dim):
+    """``g^2 = gamma c_in / rows``: all rows together have the norm that the filters would have."""
+    torch.manual_seed(0)
+    layer = wnfused.WNConv1d(64, 32, 3, dim=dim, padding=1, padding_mode="circular")
+    rows = 1 if dim is None else layer.weight_v.shape[dim]
+    torch.testing.assert_close(layer.weight_g, torch.full_like(layer.weight_g, math.sqrt(64 / rows)))
+    x = torch.randn(16, 64, 50)
+    ratio = layer(x).square().mean() / x.square().mean()
+    assert ratio.item() == pytest.approx(64 / 32, rel=0.1)
+    initialize(nn.Sequential(layer), "arpit2019")
+    torch.testing.assert_close(layer.weight_g, torch.full_like(layer.weight_g, math.sqrt(64 / rows)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
@@ -31,7 +32,7 @@ from wnfused._surgery import (
 )  # fmt: skip
 from wnfused._tracing import fusable_activations
 from wnfused.nn import PlainResidualBlock, WeightNormalised
-from wnfused.nn._layer import row_norm
+from wnfused.nn._layer import row_norm, with_directions
 from wnfused.nn.plain import WITH_RESIDUAL, apply_activation, detach_activation
 
 logger = logging.getLogger("wnfused.convert")
@@ -40,10 +41,14 @@ Filter = Callable[[str, nn.Module], bool]
 
 
 class FusedActivation(nn.Identity):
-    """Stands where an activation was that its layer now applies; keeps it for ``wnfused.fold``."""
+    """Stands where an activation was that its layer now applies; keeps it for ``wnfused.fold``.
+
+    Where the layer was taken out of its sequence since, another one put in its place, the activation runs again.
+    """
 
     activation: nn.Module
     layer: nn.Module
+    sequence: nn.Module | None = None
 
     def __init__(self, activation: nn.Module, layer: nn.Module) -> None:
         super().__init__()
@@ -51,6 +56,22 @@ class FusedActivation(nn.Identity):
         object.__setattr__(self, "activation", activation)
         object.__setattr__(self, "layer", layer)
         self.training = activation.training
+
+    def stand_in(self, sequence: nn.Module) -> None:
+        """Notes the ``nn.Sequential`` in which its layer comes before it."""
+        object.__setattr__(self, "sequence", sequence)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = input if self._is_applied() else self.activation(input)
+        return output
+
+    def _is_applied(self) -> bool:
+        if self.sequence is None:
+            return True
+        stages = self.sequence._modules.values()
+        if any(module is self.layer for module in stages):
+            return True
+        return any(module is self.layer for stage in stages if stage is not None for module in stage.modules())
 
     def extra_repr(self) -> str:
         return f"{self.activation} is applied by the layer before"
@@ -75,7 +96,8 @@ def convert(
     Args:
         model: changed in place.
         plain: also take layers without any weight norm, with ``v = w`` and ``g = ||w||``. Their ``weight_g`` is a new
-            parameter: give it to the optimiser.
+            parameter: give it to the optimiser. Rows of zeros have ``g = 0`` and a direction of their own in ``v``,
+            or neither would ever have a gradient.
         filter: ``filter(name, module)`` says which of them to take; all if None.
         fuse_activation: let a layer apply the ReLU or LeakyReLU module that follows it in an ``nn.Sequential``, where
             symbolic runs of ``forward`` in training and in evaluation show that this is the layer's only use and the
@@ -120,7 +142,17 @@ def convert(
                 replaced[activation] = FusedActivation(activation, layer)
             replaced[module] = layer
             logger.info("%s: now %s", name, layer)
-    return replace(model, replaced)
+    converted = replace(model, replaced)
+    _note_sequences(converted)
+    return converted
+
+
+def _note_sequences(model: nn.Module) -> None:
+    for module in model.modules():
+        stages = list(module._modules.values()) if isinstance(module, nn.Sequential) else []
+        for layer, stage in pairwise(stages):
+            if isinstance(stage, FusedActivation) and stage.layer is layer and stage.sequence is None:
+                stage.stand_in(module)
 
 
 def _is_plain(model: nn.Module) -> bool:
@@ -239,6 +271,7 @@ def _weight_normalised(
     v, g = found.v, found.g
     if g is None:
         g = gains.setdefault((id(v), found.dim), _gain_of(v))
+        _give_directions(v, g)
     bias = module._parameters["bias"]
     stays = {"weight", "weight_v", "weight_g", "bias", "parametrizations"}
     layer = cast(WeightNormalised, twin(module, LAYERS[found.kind], known=found.known, without=stays))
@@ -258,6 +291,14 @@ def _gain_of(w: nn.Parameter) -> nn.Parameter:
     with torch.inference_mode(False):  # or it could never be trained
         norm = row_norm(w).to(w.dtype).reshape([-1] + [1] * (w.dim() - 1))
         return nn.Parameter(norm, requires_grad=w.requires_grad)
+
+
+@torch.no_grad()
+def _give_directions(v: nn.Parameter, g: Tensor) -> None:
+    """Rows of zeros would never train again: they get a direction each, at ``g = 0``."""
+    directions = v if v.is_inference() else with_directions(v, g)
+    if directions is not v:
+        v.copy_(directions)
 
 
 def _set_activation(layer: WeightNormalised, activation: nn.Module) -> None:

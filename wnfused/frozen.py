@@ -87,7 +87,11 @@ def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
         chosen = [layers[i] for i in members]
         found = weight_norm_many([m.weight_v for m in chosen], [m.weight_g for m in chosen], dim)
         weights.update(zip(members, found, strict=True))
-    return [_by_pixels(layer, weights[i]) if i in weights else _own(layer) for i, layer in enumerate(layers)]
+    forms = [_by_pixels(layer, weights[i]) if i in weights else _own(layer) for i, layer in enumerate(layers)]
+    for layer, form in zip(layers, forms, strict=True):
+        # The forms are nobody's submodules: they stay as they are where the model is moved.
+        form.__dict__["made_for"] = (layer.weight_v.dtype, layer.weight_v.device)
+    return forms
 
 
 def _by_pixels(layer: WeightNormalised, weight: Tensor) -> nn.Module:

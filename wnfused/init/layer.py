@@ -4,6 +4,9 @@
 
 with gamma = 2 before a ReLU, ``1 / B_k`` for the last convolution of a block in a stage of ``B_k`` blocks, 1
 otherwise. Groups divide both fans, so their ratio stays. Only the directions of ``v`` matter to the function.
+
+That is the norm of a filter, a row along dim 0. Rows along another dim are other parts of the same weight, and all of
+them together keep its norm, ``g^2 = gamma c_in / rows``.
 """
 
 from __future__ import annotations
@@ -26,6 +29,18 @@ def fan_ratio(layer: nn.Module) -> float:
     A transposed convolution is normalised over its input channels, so the rule does not apply: ``prod(stride)`` keeps
     the mean square per output element where ``c_in = c_out``.
     """
+    return _filter_ratio(layer) * _rows_ratio(layer)
+
+
+def _rows_ratio(layer: nn.Module) -> float:
+    """How many entries dim 0 of the weight has for one row that is normalised: 1 unless ``dim`` is another one."""
+    dim, v = getattr(layer, "dim", 0), getattr(layer, "weight_v", None)
+    if v is None or dim == 0:
+        return 1.0
+    return v.shape[0] / (1 if dim is None else v.shape[dim])
+
+
+def _filter_ratio(layer: nn.Module) -> float:
     if isinstance(layer, nn.Linear):
         return layer.in_features / layer.out_features
     assert isinstance(layer, nn.modules.conv._ConvNd)

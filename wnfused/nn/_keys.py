@@ -21,30 +21,28 @@ import torch
 from torch import Tensor
 
 State = MutableMapping[str, Any]
+Split = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 ORIGINALS = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
 STACKED = ("weight_v", "weight_g", "bias")
 CONVOLUTIONS = ("conv1", "conv2")
 
 
-def to_old(state: State, prefix: str, norm: Callable[[Tensor], Tensor] | None = None) -> None:
+def to_old(state: State, prefix: str, split: Split | None = None) -> None:
     """Brings the entries of one layer into the old form, in place; those of another form go.
 
     Args:
-        norm: ``norm(w)`` is the gain of a plain weight, in the shape of ``weight_g``; None leaves plain weights alone.
+        split: ``split(w)`` gives ``weight_g`` and ``weight_v`` of a plain weight; None leaves plain weights alone.
     """
     g, v = (f"{prefix}{name}" for name in ORIGINALS)
     g_new, v_new = (f"{prefix}{name}" for name in ORIGINALS.values())
     if g_new in state and v_new in state:
         state[g], state[v] = state.pop(g_new), state.pop(v_new)
-    elif norm is not None and f"{prefix}weight" in state and not (g in state or v in state):
-        weight = state.pop(f"{prefix}weight")
-        state[g], state[v] = norm(weight), weight
+    elif split is not None and f"{prefix}weight" in state and not (g in state or v in state):
+        state[g], state[v] = split(state.pop(f"{prefix}weight"))
 
 
-def stack_blocks(
-    state: State, prefix: str, stacked: Sequence[Tensor], transition: bool, norm: Callable[[Tensor], Tensor]
-) -> None:
+def stack_blocks(state: State, prefix: str, stacked: Sequence[Tensor], transition: bool, split: Split) -> None:
     """Brings a stage's blocks, one by one in any form, into the stacked form, in place; incomplete ones stay.
 
     Args:
@@ -55,7 +53,7 @@ def stack_blocks(
         return
     layers = [f"{prefix}{i + transition}.{conv}." for i in range(len(stacked[0])) for conv in CONVOLUTIONS]
     for layer in layers:
-        to_old(state, layer, norm)
+        to_old(state, layer, split)
     if all(f"{layer}{name}" in state for layer in layers for name in STACKED):
         for name, like in zip(STACKED, stacked, strict=True):
             entries = [state.pop(f"{layer}{name}").reshape(like.shape[2:]) for layer in layers]

@@ -53,6 +53,9 @@ class _Refuses(nn.ModuleDict):
 _REFUSES = _Refuses()
 
 
+_STORED = (nn.Parameter, EffectiveWeight)
+
+
 class WeightNormalised(nn.Module):
     """Mixin of the layers that keep ``weight_v``, ``weight_g`` and ``bias``.
 
@@ -102,6 +105,12 @@ class WeightNormalised(nn.Module):
     @weight.setter
     def weight(self, value: Tensor) -> None:
         if "weight_v" in self._parameters:
+            # torch.func.functional_call puts a weight here and expects its gradient; what was read may be put back.
+            if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, _STORED):
+                raise RuntimeError(
+                    "weight: this tensor would get no gradient, for only weight_v and weight_g are stored; pass those "
+                    "two, detach it, or assign an nn.Parameter"
+                )
             self.set_weight(value)
         else:
             self._adopt(value if isinstance(value, nn.Parameter) else nn.Parameter(value))
@@ -129,6 +138,9 @@ class WeightNormalised(nn.Module):
     def set_weight(self, weight: Tensor) -> None:
         """Sets ``v <- w`` and ``g <- ||w||``, so that the effective weight is ``w``.
 
+        A row of zeros gets ``g = 0`` alone and keeps its ``v``: zeros have no direction, and with both at 0 neither
+        would ever have a gradient.
+
         Raises:
             TypeError: ``weight`` is not a tensor.
             ValueError: it has another shape.
@@ -139,8 +151,10 @@ class WeightNormalised(nn.Module):
             raise RuntimeError("weight: cannot be written inside wnfused.frozen; leave that context first")
         if weight.shape != self.weight_v.shape:
             raise ValueError(f"weight: shape {list(weight.shape)} does not fit; use {list(self.weight_v.shape)}")
-        self.weight_v.copy_(weight.detach())
-        self.weight_g.copy_(row_norm(self.weight_v, self.dim).reshape(self.weight_g.shape))
+        weight = weight.detach().to(self.weight_v)
+        norm = row_norm(weight, self.dim).reshape(self.weight_g.shape)
+        self.weight_v.copy_(with_directions(weight, norm, self.weight_v))
+        self.weight_g.copy_(norm)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight_orig":
@@ -178,8 +192,8 @@ class WeightNormalised(nn.Module):
             return self.weight_v, self.weight_g, bias
 
     def _runs_frozen(self, input: Tensor) -> bool:
-        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded or the input's dtype differs."""
-        if self._frozen is None or input.dtype != self.weight_v.dtype:
+        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded or the layer was moved since."""
+        if self._frozen is None or (input.dtype, input.device) != self._frozen.made_for:
             return False
         recorded = any(p.requires_grad for p in self._parameters.values() if p is not None)
         return not (recorded and torch.is_grad_enabled())
@@ -196,12 +210,13 @@ class WeightNormalised(nn.Module):
     def adopt_keys(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
         """Renames the entries of a plain layer or of torch's parametrised weight norm to ``weight_v, weight_g``."""
 
-        def norm(weight: Tensor) -> Tensor:
+        def split(weight: Tensor) -> tuple[Tensor, Tensor]:
             if not is_lazy(self.weight_v) and weight.shape != self.weight_v.shape:
-                return self.weight_g  # torch's own error will name weight_v
-            return row_norm(weight, self.dim).to(weight.dtype).reshape(self._gain_shape(weight))
+                return self.weight_g, weight  # torch's own error will name weight_v
+            norm = row_norm(weight, self.dim).to(weight.dtype).reshape(self._gain_shape(weight))
+            return norm, with_directions(weight, norm, self.weight_v)
 
-        to_old(state_dict, prefix, norm)
+        to_old(state_dict, prefix, split)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also loads the keys of a plain layer and of torch's parametrised weight norm; its old hook has our names."""
@@ -220,6 +235,29 @@ class WeightNormalised(nn.Module):
         if self.dim != 0:
             parts.append(f"dim={self.dim}")
         return ", ".join(parts)
+
+
+@torch.no_grad()
+def with_directions(weight: Tensor, norm: Tensor, known: Tensor | None = None) -> Tensor:
+    """The ``v`` of an effective weight: itself, but for rows of zeros, which have no gradient.
+
+    Args:
+        norm: of its rows, in the shape of ``weight_g``.
+        known: gives those rows their directions where it has some; the others are drawn from one seed.
+    """
+    watched = torch._C._len_torch_dispatch_stack() or weight.is_meta or type(weight) not in (Tensor, nn.Parameter)
+    if watched or weight.numel() == 0 or not (norm == 0).any():
+        return weight
+    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+    if known is None or is_lazy(known) or known.is_meta or known.shape != weight.shape:
+        return torch.where(norm == 0, drawn, weight)
+    directions = known.detach().to(weight)
+    square = directions.square()
+    square = (
+        square.sum([d for d in range(norm.dim()) if norm.shape[d] == 1], keepdim=True) if norm.dim() else square.sum()
+    )
+    directions = torch.where((square > 0) & square.isfinite(), directions, drawn)
+    return torch.where(norm == 0, directions, weight)
 
 
 @torch.no_grad()

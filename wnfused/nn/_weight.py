@@ -1,17 +1,19 @@
 """The effective weight as users of torch's layers expect to find it under ``layer.weight``.
 
 Reading gives ``w_i = g_i v_i / ||v_i||`` with its graph to ``v`` and ``g``. Writing to what was read, in place, by
-index, through a view or through ``.data``, changes the layer: ``v <- w``, ``g <- ||w||``.
+index, through a view or through ``.data``, changes the layer: ``v <- w``, ``g <- ||w||``. A parameter made of it is
+one of its own.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from wnfused.nn._layer import WeightNormalised
@@ -40,6 +42,7 @@ class EffectiveWeight(Tensor):
 
     _layer: WeightNormalised
     _root: Tensor
+    _shares: bool  # the memory of what was read: a view of it, or its data
 
     @staticmethod
     def of(layer: WeightNormalised, tensor: Tensor, root: Tensor | None = None) -> Tensor:
@@ -48,6 +51,7 @@ class EffectiveWeight(Tensor):
         weight = tensor.as_subclass(EffectiveWeight)
         weight._layer = layer
         weight._root = tensor if root is None else root
+        weight._shares = root is not None
         return weight
 
     @classmethod
@@ -58,13 +62,13 @@ class EffectiveWeight(Tensor):
         if func in _PLAIN_READS and "out" not in kwargs:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        weights = list(_weights_in((args, kwargs)))
+        weights = [weight for weight in _weights_in((args, kwargs)) if not _is_parameter(weight)]
         target = args[0] if args else None
-        if isinstance(target, EffectiveWeight):
+        if isinstance(target, EffectiveWeight) and not _is_parameter(target):
             if func == _DATA_SET:
                 target._layer.set_weight(args[1])
                 return None
-            if func in (_REQUIRES_GRAD_SET, Tensor.requires_grad_):
+            if func in (_REQUIRES_GRAD_SET, Tensor.requires_grad_) and not target._shares:
                 wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
                 target._layer.weight_v.requires_grad_(wanted)
                 target._layer.weight_g.requires_grad_(wanted)
@@ -80,10 +84,21 @@ class EffectiveWeight(Tensor):
         return _followed(result, weights[0]) if weights else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
+        return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.detach().as_subclass(Tensor).clone()
+        return copy.deepcopy(_plain(self), memo)
+
+
+def _is_parameter(weight: EffectiveWeight) -> bool:
+    """Whether somebody made an ``nn.Parameter`` of it, which torch marks in this way where the type is a subclass."""
+    return getattr(weight, "_is_param", False)
+
+
+def _plain(weight: EffectiveWeight) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = weight.detach().as_subclass(Tensor)
+        return nn.Parameter(plain, weight.requires_grad) if _is_parameter(weight) else plain
 
 
 def _read_only(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wnfused import functional
 from wnfused._numbers import finite, positive
 from wnfused.nn._keys import stack_blocks
-from wnfused.nn._layer import refuse_script, row_norm
+from wnfused.nn._layer import refuse_script, row_norm, with_directions
 from wnfused.nn.conv import WNConv2d
 
 
@@ -185,10 +185,13 @@ class WNResidualStage(nn.Module):
 
     def adopt_keys(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
         """Stacks the entries of separate blocks, ``0.conv1.weight_v`` and so on, in any form that a layer loads."""
-        stack_blocks(
-            state_dict, prefix, (self.weight_v, self.weight_g, self.bias), self.transition is not None,
-            lambda w: row_norm(w).to(w.dtype).reshape(-1, 1, 1, 1),
-        )  # fmt: skip
+
+        def split(weight: Tensor) -> tuple[Tensor, Tensor]:
+            norm = row_norm(weight).to(weight.dtype).reshape(-1, 1, 1, 1)
+            return norm, with_directions(weight, norm)
+
+        stacked = (self.weight_v, self.weight_g, self.bias)
+        stack_blocks(state_dict, prefix, stacked, self.transition is not None, split)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also loads the checkpoint of separate blocks, numbered as ``unstack`` numbers them."""
