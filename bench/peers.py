@@ -33,7 +33,7 @@ class Peer:
 
     ``precision``: ``"fp32"``, ``"tf32"`` (CUDA only) or ``"bf16"``, by autocast with parameters in float32 unless
     ``pure``: then parameters and input are bfloat16 themselves. ``captured``: the pass is recorded as a CUDA graph once
-    and replayed. ``warpgroup``: stages by wgmma, which have to be switched on.
+    and replayed. ``warpgroup``: stages by wgmma, which have to be switched on. ``frozen``: inside ``wnfused.frozen``.
     """
 
     form: str
@@ -45,6 +45,7 @@ class Peer:
     captured: bool = False
     pure: bool = False
     warpgroup: bool = False
+    frozen: bool = False
 
 
 def _on_cuda() -> dict[str, Peer]:
@@ -75,6 +76,7 @@ def _on_cuda() -> dict[str, Peer]:
 PEERS: dict[str, Peer] = {
     "native": Peer("ours", "this package, C++ kernels", backend="native"),
     "reference": Peer("ours", "this package, plain torch", backend="reference"),
+    "frozen": Peer("ours", "this package, C++ kernels, inside wnfused.frozen", backend="native", frozen=True),
     "native bf16": Peer("ours", "this package, C++ kernels, bf16 autocast", backend="native", precision="bf16"),
     "reference bf16": Peer("ours", "this package, plain torch, bf16 autocast", backend="reference", precision="bf16"),
     "eager": Peer("eager", "parametrizations.weight_norm + op + ReLU"),
@@ -110,6 +112,7 @@ class Subject:
     module: nn.Module
     forward: Callable[[Tensor], Tensor]
     x: Tensor
+    held: contextlib.ExitStack  # what lasts as long as the module
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -154,10 +157,13 @@ def subject(problem: gate.Problem, name: str) -> Subject:
     x = x.detach().clone(memory_format=torch.preserve_format)
     if peer.pure:
         module, x = module.to(torch.bfloat16), x.to(torch.bfloat16)
-    x.requires_grad_(models.input_needs_gradient(workload))
+    held = contextlib.ExitStack()
+    if peer.frozen:
+        held.enter_context(wnfused.frozen(module.requires_grad_(False)))
+    x.requires_grad_(models.input_needs_gradient(workload) and not peer.frozen)
     forward: Callable[[Tensor], Tensor] = torch.compile(module, dynamic=False) if peer.compiled else module
     casts = peer.precision == "bf16" and not peer.pure
-    return Subject(problem, peer, module, _autocast(forward) if casts else forward, x)
+    return Subject(problem, peer, module, _autocast(forward) if casts else forward, x, held)
 
 
 def _missing(peer: Peer, device: str) -> str | None:

@@ -316,6 +316,35 @@ def _converted() -> list[Workload]:
     ]
 
 
+def _frozen() -> list[Workload]:
+    # For inference on weights that stay; beside itself outside of the context.
+    layers = (
+        (64, 64, (56, 56), 3, 1, False), (256, 256, (14, 14), 3, 1, False), (512, 512, (14, 14), 3, 1, False),
+        (512, 512, (7, 7), 3, 1, False), (256, 512, (14, 14), 3, 2, False), (1024, 256, (14, 14), 1, 1, False),
+        (512, 2048, (7, 7), 1, 1, False), (256, 256, (512,), 11, 1, False), (512, 256, (64,), 16, 8, True),
+    )  # fmt: skip
+    networks = (
+        ("ResNet-20", (3, 32, 32)), ("ResNet-18, 64x64", (3, 64, 64)), ("ResNet-18, 224x224", (3, 224, 224)),
+        ("vocoder of 512 channels", (80, 32)),
+    )  # fmt: skip
+    shared = {"group": "frozen", "batch": 1, "passes": (FORWARD,), "ours": ("frozen",)}
+    peers = ("native", "eager", "plain")
+    found: list[Workload] = [
+        WindowLayer(
+            name=f"{channels} to {outputs}, {'x'.join(map(str, size))}, kernel {kernel}, "
+            f"{'transposed by' if transposed else 'stride'} {stride}, batch 1",
+            channels=channels, outputs=outputs, size=size, kernel=kernel, stride=stride, transposed=transposed,
+            peers=peers, **shared,
+        )
+        for channels, outputs, size, kernel, stride, transposed in layers
+    ]  # fmt: skip
+    found += [
+        Converted(name=f"{network}, batch 1", network=network, size=size, peers=peers, **shared)
+        for network, size in networks
+    ]
+    return found
+
+
 def _digits() -> list[Workload]:
     return [
         Network(
@@ -372,6 +401,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_stage(),
     *_network(),
     *_converted(),
+    *_frozen(),
     *_digits(),
     *_depth(),
     DeepStep(

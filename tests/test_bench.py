@@ -94,6 +94,14 @@ class _Off(nn.Module):
         return self.inner(x) * 1.001
 
 
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_the_frozen_peer_is_frozen_as_long_as_it_lives():
+    workload = dataclasses.replace(CONV, passes=(workloads.FORWARD,))
+    subject = peers.subject(gate.Problem(workload), "frozen")
+    peers.gated(subject, "frozen", workloads.FORWARD).runner.call()
+    assert subject.module._frozen.banks
+
+
 def test_wrong_peer_is_reported_without_numbers(monkeypatch):
     monkeypatch.setitem(models.FORMS, "plain", lambda workload: _Off(models.plain(workload)))
     results = list(cases.run(LAYER, 0.0))
