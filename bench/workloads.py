@@ -334,7 +334,7 @@ def _frozen() -> list[Workload]:
             name=f"{channels} to {outputs}, {'x'.join(map(str, size))}, kernel {kernel}, "
             f"{'transposed by' if transposed else 'stride'} {stride}, batch 1",
             channels=channels, outputs=outputs, size=size, kernel=kernel, stride=stride, transposed=transposed,
-            peers=peers, **shared,
+            peers=peers, quick=(outputs, size) == (256, (14, 14)) and kernel == 3, **shared,
         )
         for channels, outputs, size, kernel, stride, transposed in layers
     ]  # fmt: skip
