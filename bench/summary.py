@@ -1,0 +1,206 @@
+"""The tables of measurements in README.md and docs/speed.md, out of the committed runs.
+
+``python -m bench.summary`` writes them anew between their marks, ``<!-- table: NAME -->`` and ``<!-- end -->``; a test
+runs it and finds nothing to change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.workloads import BACKWARD, EPOCH, FORWARD, STEP
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "speed.md")
+MARKED = re.compile(r"(?P<mark><!-- table: (?P<name>[\w-]+) -->\n).*?(?=<!-- end -->)", re.S)
+
+Row = dict[str, Any]
+Rows = list[Row]
+
+LOSES = 0.97  # of plain: between runs of one build medians differ by as much
+
+NETWORKS = {
+    "ResNet-18, 64x64, batch 2, channels_last": "ResNet-18, 64x64, batch 2, channels_last",
+    "ResNet-18, 224x224, batch 1": "the same of 224x224, batch 1, NCHW",
+    "ResNet-18, 224x224, batch 1, channels_last": "in channels_last",
+    "ResNet-20, batch 8, channels_last": "ResNet-20, 32x32, batch 8, channels_last",
+    "bottleneck ResNet-29, batch 8, channels_last": "ResNet-29 of bottlenecks, batch 8, channels_last",
+    "vocoder, batch 1": "a vocoder (HiFi-GAN's generator of 128 channels), batch 1",
+    "vocoder of 512 channels, batch 1": "the same of 512 channels",
+    "discriminator, batch 4": "its discriminator, batch 4",
+    "temporal network, batch 16": "a temporal network, batch 16",
+    "ConvNeXt, batch 8": "ConvNeXt's blocks, batch 8",
+    "MobileNet, batch 8": "MobileNet's blocks, batch 8",
+    "distance field, batch 4096": "a distance field and its gradient, 4,096 points",
+    "U-Net of volumes, batch 4": "a U-Net of volumes, 16 to 64 channels, four of 32x32x32",
+    "U-Net of volumes, batch 1": "one volume, which torch unfolds",
+}
+LAYERS = {
+    "64 channels, 32x32, batch 8, channels_last": "3x3, 64 channels, 32x32, batch 8, channels_last",
+    "64 to 64, 32x32, kernel 3, stride 1, dilation 2, batch 8": "dilated by 2, NCHW",
+    "64 to 64, 16x16, kernel 5, stride 1, batch 8": "5x5, 64 channels, 16x16, batch 8",
+    "512 to 512, 2x2, kernel 3, stride 1, batch 2": "3x3, 512 channels, 2x2, batch 2",
+    "512 to 512, 7x7, kernel 3, stride 1, batch 1": "7x7, batch 1",
+    "512 channels, 14x14, batch 1": "14x14, batch 1",
+    "64 to 128, 32x32, kernel 3, stride 2, batch 8": "with a stride of 2, 64 to 128 channels, 32x32, batch 8",
+    "64 to 128, 32x32, kernel 3, stride 2, batch 8, channels_last": "in channels_last",
+    "32 to 32, 8192, kernel 11, stride 1, dilation 5, batch 1": "a vocoder's: 11 taps, dilation 5, 32 channels",
+    "128 to 128, 512, kernel 7, stride 1, batch 8": "7 taps, 128 channels, 512 samples, batch 8",
+    "128 to 64, 64, kernel 16, transposed by 8, batch 1": "a transposed one, 128 to 64 channels, 64 to 512 samples",
+    "128 to 256, 1024, kernel 41, stride 2, 16 groups, batch 4": "a discriminator's: 41 taps, stride 2, 16 groups",
+    "768 to 768, 200, kernel 127, stride 1, 16 groups, batch 1": "wav2vec 2.0's positional one: 127 taps, 16 groups",
+    "96 to 96, 32x32, kernel 3, stride 1, 96 groups, batch 8": "depthwise 3x3, 96 channels, 32x32, batch 8",
+    "3 to 32, 32x32, kernel 3, stride 1, batch 8": "a first layer, 3 to 32 channels, 32x32, batch 8",
+    "32 to 32, 16x32x32, kernel 3, stride 1, batch 2": "3x3x3, 32 channels, 16x32x32, batch 2",
+    "64 to 128, 16x16x16, kernel 3, stride 2, batch 2": "with a stride of 2, 64 to 128 channels, 16x16x16",
+    "64 to 32, 16x16x16, kernel 2, transposed by 2, batch 2": "transposed by 2, 64 to 32 channels, 16x16x16",
+    "linear 1024, batch 32": "linear, 1,024 features, batch 32",
+    "linear 1024, batch 1024": "batch 1024",
+}
+
+
+def load(*names: str) -> Rows:
+    """The results of committed runs; of a workload that several have, the first."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for name in names:
+        for row in json.loads((RESULTS / name / "bench.json").read_text())["results"]:
+            if row["ratios"]:
+                found.setdefault((row["group"], row["workload"], row["pass_name"]), row)
+    return list(found.values())
+
+
+def tables() -> dict[str, list[str]]:
+    """Lines of Markdown by the names of the marks."""
+    stages = load("cpu-epyc-2core")
+    layers = [row for row in load("cpu-epyc-2core-layers", "cpu-epyc-2core") if row["group"] != "frozen"]
+    frozen = [row for row in load("cpu-epyc-2core-layers") if row["group"] == "frozen"]
+    users = [row for row in load("cpu-epyc-2core-converted") if row["group"] == "converted"]
+    return {
+        "networks": _networks(stages),
+        "users": _both_passes(users, NETWORKS),
+        "layers": _both_passes(layers, LAYERS),
+        "kinds": [*_kinds(layers), *_kind("users' networks", users)],
+        "frozen": [
+            f"| {row['workload'].removesuffix(', batch 1')} | "
+            f"{' | '.join(_ratio(row, peer) for peer in ('native', 'eager', 'plain'))} |"
+            for row in frozen
+        ],
+    }
+
+
+def _networks(rows: Rows) -> list[str]:
+    lines = []
+    for batch in (1, 8, 32):
+        for name, title in ((FORWARD, "forward"), (BACKWARD, "forward + backward")):
+            row = _find(rows, f"WRN-304, batch {batch}", name, "network")
+            first = (f"WRN-304, 32x32, batch {batch}" if batch == 1 else f"batch {batch}") if name == FORWARD else ""
+            lines.append(f"| {first} | {title} | {_ratio(row, 'eager')} | {_ratio(row, 'plain cl')} |")
+    digits = "WRN-1000, 8x8, batch 64"
+    lines.append(f"| WRN-1000, digits, batch 64 | training step | {_ratio(_find(rows, digits, STEP), 'eager')} | |")
+    lines.append(f"| | epoch | {_ratio(_find(rows, digits, EPOCH), 'eager')} | |")
+    deep = _find(rows, "WRN-10000, batch 1", STEP)
+    memory = " instead of ".join(f"{deep['peak_bytes'][peer] / 1e9:.1f}" for peer in ("native", "eager"))
+    lines.append(f"| WRN-10000, batch 1, {memory} GB | training step | {_ratio(deep, 'eager')} | |")
+    loop = _find(rows, "3x3 convolutions of WRN-10000", "orthogonal")
+    what = "orthogonal directions of WRN-10000, against a loop of `nn.init.orthogonal_`"
+    return [*lines, f"| {what} | | {_ratio(loop, 'loop')} | |"]
+
+
+def _both_passes(rows: Rows, titles: dict[str, str]) -> list[str]:
+    lines = []
+    for workload, title in titles.items():
+        for name, what in ((FORWARD, "forward"), (BACKWARD, "forward + backward")):
+            row = _find(rows, workload, name)
+            first = title if name == FORWARD else ""
+            lines.append(f"| {first} | {what} | {_ratio(row, 'eager')} | {_ratio(row, 'plain')} |")
+    return lines
+
+
+KINDS: dict[str, Callable[[Row], bool]] = {
+    "first layers, 1 and 3 channels": lambda row: row["workload"].startswith(("1 to", "3 to")),
+    "depthwise and grouped": lambda row: "groups" in row["workload"],
+    "over three dims": lambda row: _dims(row) == 3,
+    "transposed": lambda row: "transposed" in row["workload"],
+    "1x1": lambda row: row["group"] == "conv1x1" or "kernel 1," in row["workload"],
+    "with a stride": lambda row: row["group"] == "windows" and "stride 1" not in row["workload"],
+    "over one dim": lambda row: row["group"] == "windows" and _dims(row) == 1,
+    "other windows": lambda row: row["group"] == "windows",
+    "3x3, 16 to 512 channels": lambda row: row["group"] == "conv3x3",
+    "linear, bfloat16": lambda row: row["group"] == "linear-bf16",
+    "linear, 64 and 100 features": lambda row: row["workload"].startswith(("linear 64,", "linear 100,")),
+    "linear, 256 to 4,096 features": lambda row: row["group"] == "linear",
+}
+"""The first that fits is a row's kind; tables show them from the last on."""
+
+
+def _dims(row: Row) -> int:
+    return row["workload"].split(", ")[1].count("x") + 1 if row["group"] == "windows" else 0
+
+
+def _kinds(rows: Rows) -> list[str]:
+    kinds: dict[str, Rows] = {name: [] for name in KINDS}
+    for row in rows:
+        kind = next((name for name, fits in KINDS.items() if fits(row)), None)
+        if kind is not None and row["group"] in ("windows", "conv3x3", "conv1x1", "linear", "linear-bf16"):
+            kinds[kind].append(row)
+    return [line for name, members in reversed(kinds.items()) if members for line in _kind(name, members)]
+
+
+def _kind(name: str, rows: Rows) -> list[str]:
+    """One line: the lowest and the highest median, and where plain is ahead."""
+    plain = [(_median(row, "plain"), row["workload"]) for row in rows]
+    ahead: dict[str, float] = {}
+    for median, workload in sorted(plain):
+        if median < LOSES:
+            ahead.setdefault(workload, median)
+    where = "; ".join(f"{workload} ({median:.2f}x)" for workload, median in ahead.items())
+    ranges = [_range([_median(row, peer) for row in rows]) for peer in ("eager", "plain")]
+    return [f"| {name} | {' | '.join(ranges)} | {where} |"]
+
+
+def _find(rows: Rows, workload: str, pass_name: str, group: str | None = None) -> Row:
+    return next(
+        row
+        for row in rows
+        if (row["workload"], row["pass_name"]) == (workload, pass_name) and group in (None, row["group"])
+    )
+
+
+def _median(row: Row, peer: str) -> float:
+    """Of a peer, or of what it is where all is bfloat16."""
+    ratios = row["ratios"]
+    return (ratios.get(peer) or ratios[f"{peer} pure bf16"])["median"]
+
+
+def _ratio(row: Row, peer: str) -> str:
+    return _times(_median(row, peer))
+
+
+def _range(medians: list[float]) -> str:
+    return f"{_times(min(medians))} to {_times(max(medians))}"
+
+
+def _times(ratio: float) -> str:
+    """One decimal, two where it matters on which side of 1 it is."""
+    return f"{ratio:.2f}x" if ratio < 1.1 else f"{ratio:.1f}x"
+
+
+def filled(text: str, lines: dict[str, list[str]]) -> str:
+    """A page with its tables from ``lines``: the head of a table, its first two lines, stays."""
+
+    def table(match: re.Match[str]) -> str:
+        head = match[0].splitlines()[1:3]
+        return "\n".join([match["mark"].rstrip(), *head, *lines[match["name"]], ""])
+
+    return MARKED.sub(table, text)
+
+
+if __name__ == "__main__":
+    found = tables()
+    for page in PAGES:
+        page.write_text(filled(page.read_text(), found))
