@@ -1,7 +1,7 @@
 // The phases of a depthwise layer (depthwise.h).
 #pragma once
 
-#include "depthwise_kernels.h"
+#include "depthwise_items.h"
 #include "depthwise_pack.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -26,7 +26,7 @@ class BlockBank {
       Block poison = zero();
       for (int64_t k = 0; k < layer_.planes; ++k)
         poison = multiply_add(load(bank_.weights + k * layer_.plane_stride + block * kLanes), zero(), poison);
-      if (horizontal_sum(poison) != 0.0f) poisoned->store(true, std::memory_order_relaxed);
+      if (sum_of(poison) != 0.0f) poisoned->store(true, std::memory_order_relaxed);
     }
   }
 

@@ -6,7 +6,6 @@
 
 #include "conv_layer.h"
 #include "depthwise.h"
-#include "stage_pack.h"
 #include "window_pack.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -156,7 +155,7 @@ inline void finish_block(const ConvBackward<Depthwise>& job, int64_t block) {
     store_rows(static_cast<float*>(job.dbias.data), channels, block, sum);
     poison = multiply_add(sum, zero(), poison);
   }
-  if (horizontal_sum(poison) != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
+  if (sum_of(poison) != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -6,36 +6,8 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-WNFUSED_INLINE Block load(const uint16_t* source) {
-  Block block;
-  WNFUSED_FOR_PARTS {
-    NativeHalf half;
-    __builtin_memcpy(&half, source + i * kNativeLanes, sizeof half);
-    block.part[i] = (Native)(__builtin_convertvector(half, NativeBits) << 16);
-  }
-  return block;
-}
-
-WNFUSED_INLINE void store(uint16_t* target, const Block& block) {
-#if defined(WNFUSED_CONVERTS_BFLOAT16)
-  // The instruction takes denormals for zero.
-  constexpr int kDenormal = 0x20;
-  if (__builtin_expect(_mm512_fpclass_ps_mask(block.part[0], kDenormal) == 0, 1)) {
-    const __m256i converted = (__m256i)_mm512_cvtneps_pbh(block.part[0]);
-    __builtin_memcpy(target, &converted, sizeof converted);
-    return;
-  }
-#endif
-  const Block rounded = round_to_bfloat16(block);
-  WNFUSED_FOR_PARTS {
-    const NativeHalf half = __builtin_convertvector((NativeBits)rounded.part[i] >> 16, NativeHalf);
-    __builtin_memcpy(target + i * kNativeLanes, &half, sizeof half);
-  }
-}
-
 // 16 doubles, with the words that a Block has.
 typedef double NativeDouble __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
-typedef int64_t NativeLong __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
 constexpr int kDoubleParts = 2 * kParts;
 
 struct Doubles {
@@ -142,22 +114,6 @@ WNFUSED_INLINE void store(T* target, const BlockOf<T>& block, int64_t count) {
   T entries[kLanes];
   store(entries, block);
   __builtin_memcpy(target, entries, count * sizeof(T));
-}
-
-// The sum of the lanes, halves first: the tree of horizontal_sum(), in registers.
-WNFUSED_INLINE float sum_of(const Block& a) {
-#if WNFUSED_VECTOR_BITS == 512
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a.part[0]), _mm512_extractf32x8_ps(a.part[0], 1));
-#elif WNFUSED_VECTOR_BITS == 256
-  const __m256 half = _mm256_add_ps(a.part[0], a.part[1]);
-#else
-  return horizontal_sum(a);
-#endif
-#if WNFUSED_VECTOR_BITS > 128
-  const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
-  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
-#endif
 }
 
 // body(i, move) over a run of `length` entries, where `move` loads and stores a whole or the last, partial block.

@@ -30,7 +30,7 @@ WNFUSED_INLINE void gram_matrix(const OrthonormalShape& shape, const float* q, f
           WNFUSED_UNROLL for (int t = 0; t < kTileRows; ++t) sum[s][t] = multiply_add(left[s], right[t], sum[s][t]);
       }
       for (int s = 0; s < kTileRows; ++s)
-        for (int t = 0; t < kTileRows; ++t) gram[(j + t) * shape.gram_stride + i + s] = horizontal_sum(sum[s][t]);
+        for (int t = 0; t < kTileRows; ++t) gram[(j + t) * shape.gram_stride + i + s] = sum_of(sum[s][t]);
     }
   }
   for (int64_t i = shape.rows; i < shape.padded_rows; ++i) gram[i * shape.gram_stride + i] = 1;

@@ -140,7 +140,7 @@ inline bool scatter_outputs(const Pieces& geometry, const Panel& product, int64_
           finish_pixel<Ending::kLayer>(geometry, epilogue, pixels[j], first_block + b, outputs.at[j], bias, poison);
     }
   }
-  return horizontal_sum(poison) == 0.0f;
+  return sum_of(poison) == 0.0f;
 }
 
 // Item `item`: one chunk of units, one group of output blocks.

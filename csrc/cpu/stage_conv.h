@@ -216,7 +216,7 @@ inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product,
     }
     row += run.tiles;
   }
-  return horizontal_sum(poison) == 0.0f;
+  return sum_of(poison) == 0.0f;
 }
 
 // The same for `count` pixels.
@@ -231,7 +231,7 @@ inline bool scatter_pixels(const Geometry& shared_geometry, const Panel& product
   for (int64_t t = 0; t < count; ++t, advance(geometry, unit))
     finish_pixel<kEnding>(geometry, epilogue, pixel_index(geometry, unit), channel_block, load(product.at(0, b, t)),
                           bias, poison);
-  return horizontal_sum(poison) == 0.0f;
+  return sum_of(poison) == 0.0f;
 }
 
 template <Ending kEnding>

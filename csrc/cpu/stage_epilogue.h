@@ -55,7 +55,7 @@ inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t 
   const int64_t left = geometry.outputs - channel_block * kLanes, lanes = left < kLanes ? left : kLanes;
   const int64_t offset = pixel * geometry.outputs + channel_block * kLanes;
   if (lanes == kLanes) {
-    if (saved.bfloat16) store_bfloat16(static_cast<uint16_t*>(saved.data) + offset, value);
+    if (saved.bfloat16) store(static_cast<uint16_t*>(saved.data) + offset, value);
     else store(static_cast<float*>(saved.data) + offset, value);
     return;
   }

@@ -42,12 +42,12 @@ WNFUSED_INLINE bool planar(const ExternalMap& map, const MapShape& shape) {
 WNFUSED_INLINE bool interleaved(const ExternalMap& map) { return map.channel_stride == 1; }
 
 WNFUSED_INLINE Block load_elements(const ExternalMap& map, int64_t offset) {
-  return map.bfloat16 ? load_bfloat16(static_cast<const uint16_t*>(map.data) + offset)
+  return map.bfloat16 ? load(static_cast<const uint16_t*>(map.data) + offset)
                       : load(static_cast<const float*>(map.data) + offset);
 }
 
 WNFUSED_INLINE void store_elements(const ExternalMap& map, int64_t offset, const Block& value) {
-  if (map.bfloat16) store_bfloat16(static_cast<uint16_t*>(map.data) + offset, value);
+  if (map.bfloat16) store(static_cast<uint16_t*>(map.data) + offset, value);
   else store(static_cast<float*>(map.data) + offset, value);
 }
 

@@ -8,8 +8,7 @@
 //
 //   pack_forward    rows of 16 outputs -> lanes are outputs;   the row norm first, from the same cache lines
 //   pack_backward   lanes are inputs, depth is outputs, taps turned by 180 degrees
-//   finish_gradient adds the slices' banks in order, turns them into rows dW, and applies weight normalisation's
-//                   backward: dg = <dW, v> / ||v||,  dv = g / ||v|| (dW - v dg / ||v||)
+//   finish_gradient adds the slices' banks in order and turns them into rows dW (finish_rows.h)
 //
 // Banks hold effective weights w = g v / ||v||: a product of inputs with v itself could leave the range of fp32 where
 // the convolution does not. Floats, or pairs of bfloat16 along the depth (stage_pairs.h).
@@ -17,31 +16,12 @@
 // Each reads v once: 36 C^2 bytes a convolution are the floor, and what a stage with one small image is bound by.
 #pragma once
 
+#include "finish_rows.h"
+#include "parameters.h"
 #include "stage_pairs.h"
-#include "stage_upcoming.h"
 #include "stage_winograd.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
-
-
-inline float read(const Parameter& parameter, int64_t index) {
-  return parameter.bfloat16 ? from_bfloat16(static_cast<const uint16_t*>(parameter.data)[index])
-                            : static_cast<const float*>(parameter.data)[index];
-}
-
-inline void write(const Parameter& parameter, int64_t index, float value) {
-  if (parameter.bfloat16) static_cast<uint16_t*>(parameter.data)[index] = to_bfloat16(value);
-  else static_cast<float*>(parameter.data)[index] = value;
-}
-
-inline void read_run(const Parameter& parameter, int64_t index, int64_t count, float* target) {
-  if (!parameter.bfloat16) {
-    __builtin_memcpy(target, static_cast<const float*>(parameter.data) + index, count * sizeof(float));
-    return;
-  }
-  const uint16_t* source = static_cast<const uint16_t*>(parameter.data) + index;
-  for (int64_t i = 0; i < count; ++i) target[i] = from_bfloat16(source[i]);
-}
 
 // v of one convolution: [outputs][inputs][taps].
 template <int kLevelTaps>
@@ -138,67 +118,6 @@ inline void clear_padding(const Geometry& geometry, uint16_t* bank, int64_t outp
     __builtin_memset(
         bank + ((segment * geometry.channel_blocks + output_block) * geometry.segment_depth + used) * kLanes, 0,
         unused * kLanes * sizeof(uint16_t));
-}
-
-// The norm of one row of v, `floats` long. `staging` holds a row in bfloat16's case.
-inline float row_norm(const Parameter& v, int64_t floats, int64_t row, float* staging) {
-  const float* values = static_cast<const float*>(v.data) + row * floats;
-  if (v.bfloat16) {
-    read_run(v, row * floats, floats, staging);
-    values = staging;
-  }
-  Block squares[4] = {zero(), zero(), zero(), zero()};
-  int64_t k = 0;
-  for (; k + 4 * kLanes <= floats; k += 4 * kLanes)
-    WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
-      const Block value = load(values + k + i * kLanes);
-      squares[i] = multiply_add(value, value, squares[i]);
-    }
-  float rest = 0.0f;
-  for (; k + kLanes <= floats; k += kLanes) {
-    const Block value = load(values + k);
-    squares[0] = multiply_add(value, value, squares[0]);
-  }
-  for (; k < floats; ++k) rest += values[k] * values[k];
-  return __builtin_sqrtf(horizontal_sum((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest);
-}
-
-// The norms of one output block's rows. `staging` holds a row.
-inline void measure_norms(const Parameter& v, int64_t outputs, int64_t floats, int64_t convolution,
-                          int64_t output_block, float* norm, float* staging) {
-  const int64_t end = smaller((output_block + 1) * kLanes, outputs);
-  for (int64_t channel = output_block * kLanes; channel < end; ++channel) {
-    const int64_t index = convolution * outputs + channel;
-    norm[index] = row_norm(v, floats, index, staging);
-  }
-}
-
-// g / ||v|| of a row; 0 for a row of zeros, and 1 for every row of a plain convolution, which has no g.
-template <class Job>
-WNFUSED_INLINE float row_scale(const Job& job, int64_t row, float norm) {
-  if (!job.g.data) return 1.0f;
-  return norm != 0.0f ? read(job.g, row) / norm : 0.0f;
-}
-
-// .. of a row whose norm is known.
-template <class Job>
-WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
-  return row_scale(job, row, job.norm ? job.norm[row] : 0.0f);
-}
-
-// g / ||v|| and the bias of one output block's rows, and their norms unless that is null; zeros for absent rows.
-// `staging` holds a row.
-template <class Job>
-void measure_scales(const Job& job, int64_t outputs, int64_t floats, int64_t convolution, int64_t output_block,
-                    float* bias, float* norm, float* staging, Block (&scale)[kLanes]) {
-  for (int64_t r = 0; r < kLanes; ++r) {
-    const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
-    const bool present = channel < outputs;
-    const float length = present && job.g.data ? row_norm(job.v, floats, index, staging) : 0.0f;
-    scale[r] = splat(present ? row_scale(job, index, length) : 0.0f);
-    bias[channel] = present && job.bias.data ? read(job.bias, index) : 0.0f;
-    if (present && norm) norm[index] = length;
-  }
 }
 
 // One output block of one convolution. `norm` may be null. `scratch`: two units and a row.
@@ -316,92 +235,6 @@ inline void sum_slices(const Geometry& geometry, const float* bank, float* targe
     Block sum = load(tap);
     for (int64_t s = 1; s < geometry.wgrad_slices; ++s) sum = sum + load(tap + s * geometry.gradient_size());
     store(target + k * kLanes, sum);
-  }
-}
-
-// A row of v is `floats` long; rows in scratch memory are padded to whole Blocks.
-struct RowLength {
-  int64_t floats, padded;
-};
-
-// dv and dg of one row, from dW of that row. Row and gradient are padded with zeros.
-template <class Job>
-void normalise_gradient(const Job& job, int64_t index, const RowLength& length, const float* weight_gradient,
-                        const float* row, float factor, float* result) {
-  const auto [floats, padded] = length;
-  const float norm = job.norm[index];
-  float dg = 0.0f, scale = 0.0f;
-  // <dW, v> could overflow where <dW, v / ||v||> does not.
-  const Block unit = splat(norm != 0.0f ? 1.0f / norm : 0.0f);
-  if (norm != 0.0f) {
-    Block dot[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t k = 0, i = 0; k < padded; k += kLanes, ++i)
-      dot[i % 4] = multiply_add(load(weight_gradient + k), load(row + k) * unit, dot[i % 4]);
-    dg = factor * horizontal_sum((dot[0] + dot[1]) + (dot[2] + dot[3]));
-    scale = read(job.g, index) / norm;
-  }
-  write(job.dg, index, dg);
-  if (dg - dg != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
-  const bool in_place = !job.dv.bfloat16 && floats == padded;
-  float* target = in_place ? static_cast<float*>(job.dv.data) + index * floats : result;
-  const Block projection = splat(-dg);
-  const Block scales = splat(scale), factors = splat(factor);
-  for (int64_t k = 0; k < padded; k += kLanes)
-    store(target + k, scales * multiply_add(load(row + k) * unit, projection, load(weight_gradient + k) * factors));
-  // A zero row has zero gradients even where dW is not finite.
-  if (norm == 0.0f)
-    for (int64_t k = 0; k < padded; ++k) target[k] = 0.0f;
-  if (in_place) return;
-  for (int64_t k = 0; k < floats; ++k) write(job.dv, index * floats + k, result[k]);
-}
-
-// dv of one row of a plain convolution, which is dW, whatever v holds.
-template <class Job>
-void copy_gradient(const Job& job, int64_t index, const RowLength& length, const float* weight_gradient) {
-  Block nothing = zero();
-  for (int64_t k = 0; k < length.padded; k += kLanes)
-    nothing = multiply_add(load(weight_gradient + k), zero(), nothing);
-  if (horizontal_sum(nothing) != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
-  std::copy_n(weight_gradient, length.floats, static_cast<float*>(job.dv.data) + index * length.floats);
-}
-
-// A row of v, and of its gradient, ahead of normalise_gradient.
-template <class Job>
-void fetch_row(const Job& job, int64_t index, int64_t floats) {
-  if (!job.v.bfloat16)
-    for (int64_t k = 0; k < floats; k += kLanes)
-      __builtin_prefetch(static_cast<const float*>(job.v.data) + index * floats + k);
-  if (!job.dv.bfloat16)
-    for (int64_t k = 0; k < floats; k += kLanes)
-      prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
-}
-
-// dv, dg and, where it is there, dbias of one output block, from dW of its rows, which stand in `gradients`. The first
-// row has been fetched.
-// `scratch`: 2 rows.
-template <class Job>
-void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64_t convolution, int64_t output_block,
-                 float factor, float* gradients, const Parameter& dbias, const float* bias_gradient, int64_t slices,
-                 float* scratch) {
-  const auto [floats, padded] = length;
-  const int64_t padded_outputs = (outputs + kLanes - 1) / kLanes * kLanes;
-  for (int64_t r = 0; r < kLanes && output_block * kLanes + r < outputs; ++r) {
-    const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
-    const float* values = scratch;
-    if (r + 1 < kLanes && channel + 1 < outputs) fetch_row(job, index + 1, floats);
-    if (!job.v.bfloat16 && floats == padded) {
-      values = static_cast<const float*>(job.v.data) + index * floats;
-    } else {
-      read_run(job.v, index * floats, floats, scratch);
-      for (int64_t k = floats; k < padded; ++k) scratch[k] = gradients[r * padded + k] = 0.0f;
-    }
-    if (job.g.data) normalise_gradient(job, index, length, gradients + r * padded, values, factor, scratch + padded);
-    else copy_gradient(job, index, length, gradients + r * padded);
-    if (!dbias.data) continue;
-    float sum = 0.0f;
-    for (int64_t s = 0; s < slices; ++s) sum += bias_gradient[s * padded_outputs + channel];
-    write(dbias, index, factor * sum);
-    if (sum - sum != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
   }
 }
 

@@ -179,7 +179,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
   Block poison = zero();
   if (geometry.method == Method::kLines) convolve_lines<kEnding>(geometry, map, part, epilogue, chunk, poison);
   else convolve_positions<kEnding>(geometry, map, part, epilogue, chunk, poison);
-  if (horizontal_sum(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+  if (sum_of(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -75,10 +75,10 @@ WNFUSED_INLINE int64_t lanes_of_block(const Geometry& geometry, int64_t channel_
 WNFUSED_INLINE Block load_operand(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t channel_block) {
   const uint16_t* source = map + pixel * geometry.channels + channel_block * kLanes;
   const int64_t lanes = lanes_of_block(geometry, channel_block);
-  if (lanes == kLanes) return load_bfloat16(source);
+  if (lanes == kLanes) return load(source);
   uint16_t values[kLanes] = {};
   for (int64_t i = 0; i < lanes; ++i) values[i] = source[i];
-  return load_bfloat16(values);
+  return load(values);
 }
 
 WNFUSED_INLINE void store_operand(const Geometry& geometry, uint16_t* map, int64_t pixel, int64_t channel_block,
@@ -90,12 +90,12 @@ WNFUSED_INLINE void store_operand(const Geometry& geometry, uint16_t* map, int64
     const __m256i converted = (__m256i)_mm512_cvtneps_pbh(value.part[0]);
     __builtin_memcpy(target, &converted, sizeof converted);
 #else
-    store_bfloat16(target, value);
+    store(target, value);
 #endif
     return;
   }
   uint16_t values[kLanes];
-  store_bfloat16(values, value);
+  store(values, value);
   for (int64_t i = 0; i < lanes; ++i) target[i] = values[i];
 }
 

@@ -32,7 +32,7 @@ struct Winograd;
 
 template <>
 struct Winograd<2> {
-  static constexpr int kTile = 2, kPatch = 4;
+  static constexpr int kPatch = 4;
 
   static WNFUSED_INLINE Blocks<4> input(const Blocks<4>& d) {
     return {{d.at[0] - d.at[2], d.at[1] + d.at[2], d.at[2] - d.at[1], d.at[1] - d.at[3]}};
@@ -61,7 +61,7 @@ struct Winograd<2> {
 
 template <>
 struct Winograd<4> {
-  static constexpr int kTile = 4, kPatch = 6;
+  static constexpr int kPatch = 6;
 
   static constexpr float kP = 0.625f, kQ = 1.5f;
   static constexpr float kP2 = kP * kP, kQ2 = kQ * kQ;

@@ -3,16 +3,16 @@
 //   Block = 16 floats = | 1 x 512 bit |  or | 2 x 256 bit |  or | 4 x 128 bit |
 //                          avx512              avx2               portable
 //
-// Every layout of the stage is made of 16-channel blocks, whatever the width of the machine's vectors, so that the
+// Every layout is made of 16-channel blocks, whatever the width of the machine's vectors, so that the
 // kernels are written once, against Block, and only the register tile (how many Blocks of accumulators fit) differs.
 // Vectors are those of the GCC/Clang vector extension; an intrinsic appears only where the extension has no word for
 // the instruction (fused multiply-add, shuffles).
 //
-// This file has no include guard against a second instruction set: each stage_<isa>.cpp is its own translation unit,
-// defines WNFUSED_ISA (the namespace) and WNFUSED_VECTOR_BITS, and includes the kernels once.
+// Each translation unit is of one instruction set: it defines WNFUSED_ISA (the namespace) and WNFUSED_VECTOR_BITS
+// (target_<isa>.h), and includes the kernels once.
 #pragma once
 
-#include "stage.h"
+#include "division.h"
 
 #define WNFUSED_INLINE inline __attribute__((always_inline))
 #define WNFUSED_UNROLL _Pragma("GCC unroll 16")
@@ -157,7 +157,7 @@ WNFUSED_INLINE uint16_t to_bfloat16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-WNFUSED_INLINE Block load_bfloat16(const uint16_t* source) {
+WNFUSED_INLINE Block load(const uint16_t* source) {
   Block block;
   WNFUSED_FOR_PARTS {
     NativeHalf half;
@@ -167,7 +167,16 @@ WNFUSED_INLINE Block load_bfloat16(const uint16_t* source) {
   return block;
 }
 
-WNFUSED_INLINE void store_bfloat16(uint16_t* target, const Block& block) {
+WNFUSED_INLINE void store(uint16_t* target, const Block& block) {
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+  // The instruction takes denormals for zero.
+  constexpr int kDenormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(block.part[0], kDenormal) == 0, 1)) {
+    const __m256i converted = (__m256i)_mm512_cvtneps_pbh(block.part[0]);
+    __builtin_memcpy(target, &converted, sizeof converted);
+    return;
+  }
+#endif
   const Block rounded = round_to_bfloat16(block);
   WNFUSED_FOR_PARTS {
     const NativeHalf half = __builtin_convertvector((NativeBits)rounded.part[i] >> 16, NativeHalf);
@@ -176,13 +185,17 @@ WNFUSED_INLINE void store_bfloat16(uint16_t* target, const Block& block) {
 }
 
 // The sums of halves, of quarters and so on, in that order for every width of vectors.
-WNFUSED_INLINE float horizontal_sum(const Block& a) {
+WNFUSED_INLINE float sum_of(const Block& a) {
+#if WNFUSED_VECTOR_BITS > 128
 #if WNFUSED_VECTOR_BITS == 512
   const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.part[0]), 1));
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.part[0]), high);
+#else
+  const __m256 eight = _mm256_add_ps(a.part[0], a.part[1]);
+#endif
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
   float lanes[kLanes];
   store(lanes, a);

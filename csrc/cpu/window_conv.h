@@ -389,7 +389,7 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
       write_pixels(some_blocks(window.target, first_block, blocks), values + row * blocks * kLanes, run,
                    some_blocks(maps.target.given, first_block));
     });
-  if (horizontal_sum(end.poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+  if (sum_of(end.poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

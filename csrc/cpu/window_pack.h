@@ -1,10 +1,12 @@
 // Parameters to banks, and banks of gradients back to parameters, for any number of taps: 16 rows of v by 16 entries at
-// a time, transposed in registers. See stage_pack.h, whose norms and whose end of a gradient these are.
+// a time, transposed in registers.
 //
 //   v, one row:   [C][taps], or channels_last [taps][C]          bank:   [taps][output block][C][16 lanes]
 #pragma once
 
-#include "stage_pack.h"
+#include "finish_rows.h"
+#include "layer_vec.h"
+#include "parameters.h"
 #include "window.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -30,10 +32,7 @@ class RowEntry {
 };
 
 WNFUSED_INLINE Block load_part(const float* source, int64_t lanes) {
-  if (lanes >= kLanes) return load(source);
-  float values[kLanes] = {};
-  for (int64_t i = 0; i < lanes; ++i) values[i] = source[i];
-  return load(values);
+  return lanes >= kLanes ? load(source) : load(source, lanes);
 }
 
 // One block of outputs, scaled, to `target`, where its part of the bank begins.

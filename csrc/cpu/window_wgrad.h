@@ -205,7 +205,7 @@ inline void window_gradient_item(const Window& window, int64_t item, const float
     store(bias_gradient + b * kLanes, sum[b]);
     poison = multiply_add(sum[b], zero(), poison);
   }
-  if (horizontal_sum(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+  if (sum_of(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA
