@@ -36,6 +36,13 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         raise TypeError(f"dtype: {dtype!r} must be one of {', '.join(map(str, DTYPES))}, or None")
 
 
+def refuse_shapeless(model: nn.Module, remedy: str = "run the model once") -> None:
+    """Raises ValueError where a lazy layer of the model has not seen an input yet."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"model: {name!r} has no shape yet; {remedy}")
+
+
 def refuse_script(module: nn.Module) -> nn.Module:
     """What ``torch.jit.script`` asks of a module before it reads it (``__prepare_scriptable__``)."""
     raise RuntimeError(
