@@ -171,3 +171,27 @@ def test_a_mode_that_does_not_trace_fuses_nothing(mode):
     assert model.body[0].activation is None
     for training, y in wanted.items():
         torch.testing.assert_close(model.train(training)(x), y)
+
+
+def test_fold_warns_where_it_cannot_see_residuals(caplog):
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = wnfused.WNLinear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x, x) if x.sum() > 0 else self.layer(x)
+
+    with caplog.at_level(logging.WARNING, "wnfused.fold"):
+        wnfused.fold(Branching())
+    assert "no layer takes a residual any more" in caplog.text
+    assert "the model does not trace" in caplog.text
+
+
+def test_fold_leaves_what_has_no_shape(caplog):
+    model = nn.Sequential(wnfused.nn.WNLazyLinear(4), wnfused.WNLinear(4, 4))
+    wnfused.fold(model)
+    assert "0: left alone, it has no shape yet; run the model once, then fold" in caplog.text
+    assert type(model[1]) is nn.Linear
+    model(torch.randn(2, 3))
+    assert type(wnfused.fold(model)[0]) is nn.Linear
