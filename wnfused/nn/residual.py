@@ -115,7 +115,7 @@ class WNResidualStage(nn.Module):
     """``num_blocks`` weight-normalised residual blocks as one layer.
 
     One transition block (``transition``, a ``WNResidualBlock``) if shapes change, then ``B'`` identity blocks
-    with stacked parameters that one op runs: three autograd nodes for a network of 10,000 layers.
+    with stacked parameters that one op runs: one autograd node, however many they are.
 
     Args:
         in_channels, out_channels, stride: of the stage; the first block makes the change.
