@@ -166,6 +166,33 @@ def test_a_missing_block_is_torchs_own_error():
         WNResidualStage(4, 4, 2).load_state_dict(state_dict_to_torch(stage))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("transition", [False, True])
+def test_blocks_of_another_width_are_torchs_size_mismatch(strict, transition):
+    stage, wider = (WNResidualStage(2 if transition else c, c, 3, device="cpu") for c in (4, 6))
+    n = 3 - transition
+    with pytest.raises(RuntimeError, match=rf"size mismatch for 0.weight_v: .*\[{n}, 2, 6, 6, 3, 3\]") as raised:
+        nn.Sequential(stage).load_state_dict(nn.Sequential(wider.unstack()).state_dict(), strict=strict)
+    for name, shape in (("weight_g", rf"[{n}, 2, 6]"), ("bias", rf"[{n}, 2, 6]")):
+        assert f"size mismatch for 0.{name}: copying a param with shape torch.Size({shape})" in str(raised.value)
+
+
+def test_one_block_of_another_width_is_named_by_its_size():
+    state = WNResidualStage(4, 4, 2).unstack().state_dict()
+    state["1.conv2.weight_v"] = torch.randn(5, 5, 3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight_v: .*\[2, 2, 5, 5, 3, 3\]"):
+        WNResidualStage(4, 4, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_too_few_blocks_are_counted(strict):
+    stage = nn.Sequential(WNResidualStage(4, 4, 3))
+    before = stage[0].weight_v.clone()
+    with pytest.raises(RuntimeError, match="0: 2 blocks in the checkpoint, this stage has 3"):
+        stage.load_state_dict(nn.Sequential(WNResidualStage(4, 4, 2).unstack()).state_dict(), strict=strict)
+    assert stage[0].weight_v.equal(before)
+
+
 def test_thousands_of_layers_take_no_time():
     state = {f"{i}.weight_{k}": torch.ones(1, 1) for i in range(3000) for k in "gv"}
     assert len(state_dict_to_torch(state, "new")) == len(state)

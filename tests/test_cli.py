@@ -108,6 +108,14 @@ def test_training_and_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "holds a finished run already" in refused(capsys, *TRAIN, "--out", out)
 
 
+def test_resuming_nothing_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "typo"
+    assert cli.main([*TRAIN, "--resume", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith(f"no run in {out}: starting one\n")
+    assert cli.main(["train", "--resume", "--out", str(out)]) == 0
+    assert "no run in" not in capsys.readouterr().out
+
+
 @pytest.fixture
 def heeds_signals() -> Iterator[None]:
     """A shell's background job ignores SIGINT, and so would the test-suite in one."""

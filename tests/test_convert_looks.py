@@ -211,3 +211,27 @@ def test_a_plain_layer_of_zeros_trains_after_conversion():
         assert not layer.weight.any()
         layer.weight.sum().backward()
         assert layer.weight_g.grad.abs().min() > 0
+
+
+def test_fold_warns_where_it_cannot_see_residuals(caplog):
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = wnfused.WNLinear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x, x) if x.sum() > 0 else self.layer(x)
+
+    with caplog.at_level(logging.WARNING, "wnfused.fold"):
+        wnfused.fold(Branching())
+    assert "no layer takes a residual any more" in caplog.text
+    assert "the model does not trace" in caplog.text
+
+
+def test_fold_leaves_what_has_no_shape(caplog):
+    model = nn.Sequential(wnfused.nn.WNLazyLinear(4), wnfused.WNLinear(4, 4))
+    wnfused.fold(model)
+    assert "0: left alone, it has no shape yet; run the model once, then fold" in caplog.text
+    assert type(model[1]) is nn.Linear
+    model(torch.randn(2, 3))
+    assert type(wnfused.fold(model)[0]) is nn.Linear

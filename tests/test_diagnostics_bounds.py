@@ -37,8 +37,22 @@ def test_the_constant_of_theorem_1_is_one() -> None:
     assert [layer_constant(n) for n in (2, 3, 4, 5, 10, 101, 5000)] == pytest.approx([1] * 7, rel=1e-9)
     # n = 3 by hand: 2 S_2 / S_3 * 1/2 * pi/2 with S_2 = 4 pi and S_3 = 2 pi^2.
     assert layer_constant(3) == pytest.approx(2 * 4 * math.pi / (2 * math.pi**2) * math.pi / 4)
-    with pytest.raises(ValueError, match="n: 1 must be at least 2"):
+    with pytest.raises(ValueError, match="n: 1 must be an int of at least 2"):
         layer_constant(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: stage_growth(math.nan), "num_blocks: nan must be an int of at least 1"),
+        (lambda: resnet_growth(2.5), "num_blocks: 2.5 must be an int of at least 1"),
+        (lambda: layer_constant(2.5), "n: 2.5 must be an int of at least 2"),
+        (lambda: mlp_growth([3, math.nan]), r"widths: \[3, nan\] must be at least two numbers"),
+    ],
+)
+def test_growths_count(call, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_a_stage_stays_in_its_band() -> None:
@@ -218,3 +232,16 @@ def test_pictures(tmp_path: Path) -> None:
     activation_gradient_bounds(model, IMAGES, TARGETS).save(tmp_path / "activations.png")
     parameter_gradient_bounds(model, IMAGES, TARGETS).save(tmp_path / "parameters.png")
     assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("norms", "activations", "parameters"))
+
+
+@pytest.mark.parametrize(
+    ("sets", "error", "message"),
+    [
+        ({"a": []}, ValueError, "sets: 'a' names no parameter; give at least one"),
+        ({}, ValueError, "sets: is empty"),
+        (["weight"], TypeError, "sets: expected a mapping from names to parameters' names, got list"),
+    ],
+)
+def test_sets_have_parameters(sets, error, message) -> None:
+    with pytest.raises(error, match=message):
+        parameter_gradient_bounds(nn.Linear(2, 2), torch.ones(3, 2), torch.zeros(3, dtype=torch.long), sets=sets)

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy.integrate import quad
+from torch import nn
 
 from wnfused.diagnostics import chi, fixed_point, jacobian_theory, order_chaos_boundary, phase_diagram, q_map
 
@@ -162,6 +164,52 @@ def test_picture(tmp_path: Path) -> None:
     assert (tmp_path / "phase.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("relu", torch.relu), ("relu", F.relu), ("relu", nn.ReLU()), ("relu", nn.ReLU(inplace=True)),
+        ("hard_tanh", F.hardtanh), ("hard_tanh", nn.Hardtanh()), ("tanh", torch.tanh), ("tanh", nn.Tanh()),
+        ("linear", nn.Identity()),
+    ],
+)  # fmt: skip
+def test_torchs_own_activations_are_known(name, function) -> None:
+    assert fixed_point(function, 1.7, 0.1) == fixed_point(name, 1.7, 0.1)
+    assert chi(function, 1.7, 0.1) == chi(name, 1.7, 0.1)
+    assert jacobian_theory(function, 4, sw2=1.7, sb2=0.1) == jacobian_theory(name, 4, sw2=1.7, sb2=0.1)
+    assert np.array_equal(order_chaos_boundary(function, [0.5, 2]), order_chaos_boundary(name, [0.5, 2]))
+
+
+def test_another_range_is_another_function() -> None:
+    assert fixed_point(nn.Hardtanh(-2, 2), 1.7, 0.1) > fixed_point("hard_tanh", 1.7, 0.1)
+
+
+def test_a_variance_without_end_has_slopes_all_the_same() -> None:
+    """gelu is a ReLU for large arguments."""
+    assert math.isinf(fixed_point(F.gelu, 2.5, 0.1))
+    assert chi(F.gelu, 2.5, 0.1) == pytest.approx(1.25, rel=1e-5)
+    found, relu = (jacobian_theory(a, 4, sw2=2.5, sb2=0.1) for a in (F.gelu, "relu"))
+    assert found.largest == pytest.approx(relu.largest, rel=1e-4)
+    assert found.variance == pytest.approx(relu.variance, rel=1e-4)
+
+
+@pytest.mark.parametrize("c", [0.5, 2.0])
+@pytest.mark.parametrize("weights", ["gaussian", "orthogonal"])
+def test_a_factor_may_be_the_weights_or_the_activations(c, weights) -> None:
+    """Slopes above 1, too."""
+    theory = jacobian_theory("tanh", 4, sw2=2.0, sb2=0.1, weights=weights)
+    scaled = jacobian_theory(lambda x: c * torch.tanh(x), 4, sw2=2.0 / c**2, sb2=0.1, weights=weights)
+    for field in ("chi", "mean", "variance", "largest"):
+        assert getattr(scaled, field) == pytest.approx(getattr(theory, field), rel=1e-9)
+
+
+def test_what_is_too_large_or_nothing() -> None:
+    large = jacobian_theory("relu", 3000, sw2=3)
+    assert (large.chi, large.mean, large.variance, large.largest) == (1.5, math.inf, math.inf, math.inf)
+    assert jacobian_theory("linear", 3000, sw2=3, weights="orthogonal").variance == 0
+    nothing = jacobian_theory("relu", 4, sw2=0)
+    assert (nothing.chi, nothing.mean, nothing.variance, nothing.largest) == (0, 0, 0, 0)
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="activation: unknown 'gelu'; use one of linear, relu, tanh, hard_tanh"):
         chi("gelu", 1, 0)
@@ -169,11 +217,15 @@ def test_wrong_arguments() -> None:
         fixed_point("relu", -1, 0)
     with pytest.raises(ValueError, match="q: nan"):
         q_map("relu", math.nan, 1, 0)
-    with pytest.raises(ValueError, match=r"q: \[-1\] must be at least 0"):
+    with pytest.raises(ValueError, match=r"q: \[-1\] must be finite and at least 0"):
         order_chaos_boundary("tanh", [-1])
+    with pytest.raises(ValueError, match="q: inf must be finite"):
+        order_chaos_boundary("tanh", math.inf)
     with pytest.raises(ValueError, match="weights: unknown 'uniform'"):
         jacobian_theory("relu", 3, sw2=2, weights="uniform")
     with pytest.raises(ValueError, match="depth: 0"):
         jacobian_theory("relu", 0, sw2=2)
+    with pytest.raises(ValueError, match=r"depth: 1\.5 must be an int of at least 1"):
+        jacobian_theory("relu", 1.5, sw2=2)
     with pytest.raises(ValueError, match="largest_q, points: 0, 100"):
         phase_diagram("tanh", largest_q=0)

@@ -84,6 +84,10 @@ def test_theorem_1_as_printed_and_as_a_bound() -> None:
     for alpha in (0, 0.6):
         with pytest.raises(ValueError, match=r"alpha: .* at most 1/samples = 0.5"):
             gap_bound(1, samples=2, width=100, alpha=alpha)
+    with pytest.raises(ValueError, match="samples: 0 must be an int of at least 1"):
+        gap_bound(3, 0, 10, 0.1)
+    with pytest.raises(ValueError, match="width: -10 must be an int of at least 1"):
+        gap_bound(3, 2, -10, 0.1)
 
 
 class BatchNorm(nn.Module):
@@ -200,5 +204,9 @@ def test_wrong_arguments(measure) -> None:
         measure(nn.Linear(2, 2), torch.zeros(0, 2))
     with pytest.raises(TypeError, match="model: expected"):
         measure(torch.relu, torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="filter: expected a function, got 'a'"):
+        measure(nn.Linear(2, 2), torch.zeros(2, 2), filter="a")
+    with pytest.raises(TypeError, match="h: expected a Tensor, got list"):
+        orthogonality_gap([1])
     with pytest.raises(ValueError, match=r"h: shape \[3\] is not"):
         orthogonality_gap(torch.zeros(3))

@@ -123,18 +123,18 @@ def test_weight_of_a_wrong_shape_or_type_is_refused():
 @pytest.mark.parametrize(
     ("who", "apply"),
     [
-        ("prune", lambda layer: prune.l1_unstructured(layer, "weight", 0.5)),
-        ("prune", lambda layer: prune.identity(layer, "weight")),
-        ("parametrize", lambda layer: parametrizations.weight_norm(layer)),
-        ("parametrize", lambda layer: parametrizations.spectral_norm(layer)),
-        ("parametrize", lambda layer: parametrizations.orthogonal(layer)),
-        ("parametrize", lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity())),
-        ("parametrize", lambda layer: parametrize.remove_parametrizations(layer, "weight")),
+        ("pruned", lambda layer: prune.l1_unstructured(layer, "weight", 0.5)),
+        ("pruned", lambda layer: prune.identity(layer, "weight")),
+        ("parametrized", lambda layer: parametrizations.weight_norm(layer)),
+        ("parametrized", lambda layer: parametrizations.spectral_norm(layer)),
+        ("parametrized", lambda layer: parametrizations.orthogonal(layer)),
+        ("parametrized", lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity())),
+        ("parametrized", lambda layer: parametrize.remove_parametrizations(layer, "weight")),
     ],
 )
 def test_what_would_take_the_weight_over_is_refused(who, apply):
     layer = WNLinear(3, 3)
-    with pytest.raises(RuntimeError, match=rf"^{who} cannot hold the weight .*wnfused\.convert\(model, plain=True\)"):
+    with pytest.raises(RuntimeError, match=rf"^weight: cannot be {who}, .*wnfused\.convert\(model, plain=True\)"):
         apply(layer)
     assert not parametrize.is_parametrized(layer)
     assert torch.isfinite(layer(torch.randn(1, 3))).all()

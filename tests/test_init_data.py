@@ -147,3 +147,58 @@ def test_lsuv_reports_what_it_could_not_reach():
     assert "0: its output's variance on the sample is 0, not 1" in report.notes
     exact = initialize(model, "mishkin2016", sample=torch.randn(64, 4), tolerance=1e-4)
     assert not exact.notes
+
+
+# ------------------------------------------------------------------------------------- a sample that does not fit
+
+
+def unfit(shape=(64, 6), **entry):
+    sample = torch.randn(shape, generator=generator())
+    for value in entry.values():
+        sample[3, 1] = value
+    return sample
+
+
+@pytest.mark.parametrize("scheme", ["salimans2016", "mishkin2016", "daneshmand2021"])
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (unfit(nan=math.nan), "^sample: holds NaN or inf$"),
+        (unfit(inf=-math.inf), "^sample: holds NaN or inf$"),
+        (unfit((64, 5)), "^sample: the model does not run on it: .* does not end in in_features = 6"),
+        (unfit((1, 6)), "^sample: the model does not run on it: Expected more than 1 value per channel"),
+        (torch.empty(64, 6, device="meta"), "^sample: is a meta tensor"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(scheme, sample, message):
+    model = nn.Sequential(WNLinear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), WNLinear(8, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message) as raised:
+        initialize(model, scheme, sample=sample)
+    assert ("does not run" in message) == (raised.value.__cause__ is not None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("scheme", ["he", "salimans2016"])
+def test_taking_shapes_moves_no_statistics(scheme):
+    model = nn.Sequential(
+        wnfused.nn.WNLazyLinear(4), nn.LazyBatchNorm1d(), nn.BatchNorm1d(4), nn.Dropout(), nn.LazyLinear(2)
+    )
+    initialize(model, scheme, sample=3 * torch.randn(64, 3) + 1, generator=generator())
+    for norm in (model[1], model[2]):
+        assert norm.training
+        assert norm.num_batches_tracked == 0
+        assert norm.running_mean.eq(0).all()
+        assert norm.running_var.eq(1).all()
+
+
+def test_a_backend_that_is_missing_is_no_fault_of_the_sample():
+    class Missing(nn.Module):
+        def forward(self, x):
+            raise wnfused.BackendUnavailableError("triton: no such device")
+
+    with pytest.raises(wnfused.BackendUnavailableError):
+        initialize(nn.Sequential(nn.Linear(2, 2), Missing()), "mishkin2016", sample=torch.ones(64, 2))

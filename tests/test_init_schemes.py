@@ -10,7 +10,7 @@ from torch import nn
 
 import wnfused
 from wnfused import WNConv2d, WNLinear
-from wnfused.init import initialize
+from wnfused.init import initialize, initialize_population, orthogonal_batched, reset_layer_, reset_stage_
 
 torch_weight_norm = torch.nn.utils.parametrizations.weight_norm
 
@@ -172,6 +172,55 @@ def test_weights_that_something_else_computes_are_named():
 def test_bad_options(scheme, options, message):
     with pytest.raises(ValueError, match=message):
         initialize(nn.Sequential(WNLinear(3, 2)), scheme, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: initialize(m, ["he"]), ValueError, r"scheme: unknown \['he'\]; use one of 'arpit2019'"),
+        (lambda m: initialize(m, generator=0), TypeError, "generator: 0 must be a torch.Generator or None"),
+        (lambda m: initialize(m, "hanin2018", factor="a"), TypeError, "factor: expected a number, got str"),
+        (lambda m: initialize(m, gammas=["0"]), TypeError, "gammas: expected a mapping from layer names, got list"),
+        (lambda m: initialize(m, roles={"0": 3}), TypeError, r"roles\['0'\]: expected a mapping, got int"),
+        (
+            lambda m: initialize(m, roles={"0": {"activation_gamma": -2.0}}),
+            ValueError,
+            r"roles\['0'\]\['activation_gamma'\]: -2.0 must be finite and at least 0",
+        ),
+        (
+            lambda m: initialize(m, roles={"0": {"activation_gamma": "2"}}),
+            TypeError,
+            r"roles\['0'\]\['activation_gamma'\]: expected a number, got str",
+        ),
+        (
+            lambda m: initialize(m, "hanin2018", roles={"0": {"closes_branch": True, "block": -5}}),
+            ValueError,
+            r"roles\['0'\]\['block'\]: -5 must be an int of at least 0",
+        ),
+        (lambda m: initialize(m, roles={"0": {"head": "no"}}), TypeError, r"\['head'\]: 'no' must be True or False"),
+        (lambda m: initialize(m.to("meta")), ValueError, "model: holds meta tensors; give it memory first"),
+        (lambda m: initialize(m.to("meta"), "he"), ValueError, "model: holds meta tensors; give it memory first"),
+        (lambda m: initialize_population(m), TypeError, "models: expected a sequence of models, got Sequential"),
+        (
+            lambda m: initialize_population([m], "he", generators=[0]),
+            TypeError,
+            r"generators\[0\]: 0 must be a torch.Generator or None",
+        ),
+        (lambda m: reset_layer_(nn.Linear(2, 2)), TypeError, "layer: expected a weight-normalised layer, got Linear"),
+        (lambda m: reset_layer_(m[0], gamma=-1), ValueError, "gamma: -1 must be finite and at least 0"),
+        (lambda m: reset_layer_(m[0], kind="zeros"), ValueError, "kind: unknown 'zeros'; use 'orthogonal' or 'he'"),
+        (lambda m: reset_stage_(m[0]), TypeError, "stage: expected a WNResidualStage, got WNLinear"),
+        (
+            lambda m: reset_stage_(wnfused.WNResidualStage(2, 2, 2), gammas=(1.0,)),
+            ValueError,
+            r"gammas: \(1.0,\) must be two numbers",
+        ),
+        (lambda m: orthogonal_batched(torch.ones(2, 2), generator=3), TypeError, "generator: 3 must be a torch.Gener"),
+    ],
+)
+def test_arguments_of_another_kind(call, error, message):
+    with pytest.raises(error, match=message):
+        call(nn.Sequential(WNLinear(3, 2)))
 
 
 @pytest.mark.parametrize("scheme", wnfused.init.schemes())

@@ -1,10 +1,13 @@
 """Arguments that do not fit, of layers and of the functions behind them: errors that name argument and value."""
 
+import contextlib
+
 import pytest
 import torch
 
 import wnfused
-from wnfused import WNConv2d, WNConvTranspose2d, WNLinear
+from wnfused import WNConv2d, WNConvTranspose2d, WNLinear, WNResidualStage, functional
+from wnfused.nn import WNLazyLinear
 
 
 @pytest.mark.parametrize(
@@ -28,10 +31,31 @@ from wnfused import WNConv2d, WNConvTranspose2d, WNLinear
         (lambda: WNLinear(3, 2)(torch.randn(4, 5)), ValueError, r"x: shape \[4, 5\] does not end in in_features = 3"),
         (lambda: WNConv2d(3, 2, 3)(torch.randn(4, 5, 6, 6)), ValueError, r"x: shape .* use \[N, 3, H, W\]"),
         (lambda: WNConv2d(3, 2, 3)(torch.randn(6, 6)), ValueError, r"x: shape \[6, 6\] does not fit"),
-        (lambda: WNLinear(3, 2)(torch.randn(4, 3).double()), TypeError, "v: dtype torch.float32 does not go with x"),
+        (lambda: WNLinear(3, 2)(torch.randn(4, 3).double()), TypeError, "x: dtype torch.float64 does not go with v"),
         (lambda: WNLinear(3, 2)(torch.ones(4, 3, dtype=torch.long)), TypeError, "x: expected a floating-point tensor"),
         (lambda: WNLinear(3, 2)([1.0]), TypeError, "x: expected a Tensor, got list"),
-        (lambda: WNLinear(3, 2)(torch.randn(4, 3, device="meta")), ValueError, "v: on device cpu, but x is on meta"),
+        (lambda: WNLinear(3, 2)(torch.randn(4, 3, device="meta")), ValueError, "x: on device meta, but v"),
+        (lambda: WNLinear(3, 2, gamma=torch.tensor([1.0, 2.0])), TypeError, r"gamma: expected a number, .* \[2\]"),
+        (lambda: WNLinear(3, 2, negative_slope="x"), TypeError, "negative_slope: expected a number, got str"),
+        (lambda: WNLinear(3, 2, dim=True), TypeError, "dim: expected an int or None, got bool"),
+        (lambda: WNLinear(3, 2, bias="no"), TypeError, "bias: 'no' must be True or False"),
+        (lambda: WNLazyLinear(2, bias="no"), TypeError, "bias: 'no' must be True or False"),
+        (
+            lambda: WNLinear(3, 2, dtype=torch.complex64),
+            TypeError,
+            "dtype: torch.complex64 must be one of",
+        ),
+        (lambda: WNConv2d(3, 2, 3, dtype=torch.float8_e4m3fn), TypeError, "dtype: torch.float8_e4m3fn must be one of"),
+        (lambda: WNResidualStage(4, 4, 2, dtype=torch.complex64), TypeError, "dtype: torch.complex64 must be one of"),
+        (lambda: WNConv2d(3, 2, 0)(torch.randn(1, 3, 5, 5)), ValueError, r"v: shape \[2, 3, 0, 0\] has no entry"),
+        (lambda: WNConv2d(3, 0, 3)(torch.randn(1, 3, 5, 5)), ValueError, r"v: shape \[0, 3, 3, 3\] has no entry"),
+        (lambda: WNConvTranspose2d(3, 0, 3)(torch.randn(1, 3, 5, 5)), ValueError, r"v: shape \[3, 0, 3, 3\] has no"),
+        (
+            lambda: WNResidualStage(4, 4, 2)(torch.randn(1, 4, 0, 6)),
+            ValueError,
+            r"x: shape \[1, 4, 0, 6\] has no",
+        ),
+        (lambda: WNResidualStage(4, 4, 2)(torch.randn(1, 3, 5, 5)), ValueError, r"x: .* has 3 channels, v has 4"),
         (lambda: WNLinear(3, 2)(torch.randn(4, 3), torch.randn(4, 3)), ValueError, r"residual: \[4, 3\].*use \[4, 2\]"),
     ],
 )
@@ -87,3 +111,38 @@ def test_what_a_layer_has_in_the_place_of_parametrizations():
     layer = wnfused.WNLinear(8, 4)
     with pytest.raises(AttributeError, match=r"parametrizations\.weight: there is none; this layer has weight_v and"):
         layer.parametrizations.weight.original0  # noqa: B018  the attribute is what is asked for
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"activation": ["relu"]}, ValueError, r"activation: unknown \['relu'\]; use None, 'relu' or 'leaky_relu'"),
+        ({"activation": "leaky_relu", "negative_slope": "x"}, TypeError, "negative_slope: expected a number, got str"),
+        ({"activation": "relu", "negative_slope": None}, TypeError, "negative_slope: expected a number, got NoneType"),
+        ({"dim": True}, TypeError, "dim: True must be an int or None"),
+    ],
+)
+def test_functions_name_what_is_no_number_and_no_name(backend, options, error, message):
+    pair, gain = ((1, 1), (0, 0)), torch.ones(3)
+    image, kernels = torch.randn(1, 3, 4, 4), torch.randn(3, 3, 3, 3)
+    with wnfused.use_backend(backend) if backend else contextlib.nullcontext():
+        for call in (
+            lambda: functional.linear(torch.randn(2, 3), torch.randn(3, 3), gain, **options),
+            lambda: functional.conv2d(image, kernels, gain, None, *pair, (1, 1), **options),
+            lambda: functional.conv_transpose2d(image, kernels, gain, None, *pair, (0, 0), 1, (1, 1), **options),
+        ):
+            with pytest.raises(error, match=message):
+                call()
+
+
+def test_a_stage_names_a_factor_that_is_no_number():
+    parameters = torch.randn(2, 2, 4, 4, 3, 3), torch.ones(2, 2, 4), torch.ones(2, 2, 4)
+    with pytest.raises(TypeError, match="skip_scale: expected a number, got str"):
+        functional.residual_stage(torch.randn(1, 4, 5, 5), *parameters, skip_scale="a")
+
+
+def test_gains_are_compared_with_their_directions():
+    v, g = torch.randn(3, 3), torch.ones(3, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"gs\[0\]: dtype torch.float64 does not go with vs\[0\] of torch.float32"):
+        functional.weight_norm_many([v], [g])

@@ -150,8 +150,14 @@ def test_separate_blocks_are_deep_too():
         (lambda: mlp(0), "depth: 0 must be"),
         (lambda: wrn(10, num_classes=2.5), "num_classes: 2.5 must be an int"),
         (lambda: wrn(10, recompute=0), "recompute: 0 must be"),
+        (lambda: wrn(10, norm="batch", recompute=2), "recompute: 2 is for norm='weight'; norm='batch' has no stage"),
     ],
 )
 def test_bad_arguments(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_flag_is_true_or_false():
+    with pytest.raises(TypeError, match="stack: 'no' must be True or False"):
+        wrn(10, stack="no")

@@ -106,3 +106,17 @@ def test_another_loss() -> None:
 def test_without_samples() -> None:
     with pytest.raises(ValueError, match=r"inputs: shape \[0, 3, 8, 8\]"):
         layer_norms(nn.Flatten(), torch.zeros(0, 3, 8, 8))
+
+
+def test_no_station_has_no_norm() -> None:
+    profile = layer_norms(nn.Linear(2, 2), torch.ones(3, 2), filter=lambda name, module: False)
+    assert len(profile) == 0
+    bands = (*profile.activation_band(), *profile.gradient_band())
+    assert all(a.shape == (0,) for a in (profile.expected_activation(), profile.expected_gradient(), *bands))
+
+
+@pytest.mark.parametrize("options", [{"filter": "a"}, {"loss": "ce"}])
+def test_what_is_no_function(options) -> None:
+    (name,) = options
+    with pytest.raises(TypeError, match=f"{name}: expected a function, got '{options[name]}'"):
+        layer_norms(nn.Linear(2, 2), torch.ones(3, 2), **options)

@@ -53,9 +53,15 @@ def test_an_optimiser_takes_them():
     [
         ((3, 0.1), TypeError, "model: expected an nn.Module, got int"),
         ((nn.Linear(1, 1), -0.1), ValueError, "weight_decay: -0.1 must be finite and at least 0"),
+        ((nn.LazyLinear(1), 0.1), ValueError, "model: 'weight' has no shape yet; run the model once"),
         ((nn.Linear(1, 1), float("nan")), ValueError, "weight_decay: nan must be finite and at least 0"),
     ],
 )
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         wnfused.param_groups(*arguments)
+
+
+def test_params_are_the_models():
+    with pytest.raises(TypeError, match="params: is no option; the parameters are those of the model"):
+        wnfused.param_groups(nn.Linear(1, 1), 0.1, params=[1])

@@ -1,6 +1,9 @@
 """Penalties by their formulas, gradients of both orders, retractions by their properties, models by their parts."""
 
+import copy
+import gc
 import math
+import pickle
 
 import pytest
 import torch
@@ -264,6 +267,22 @@ def test_gains_are_kept_or_left_free():
     assert (gradient > 0).all()
 
 
+def test_initial_gains_are_those_of_each_layer():
+    """Of two models with the same names; under whatever name a layer is found; and of no layer that is gone."""
+    ours, theirs = (nn.Sequential(WNLinear(6, 6, gamma=gamma)) for gamma in (1.0, 4.0))
+    regularizer = Regularizer("gain_adjusted", strength=1.0, gain="initial")
+    for model in (ours, theirs, nn.ModuleDict({"wrapped": theirs})):
+        assert regularizer.loss(model).abs() < 1e-6
+    with torch.no_grad():
+        theirs[0].weight_g.mul_(2)
+    assert regularizer.loss(nn.ModuleDict({"wrapped": theirs})).item() == pytest.approx(9 * 6, rel=1e-4)
+    copies = copy.deepcopy(regularizer), pickle.loads(pickle.dumps(regularizer))
+    assert all(other.loss(theirs).abs() < 1e-6 for other in copies)
+    del model, theirs
+    gc.collect()
+    assert list(regularizer._initial) == [ours[0]]
+
+
 def test_a_filter_chooses_layers():
     model = wnfused.models.wrn(16)
     regularizer = Regularizer(filter=lambda name, module: name != "head")
@@ -327,6 +346,15 @@ def test_a_regularised_network_becomes_orthogonal():
         (lambda: cayley_step(torch.ones(2, 2), torch.ones(3, 2), 0.1), ValueError, "gradient: shape"),
         (lambda: cayley_step(torch.ones(2, 2), torch.ones(2, 2), math.inf), ValueError, "lr: inf must be finite"),
         (lambda: retract_(3), TypeError, "model: expected an nn.Module, got int"),
+        (lambda: srip(torch.ones(2, 3), start=[1]), TypeError, "start: expected a floating-point tensor, got list"),
+        (lambda: srip(torch.ones(2, 3), generator=3), TypeError, "generator: 3 must be a torch.Generator or None"),
+        (lambda: cayley_step(torch.ones(2, 2), [1], 0.1), TypeError, "gradient: expected a floating-point tensor"),
+        (lambda: retract_(WNLinear(2, 2), ["polar"]), ValueError, r"method: unknown \['polar'\]; use 'polar' or 'qr'"),
+        (lambda: retract_(WNLinear(2, 2), gain="a"), TypeError, "gain: expected a number, got str"),
+        (lambda: retract_(WNLinear(2, 2), filter=["0"]), TypeError, r"filter: expected a function, got \['0'\]"),
+        (lambda: retract_(nn.LazyLinear(2)), ValueError, "model: 'weight' has no shape yet; run the model once"),
+        (lambda: Regularizer(filter=["0"]), TypeError, r"filter: expected a function, got \['0'\]"),
+        (lambda: Regularizer().loss(nn.LazyLinear(2)), ValueError, "model: 'weight' has no shape yet; run the"),
         (lambda: orthogonal_proxy(3), TypeError, "layer: expected an nn.Module, got int"),
         (lambda: qr_retraction([1.0]), TypeError, "w: expected a floating-point tensor, got list"),
         (lambda: Regularizer("hard"), ValueError, "penalty: unknown 'hard'; use one of soft"),

@@ -1,8 +1,11 @@
-"""What functions ask of plain numbers and flags; an error names the argument, its value and what is right."""
+"""What functions ask of plain numbers, flags and the like; an error names the argument, its value and what is right."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import torch
 
 
 def positive(**values: int) -> None:
@@ -12,11 +15,38 @@ def positive(**values: int) -> None:
             raise ValueError(f"{name}: {value!r} must be an int of at least 1")
 
 
+def from_0(**values: int) -> None:
+    """Each an int of at least 0."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name}: {value!r} must be an int of at least 0")
+
+
 def flag(**values: bool) -> None:
     """Each True or False."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: {value!r} must be True or False")
+
+
+def function(**values: Any) -> None:
+    """Each callable, or None."""
+    for name, value in values.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}: expected a function, got {value!r}")
+
+
+def random_source(**values: Any) -> None:
+    """Each a ``torch.Generator``, or None for torch's own."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, torch.Generator):
+            raise TypeError(f"{name}: {value!r} must be a torch.Generator or None")
+
+
+def number(**values: float) -> None:
+    """Each a number, finite or not."""
+    for name, value in values.items():
+        _is_finite(name, value)
 
 
 def finite(**values: float) -> None:
@@ -40,10 +70,17 @@ def above_0(**values: float) -> None:
 def _is_finite(name: str, value: float) -> bool:
     try:
         return math.isfinite(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
+    except OverflowError:  # an int beyond every float
+        return False
+    except (TypeError, ValueError, RuntimeError):  # the last two are a tensor's of several numbers
+        raise TypeError(f"{name}: expected a number, got {_kind(value)}") from None
 
 
 def _check(name: str, value: float, right: str, fits: bool) -> None:
     if not fits:
         raise ValueError(f"{name}: {value} must be {right}")
+
+
+def _kind(value: Any) -> str:
+    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    return f"{type(value).__name__}{shape}"

@@ -22,18 +22,19 @@ class _LayerTracer(fx.Tracer):
 
 
 def calls(
-    model: nn.Module, logger: logging.Logger, wanted: str, training: bool | None = None
+    model: nn.Module, logger: logging.Logger, wanted: str, training: bool | None = None, level: int = logging.INFO
 ) -> dict[nn.Module, list[fx.Node]]:
     """Every call of a submodule that a symbolic run sees; empty where the model allows none, which is logged.
 
     Args:
         wanted: what cannot be done without a trace, for the log.
         training: the mode of the run; None for the model's own.
+        level: of that log.
     """
     try:
         graph = symbolic_run(model, _LayerTracer(), training)
     except Exception as reason:  # the run is of the user's own code, which may raise anything
-        logger.info("%s: the model does not trace (%s)", wanted, reason)
+        logger.log(level, "%s: the model does not trace (%s)", wanted, reason)
         return {}
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, list[fx.Node]] = {}
@@ -87,7 +88,9 @@ def given_a_residual(model: nn.Module, logger: logging.Logger) -> set[nn.Module]
     parents = [m for m in model.modules() if not type(m).__module__.startswith(("torch.", "wnfused.nn"))]
     if not any(isinstance(child, WeightNormalised) for parent in parents for child in _inside(parent)):
         return set()
-    seen = calls(model, logger, "a layer that is called with a residual cannot be told")
+    # Such a layer fails at its next call, far from here.
+    lost = "no layer takes a residual any more, where one is called with it"
+    seen = calls(model, logger, lost, level=logging.WARNING)
     return {
         layer
         for layer, nodes in seen.items()

@@ -146,7 +146,8 @@ def _add_train(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --out after its last finished epoch; options that are not given are that run's",
+        help="continue the run in --out after its last finished epoch; options that are not given are that run's; "
+        "where --out holds no run, one is started, which is said",
     )
     parser.add_argument("--data-folder", type=Path, metavar="FOLDER", help="scikit-learn's data cache")
     parser.set_defaults(run=_train)
@@ -157,7 +158,10 @@ def _train(out: Path, resume: bool, data_folder: Path | None, **given: Any) -> i
     from wnfused.train.folder import RunFolder
     from wnfused.train.run import train
 
-    config = from_options(given, RunFolder(out).saved_config() if resume else None)
+    saved = RunFolder(out).saved_config() if resume else None
+    config = from_options(given, saved)
+    if resume and saved is None and _is_first_process():
+        print(f"no run in {out}: starting one", flush=True)
     with Console(config.epochs) as console:
         result = train(config, out, resume=resume, data_folder=data_folder, reporter=console)
     if _is_first_process():

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wnfused._surgery import LAYERS, OPTIONS, additions, checked, move_hooks, named, replace, twin
 from wnfused._tracing import given_a_residual
@@ -58,6 +59,9 @@ def fold(model: nn.Module) -> nn.Module:
         if module in inside or not isinstance(module, (WNResidualStage, WNResidualBlock, WeightNormalised)):
             continue
         inside.update(module.modules())
+        if any(map(is_lazy, module.parameters())):
+            logger.warning("%s: left alone, it has no shape yet; run the model once, then fold", name)
+            continue
         known = additions(type(module), _FOLDED)
         assert known is not None
         if type(module) is not known[0] and known[1]:

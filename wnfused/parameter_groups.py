@@ -8,6 +8,7 @@ from torch import nn
 
 from wnfused._numbers import at_least_0
 from wnfused.nn import WNResidualStage
+from wnfused.nn._layer import refuse_shapeless
 
 _GAINS = ("weight_g", "parametrizations.weight.original0")
 
@@ -32,12 +33,15 @@ def param_groups(model: nn.Module, weight_decay: float, **options: Any) -> list[
         order.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: ``weight_decay`` is negative or not finite.
+        TypeError: ``model`` is not a module, or ``params`` is among the options.
+        ValueError: ``weight_decay`` is negative or not finite; a lazy layer has no shape yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     at_least_0(weight_decay=weight_decay)
+    if "params" in options:
+        raise TypeError("params: is no option; the parameters are those of the model")
+    refuse_shapeless(model)
     stacked = {
         id(parameter)
         for module in model.modules()

@@ -151,7 +151,15 @@ def parameter_gradient_bounds(
     check_targets(targets, inputs)
     if batch_size is not None:
         positive(batch_size=batch_size)
-    sets = homogeneous_sets(model, inputs[:1]) if sets is None else sets
+    if sets is None:
+        sets = homogeneous_sets(model, inputs[:1])
+    elif not isinstance(sets, Mapping):
+        raise TypeError(f"sets: expected a mapping from names to parameters' names, got {type(sets).__name__}")
+    if not sets:
+        raise ValueError("sets: is empty; the model has no linear or convolutional layer, or none was named")
+    for name, parameters in sets.items():
+        if not len(parameters):
+            raise ValueError(f"sets: {name!r} names no parameter; give at least one")
     named = dict(model.named_parameters())
     for name in {parameter for parameters in sets.values() for parameter in parameters} - named.keys():
         raise ValueError(f"sets: the model has no parameter {name!r}")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wnfused._numbers import positive
+from wnfused._numbers import function, positive
 from wnfused.diagnostics.arguments import (
     Loss,
     check_inputs,
@@ -112,6 +112,7 @@ def hessian_norm(
     check_model(model)
     check_inputs(inputs)
     check_targets(targets, inputs)
+    function(loss=loss)
     positive(samples=samples, max_iterations=max_iterations)
     if batch_size is not None:
         positive(batch_size=batch_size)

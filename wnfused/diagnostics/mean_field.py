@@ -19,15 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import ArrayLike
-from torch import Tensor
+from torch import Tensor, nn
 
-from wnfused._numbers import at_least_0
+from wnfused._numbers import at_least_0, positive
 from wnfused.diagnostics.drawing import COLOURS, THEORY, Drawable
 
 Activation = str | Callable[[Tensor], Tensor]
 """``"linear"``, ``"relu"``, ``"hard_tanh"`` (closed forms), ``"tanh"`` or a smooth elementwise function of a float64
-tensor that autograd can differentiate (quadrature)."""
+tensor that autograd can differentiate (quadrature). torch's own functions and modules of these four are taken by their
+closed forms; the quadrature is wrong where any other function has a kink."""
 
 WEIGHTS = ("gaussian", "orthogonal")
 
@@ -76,7 +78,10 @@ def fixed_point(activation: Activation, sw2: float, sb2: float) -> float:
 
 
 def chi(activation: Activation, sw2: float, sb2: float) -> float:
-    """``sw^2 E phi'(sqrt(q*) z)^2``: by how much a layer multiplies the mean squared length of a perturbation."""
+    """``sw^2 E phi'(sqrt(q*) z)^2``: by how much a layer multiplies the mean squared length of a perturbation.
+
+    Where q* is infinite, its limit for large q.
+    """
     return sw2 * _Moments(activation).slopes(fixed_point(activation, sw2, sb2))
 
 
@@ -86,8 +91,8 @@ def order_chaos_boundary(activation: Activation, q: ArrayLike) -> tuple[np.ndarr
     ReLU and linear layers have a single point, ``(2, 0)`` and ``(1, 0)``, whatever q is.
     """
     values = np.asarray(q, dtype=float)
-    if not (values >= 0).all():
-        raise ValueError(f"q: {q!r} must be at least 0")
+    if not ((values >= 0) & np.isfinite(values)).all():
+        raise ValueError(f"q: {q!r} must be finite and at least 0")
     moments = _Moments(activation)
     sw2 = np.vectorize(lambda value: 1 / moments.slopes(value), otypes=[float])(values)
     sb2 = values - sw2 * np.vectorize(moments.square, otypes=[float])(values)
@@ -118,38 +123,50 @@ def jacobian_theory(
     and 0 for orthogonal weights, which for the piecewise linear ones at chi = 1 is ``L/p`` and ``L (1 - p)/p``; and
     the largest is the edge of the free product's spectrum, ``(L+1)^(L+1) / L^L`` for linear Gaussian layers.
 
+    What is too large for a float is infinite.
+
     Args:
+        depth: L, at least 1.
         weights: ``"gaussian"`` or ``"orthogonal"`` (scaled by sw).
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights: unknown {weights!r}; use 'gaussian' or 'orthogonal'")
-    if depth < 1:
-        raise ValueError(f"depth: {depth} must be at least 1")
+    positive(depth=depth)
     moments = _Moments(activation)
     q = fixed_point(activation, sw2, sb2)
     m1, m2 = moments.slopes(q), moments.slopes(q, power=2)
     gaussian = weights == "gaussian"
     x = sw2 * m1
+    if x == 0:
+        return JacobianTheory(0.0, 0.0, 0.0, 0.0)
+    spread = m2 / m1**2 - 1 + gaussian
     return JacobianTheory(
         chi=x,
-        mean=x**depth,
-        variance=x ** (2 * depth) * depth * (m2 / m1**2 - 1 + gaussian),
+        mean=_exp(depth * math.log(x)),
+        variance=_exp(2 * depth * math.log(x)) * depth * spread if spread else 0.0,
         largest=_edge(moments, q, depth, sw2, gaussian),
     )
+
+
+def _exp(x: float) -> float:
+    """Infinite where math.exp would raise."""
+    return math.exp(x) if x < 709 else math.inf
 
 
 def _edge(moments: _Moments, q: float, depth: int, sw2: float, gaussian: bool) -> float:
     """The minimum over w of ``(1 + z)/z / S(z)^L`` with ``z = psi(w) = E[w s / (1 - w s)]``, ``s = phi'^2``.
 
     ``S_D(z) = w (1 + z)/z`` is the S-transform of the slopes' squares, that of ``W W^T`` is ``1 / (sw^2 (1 + z))`` or
-    ``1 / sw^2``; the inverse of the product's moment generating function turns where its spectrum ends.
+    ``1 / sw^2``; the inverse of the product's moment generating function turns where its spectrum ends. w lies between
+    0 and the inverse of the largest s, by which both are scaled.
     """
+    largest = moments.largest_slope(q)
 
     def log_eigenvalue(logit: float) -> float:
         # 1 - w for a logit, without cancellation.
         w, rest = 1 / (1 + math.exp(-logit)), 1 / (1 + math.exp(logit))
-        z = moments.psi(q, w, rest)
-        layer = math.log(sw2) + math.log(z / (w * (1 + z))) + (math.log1p(z) if gaussian else 0.0)
+        z = moments.psi(q, w, rest, largest)
+        layer = math.log(sw2 * largest) + math.log(z / (w * (1 + z))) + (math.log1p(z) if gaussian else 0.0)
         return math.log1p(1 / z) + depth * layer
 
     low, high = -40.0, 40.0 if moments.bernoulli else 12.0
@@ -157,7 +174,26 @@ def _edge(moments: _Moments, q: float, depth: int, sw2: float, gaussian: bool) -
     for _ in range(100):  # golden section
         a, b = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, b) if log_eigenvalue(a) < log_eigenvalue(b) else (a, high)
-    return math.exp(log_eigenvalue((low + high) / 2))
+    return _exp(log_eigenvalue((low + high) / 2))
+
+
+_FUNCTIONS = (
+    (torch.relu, "relu"), (F.relu, "relu"), (Tensor.relu, "relu"), (F.hardtanh, "hard_tanh"), (torch.tanh, "tanh"),
+    (F.tanh, "tanh"), (Tensor.tanh, "tanh"),
+)  # fmt: skip
+_MODULES = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Identity: "linear"}
+
+
+def _closed_form(activation: Activation) -> Activation:
+    """The name of one of torch's own activations, some of which have kinks that a quadrature misses."""
+    if type(activation) is nn.Hardtanh and (activation.min_val, activation.max_val) == (-1, 1):
+        return "hard_tanh"
+    by_function = next((name for function, name in _FUNCTIONS if activation is function), activation)
+    return _MODULES.get(type(activation), by_function)
+
+
+# What stands for an infinite variance: slopes are then at their limits to six digits.
+_LARGEST_Q = 1e12
 
 
 class _Moments:
@@ -167,7 +203,7 @@ class _Moments:
         known = ("linear", "relu", "tanh", "hard_tanh")
         if not callable(activation) and activation not in known:
             raise ValueError(f"activation: unknown {activation!r}; use one of {', '.join(known)}, or a function")
-        self.activation = activation
+        self.activation = activation = _closed_form(activation)
         self.slope = {"linear": 1.0, "relu": 0.5}.get(activation) if isinstance(activation, str) else None
         """p of positively homogeneous activations, for which ``E phi^2 = p q``."""
         self.bernoulli = self.slope is not None or activation == "hard_tanh"
@@ -195,11 +231,20 @@ class _Moments:
             return math.erf(1 / math.sqrt(2 * q)) if q > 0 else 1.0
         return self._mean(lambda x: self._derivative(x).square() ** power, q)
 
-    def psi(self, q: float, w: float, rest: float) -> float:
-        """``E[w s / (1 - w s)]`` with ``s = phi'(sqrt(q) z)^2`` and ``rest = 1 - w``."""
+    def largest_slope(self, q: float) -> float:
+        """The largest ``phi'(sqrt(q) z)^2``."""
+        return 1.0 if self.bernoulli else self._derivative(self._nodes(q)[0]).square().max().item()
+
+    def psi(self, q: float, w: float, rest: float, largest: float) -> float:
+        """``E[w s / (1 - w s)]`` with ``s = phi'(sqrt(q) z)^2 / largest`` and ``rest = 1 - w``."""
         if self.bernoulli:
             return self.slopes(q) * w / rest
-        return self._mean(lambda x: (w * self._derivative(x).square()) / (1 - w * self._derivative(x).square()), q)
+
+        def share(x: Tensor) -> Tensor:
+            s = w * self._derivative(x).square() / largest
+            return s / (1 - s)
+
+        return self._mean(share, q)
 
     def _function(self, x: Tensor) -> Tensor:
         return torch.tanh(x) if self.activation == "tanh" else self.activation(x)  # type: ignore[operator]
@@ -211,22 +256,29 @@ class _Moments:
             x = x.detach().requires_grad_()
             return torch.autograd.grad(self._function(x).sum(), x)[0]
 
+    @classmethod
+    def _mean(cls, f: Callable[[Tensor], Tensor], q: float) -> float:
+        """``E f(sqrt(q) z)``."""
+        x, weights = cls._nodes(q)
+        return (weights * f(x)).sum().item()
+
     @staticmethod
-    def _mean(f: Callable[[Tensor], Tensor], q: float) -> float:
-        """``E f(sqrt(q) z)`` by the trapezoidal rule in t with ``z = a sinh t``.
+    def _nodes(q: float) -> tuple[Tensor, Tensor]:
+        """``sqrt(q) z`` and weights for means over z, by the trapezoidal rule in t with ``z = a sinh t``.
 
         ``a = 1/sqrt(q)`` for large q puts nodes where f bends, which Gauss-Hermite's do not reach; for functions
         analytic near the real line the error falls as ``exp(-2 pi d / step)``, here below 1e-14.
         """
+        q = min(q, _LARGEST_Q)
         if q == 0:
-            return f(torch.zeros(1, dtype=torch.float64)).item()
+            return torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         a = min(1.0, q**-0.5)
         step = 1 / 32
         count = math.ceil(math.asinh(12 / a) / step)
         t = step * torch.arange(-count, count + 1, dtype=torch.float64)
         z = a * torch.sinh(t)
         density = torch.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
-        return (step * a * torch.cosh(t) * density * f(math.sqrt(q) * z)).sum().item()
+        return math.sqrt(q) * z, step * a * torch.cosh(t) * density
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,8 +307,8 @@ class PhaseDiagram(Drawable):
 
 def phase_diagram(activation: Activation, *, largest_q: float = 3.0, points: int = 100) -> PhaseDiagram:
     """``order_chaos_boundary`` for q* from 0 to ``largest_q``, to be drawn."""
-    if not largest_q > 0 or points < 2:
-        raise ValueError(f"largest_q, points: {largest_q}, {points} must be above 0 and at least 2")
+    if not 0 < largest_q < math.inf or points < 2:
+        raise ValueError(f"largest_q, points: {largest_q}, {points} must be finite and above 0, and at least 2")
     name = activation if isinstance(activation, str) else getattr(activation, "__name__", "activation")
     # Squares put more points where the line starts, at q* = 0.
     return PhaseDiagram(name, *order_chaos_boundary(activation, largest_q * np.linspace(0, 1, points) ** 2))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wnfused._numbers import function
 from wnfused.diagnostics.arguments import Loss, check_inputs, check_model, cross_entropy
 from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
@@ -79,12 +80,16 @@ class NormProfile(Drawable):
 
     def expected_activation(self) -> np.ndarray:
         """The theory's norms ``[L]``, from the mean norm that was measured at the first station; NaN at heads."""
+        if not len(self):
+            return np.empty(0)
         growth = np.cumsum(np.log1p(self._inverse_blocks()))
         squares = self.positions / self.positions[0] * np.exp(growth - growth[0])
         return self._without_heads(self.activation[0] * np.sqrt(squares))
 
     def expected_gradient(self) -> np.ndarray:
         """The theory's norms ``[L]``, from the mean norm that was measured at the last station before the heads."""
+        if not len(self):
+            return np.empty(0)
         last = len(self.names) - self.heads - 1
         growth = np.cumsum(np.log1p(self._inverse_blocks()))
         squares = self.channels / self.channels[last] * np.exp(growth[last] - growth)
@@ -106,6 +111,8 @@ class NormProfile(Drawable):
 
     def _band(self, expected: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
         """Block b of B is share 1/B of its stage's growth, which is 2^(1/2) to e^(1/2) instead of (1 + 1/B)^(B/2)."""
+        if not len(self):
+            return expected, expected
         share, growth = np.cumsum(self._inverse_blocks()), np.cumsum(np.log1p(self._inverse_blocks()))
         end = len(share) - self.heads - 1
         share, growth = (c[end] - c if backward else c - c[0] for c in (share, growth))
@@ -182,6 +189,7 @@ def layer_norms(
     """
     check_model(model)
     check_inputs(inputs)
+    function(loss=loss)
     record = _Record(model)
     with undisturbed(model), torch.enable_grad(), advancing(progress, "norms", None) as record.advance:
         x = inputs.detach()

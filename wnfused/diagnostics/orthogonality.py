@@ -24,6 +24,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from wnfused._numbers import number, positive
 from wnfused.diagnostics.arguments import check_inputs, check_model
 from wnfused.diagnostics.drawing import THEORY, Drawable, key, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
@@ -50,6 +51,8 @@ def gaussian_distance(h: Tensor) -> Tensor:
 
 def gap_bound(layers: ArrayLike, samples: int, width: int, alpha: float) -> np.ndarray:
     """Theorem 1's bound on ``E V(H_{l+1})`` for l in ``layers``, an int or an array of them."""
+    positive(samples=samples, width=width)
+    number(alpha=alpha)
     if not 0 < alpha <= 1 / samples:
         raise ValueError(f"alpha: {alpha} must be above 0 and at most 1/samples = {1 / samples:.3g}, as s_n^2 is")
     l = np.asarray(layers, dtype=float)  # noqa: E741
@@ -60,6 +63,8 @@ def stationary_gap(h: Tensor, expected: Tensor) -> Tensor:
     """``L(Q) = || Q^T Q / d - expected ||_F`` for ``h [..., d, n]`` and ``expected [n, n]``, the mean of
     ``Q^T Q / d`` over many layers: the gap of layers with an activation (appendix F)."""
     d, n = _columns(h)
+    if not isinstance(expected, Tensor):
+        raise TypeError(f"expected: expected a Tensor, got {type(expected).__name__}")
     if expected.shape[-2:] != (n, n):
         raise ValueError(f"expected: shape {list(expected.shape)} does not fit; use [{n}, {n}]")
     h = h.double()
@@ -153,6 +158,8 @@ def orthogonality(
 
 
 def _columns(h: Tensor) -> tuple[int, int]:
+    if not isinstance(h, Tensor):
+        raise TypeError(f"h: expected a Tensor, got {type(h).__name__}")
     if h.dim() < 2 or 0 in h.shape[-2:]:
         raise ValueError(f"h: shape {list(h.shape)} is not [..., d, n] with d, n >= 1")
     return h.shape[-2], h.shape[-1]

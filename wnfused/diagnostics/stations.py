@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from wnfused._numbers import function
 from wnfused.models.resnet import BatchNormBlock
 from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock, WNResidualStage
 from wnfused.nn.residual import run_as
@@ -49,6 +50,7 @@ Observer = Callable[[Call], Tensor | None]
 @contextlib.contextmanager
 def observed(model: nn.Module, observe: Observer, filter: Filter | None = None) -> Iterator[None]:
     """While this holds, ``observe`` sees every call of a station of ``model``; no hook is left behind."""
+    function(filter=filter)
     selected = default_filter(model) if filter is None else filter
     busy = False
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wnfused._numbers import positive
+
 
 def layer_constant(n: int) -> float:
     """``K_n`` of theorem 1 from its printed form, ``2 S_{n-1} / S_n  P_n`` with ``S_n`` the area of the n-sphere:
@@ -21,8 +23,8 @@ def layer_constant(n: int) -> float:
     Raises:
         ValueError: for n below 2.
     """
-    if n < 2:
-        raise ValueError(f"n: {n} must be at least 2")
+    if not isinstance(n, int) or n < 2:
+        raise ValueError(f"n: {n} must be an int of at least 2")
     log_area = [math.log(2) + (k + 1) / 2 * math.log(math.pi) - math.lgamma((k + 1) / 2) for k in (n - 1, n)]
     first = 2 if n % 2 == 0 else 1
     product = sum(math.log(k / (k + 1)) for k in range(first, n - 1, 2))
@@ -31,8 +33,7 @@ def layer_constant(n: int) -> float:
 
 def stage_growth(num_blocks: int) -> float:
     """``(1 + 1/B)^(B/2)``, by which a stage of B blocks multiplies norms, forward and backward (theorems 3, 4)."""
-    if num_blocks < 1:
-        raise ValueError(f"num_blocks: {num_blocks} must be at least 1")
+    positive(num_blocks=num_blocks)
     return math.exp(num_blocks / 2 * math.log1p(1 / num_blocks))
 
 
@@ -50,7 +51,7 @@ def mlp_growth(widths: Sequence[int], *, proposed: bool = True) -> tuple[np.ndar
             backward.
     """
     n = np.asarray(widths, dtype=float)
-    if n.ndim != 1 or len(n) < 2 or n.min() < 1:
+    if n.ndim != 1 or len(n) < 2 or not n.min() >= 1:
         raise ValueError(f"widths: {widths} must be at least two numbers of units, each at least 1")
     if proposed:
         return np.ones(len(n)), np.sqrt(n / n[-1])
@@ -63,6 +64,5 @@ def resnet_growth(num_blocks: int, *, proposed: bool = True) -> np.ndarray:
 
     A block multiplies the squares by ``1 + 1/B`` (``proposed``), or by 1.5 with g = 1.
     """
-    if num_blocks < 1:
-        raise ValueError(f"num_blocks: {num_blocks} must be at least 1")
+    positive(num_blocks=num_blocks)
     return (1 + (1 / num_blocks if proposed else 0.5)) ** (np.arange(num_blocks + 1) / 2)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
+from wnfused._numbers import number
 from wnfused.init.arpit2019 import by_rule, is_plain_head, plain_head
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
@@ -26,6 +27,7 @@ from wnfused.init.units import Unit, fill_
 @scheme("hanin2018")
 def hanin2018(context: Context, v: str = "orthogonal", factor: float = 0.9) -> Iterator[Entry]:
     """``v``: directions, ``"orthogonal"`` or ``"he"``; ``factor``: of one block to the next, above 0, at most 1."""
+    number(factor=factor)
     if not 0 < factor <= 1:
         raise ValueError(f"factor: {factor} must be above 0 and at most 1")
     fill_([unit for unit in context.units if not is_plain_head(unit)], v, generator=context.generator)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from wnfused._numbers import at_least_0, random_source
 from wnfused.init.orthogonal import orthogonal_batched
 
 if TYPE_CHECKING:
@@ -91,6 +92,12 @@ def fill_directions_(
     return v
 
 
+def _check_source(kind: str | None, generator: torch.Generator | None) -> None:
+    if kind not in (None, "orthogonal", "he"):
+        raise ValueError(f"kind: unknown {kind!r}; use 'orthogonal' or 'he'")
+    random_source(generator=generator)
+
+
 @torch.no_grad()
 def reset_layer_(
     layer: WeightNormalised,
@@ -101,9 +108,23 @@ def reset_layer_(
 ) -> float:
     """Directions, ``g = sqrt(gamma fan_in / fan_out)``, zero bias, for one weight-normalised layer.
 
+    Args:
+        gamma: at least 0; the layer's own, or that of its activation, if None.
+        kind: ``"orthogonal"`` or ``"he"``; the layer's ``init`` if None.
+
     Returns:
         The gain it set.
+
+    Raises:
+        TypeError, ValueError: naming the argument that does not fit.
     """
+    from wnfused.nn import WeightNormalised
+
+    if not isinstance(layer, WeightNormalised):
+        raise TypeError(f"layer: expected a weight-normalised layer, got {type(layer).__name__}")
+    if gamma is not None:
+        at_least_0(gamma=gamma)
+    _check_source(kind, generator)
     fill_directions_(layer.weight_v, kind or layer.init, dim=layer.dim, generator=generator)
     gain = math.sqrt((default_gamma(layer) if gamma is None else gamma) * fan_ratio(layer))
     layer.weight_g.fill_(gain)
@@ -125,7 +146,19 @@ def reset_stage_(
 
     Returns:
         The gains it set, of the convolution before the ReLU and of the one that closes the block.
+
+    Raises:
+        TypeError, ValueError: naming the argument that does not fit.
     """
+    from wnfused.nn import WNResidualStage
+
+    if not isinstance(stage, WNResidualStage):
+        raise TypeError(f"stage: expected a WNResidualStage, got {type(stage).__name__}")
+    if gammas is not None:
+        if not isinstance(gammas, (tuple, list)) or len(gammas) != 2:
+            raise ValueError(f"gammas: {gammas!r} must be two numbers")
+        at_least_0(**{f"gammas[{i}]": gamma for i, gamma in enumerate(gammas)})
+    _check_source(kind, generator)
     fill_directions_(stage.weight_v, kind or stage.init, leading=2, generator=generator)
     first, last = (2.0, 1.0 / stage.num_blocks) if gammas is None else gammas
     gains = math.sqrt(first), math.sqrt(last)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wnfused import dispatch
-from wnfused._numbers import finite
+from wnfused._numbers import finite, random_source
 from wnfused.backends import cusolver
 from wnfused.backends import native as kernels
 from wnfused.reference import wide
@@ -85,7 +85,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
         ``tensor``.
 
     Raises:
-        TypeError: ``tensor`` is not floating point.
+        TypeError: ``tensor`` is not floating point, or ``generator`` no generator.
         ValueError: it has fewer than two dims, or ``gain`` is not finite.
         BackendUnavailableError: the native backend was asked for by name and the library that has the route is not
             there: on a CPU, for float32 matrices at least twice as long as wide, the C++ library; on a GPU, for ones so
@@ -101,6 +101,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     if tensor.dim() < 2:
         raise ValueError(f"tensor: shape {list(tensor.shape)} must have at least two dims, [..., r, c]")
     finite(gain=gain)
+    random_source(generator=generator)
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return tensor
     rows, columns = tensor.shape[-2:]

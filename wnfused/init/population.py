@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from wnfused._numbers import random_source
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.registry import Context, check_request, prepared, run_scheme
 from wnfused.init.report import Report
@@ -45,6 +46,10 @@ def initialize_population(
         ValueError, TypeError: as ``initialize``; no model, models that differ in their parameters' shapes, or
             another number of generators.
     """
+    if not isinstance(models, (Sequence, nn.ModuleList)):  # of which nn.Sequential is none: it is one model
+        raise TypeError(f"models: expected a sequence of models, got {type(models).__name__}")
+    if generators is not None and not isinstance(generators, Sequence):
+        raise TypeError(f"generators: expected a sequence with one for each model, got {type(generators).__name__}")
     population = list(models)
     if not population:
         raise ValueError("models: is empty; give at least one")
@@ -56,6 +61,7 @@ def initialize_population(
     sources = [None] * len(population) if generators is None else list(generators)
     if len(sources) != len(population):
         raise ValueError(f"generators: {len(sources)} for {len(population)} models; give one for each")
+    random_source(**{f"generators[{i}]": generator for i, generator in enumerate(sources)})
     return decided_by_first_process(
         nn.ModuleList(population),
         lambda: _in_step(

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from wnfused._numbers import at_least_0, positive
+from wnfused._numbers import at_least_0, flag, from_0, positive, random_source
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.report import Entry, Report
 from wnfused.init.roles import Role, find_roles
 from wnfused.init.skip_scale import restore_sums_
+from wnfused.init.trial import arguments_of, try_sample
 from wnfused.init.units import Unit, units_of
 from wnfused.nn import WNResidualStage
+from wnfused.nn._layer import refuse_shapeless
 
 T = TypeVar("T")
 
@@ -112,10 +114,12 @@ def initialize(
 
     Raises:
         ValueError, TypeError: an unknown scheme, option, layer name or attribute; a gamma that is not finite; no
-            sample for a scheme that needs one; a model that the scheme has no rule for.
+            sample for a scheme that needs one, or one that holds NaN or inf, or on which the model does not run, which
+            is tried before anything is written; a model on the meta device, or that the scheme has no rule for.
         RuntimeError: inside ``wnfused.frozen``.
     """
     check_request(model, scheme, options)
+    random_source(generator=generator)
     return decided_by_first_process(
         model, lambda: run_scheme(prepared(model, scheme, sample, generator, gammas, roles), scheme, options)
     )
@@ -125,7 +129,7 @@ def check_request(model: object, scheme: str, options: Mapping[str, object]) -> 
     """What can be wrong before anything is done, and is so in every process."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    if scheme not in _schemes:
+    if not isinstance(scheme, str) or scheme not in _schemes:
         raise ValueError(f"scheme: unknown {scheme!r}; use one of {', '.join(map(repr, schemes()))}")
     known = list(inspect.signature(_schemes[scheme]).parameters)[1:]
     unknown = sorted(set(options) - set(known))
@@ -134,6 +138,8 @@ def check_request(model: object, scheme: str, options: Mapping[str, object]) -> 
         raise TypeError(f"{unknown[0]}: no option of scheme {scheme!r}; {takes}")
     if any(getattr(module, "_frozen", None) is not None for module in model.modules()):
         raise RuntimeError("model: cannot be initialised inside wnfused.frozen; leave that context first")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model: holds meta tensors; give it memory first, by model.to_empty(device=...)")
 
 
 def prepared(
@@ -141,9 +147,12 @@ def prepared(
     gammas: Mapping[str, float] | None = None, roles: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Context:  # fmt: skip
     """What a scheme works on, its layers found and placed."""
-    if scheme in _data_dependent:
+    looks = scheme in _data_dependent
+    if looks:
         _check_sample(scheme, sample)
     _materialise(model, sample)
+    if looks:
+        try_sample(model, sample, settle=True)
     restore_sums_(model)
     found = find_roles(model)
     units = _stated([unit for role in found for unit in units_of(role)], gammas or {}, roles or {})
@@ -163,21 +172,22 @@ def run_scheme(context: Context, scheme: str, options: Mapping[str, object]) -> 
 
 def _materialise(model: nn.Module, sample: Tensor | tuple[Tensor, ...] | None) -> None:
     """Lazy layers take their shapes from the sample."""
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if not lazy:
-        return
     if sample is None:
-        raise ValueError(f"model: {lazy[0]!r} has no shape yet; run the model once, or give a sample")
-    model(*(sample if isinstance(sample, tuple) else (sample,)))
+        refuse_shapeless(model, "run the model once, or give a sample")
+    elif any(map(is_lazy, model.parameters())):
+        try_sample(model, sample, settle=False)
 
 
-def _check_sample(scheme: str, sample: object) -> None:
-    arguments = sample if isinstance(sample, tuple) else (sample,)
-    for argument in arguments:
+def _check_sample(scheme: str, sample: Tensor | tuple[Tensor, ...] | None) -> None:
+    for argument in arguments_of(sample):
         if not isinstance(argument, Tensor):
             raise ValueError(f"sample: scheme {scheme!r} looks at data; give a batch of inputs, of 64 or more")
         if argument.dim() == 0 or argument.shape[0] == 0:
             raise ValueError(f"sample: shape {list(argument.shape)} has no input in it")
+        if argument.is_meta:
+            raise ValueError("sample: is a meta tensor, which holds no numbers")
+        if not argument.isfinite().all():
+            raise ValueError("sample: holds NaN or inf")
 
 
 def _stated(
@@ -186,16 +196,20 @@ def _stated(
     """The units with the factors and attributes that were stated by hand."""
     names = [unit.name for unit in units]
     for argument, stated in (("gammas", gammas), ("roles", roles)):
+        if not isinstance(stated, Mapping):
+            raise TypeError(f"{argument}: expected a mapping from layer names, got {type(stated).__name__}")
         unknown = sorted(set(stated) - set(names))
         if unknown:
             raise ValueError(f"{argument}: the model has no layer {unknown[0]!r}; it has {', '.join(names)}")
     for name, gamma in gammas.items():
         at_least_0(**{f"gammas[{name!r}]": gamma})
     for name, attributes in roles.items():
-        for attribute in attributes:
+        if not isinstance(attributes, Mapping):
+            raise TypeError(f"roles[{name!r}]: expected a mapping, got {type(attributes).__name__}")
+        for attribute, value in attributes.items():
             if attribute not in _STATABLE:
                 raise ValueError(f"roles: {attribute!r} for {name!r} is none of {', '.join(_STATABLE)}")
-        positive(**{f"roles[{name!r}]['num_blocks']": attributes.get("num_blocks", 1)})
+            _STATABLE[attribute](**{f"roles[{name!r}][{attribute!r}]": value})
     return [
         replace(unit, role=_with_stated(unit.role, gammas.get(unit.name), roles.get(unit.name)))
         if unit.name in gammas or unit.name in roles
@@ -204,7 +218,16 @@ def _stated(
     ]
 
 
-_STATABLE = ("activation_gamma", "closes_branch", "num_blocks", "block", "branch", "branch_layers", "head")
+_STATABLE: dict[str, Callable[..., None]] = {
+    "activation_gamma": at_least_0,
+    "closes_branch": flag,
+    "num_blocks": positive,
+    "block": from_0,
+    "branch": from_0,
+    "branch_layers": from_0,
+    "head": flag,
+}
+"""What may be stated of a role, and its check."""
 
 
 def _with_stated(role: Role, gamma: float | None, attributes: Mapping[str, Any] | None) -> Role:

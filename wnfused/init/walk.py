@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from wnfused.init.registry import Context
 from wnfused.init.report import Entry
+from wnfused.init.trial import arguments_of, evaluating
 from wnfused.init.units import Unit
 from wnfused.nn import WNResidualStage
 from wnfused.nn.residual import run_as
@@ -31,8 +31,8 @@ def walk(context: Context, visit: Visit) -> list[Entry]:
     than once is visited the first time. Layers that are never reached are noted.
     """
     entries: list[Entry] = []
-    with _modes_and_statistics_kept(context.model), _stops(context.units, visit, entries) as reached:
-        context.model(*(context.sample if isinstance(context.sample, tuple) else (context.sample,)))
+    with evaluating(context.model, settle=True), _stops(context.units, visit, entries) as reached:
+        context.model(*arguments_of(context.sample))
     unreached = [unit.name for unit in context.units if id(unit) not in reached]
     if unreached:
         context.notes.append(f"not reached by the sample, left as they started: {', '.join(unreached)}")
@@ -85,21 +85,3 @@ def _block_by_block(
         return x
 
     return run_as(stage, forward)
-
-
-@contextlib.contextmanager
-def _modes_and_statistics_kept(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode but for batch norms, whose running statistics are put back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    buffers = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
-    model.eval()
-    for norm in norms:
-        norm.training = True
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for buffer, before in buffers:
-            buffer.copy_(before)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wnfused._numbers import positive
+from wnfused._numbers import flag, positive
 from wnfused.models._common import RESIDUAL_NORMS, checked_norm
 from wnfused.nn import FixupBlock, PlainResidualBlock, ScalarBias, WNConv2d, WNResidualStage
 
@@ -111,10 +111,13 @@ def _build(
     wrong = depth_error(name, depth)
     if wrong is not None:
         raise ValueError(f"depth: {depth} {wrong}")
+    flag(stack=stack)
+    norm = checked_norm(norm, RESIDUAL_NORMS)
     if recompute is not None:
         positive(recompute=recompute)
+        if norm != "weight":
+            raise ValueError(f"recompute: {recompute} is for norm='weight'; norm={norm!r} has no stage to recompute")
     outer_norms = name == "resnet" and norm == "batch"
-    norm = checked_norm(norm, RESIDUAL_NORMS)
     return ResNet(depth // 6, width, num_classes, in_channels, norm, recompute, stack, outer_norms)
 
 
@@ -136,7 +139,7 @@ def wrn(
         stack: False gives each stage as an ``nn.Sequential`` of separate blocks; with ``norm="weight"``.
 
     Raises:
-        ValueError: naming the argument, its value and what is right.
+        TypeError, ValueError: naming the argument, its value and what is right.
 
     Source: Arpit, Campos & Bengio 2019, section 5 and supplement.
     """

@@ -56,11 +56,34 @@ def stack_blocks(state: State, prefix: str, stacked: Sequence[Tensor], transitio
         to_old(state, layer, split)
     if all(f"{layer}{name}" in state for layer in layers for name in STACKED):
         for name, like in zip(STACKED, stacked, strict=True):
-            entries = [state.pop(f"{layer}{name}").reshape(like.shape[2:]) for layer in layers]
-            state[f"{prefix}{name}"] = torch.stack(entries).reshape(like.shape) if entries else like
+            entries = [_as_stacked(state.pop(f"{layer}{name}"), like) for layer in layers]
+            state[f"{prefix}{name}"] = _stack(entries, like)
     if transition:
         for name in [name for name in state if name.startswith(f"{prefix}0.")]:
             state[f"{prefix}transition.{name.removeprefix(f'{prefix}0.')}"] = state.pop(name)
+
+
+def _as_stacked(entry: Tensor, like: Tensor) -> Tensor:
+    """One convolution's entry in the shape that it has in the stack; where it has another size, in its own."""
+    if entry.numel() == like.shape[2:].numel():
+        return entry.reshape(like.shape[2:])
+    return entry.flatten() if like.dim() == 3 else entry
+
+
+def _stack(entries: Sequence[Tensor], like: Tensor) -> Tensor:
+    """``[B', 2, ...]`` of 2 B' entries; where some fit and some do not, the shape is a misfit's, for torch's error."""
+    if not entries:
+        return like
+    shape = next((e.shape for e in entries if e.shape != like.shape[2:]), like.shape[2:])
+    if any(e.shape != shape for e in entries):
+        return entries[0].new_empty(1).expand(*like.shape[:2], *shape)
+    return torch.stack(list(entries)).reshape(*like.shape[:2], *shape)
+
+
+def count_blocks(state: State, prefix: str) -> int:
+    """How many blocks, one by one, a state dict has for the stage of this prefix, up to the first that is missing."""
+    names = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
+    return next(i for i in range(len(names) + 1) if str(i) not in names)
 
 
 def unstack_blocks(state: State, prefix: str) -> None:

@@ -14,17 +14,33 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from wnfused import functional
-from wnfused._numbers import at_least_0
+from wnfused._numbers import at_least_0, flag, number
 from wnfused.nn._keys import to_old
 from wnfused.nn._weight import EffectiveWeight
 
 DIRECTIONS = ("orthogonal", "he")
 
 
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""What a layer's parameters can be in."""
+
 NOT_STORED = (
-    "cannot hold the weight of a weight-normalised layer, which is computed from weight_v and weight_g; "
-    "wnfused.fold(model) gives plain layers, wnfused.convert(model, plain=True) brings them back"
+    "it is computed from weight_v and weight_g; wnfused.fold(model) gives plain layers, "
+    "wnfused.convert(model, plain=True) brings them back"
 )
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """One that the ops run in, or None for torch's default."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype: {dtype!r} must be one of {', '.join(map(str, DTYPES))}, or None")
+
+
+def refuse_shapeless(model: nn.Module, remedy: str = "run the model once") -> None:
+    """Raises ValueError where a lazy layer of the model has not seen an input yet."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"model: {name!r} has no shape yet; {remedy}")
 
 
 def refuse_script(module: nn.Module) -> nn.Module:
@@ -42,7 +58,7 @@ class _Refuses(nn.ModuleDict):
         return name == "weight"
 
     def __getitem__(self, name: str) -> nn.Module:
-        raise RuntimeError(f"parametrize {NOT_STORED}")
+        raise RuntimeError(f"weight: cannot be parametrized, {NOT_STORED}")
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
@@ -79,19 +95,23 @@ class WeightNormalised(nn.Module):
     __prepare_scriptable__ = refuse_script
 
     def _set_options(
-        self, activation: str | None, negative_slope: float, gamma: float | None, init: str, dim: int | None
-    ) -> None:
+        self, activation: str | None, negative_slope: float, gamma: float | None, init: str, dim: int | None,
+        bias: bool, dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         """Checked and set before torch's constructor runs, because that one ends in ``reset_parameters``."""
         if activation not in (None, "relu", "leaky_relu"):
             raise ValueError(f"activation: unknown {activation!r}; use None, 'relu' or 'leaky_relu'")
+        number(negative_slope=negative_slope)
         if activation == "leaky_relu":
             at_least_0(negative_slope=negative_slope)
         if gamma is not None:
             at_least_0(gamma=gamma)
         if init not in DIRECTIONS:
             raise ValueError(f"init: unknown {init!r}; use 'orthogonal' or 'he'")
-        if dim is not None and not isinstance(dim, int):
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
             raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
+        flag(bias=bias)
+        check_dtype(dtype)
         self.__dict__.update(activation=activation, negative_slope=negative_slope, gamma=gamma, init=init, dim=dim)
 
     @property
@@ -158,7 +178,7 @@ class WeightNormalised(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight_orig":
-            raise RuntimeError(f"prune {NOT_STORED}")
+            raise RuntimeError(f"weight: cannot be pruned, {NOT_STORED}")
         super().register_parameter(name, param)
 
     @property

@@ -23,7 +23,7 @@ class _WNConv(WeightNormalised):
         padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, activation: str | None = None,
         negative_slope: float = 0.01, gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
-        self._set_options(activation, negative_slope, gamma, init, dim)
+        self._set_options(activation, negative_slope, gamma, init, dim, bias, dtype)
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )

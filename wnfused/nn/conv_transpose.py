@@ -25,7 +25,7 @@ class _WNConvTranspose(WeightNormalised):
     ) -> None:  # fmt: skip
         if isinstance(padding, str):
             raise ValueError(f"padding: {padding!r} must be an int or ints for a transposed convolution")
-        self._set_options(activation, negative_slope, gamma, init, dim)
+        self._set_options(activation, negative_slope, gamma, init, dim, bias, dtype)
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
             padding_mode, device, dtype,

@@ -35,7 +35,7 @@ class WNLinear(WeightNormalised, nn.Linear):
         activation: str | None = None, negative_slope: float = 0.01, gamma: float | None = None,
         init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
-        self._set_options(activation, negative_slope, gamma, init, dim)
+        self._set_options(activation, negative_slope, gamma, init, dim, bias, dtype)
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from wnfused import functional
 from wnfused._numbers import finite, positive
-from wnfused.nn._keys import stack_blocks
-from wnfused.nn._layer import refuse_script, row_norm, with_directions
+from wnfused.nn._keys import count_blocks, stack_blocks
+from wnfused.nn._layer import check_dtype, refuse_script, row_norm, with_directions
 from wnfused.nn.conv import WNConv2d
 
 
@@ -115,7 +115,7 @@ class WNResidualStage(nn.Module):
     """``num_blocks`` weight-normalised residual blocks as one layer.
 
     One transition block (``transition``, a ``WNResidualBlock``) if shapes change, then ``B'`` identity blocks
-    with stacked parameters that one op runs: three autograd nodes for a network of 10,000 layers.
+    with stacked parameters that one op runs: one autograd node, however many they are.
 
     Args:
         in_channels, out_channels, stride: of the stage; the first block makes the change.
@@ -146,6 +146,7 @@ class WNResidualStage(nn.Module):
         if recompute is not None:
             positive(recompute=recompute)
         finite(skip_scale=skip_scale)
+        check_dtype(dtype)
         self.in_channels, self.out_channels, self.stride = in_channels, out_channels, stride
         self.num_blocks, self.recompute = num_blocks, recompute
         self.skip_scale, self.init = float(skip_scale), init
@@ -195,6 +196,10 @@ class WNResidualStage(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also loads the checkpoint of separate blocks, numbered as ``unstack`` numbers them."""
+        blocks = count_blocks(state_dict, prefix)
+        if 0 < blocks < self.num_blocks:  # a stack cannot be loaded in part, whether strict or not
+            name = prefix.removesuffix(".") or type(self).__name__
+            args[-1].append(f"{name}: {blocks} blocks in the checkpoint, this stage has {self.num_blocks}.")
         self.adopt_keys(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

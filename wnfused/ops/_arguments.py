@@ -54,22 +54,45 @@ def floating(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
 
 
-def matches(name: str, tensor: Tensor, x: Tensor) -> None:
-    """On the device of ``x``, and in its dtype or, where ``x`` is half precision, in float32."""
+def matches(name: str, tensor: Tensor, x: Tensor, other: str = "x") -> None:
+    """On the device of ``x``, and in its dtype or, where ``x`` is half precision, in float32.
+
+    ``other``: what the caller calls ``x``.
+    """
     if isinstance(tensor, Tensor) and tensor.dtype == x.dtype and tensor.device == x.device:
         return
     floating(name, tensor)
     if tensor.device != x.device:
-        raise ValueError(f"{name}: on device {tensor.device}, but x is on {x.device}; move one of them")
-    if tensor.dtype != x.dtype and not (tensor.dtype == torch.float32 and x.dtype in _HALVES):
+        raise ValueError(f"{name}: on device {tensor.device}, but {other} is on {x.device}; move one of them")
+    if not _dtypes_go(tensor, x):
         raise TypeError(
-            f"{name}: dtype {tensor.dtype} does not go with x of {x.dtype}; use the dtype of x, "
-            f"or float32 parameters with a half-precision x"
+            f"{name}: dtype {tensor.dtype} does not go with {other} of {x.dtype}; use the dtype of {other}, "
+            f"or float32 parameters with a half-precision {other}"
         )
+
+
+def directions(v: Tensor, x: Tensor) -> None:
+    """As ``matches``; it is ``x`` that does not fit, since of a layer ``v`` is nothing that the caller gave."""
+    if isinstance(v, Tensor) and v.dtype == x.dtype and v.device == x.device:
+        return
+    floating("v", v)
+    if v.device != x.device:
+        raise ValueError(f"x: on device {x.device}, but v (a layer's weight_v) is on {v.device}; move one of them")
+    if not _dtypes_go(v, x):
+        raise TypeError(
+            f"x: dtype {x.dtype} does not go with v (a layer's weight_v) of {v.dtype}; cast one of them: "
+            f"v has the dtype of x, or float32 with a half-precision x"
+        )
+
+
+def _dtypes_go(parameter: Tensor, x: Tensor) -> bool:
+    return parameter.dtype == x.dtype or (parameter.dtype == torch.float32 and x.dtype in _HALVES)
 
 
 def gain(g: Tensor, v: Tensor, dim: int | None) -> None:
     """``g`` has one entry a row of ``v``, in torch's weight-norm shape or flat."""
+    if isinstance(dim, bool):
+        raise TypeError(f"dim: {dim} must be an int or None")
     if dim == 0 and v.dim() and g.dim() in (1, v.dim()) and g.shape[0] == g.numel() == v.shape[0]:
         return
     if dim is not None and not isinstance(dim, int):
@@ -95,10 +118,19 @@ def activation(name: str | None, negative_slope: float) -> str:
         return "none"
     if name not in ACTIVATIONS:
         raise ValueError(f"activation: unknown {name!r}; use None, 'relu' or 'leaky_relu'")
+    fits = is_between("negative_slope", 0.0, negative_slope)
     # A negative slope would make the output's sign say nothing about the input's.
-    if name == "leaky_relu" and not 0 <= negative_slope < math.inf:
+    if name == "leaky_relu" and not fits:
         raise ValueError(f"negative_slope: {negative_slope} must be finite and at least 0")
     return name
+
+
+def is_between(name: str, least: float, value: float) -> bool:
+    """Whether ``least <= value`` and both are finite; by comparisons alone, which a trace's symbols have, too."""
+    try:
+        return least <= value < math.inf
+    except (TypeError, ValueError, RuntimeError):  # the last two are those of arrays and tensors of several numbers
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
 
 
 def autocast_is_on(device: str) -> bool:

@@ -137,9 +137,11 @@ def _checked(
     """The op's arguments, ``x`` and the residual with a batch."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
-    arguments.matches("v", v, x)
+    arguments.directions(v, x)
     if v.dim() != spatial + 2:
         raise ValueError(f"v: shape {list(v.shape)} must have {spatial + 2} dims")
+    if 0 in v.shape:
+        raise ValueError(f"v: shape {list(v.shape)} has no entry; channels and kernel must be at least 1 each")
     if not isinstance(groups, _INT) or groups < 1 or v.shape[0] % groups:
         raise ValueError(f"groups: {groups!r} must be at least 1 and divide v.shape[0] = {v.shape[0]}")
     channels = v.shape[0] if transposed else v.shape[1] * groups
@@ -256,7 +258,10 @@ def _conv(
     if type(padding) is str:
         padding = _in_numbers(padding, v, stride, dilation)
     rest = (padding, dilation, 0, groups, activation, negative_slope, residual, dim)
-    code = CODES.get(activation)
+    try:
+        code = CODES.get(activation)
+    except TypeError:  # a list, say; the check names it
+        code = None
     # A layer's own attributes are tuples; anything else is put in order first.
     if (
         code is None
@@ -300,7 +305,11 @@ def _conv_transpose(
     """
     rest = (padding, dilation, output_padding, groups, activation, negative_slope, residual, dim)
     tensors = (x, v, g, bias, residual)
-    code = CODES.get(activation)
+    try:
+        code = CODES.get(activation)
+        slope_fits = 0 <= negative_slope < math.inf
+    except (TypeError, ValueError, RuntimeError):  # a list, say; the check names it
+        code = None
     if (
         code is None
         or dim != 0
@@ -308,7 +317,7 @@ def _conv_transpose(
         or not is_open(x, v, g, bias, residual)
         or not (x.dim() == v.dim() == spatial + 2)
         or not _is_plain(x, v, g, bias, residual)
-        or not 0 <= negative_slope < math.inf
+        or not slope_fits
     ):
         if arguments.answered_for(tensors):
             given = (x, v, g, bias, stride, padding, output_padding, groups, dilation)

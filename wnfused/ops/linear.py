@@ -129,7 +129,10 @@ def linear(
 
     Source: Arpit, Campos & Bengio 2019, eq. 1 and 2.
     """
-    code = CODES.get(activation)
+    try:
+        code = CODES.get(activation)
+    except TypeError:  # a list, say; the check names it
+        code = None
     if code is None or dim != 0 or not is_open(x, v, g, bias, residual):
         tensors = (x, v, g, bias, residual)
         if arguments.answered_for(tensors):
@@ -153,7 +156,7 @@ def _checked(
     """The op's arguments."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
-    arguments.matches("v", v, x)
+    arguments.directions(v, x)
     if v.dim() != 2:
         raise ValueError(f"v: shape {list(v.shape)} is not [out_features, in_features]")
     if x.dim() == 0 or x.shape[-1] != v.shape[1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,14 +173,18 @@ def _checked(
     if x.dim() != 4:
         raise ValueError(f"x: shape {list(x.shape)} is not [N, C, H, W]")
     channels = x.shape[1]
-    arguments.matches("v", v, x)
-    if v.dim() != 6 or list(v.shape[1:]) != [2, channels, channels, 3, 3]:
-        raise ValueError(f"v: shape {list(v.shape)} does not fit x; use [B, 2, {channels}, {channels}, 3, 3]")
+    arguments.directions(v, x)
+    if v.dim() != 6 or v.shape[1] != 2 or v.shape[2] != v.shape[3] or list(v.shape[4:]) != [3, 3]:
+        raise ValueError(f"v: shape {list(v.shape)} is not [B, 2, C, C, 3, 3]; x has C = {channels}")
+    if v.shape[2] != channels:
+        raise ValueError(f"x: shape {list(x.shape)} has {channels} channels, v has {v.shape[2]}; use as many")
+    if 0 in x.shape[1:]:
+        raise ValueError(f"x: shape {list(x.shape)} has no pixel or no channel; only N may be 0")
     for name, parameter in (("g", g), ("bias", bias)):
         arguments.matches(name, parameter, x)
         if list(parameter.shape) != [v.shape[0], 2, channels]:
             raise ValueError(f"{name}: shape {list(parameter.shape)} does not fit; use {[v.shape[0], 2, channels]}")
-    if not -math.inf < skip_scale < math.inf:
+    if not arguments.is_between("skip_scale", -sys.float_info.max, skip_scale):
         raise ValueError(f"skip_scale: {skip_scale} must be finite")
     if recompute is not None:
         positive(recompute=recompute)

@@ -111,5 +111,5 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> Tensor:
 @arguments.quiet_in_a_trace
 def _check(v: Tensor, g: Tensor, dim: int | None) -> None:
     arguments.floating("v", v)
-    arguments.matches("g", g, v)
+    arguments.matches("g", g, v, "v")
     arguments.gain(g, v, dim)

@@ -87,7 +87,7 @@ def _check(vs: Tensors, gs: Tensors, dim: int | None) -> None:
         arguments.floating(f"vs[{i}]", v)
         if v.device != vs[0].device:
             raise ValueError(f"vs[{i}]: on device {v.device}, but vs[0] is on {vs[0].device}; use one call a device")
-        arguments.matches(f"gs[{i}]", g, v)
+        arguments.matches(f"gs[{i}]", g, v, f"vs[{i}]")
         try:
             arguments.gain(g, v, dim)
         except ValueError as error:

@@ -10,7 +10,7 @@ from wnfused._numbers import at_least_0, finite
 from wnfused.init.orthogonal import householder
 from wnfused.nn import WeightNormalised
 from wnfused.reference import wide
-from wnfused.regularize.matrices import check_matrices
+from wnfused.regularize.matrices import check_floating, check_matrices
 
 
 def qr_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
@@ -73,6 +73,7 @@ def cayley_step(w: Tensor, gradient: Tensor, lr: float) -> Tensor:
     """
     check_matrices(w)
     finite(lr=lr)
+    check_floating("gradient", gradient)
     if gradient.shape != w.shape:
         raise ValueError(f"gradient: shape {list(gradient.shape)} does not fit; use {list(w.shape)}")
     if w.shape[-2] < w.shape[-1]:

@@ -11,20 +11,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from wnfused import functional
 from wnfused.init.graph import is_layer
 from wnfused.init.units import parameters_of
 from wnfused.nn import WNResidualStage
+from wnfused.nn._layer import refuse_shapeless
 
 Filter = Callable[[str, nn.Module], bool]
 WEIGHTS = ("effective", "direction")
 
 
+def check_floating(name: str, w: object) -> None:
+    if not isinstance(w, Tensor) or not w.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
+
+
 def check_matrices(w: Tensor) -> None:
     """``w [..., r, c]``, floating point."""
-    if not isinstance(w, Tensor) or not w.is_floating_point():
-        raise TypeError(f"w: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
+    check_floating("w", w)
     if w.dim() < 2 or 0 in w.shape[-2:]:
         raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
 
@@ -34,6 +40,7 @@ class Layers:
     """Layers whose matrices have one shape. ``names`` and ``counts``: how many matrices each layer gives."""
 
     names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
     counts: tuple[int, ...]
     matrices: Tensor
 
@@ -44,25 +51,29 @@ def matrices(model: nn.Module, filter: Filter | None = None, weight: str = "effe
     ``weight`` says which matrix of a weight-normalised layer: ``"effective"``, ``g_i v_i / ||v_i||``, which multiplies
     the input; or ``"direction"``, ``v_i / ||v_i||``, which leaves g free.
     """
-    groups: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
+    groups: dict[tuple[object, ...], list[tuple[str, nn.Module, Tensor]]] = {}
     for name, layer in layers(model):
         if filter is None or filter(name, layer):
             for part, matrix in of_layer(name, layer, weight):
                 key = (matrix.shape[-2:], matrix.dtype, matrix.device)
-                groups.setdefault(key, []).append((part, matrix))
+                groups.setdefault(key, []).append((part, layer, matrix))
     return [
         Layers(
-            tuple(name for name, _ in group),
-            tuple(len(matrix) for _, matrix in group),
-            group[0][1] if len(group) == 1 else torch.cat([matrix for _, matrix in group]),
+            tuple(name for name, _, _ in group),
+            tuple(layer for _, layer, _ in group),
+            tuple(len(matrix) for _, _, matrix in group),
+            group[0][2] if len(group) == 1 else torch.cat([matrix for _, _, matrix in group]),
         )
         for group in groups.values()
     ]
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that have matrices, by name; ValueError where one is lazy and has no shape yet."""
     for name, module in model.named_modules():
         if is_layer(module):
+            if isinstance(module, LazyModuleMixin):  # it becomes another class with its shape
+                refuse_shapeless(model)
             yield name, module
 
 

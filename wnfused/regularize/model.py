@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from wnfused._numbers import at_least_0
+from wnfused._numbers import at_least_0, finite, function, random_source
 from wnfused.init.units import parameters_of
 from wnfused.nn import WNResidualStage
 from wnfused.reference import wide
@@ -31,7 +33,8 @@ class Regularizer:
         penalty: ``"soft"``, ``"gain_adjusted"``, ``"double_soft"``, ``"mutual_coherence"`` or ``"srip"``.
         strength: lambda, finite, at least 0.
         gain: for ``"gain_adjusted"``: a number for all layers, or ``"initial"`` for ``||W||_F / sqrt(min(r, c))`` of
-            each matrix as it is when ``loss`` first sees it: what an initialisation set.
+            each matrix as it is when ``loss`` first sees its layer: what an initialisation set. They are kept for each
+            layer, whatever model it is in, for as long as it lives; a copy or a pickle of the regularizer has none yet.
         weight: which matrix of a weight-normalised layer: ``"effective"``, ``g_i v_i / ||v_i||``, which multiplies the
             input, so that gains are regularised too; or ``"direction"``, ``v_i / ||v_i||``, which leaves them free.
         filter: ``filter(name, module)`` says which layers to take; all linear and convolutional ones and residual
@@ -43,7 +46,7 @@ class Regularizer:
         >>> loss = criterion(model(x), y) + regularizer.loss(model)
 
     Raises:
-        ValueError: naming the argument, its value and what is right.
+        TypeError, ValueError: naming the argument, its value and what is right.
     """
 
     def __init__(
@@ -59,15 +62,24 @@ class Regularizer:
             raise ValueError(f"gain: {gain!r} is for penalty='gain_adjusted'; {penalty!r} takes none")
         if weight not in WEIGHTS:
             raise ValueError(f"weight: unknown {weight!r}; use 'effective' or 'direction'")
+        function(filter=filter)
+        random_source(generator=generator)
         self.penalty, self.strength, self.gain, self.weight = penalty, strength, gain, weight
         self.filter, self.generator = filter, generator
-        self._initial: dict[str, Tensor] = {}
+        self._initial: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the initial gains, whose layers are not copied with it."""
+        return {name: value for name, value in self.__dict__.items() if name != "_initial"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _initial=WeakKeyDictionary())
 
     def loss(self, model: nn.Module) -> Tensor:
         """``strength`` times the sum of all penalties: a scalar with its graph to the parameters.
 
         Raises:
-            ValueError: the model has no layer to regularise.
+            ValueError: the model has no layer to regularise, or a lazy one without a shape.
         """
         values = [self._values(layers).sum() for layers in self._layers(model)]
         total: Tensor = torch.stack([v.to(values[0].device, values[0].dtype) for v in values]).sum()
@@ -101,11 +113,11 @@ class Regularizer:
         if isinstance(self.gain, (int, float)):
             return float(self.gain)
         w = layers.matrices.detach()
-        if any(name not in self._initial for name in layers.names):
+        if any(layer not in self._initial for layer in layers.modules):
             now = torch.linalg.matrix_norm(w.to(wide(w.dtype))) / math.sqrt(min(w.shape[-2:]))
-            for name, gains in zip(layers.names, now.split(layers.counts), strict=True):
-                self._initial.setdefault(name, gains)
-        return torch.cat([self._initial[name].to(w.device) for name in layers.names])
+            for layer, gains in zip(layers.modules, now.split(layers.counts), strict=True):
+                self._initial.setdefault(layer, gains)
+        return torch.cat([self._initial[layer].to(w.device) for layer in layers.modules])
 
 
 @torch.no_grad()
@@ -127,14 +139,17 @@ def retract_(
         ``model``.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: an unknown method; a weight that something else computes, or normalised over other rows.
+        TypeError: ``model`` is not a module, ``gain`` not a number or ``filter`` not a function.
+        ValueError: an unknown method; a gain that is not finite; a lazy layer without a shape; a weight that something
+            else computes, or normalised over other rows.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     methods = {"polar": hard.polar_retraction, "qr": hard.qr_retraction}
-    if method not in methods:
+    if not isinstance(method, str) or method not in methods:
         raise ValueError(f"method: unknown {method!r}; use 'polar' or 'qr'")
+    finite(gain=gain)
+    function(filter=filter)
     shapes: dict[tuple[object, ...], list[tuple[nn.Module, Tensor, Tensor, float]]] = {}
     for name, layer in layers_of(model):
         if filter is not None and not filter(name, layer):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused._numbers import above_0, positive
+from wnfused._numbers import above_0, positive, random_source
 from wnfused.reference import wide
-from wnfused.regularize.matrices import check_matrices
+from wnfused.regularize.matrices import check_floating, check_matrices
 
 
 def soft(w: Tensor) -> Tensor:
@@ -74,12 +74,15 @@ def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: t
     Source: Bansal et al. 2018, section 3.4, eq. 10.
     """
     positive(steps=steps)
+    random_source(generator=generator)
     check_matrices(w)
     wanted = (*w.shape[:-2], min(w.shape[-2:]))
     if start is None:
         start = torch.empty(wanted, dtype=wide(w.dtype), device=w.device).normal_(generator=generator)
-    elif tuple(start.shape) != wanted:
-        raise ValueError(f"start: shape {list(start.shape)} does not fit; use {list(wanted)}")
+    else:
+        check_floating("start", start)
+        if tuple(start.shape) != wanted:
+            raise ValueError(f"start: shape {list(start.shape)} does not fit; use {list(wanted)}")
     return _penalty(w, 1.0, _SpectralNorm(start.detach().to(wide(w.dtype)), steps))
 
 
