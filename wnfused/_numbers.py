@@ -29,6 +29,13 @@ def flag(**values: bool) -> None:
             raise TypeError(f"{name}: {value!r} must be True or False")
 
 
+def truth(**values: bool) -> None:
+    """Each True or False, or 1 or 0, which torch takes for them."""
+    for name, value in values.items():
+        if value not in (0, 1):
+            raise TypeError(f"{name}: {value!r} must be True or False")
+
+
 def function(**values: Any) -> None:
     """Each callable, or None."""
     for name, value in values.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from wnfused import functional
-from wnfused._numbers import at_least_0, flag, number
+from wnfused._numbers import at_least_0, number, truth
 from wnfused.nn._keys import to_old
 from wnfused.nn._weight import EffectiveWeight
 
@@ -110,7 +110,7 @@ class WeightNormalised(nn.Module):
             raise ValueError(f"init: unknown {init!r}; use 'orthogonal' or 'he'")
         if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
             raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
-        flag(bias=bias)
+        truth(bias=bias)
         check_dtype(dtype)
         self.__dict__.update(activation=activation, negative_slope=negative_slope, gamma=gamma, init=init, dim=dim)
 
