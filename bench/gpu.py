@@ -277,12 +277,12 @@ def _sanitizer(tool: str) -> Callable[[Report, float], dict[str, Any]]:
 
 
 def measure(report: Report, limit: float) -> dict[str, Any]:
-    """The workloads against their peers, until time is up."""
+    """The workloads against their peers, pass by pass, until time is up."""
     from bench import gpu_worker, gpu_workloads, supervised
 
     options = report.options
     chosen = gpu_workloads.REHEARSAL if options.rehearse else gpu_workloads.WORKLOADS
-    workloads = {gpu_worker.key(w): w for w in chosen if options.match in w.name}
+    workloads = {gpu_worker.key(w, name): w for w in chosen if options.match in w.name for name in w.passes}
     so_far: dict[str, Any] = {"status": "cut short", "rates": None, "results": [], "left_out": {}, "wrong": []}
 
     def seen(item: str, outcome: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -370,6 +371,35 @@ def test_the_gpu_script_names_what_is_missing(tmp_path, capsys) -> None:
     assert "CUDA" in capsys.readouterr().err
 
 
+def test_a_pass_that_fails_costs_no_other(tmp_path, monkeypatch) -> None:
+    """Each is on disk before the next begins; those after it start anew, the others share what was made."""
+    from bench import gpu_worker, gpu_workloads
+    from bench.supervised import Reporter
+
+    first = dataclasses.replace(gpu_workloads.REHEARSAL[0], passes=("one", "two", "three"))
+    second = dataclasses.replace(first, name="other", passes=("four", "five"))
+    monkeypatch.setattr(gpu_workloads, "REHEARSAL", (first, second))
+    file, begun = tmp_path / "done", []
+
+    def run(workload, seconds, device):
+        begun.append(workload.passes)
+        for name in workload.passes:
+            assert f'"{gpu_worker.key(workload, name)}"' in file.read_text().splitlines()[-1]
+            if name == "two":
+                raise RuntimeError("no more\nmemory")
+            yield Result.of(workload, name)
+
+    monkeypatch.setattr(cases, "run", run)
+    items = [gpu_worker.key(w, name) for w in (first, second) for name in w.passes]
+    assert gpu_worker.measure(items, Reporter(file), 0.0, "cpu") == 0
+    assert begun == [("one", "two", "three"), ("three",), ("four", "five")]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    ended = {line["item"]: line["outcome"] for line in lines if "outcome" in line}
+    assert list(ended) == items
+    assert ended.pop(items[1]) == {"status": "failed", "why": "RuntimeError: no more"}
+    assert [ended[item]["results"][0]["pass_name"] for item in ended] == ["one", "three", "four", "five"]
+
+
 def test_every_gpu_workload_has_a_floor() -> None:
     from bench import gpu_workloads, roofline
 
@@ -427,6 +457,37 @@ def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) ->
         assert not result.failed
         assert set(result.skipped) <= {n for n in (*whole.ours, *whole.peers) if "triton" in n or "warpgroup" in n}
         assert {name for name in chosen if "triton" not in name} <= {*result.errors, *result.skipped}
+
+
+def test_without_memory_for_all_the_graphs_are_gone_before_the_others_are_timed_again(monkeypatch) -> None:
+    alive, timed = [], []
+
+    class Graph:
+        def __init__(self, call):
+            self.call = call
+            alive.append(weakref.ref(self))
+
+        def replay(self):
+            return self.call()
+
+    def times(runners, *arguments, **options):
+        timed.append([runner.name for runner in runners])
+        if len(timed) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return interleave(runners, *arguments, **options)
+
+    def empty_cache():
+        assert [graph() for graph in alive] == [None, None]
+
+    monkeypatch.setattr(peers, "captured", lambda call, *_: Graph(call).replay)
+    monkeypatch.setattr(cases, "interleave", times)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    names = ("plain", "cuda plain fp32 graph", "cuda eager fp32 graph")
+    small = dataclasses.replace(LAYER, ours=("reference",), peers=names, passes=("forward",))
+    (result,) = cases.run(small, 0.0)
+    assert timed == [["reference", *names], ["reference", "plain"]]
+    assert set(result.skipped) == set(names[1:])
+    assert set(result.ratios) == {"plain"}
 
 
 def test_busy_programs_are_there_and_end():
