@@ -362,6 +362,49 @@ def test_a_step_of_the_gpu_script_that_fails_keeps_what_it_had(tmp_path, monkeyp
     assert steps["measure"]["why"] == "RuntimeError: no more"
 
 
+def test_a_commit_that_git_cannot_tell_is_named_or_missed(tmp_path, monkeypatch, capsys) -> None:
+    from bench import gpu, machine
+
+    monkeypatch.setattr(machine, "commit", lambda: None)
+    run = ["--rehearse", "--only", "memcheck", "--out", str(tmp_path)]
+    for arguments, commit in (([], None), (["--commit", "abc123"], "abc123")):
+        assert gpu.main([*run, *arguments]) == 0
+        assert json.loads((tmp_path / "gpu.json").read_text())["machine"]["commit"] == commit
+        assert ("NO COMMIT" in capsys.readouterr().out) == (commit is None)
+
+
+def test_tests_that_may_hang_have_a_process_of_their_own_begun_last() -> None:
+    from bench import gpu
+
+    tests = [f"tests/test_gpu.py::test_{i}" for i in range(20)]
+    hangs = [f"tests/test_gpu.py::test_stage_by_warpgroups[{i}]" for i in range(3)]
+    *others, (last, patience, seconds) = gpu._shards([*tests[:7], *hangs, *tests[7:]])
+    assert len(others) == gpu.TEST_PROCESSES
+    assert sorted(item for shard, _, _ in others for item in shard) == sorted(tests)
+    assert last == hangs
+    assert patience <= 30 < seconds < gpu.LIMITS["tests"]
+    assert gpu._shards([]) == []
+    names = (Path(__file__).parent / "test_gpu.py").read_text()
+    assert f"def test_stage_by_{gpu.UNTRIED}s(" in names
+
+
+@pytest.mark.parametrize(
+    ("known", "options"),
+    [
+        ("--kernel-name arg", ["--kernel-name", "kns=wnfused"]),
+        ("--kernel-regex arg", ["--kernel-regex", "kns=wnfused"]),
+        ("--tool arg", []),
+    ],
+)
+def test_the_race_checker_looks_at_this_packages_kernels(tmp_path, known, options) -> None:
+    from bench import gpu
+
+    script = tmp_path / "compute-sanitizer"
+    script.write_text(f"#!{sys.executable}\nprint({known!r})\n")
+    script.chmod(0o755)
+    assert gpu._own_kernels(str(script)) == options
+
+
 def test_the_gpu_script_names_what_is_missing(tmp_path, capsys) -> None:
     from bench import gpu
 
