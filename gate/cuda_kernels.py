@@ -31,8 +31,8 @@ FLAGS = [
 ]
 
 LOSS = r"\(C75\d\d\)|Potential Performance Loss|wgmma\S* .*serialized"
-"""What ptxas says, as information, where it waits for each wgmma, in C7510 and its neighbours (C7517 and C7519: where it
-put a wait or a fence of its own), or ignores setmaxnreg (C7508)."""
+"""What ptxas says, as information, where it waits for each wgmma, in C7510 and its neighbours (C7517 and C7519: where
+it put a wait or a fence of its own), or ignores setmaxnreg (C7508)."""
 
 
 class LossError(RuntimeError):
