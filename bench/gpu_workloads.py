@@ -1,6 +1,7 @@
 """What ``bench/gpu.py`` measures: whole networks, stages and single layers on a GPU. One table, nothing else.
 
-Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios.
+Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios. The
+vendor's fused ReLUs (``epilogues``) are timed where its products are chosen.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _linear() -> list[Workload]:
             features=features,
             batch=batch,
             ours=_peers(precision, "triton *"),
-            peers=_peers(precision, "triton * graph", "eager *", "eager * graph", "plain *",
-                         *["compile *"] * ((features, batch) == (1024, 256))),
+            peers=_peers(precision, "triton * graph", *["epilogues *"] * (batch > 512), "eager *", "eager * graph",
+                         "plain *", *["compile *"] * ((features, batch) == (1024, 256))),
         )
         for features in (256, 1024, 4096)
         for batch in (32, 256, 4096)
@@ -100,7 +101,7 @@ def _conv() -> list[Workload]:
             batch=batch,
             channels_last=True,
             ours=_peers(precision, "triton *"),
-            peers=_peers(precision, "triton * graph", "eager *", "plain *",
+            peers=_peers(precision, "triton * graph", *["epilogues *"] * (channels >= 64), "eager *", "plain *",
                          *["compile *"] * (channels == 64)),
         )
         # The last three are those of a WRN-40-10.

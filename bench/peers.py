@@ -19,6 +19,7 @@ from bench import gate, models, parameters
 from bench.measure import Runner
 from bench.workloads import BACKWARD, DIGITS, EPOCH, FORWARD, STEP
 from wnfused.backends import native_cuda
+from wnfused.backends.triton import strategy
 
 COMPILE_SECONDS = 60  # for a pass of a compiled peer
 
@@ -33,7 +34,7 @@ class Peer:
 
     ``precision``: ``"fp32"``, ``"tf32"`` (CUDA only) or ``"bf16"``, by autocast with parameters in float32 unless
     ``pure``: then parameters and input are bfloat16 themselves. ``captured``: the pass is recorded as a CUDA graph once
-    and replayed. ``warpgroup``: stages by wgmma, which have to be switched on.
+    and replayed. ``warpgroup``: stages by wgmma, ``epilogues``: the vendor's fused ReLUs, which have to be switched on.
     """
 
     form: str
@@ -45,6 +46,7 @@ class Peer:
     captured: bool = False
     pure: bool = False
     warpgroup: bool = False
+    epilogues: bool = False
 
 
 def _on_cuda() -> dict[str, Peer]:
@@ -67,6 +69,9 @@ def _on_cuda() -> dict[str, Peer]:
     text = "this package, CUDA kernels, stages by wgmma, bf16"
     found["cuda warpgroup bf16"] = Peer("ours", text, "native", precision="bf16", channels_last=True, warpgroup=True)
     for precision in ("fp32", "tf32", "bf16"):
+        text = f"this package, ReLUs in the vendor's products, {precision}"
+        key = f"cuda epilogues {precision}"
+        found[key] = Peer("ours", text, "triton", precision=precision, channels_last=True, epilogues=True)
         text = f"torch.compile of parametrizations.weight_norm, {precision}"
         found[f"cuda compile {precision}"] = Peer("eager", text, compiled=True, precision=precision, channels_last=True)
     return found
@@ -122,6 +127,9 @@ class Subject:
             if self.peer.warpgroup:
                 native_cuda.use_warpgroup_stage(True)
                 stack.callback(native_cuda.use_warpgroup_stage, False)
+            if self.peer.epilogues:
+                strategy.use_vendor_epilogues(True)
+                stack.callback(strategy.use_vendor_epilogues, False)
             yield
 
     @property

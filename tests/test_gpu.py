@@ -98,11 +98,23 @@ def test_samples(sample: Sample, dtype: torch.dtype, backend: str) -> None:
 ALIGNED_TOLERANCE = {"float32": 2e-5, "tf32": 3e-3, "bfloat16": 3e-2, "float16": 4e-3}
 
 
-@pytest.mark.parametrize("way", ["fused", "vendor"])
+@pytest.fixture
+def vendor_epilogues(request):
+    strategy.use_vendor_epilogues(request.param)
+    yield
+    strategy.use_vendor_epilogues(False)
+
+
+@pytest.mark.parametrize(
+    ("way", "vendor_epilogues"),
+    [("fused", False), ("vendor", False), ("vendor", True)],
+    ids=["fused", "vendor", "vendor with its ReLU"],
+    indirect=["vendor_epilogues"],
+)
 @pytest.mark.parametrize("precision", list(ALIGNED_TOLERANCE))
 @pytest.mark.parametrize("sample", ALIGNED, ids=lambda sample: sample.name)
-def test_both_ways_of_a_layer(sample: Sample, precision: str, way: str) -> None:
-    """The Triton backend's own kernels, and the vendor's product with its epilogue."""
+def test_both_ways_of_a_layer(sample: Sample, precision: str, way: str, vendor_epilogues: None) -> None:
+    """The Triton backend's own kernels, and the vendor's product with and without its epilogue."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     with strategy.forced(way):
@@ -121,7 +133,7 @@ def scaled(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_memory_that_held_nan_does_not_show(precision: str) -> None:
-    """cuDNN's fused convolution + ReLU is given its own unwritten output as a summand, times 0."""
+    """An output that the vendor's product reads before it writes it, times 0, would show."""
     dtype = getattr(torch, precision)
     layer = wnfused.WNConv2d(64, 64, 3, padding=1, activation="relu").to("cuda", dtype)
     x = torch.randn(8, 64, 16, 16, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)

@@ -199,6 +199,44 @@ def test_the_way_of_a_layer(layer, way):
             assert strategy.way(layer) == (forced if possible else "vendor")
 
 
+@pytest.fixture
+def vendor_layers(monkeypatch):
+    """The vendor's layers on CPU tensors, and the fused calls that they make."""
+    pytest.importorskip("triton")
+    from wnfused.backends.triton import vendor
+
+    made = []
+    fused = torch._addmm_activation
+    monkeypatch.setattr(torch, "_addmm_activation", lambda *arguments: made.append("cuBLASLt") or fused(*arguments))
+    monkeypatch.setattr(vendor, "effective_weight", lambda v, g, dim, dtype: wnfused.reference.weight_norm(v, g, dim))
+    yield vendor, made
+    strategy.use_vendor_epilogues(False)
+
+
+def test_the_vendors_fused_relus_are_asked_for_or_not_made(vendor_layers, gpus):
+    """Otherwise NaN stays NaN, and every output of the vendor's is one that it was told to write and to repeat."""
+    vendor, made = vendor_layers
+    x, v, g, bias = torch.randn(9, 16), torch.randn(8, 16), torch.randn(8), torch.randn(8)
+    x[3, 2] = float("nan")
+    image, w, geometry = gpus(0), torch.empty(8, 16, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert not strategy.vendor_epilogues()
+    assert not vendor._has_fused_epilogue(image, w, geometry, "relu")
+    y, _ = vendor.linear(x, v, g, bias, None, 0, "relu", 0.0)
+    assert made == []
+    assert y[3].isnan().all()
+    expected, _ = wnfused.reference.linear(x, v, g, bias, None, 0, "relu", 0.0)
+    torch.testing.assert_close(y, expected, equal_nan=True)
+    strategy.use_vendor_epilogues(True)
+    assert vendor._has_fused_epilogue(image, w, geometry, "relu") == torch.backends.cudnn.enabled
+    assert not vendor._has_fused_epilogue(image, w, geometry, "none")
+    finite = x.nan_to_num()
+    y, _ = vendor.linear(finite, v, g, bias, None, 0, "relu", 0.0)
+    assert made == ["cuBLASLt"]
+    torch.testing.assert_close(y, wnfused.reference.linear(finite, v, g, bias, None, 0, "relu", 0.0)[0])
+    vendor.linear(finite, v, g, bias, torch.ones(9, 8), 0, "relu", 0.0)
+    assert made == ["cuBLASLt"]
+
+
 def test_the_borders_to_measure_lie_on_both_sides():
     for spatial in (0, 2):
         ways = {strategy.way(layer) for layer in strategy.borders() if layer.spatial == spatial}

@@ -2,6 +2,7 @@
 
 One table for each kind of layer, read from the top: the first row that applies decides, and each row says why. The
 reasons are counts of bytes and launches, not timings: no row here has been measured on a GPU (the speeds are modelled).
+What follows the vendor's product is another choice, ``use_vendor_epilogues``.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ LINEAR = (
     Row(
         lambda layer: True,
         "vendor",
-        "the product is the time and cuBLASLt the faster product: scaling v once costs 1/M of it, and bias and ReLU "
-        "ride in cuBLASLt's epilogue",
+        "the product is the time and cuBLAS the faster product: scaling v once costs 1/M of it; the bias rides in its "
+        "epilogue, and a ReLU is a pass over y",
     ),
 )
 
@@ -90,10 +91,32 @@ CONV = (
     Row(
         lambda layer: True,
         "vendor",
-        "wide: cuDNN's product is the time, the weight a fraction of the map, and bias, residual and ReLU ride in "
-        "its epilogue",
+        "wide: cuDNN's product is the time, the weight a fraction of the map, and so are the passes over the map for "
+        "bias, residual and ReLU",
     ),
 )
+
+
+_epilogues = False
+
+
+def use_vendor_epilogues(on: bool) -> None:
+    """Whether a ReLU rides in the vendor's product where it can, with bias and residual, in this process.
+
+    Off unless it is called: then the ReLU is a pass of its own over what ``torch.addmm`` or ``torch.convolution`` gave,
+    which saves nothing and changes nothing either. On, a linear layer without residual is cuBLASLt's product + bias +
+    ReLU, whose ReLU may turn NaN into 0, where torch's keeps it and so shows a diverged network; and a 2d convolution
+    of 8 k channels is cuDNN's convolution + bias (+ residual) + ReLU, which torch gives its own unwritten output as a
+    summand times 0 (memory that held NaN may show) and never asks for a deterministic algorithm. Neither has been
+    timed on a GPU.
+    """
+    global _epilogues
+    _epilogues = on
+
+
+def vendor_epilogues() -> bool:
+    """What ``use_vendor_epilogues`` was told."""
+    return _epilogues
 
 
 def borders() -> Iterator[Layer]:
