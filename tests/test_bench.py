@@ -487,7 +487,8 @@ def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) ->
     """Small, on the CPU, with graphs that are plain calls: every line on the host's side runs."""
     from bench import gpu_workloads
 
-    monkeypatch.setattr(peers, "captured", lambda call: call)
+    monkeypatch.setattr(peers, "captured", lambda call, results, limit: peers.check_replay(
+        results(call()), results(call()), limit) or call)  # fmt: skip
     sizes = {
         workloads.LinearLayer: {"features": 16, "batch": 4},
         workloads.ConvLayer: {"channels": 16, "size": 4, "batch": 2},
@@ -533,6 +534,32 @@ def test_without_memory_for_all_the_graphs_are_gone_before_the_others_are_timed_
     assert timed == [["reference", *names], ["reference", "plain"]]
     assert set(result.skipped) == set(names[1:])
     assert set(result.ratios) == {"plain"}
+
+
+def test_a_replay_is_compared_with_a_call() -> None:
+    true = [torch.randn(5, 3), torch.randn(4)]
+    peers.check_replay([t * (1 + 1e-3) for t in true], true, 1e-2)
+    unwritten, off = torch.full((4,), math.nan), true[1] * 1.1
+    for wrong in ([true[0], unwritten], [true[0], off], [true[0], torch.zeros(4)], [true[0], torch.zeros(3)], true[:1]):
+        with pytest.raises(gate.GateError, match="a replayed CUDA graph"):
+            peers.check_replay(wrong, true, 1e-2)
+    with pytest.raises(gate.GateError, match="a replayed CUDA graph"):
+        peers.check_replay([], [], 1e-2)
+
+
+def test_a_training_step_is_known_by_its_gradients() -> None:
+    subject = peers.subject(gate.Problem(NETWORK), "plain")
+    held = list(subject.module.parameters())
+    step = peers.call(subject, workloads.STEP)
+    first = peers._results(held, step())
+    assert [t.shape for t in first] == [p.shape for p in held]
+    limit = peers._same_limit(subject, workloads.STEP)
+    peers.check_replay(first, peers._results(held, step()), limit)
+    assert limit == gate.tolerance(NETWORK, "fp32").layer_gradient < 1
+    assert peers._same_limit(subject, workloads.BACKWARD) == 1e-2
+    first[3].zero_()
+    with pytest.raises(gate.GateError, match="a replayed CUDA graph"):
+        peers.check_replay(first, peers._results(held, step()), limit)
 
 
 def test_busy_programs_are_there_and_end():
