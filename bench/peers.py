@@ -118,12 +118,18 @@ class Subject:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Our backend and CUDA's precision, as the peer has them."""
+        """Our backend and CUDA's precision, as the peer has them.
+
+        Others' convolutions go by the algorithm that cuDNN found fastest on these shapes, as who is after speed has
+        it; of ours a user gets what the package gives unasked.
+        """
         with contextlib.ExitStack() as stack:
             if self.peer.backend:
                 stack.enter_context(wnfused.use_backend(self.peer.backend))
             if self.x.is_cuda:
                 stack.enter_context(tensor_float_32(self.peer.precision == "tf32"))
+                if self.peer.form != "ours":
+                    stack.enter_context(_fastest_convolutions())
             if self.peer.warpgroup:
                 native_cuda.use_warpgroup_stage(True)
                 stack.callback(native_cuda.use_warpgroup_stage, False)
@@ -218,6 +224,17 @@ def tensor_float_32(allowed: bool) -> Iterator[None]:
     finally:
         for switch, value in zip(switches, before, strict=True):
             switch.allow_tf32 = value
+
+
+@contextlib.contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Lets cuDNN time its algorithms on every new shape: at the gate, before anything is timed here."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def gated(subject: Subject, name: str, pass_name: str) -> Gated:

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -534,6 +535,17 @@ def test_without_memory_for_all_the_graphs_are_gone_before_the_others_are_timed_
     assert timed == [["reference", *names], ["reference", "plain"]]
     assert set(result.skipped) == set(names[1:])
     assert set(result.ratios) == {"plain"}
+
+
+@pytest.mark.parametrize(("name", "searched"), [("cuda ours bf16", False), ("cuda eager tf32", True), ("plain", True)])
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_others_convolutions_on_a_gpu_are_cudnns_fastest(monkeypatch, name, searched, is_cuda) -> None:
+    peer = dataclasses.replace(peers.PEERS[name], backend=None)
+    subject = peers.Subject(None, peer, None, None, SimpleNamespace(is_cuda=is_cuda))
+    assert not torch.backends.cudnn.benchmark
+    with subject.context():
+        assert torch.backends.cudnn.benchmark == (searched and is_cuda)
+    assert not torch.backends.cudnn.benchmark
 
 
 def test_a_replay_is_compared_with_a_call() -> None:
