@@ -459,6 +459,20 @@ def test_every_gpu_workload_has_a_floor() -> None:
         assert set(workload.ours) | set(workload.peers) <= set(peers.PEERS)
 
 
+@pytest.mark.parametrize(
+    ("fp32", "precision", "rate", "way"),
+    [(5e13, "fp32", 1e14, "3 x tf32"), (2e14, "fp32", 2e14, "fp32"), (5e13, "tf32", 3e14, "tf32")],
+)
+def test_a_float32_product_may_be_three_of_tf32(fp32, precision, rate, way) -> None:
+    from bench import roofline
+
+    rates = roofline.Rates(1e30, {"fp32": fp32, "tf32": 3e14, "bf16": 8e14})
+    layer = workloads.LinearLayer(group="g", name="n", features=64, batch=64)
+    found = roofline.floor(layer, "forward", precision, rates)
+    assert found.seconds == pytest.approx(found.flops / rate)
+    assert found.bound == f"FLOPs by {way}"
+
+
 def test_bytes_of_one_linear_layer() -> None:
     """Forward: x, w, b, y. Backward: w again, dy, x, dx, dw, db."""
     from bench import roofline
