@@ -323,6 +323,39 @@ def test_a_training_step_is_captured() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_the_rows_of_many_tensors_are_captured() -> None:
+    """A capture takes other kernels than the calls before it, which have to bring them."""
+    pytest.importorskip("triton")
+    from wnfused.backends.triton import rows
+
+    for kernel in (rows.kernels.weight_norm, rows.kernels.weight_norm_backward):
+        kernel.device_caches.clear()  # what other tests left
+    rows._launched.clear()
+    shapes = [(24, 40), (7, 33), (16, 8, 3, 3)]
+    vs = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    gs = [torch.randn(shape[0], device="cuda", requires_grad=True) for shape in shapes]
+
+    def step() -> list[torch.Tensor]:
+        with wnfused.use_backend("triton"):
+            w = wnfused.functional.weight_norm_many(vs, gs)
+            return [*w, *torch.autograd.grad(sum(t.square().sum() for t in w), [*vs, *gs])]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    with torch.no_grad():
+        for t in (*vs, *gs):
+            t.mul_(1.5)
+    graph.replay()
+    for found, expected in zip(replayed, step(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("shape", [(300, 16, 144), (100, 64, 576), (1, 1024, 1024), (4, 700, 300)])
 def test_orthogonal_batched(shape: tuple[int, ...]) -> None:
     q = wnfused.init.orthogonal_batched(
