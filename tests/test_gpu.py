@@ -356,11 +356,14 @@ def test_the_rows_of_many_tensors_are_captured() -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("shape", [(300, 16, 144), (100, 64, 576), (1, 1024, 1024), (4, 700, 300)])
-def test_orthogonal_batched(shape: tuple[int, ...]) -> None:
+def test_orthogonal_batched(shape: tuple[int, ...], tf32: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     q = wnfused.init.orthogonal_batched(
         torch.empty(shape, device="cuda"), generator=torch.Generator("cuda").manual_seed(0)
     )
+    torch.backends.cuda.matmul.allow_tf32 = False
     rows, columns = shape[-2:]
     product = q @ q.mT if rows <= columns else q.mT @ q
     identity = torch.eye(min(rows, columns), device="cuda")
