@@ -41,14 +41,23 @@ def compare(
     dtype: torch.dtype,
     backend: str,
     tolerance: float | None = None,
+    kink: float = 0.0,
 ) -> None:
-    """Output and all gradients on CUDA against float64 on the CPU."""
+    """Output and all gradients on CUDA against float64 on the CPU.
+
+    A unit nearer its kink than the roundings reach, ``kink`` standard deviations, may be on either side: gradients may
+    be off by what these units' switching makes of them, besides.
+    """
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     here = [t.detach().to("cuda", dtype).requires_grad_() for t in tensors]
     there = [t.detach().cpu().double().requires_grad_() for t in here]
     true = expected(*there)
     dy = torch.randn(true.shape, dtype=torch.float64)
     true.backward(dy)
+    other = [t.grad for t in there]
+    if kink:
+        with Switched(kink):
+            other = torch.autograd.grad(expected(*there), there, dy)
     try:
         with wnfused.use_backend(backend):
             found = run(*here)
@@ -56,8 +65,23 @@ def compare(
     except wnfused.BackendUnavailableError as reason:
         pytest.skip(str(reason))
     assert error(found, true) < tolerance
-    for a, b in zip(here, there, strict=True):
-        assert error(a.grad, b.grad) < 4 * tolerance
+    for a, b, switched in zip(here, there, other, strict=True):
+        assert error(a.grad, b.grad) < 4 * tolerance + 2 * error(switched, b.grad)
+
+
+class Switched(torch.overrides.TorchFunctionMode):
+    """Every unit within so many standard deviations of its kink is on the wrong side of it."""
+
+    def __init__(self, within: float) -> None:
+        super().__init__()
+        self.within = within
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        if function is not torch.nn.functional.relu:
+            return function(*arguments, **(keywords or {}))
+        z = arguments[0]
+        value = z.detach()
+        return z * ((value > 0) ^ (value.abs() < self.within * value.std()))
 
 
 def calm(sample: Sample, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -165,7 +189,7 @@ def test_nan_stays_nan(way: str) -> None:
 
 
 def stage_tensors(blocks: int, n: int, c: int, size: int) -> list[torch.Tensor]:
-    torch.manual_seed(2)  # with it no unit of the small stages is so near its kink that float32 switches it
+    torch.manual_seed(2)
     v = torch.randn(blocks, 2, c, c, 3, 3)
     g = torch.rand(blocks, 2, c) + 0.5
     g[:, 1] *= blocks**-0.5
@@ -185,7 +209,9 @@ def test_stage(channels: int, size: int, batch: int, precision: str, recompute: 
     run = functools.partial(wnfused.functional.residual_stage, recompute=recompute)
     # A switched ReLU costs its gradient, so a gradient's error is about the root of the output's.
     tolerance = 2e-2 if precision == "tf32" else TOLERANCE[dtype]
-    compare(run, composite_stage, tensors, dtype, "native", tolerance)
+    # float32 leaves errors of about 1e-6 in a pre-activation, and a million units have some that are nearer their kink.
+    kink = 5e-6 if precision == "float32" else 0.0
+    compare(run, composite_stage, tensors, dtype, "native", tolerance, kink)
 
 
 @pytest.fixture
