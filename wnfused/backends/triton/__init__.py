@@ -73,7 +73,9 @@ def weight_norm_many_backward(
 
 
 def _linear_layer(x: Tensor, v: Tensor, dim: int | None) -> Layer:
-    return Layer(x.shape[:-1].numel(), v.shape[0], v.shape[1], x.dtype, None if dim is None else dim % v.dim())
+    dim = None if dim is None else dim % v.dim()
+    full = support.precision(x.dtype, "matmul") == "ieee"
+    return Layer(x.shape[:-1].numel(), v.shape[0], v.shape[1], x.dtype, dim, full=full)
 
 
 def linear(

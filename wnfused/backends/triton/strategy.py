@@ -26,6 +26,7 @@ class Layer:
         rows: filters or output features.
         channels: input channels or features.
         spatial: spatial dims; 0 for a linear layer.
+        full: whether the product is float32 in full precision, without tensor cores.
     """
 
     samples: int
@@ -36,6 +37,7 @@ class Layer:
     spatial: int = 0
     groups: int = 1
     transposed: bool = False
+    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ _EMPTY = Row(
 LINEAR = (
     _EMPTY,
     _ALONG_ANOTHER_DIM,
+    Row(
+        lambda layer: layer.full and layer.samples > 32,
+        "vendor",
+        "without tensor cores the product is the time from some 30 rows on (60 TFLOP/s beside 3 TB/s), and cuBLAS's "
+        "sgemm the faster one: Triton's in full precision are plain multiply-adds on registers",
+    ),
     Row(
         lambda layer: layer.samples <= 512,
         "fused",
@@ -124,7 +132,8 @@ def borders() -> Iterator[Layer]:
     for dtype in (torch.bfloat16, torch.float32):
         for features in (256, 1024, 4096):
             for samples in (1, 32, 256, 512, 1024, 4096):
-                yield Layer(samples, features, features, dtype)
+                for full in (False, True)[: 1 + (dtype == torch.float32)]:
+                    yield Layer(samples, features, features, dtype, full=full)
         for channels, pixels in ((16, 131072), (32, 32768), (48, 32768), (64, 8192), (128, 8192), (256, 2048)):
             yield Layer(pixels, channels, channels, dtype, spatial=2)
 
