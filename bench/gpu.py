@@ -325,7 +325,7 @@ def measure(report: Report, limit: float) -> dict[str, Any]:
         if outcome["status"] != "measured":
             so_far["left_out"][item] = outcome["why"]
         elif item == gpu_worker.RATES:
-            so_far["rates"] = outcome["rates"]
+            so_far.update((name, outcome[name]) for name in ("rates", "warpgroup_clusters"))
         else:
             rows = [_with_floor(row, workloads[item], so_far["rates"]) for row in outcome["results"]]
             so_far["results"] += rows

@@ -21,7 +21,7 @@ import torch
 from bench.supervised import POISONED, Reporter
 
 RATES = "rates"
-"""The item that is the machine's measured ceilings."""
+"""The item that is the machine's measured ceilings, and how many clusters of the stage by wgmma run on it at once."""
 
 
 def main() -> int:
@@ -141,8 +141,12 @@ def measure(items: Sequence[str], reporter: Reporter, seconds: float, device: st
 
 def _rates() -> dict[str, Any]:
     from bench import roofline
+    from wnfused.backends import native_cuda
 
-    return {"rates": dataclasses.asdict(roofline.measure())}
+    found: dict[str, Any] = {"rates": dataclasses.asdict(roofline.measure()), "warpgroup_clusters": None}
+    if native_cuda.unavailable() is None and torch.cuda.get_device_capability() == (9, 0):
+        found["warpgroup_clusters"] = torch.ops.wnfused_native.cuda_warpgroup_clusters()
+    return found
 
 
 def _row(results: Iterator[Any]) -> dict[str, Any]:

@@ -234,6 +234,11 @@ def test_stage_by_warpgroups(batch: int, recompute: int | None, warpgroup_stage)
     compare(run, composite_stage, stage_tensors(9, batch, 64, 8), torch.bfloat16, "native")
 
 
+def test_clusters_of_the_stage_by_warpgroups_fit(warpgroup_stage) -> None:
+    count = torch.ops.wnfused_native.cuda_warpgroup_clusters()
+    assert 1 <= count <= torch.cuda.get_device_properties(0).multi_processor_count // 4
+
+
 def test_stage_by_warpgroups_is_bitwise_equal_from_run_to_run(warpgroup_stage) -> None:
     x, v, g, bias = (t.cuda() for t in stage_tensors(40, 130, 64, 8))
     with wnfused.use_backend("native"):
