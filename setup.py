@@ -157,8 +157,13 @@ def build_ext_class():
                 reasons["cpu"] = f"the C++ build failed: {str(error).strip().splitlines()[0]}"
                 self.warn(f"{reasons['cpu']}; wnfused will run in plain torch")
             root = ROOT if self.inplace else Path(self.build_lib)
-            self.run_cuda(root / "wnfused" / "_cuda.abi3.so")
+            # Before the minutes of nvcc, and again however they end: without its record the C++ library is not opened.
+            reasons["cuda"] = "the CUDA build did not come to its end"
             record(root)
+            try:
+                self.run_cuda(root / "wnfused" / "_cuda.abi3.so")
+            finally:
+                record(root)
 
         def run_cuda(self, library):
             library.unlink(missing_ok=True)  # one of another build would be loaded
@@ -167,15 +172,16 @@ def build_ext_class():
             if left_out is None:
                 try:
                     build_cuda(library, Path(self.build_temp) / "cuda")
-                    return
+                    del reasons["cuda"]
                 except Exception as error:
+                    reasons["cuda"] = f"the CUDA build failed: {(str(error).strip().splitlines() or [error])[0]}"
                     if forced:
                         raise
-                    left_out = f"the CUDA build failed: {str(error).strip().splitlines()[0]}"
-                    self.warn(left_out)
-            elif forced:
-                raise RuntimeError(left_out)
+                    self.warn(reasons["cuda"])
+                return
             reasons["cuda"] = left_out
+            if forced:
+                raise RuntimeError(left_out)
 
         def get_outputs(self):
             return [path for path in super().get_outputs() if Path(path).exists()]
@@ -193,7 +199,9 @@ def record(root: Path) -> None:
     target = root / "wnfused" / "_build.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     record = {"not_built": reasons, "declarations": declarations()}
-    target.write_text(json.dumps(record, indent=1) + "\n")
+    temporary = target.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.replace(target)
 
 
 def declarations():

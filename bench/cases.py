@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -36,13 +37,17 @@ def _run_module(workload: Workload, budget: float, device: str) -> Iterator[Resu
         if base is not None:
             try:
                 _measure(workload, runners, base, budget, result, device)
-            except torch.OutOfMemoryError:  # every captured graph keeps memory of its own: without them, then
-                for runner in runners:
-                    if peers.PEERS[runner.name].captured:
-                        result.skipped[runner.name] = "no memory beside the other peers"
-                runners = [runner for runner in runners if runner.name not in result.skipped]
+                fits = True
+            except torch.OutOfMemoryError:
+                fits = False
+            if not fits:  # every captured graph keeps memory of its own, until nobody holds it: the traceback did
+                captured = {runner.name for runner in runners if peers.PEERS[runner.name].captured}
+                result.skipped |= dict.fromkeys(captured, "no memory beside the other peers")
+                runners = [runner for runner in runners if runner.name not in captured]
+                gc.collect()
                 torch.cuda.empty_cache()
                 _measure(workload, runners, base, budget, result, device)
+        del runners  # and with them their graphs, before the next pass has its own
         yield result
 
 

@@ -3,11 +3,13 @@
 On a bare machine with torch, nvcc and ninja, and no network, from a checkout: builds the C++ and CUDA libraries in
 place; then, side by side, runs the tests that need a GPU (what was skipped is listed with its reason) and small stages
 under compute-sanitizer; then measures the workloads of ``bench/gpu_workloads.py`` against their peers until time is
-up, with the roofline beside each row. ``gpu.json`` in ``--out`` is written anew after each step and each workload;
-tests and measurements run in processes that may crash or hang without taking the others along (``bench.supervised``),
-so a run that is cut short leaves what it had. A chart ``gpu.png`` comes last. Another run with ``--only build --only
-measure --match TEXT`` measures what one could not reach. ``--rehearse`` goes the same way on a machine without a GPU,
-over a toy workload.
+up, with the roofline beside each row. ``gpu.json`` in ``--out`` is written anew after each step and each pass; tests
+and measurements run in processes that may crash or hang without taking the others along (``bench.supervised``), so a
+run that is cut short leaves what it had. A chart ``gpu.png`` comes last.
+
+Where the files were copied without ``.git``, ``--commit NAME`` says which they are. Another run with ``--only build
+--only measure --match TEXT`` measures what one could not reach. ``--rehearse`` goes the same way on a machine without
+a GPU, over a toy workload.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ LIMITS = {"build": 170, "tests": 170, "memcheck": 170, "racecheck": 170, "measur
 """Seconds a step may take, if as many are left."""
 TOGETHER = (("build",), ("tests", "memcheck", "racecheck"), ("measure",))
 """Steps that run side by side: nothing but the last is timed."""
-PATIENCE = {"tests": 120.0, "rates": 60.0}
-"""Seconds for one test, with what it imports and Triton compiles for it, and for the machine's ceilings."""
+PATIENCE = {"tests": 120.0, "untried": 30.0, "rates": 60.0}
+"""Seconds for one test, with what it imports and Triton compiles for it; for one of a kernel that Triton does not make
+and that may hang; for the machine's ceilings."""
+UNTRIED = "warpgroup"
+"""In the names of the tests of such a kernel. They have a process of their own, begun last."""
 TEST_PROCESSES = 8
 """At most: Triton compiles some 250 kernels for the tests, a second each."""
 ALONE = {"OMP_NUM_THREADS": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -64,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--match", default="", metavar="TEXT", help="only workloads whose name holds this")
     made.add_argument("--seconds", type=float, default=SECONDS_A_PASS, help="measuring time of a pass")
     made.add_argument("--limit", type=float, metavar="S", help="seconds for each step, instead of the built-in ones")
+    made.add_argument("--commit", metavar="NAME", help="of the files here; default: what git says of them, if it can")
     made.add_argument("--rehearse", action="store_true", help="without a GPU: the same steps over a toy workload")
     return made
 
@@ -77,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench/gpu.py: error: {missing}; --rehearse goes through the steps without one", file=sys.stderr)
         return 2
     report = Report(options, end)
+    if report.content["machine"]["commit"] is None:
+        print("NO COMMIT: git does not know these files; --commit NAME says which they are", flush=True)
     for together in TOGETHER:
         names = [name for name in together if name in (options.only or STEPS)]
         with ThreadPoolExecutor(len(names) or 1) as pool:
@@ -96,7 +104,7 @@ class Report:
     def __init__(self, options: argparse.Namespace, end: float) -> None:
         self.options, self.end = options, end
         self.content: dict[str, Any] = {
-            "schema": 2, "machine": _machine(), "rehearsal": options.rehearse, "steps": {},
+            "schema": 2, "machine": _machine(options.commit), "rehearsal": options.rehearse, "steps": {},
         }  # fmt: skip
         self._writing = threading.Lock()
 
@@ -133,14 +141,15 @@ def _no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def _machine() -> dict[str, Any]:
+def _machine(named: str | None) -> dict[str, Any]:
+    """What a reader needs to judge a run; ``named``: the commit, where the caller says it."""
     import torch
 
     from bench.machine import commit
 
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": named or commit(),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "nvcc": _first_line(["nvcc", "--version"], "release"),
@@ -213,14 +222,14 @@ def tests(report: Report, limit: float) -> dict[str, Any]:
         collected = supervised.run([*worker, "collect"], whole, limit, limit, log_of("collection"), **ALONE)
         collection = collected.pop(whole[0])
         items = list(collected)
-        shards = [items[first::TEST_PROCESSES] for first in range(min(TEST_PROCESSES, len(items)))]
+        shards = _shards(items)
 
         def run(number: int) -> dict[str, Any]:
-            left = limit - (time.monotonic() - start)
-            log = log_of(str(number))
-            return supervised.run([*worker, "tests"], shards[number], left, PATIENCE["tests"], log, **ALONE)
+            shard, patience, longest = shards[number]
+            left = min(longest, limit - (time.monotonic() - start))
+            return supervised.run([*worker, "tests"], shard, left, patience, log_of(str(number)), **ALONE)
 
-        with ThreadPoolExecutor(len(shards) or 1) as pool:
+        with ThreadPoolExecutor(TEST_PROCESSES) as pool:
             found = {item: outcome for part in pool.map(run, range(len(shards))) for item, outcome in part.items()}
     by_status: dict[str, dict[str, str]] = {}
     for item, outcome in sorted(found.items()):
@@ -242,6 +251,20 @@ def tests(report: Report, limit: float) -> dict[str, Any]:
     )
 
 
+def _shards(items: Sequence[str]) -> list[tuple[list[str], float, float]]:
+    """The tests of each process, the patience with one and the seconds for all; the untried ones last of all.
+
+    One that hangs takes its time from nothing but its like.
+    """
+    known = [item for item in items if UNTRIED not in item]
+    untried = [item for item in items if UNTRIED in item]
+    shards = [
+        (known[first::TEST_PROCESSES], PATIENCE["tests"], LIMITS["tests"])
+        for first in range(min(TEST_PROCESSES, len(known)))
+    ]
+    return [*shards, *([(untried, PATIENCE["untried"], 3 * PATIENCE["untried"])] if untried else [])]
+
+
 @contextlib.contextmanager
 def _one_log(path: Path) -> Iterator[Callable[[str], Path]]:
     """Logs of several processes, by name, that end up one after the other in one file."""
@@ -260,7 +283,13 @@ def _sanitizer(tool: str) -> Callable[[Report, float], dict[str, Any]]:
             return {"status": "skipped", "why": "a rehearsal" if report.options.rehearse else "no compute-sanitizer"}
         # Triton starts compilers, which are none of the sanitizer's business.
         options = [f"--tool={tool}", "--error-exitcode=9", "--target-processes=application-only"]
-        command = [found, *options, sys.executable, "-m", "bench.gpu_small"]
+        arguments = []
+        if tool == "racecheck":
+            # Triton orders its kernels' accesses itself, and the vendor's are the vendor's. Of what the copy engine
+            # writes, and a barrier in shared memory orders, this tool reports hazards that are none.
+            options += _own_kernels(found)
+            arguments = ["--no-warpgroups"]
+        command = [found, *options, sys.executable, "-m", "bench.gpu_small", *arguments]
         log = report.options.out / f"{tool}.log"
         # Each tensor by itself: in a pool, what is read or written beyond one belongs to the pool.
         wrong = _run(command, limit, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
@@ -276,20 +305,27 @@ def _sanitizer(tool: str) -> Callable[[Report, float], dict[str, Any]]:
     return step
 
 
+def _own_kernels(sanitizer: str) -> list[str]:
+    """Options by which compute-sanitizer looks at the kernels of ``csrc/cuda`` alone; releases differ in the name."""
+    known = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
+    name = next((option for option in ("--kernel-name", "--kernel-regex") if option in known), None)
+    return [] if name is None else [name, "kns=wnfused"]  # their namespace, in their mangled names
+
+
 def measure(report: Report, limit: float) -> dict[str, Any]:
-    """The workloads against their peers, until time is up."""
+    """The workloads against their peers, pass by pass, until time is up."""
     from bench import gpu_worker, gpu_workloads, supervised
 
     options = report.options
     chosen = gpu_workloads.REHEARSAL if options.rehearse else gpu_workloads.WORKLOADS
-    workloads = {gpu_worker.key(w): w for w in chosen if options.match in w.name}
+    workloads = {gpu_worker.key(w, name): w for w in chosen if options.match in w.name for name in w.passes}
     so_far: dict[str, Any] = {"status": "cut short", "rates": None, "results": [], "left_out": {}, "wrong": []}
 
     def seen(item: str, outcome: dict[str, Any]) -> None:
         if outcome["status"] != "measured":
             so_far["left_out"][item] = outcome["why"]
         elif item == gpu_worker.RATES:
-            so_far["rates"] = outcome["rates"]
+            so_far.update((name, outcome[name]) for name in ("rates", "warpgroup_clusters"))
         else:
             rows = [_with_floor(row, workloads[item], so_far["rates"]) for row in outcome["results"]]
             so_far["results"] += rows
@@ -386,9 +422,8 @@ def _draw(report: dict[str, Any], folder: Path) -> None:
     axis.axvline(1, color="#212529", linewidth=1)
     axis.set_xlabel("time of the peer / time of ours: right of the line ours is faster")
     machine = report["machine"]
-    axis.set_title(
-        f"{machine.get('device', 'rehearsal')}, torch {machine['torch']}, commit {machine['commit']}", fontsize=9
-    )
+    commit = machine["commit"] or "unknown"
+    axis.set_title(f"{machine.get('device', 'rehearsal')}, torch {machine['torch']}, commit {commit}", fontsize=9)
     figure.savefig(folder / "gpu.png", dpi=110)
 
 

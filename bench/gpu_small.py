@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 
 import torch
@@ -17,6 +18,9 @@ def main() -> None:
 
     Layers are made on the CPU: on the GPU the vendor's kernels would initialise them, and take the sanitizer's time.
     """
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_small", description=__doc__)
+    parser.add_argument("--no-warpgroups", action="store_true", help="without the stage by wgmma")
+    options = parser.parse_args()
     torch.manual_seed(0)
     # On the Triton backend instead the stage would pass, and prove nothing.
     warnings.simplefilter("error", BackendWarning)
@@ -37,7 +41,7 @@ def main() -> None:
     conv(torch.randn(3, 5, 9, 9).to("cuda")).sum().backward()
     _ran("layers by Triton")
     # Last: what has hung takes nothing else along.
-    if torch.cuda.get_device_capability() == (9, 0):
+    if torch.cuda.get_device_capability() == (9, 0) and not options.no_warpgroups:
         native_cuda.use_warpgroup_stage(True)
         for batch, recompute in ((6, 2), (2, None)):
             stage = wnfused.WNResidualStage(64, 64, 5, recompute=recompute).to("cuda", torch.bfloat16)

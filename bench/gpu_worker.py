@@ -1,15 +1,18 @@
 """``python -m bench.gpu_worker WHAT TODO DONE``: the processes that ``bench/gpu.py`` starts; see ``bench.supervised``.
 
-``collect`` names the tests of ``tests/test_gpu.py`` as items; ``tests`` runs some; ``measure`` measures workloads.
+``collect`` names the tests of ``tests/test_gpu.py`` as items; ``tests`` runs some; ``measure`` measures the passes of
+workloads.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import gc
 import os
 import sys
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from bench.supervised import POISONED, Reporter
 
 RATES = "rates"
-"""The item that is the machine's measured ceilings."""
+"""The item that is the machine's measured ceilings, and how many clusters of the stage by wgmma run on it at once."""
 
 
 def main() -> int:
@@ -31,12 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     items, reporter = options.todo.read_text().split("\n")[:-1], Reporter(options.done)
     if options.what == "measure":
-        for item in items:
-            reporter.begin(item)
-            reporter.end(item, _measured(item, options.seconds, options.device))
-            if not _device_works():
-                return POISONED
-        return 0
+        return measure(items, reporter, options.seconds, options.device)
     import pytest
 
     collects = options.what == "collect"
@@ -101,26 +99,66 @@ class _Recorder:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def key(workload: Any) -> str:
-    """A workload's name as an item."""
-    return f"{workload.group}: {workload.name}"
+def key(workload: Any, pass_name: str) -> str:
+    """The name of a workload's pass as an item."""
+    return f"{workload.group}: {workload.name}, {pass_name}"
 
 
-def _measured(item: str, seconds: float, device: str) -> dict[str, Any]:
-    from bench import cases, gpu_workloads, roofline
+def measure(items: Sequence[str], reporter: Reporter, seconds: float, device: str) -> int:
+    """Pass by pass, so that one which fails or hangs costs no other; the status for the process to end with.
 
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    Neighbouring passes of a workload share what was made for the first, its modules and float64's results, as long as
+    none fails.
+    """
+    from bench import cases, gpu_workloads
+
+    known = {
+        key(workload, name): (workload, name)
+        for workload in (*gpu_workloads.WORKLOADS, *gpu_workloads.REHEARSAL)
+        for name in workload.passes
+    }
+    current: Any = None
+    results: Iterator[Any] = iter(())
+    for number, item in enumerate(items):
+        reporter.begin(item)
+        workload, _ = known.get(item, (None, ""))
+        if workload is None or workload is not current:
+            results, current = iter(()), workload
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            if workload is not None:
+                left = tuple(known[it][1] for it in items[number:] if it in known and known[it][0] is workload)
+                results = cases.run(dataclasses.replace(workload, passes=left), seconds, device)
+        outcome = _tried(_rates if item == RATES else functools.partial(_row, results))
+        if outcome["status"] == "failed":
+            current = None
+        reporter.end(item, outcome)
+        if not _device_works():
+            return POISONED
+    return 0
+
+
+def _rates() -> dict[str, Any]:
+    from bench import roofline
+    from wnfused.backends import native_cuda
+
+    found: dict[str, Any] = {"rates": dataclasses.asdict(roofline.measure()), "warpgroup_clusters": None}
+    if native_cuda.unavailable() is None and torch.cuda.get_device_capability() == (9, 0):
+        found["warpgroup_clusters"] = torch.ops.wnfused_native.cuda_warpgroup_clusters()
+    return found
+
+
+def _row(results: Iterator[Any]) -> dict[str, Any]:
+    return {"results": [next(results).to_dict()]}
+
+
+def _tried(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
-        if item == RATES:
-            return {"status": "measured", "rates": asdict(roofline.measure())}
-        (workload,) = (w for w in (*gpu_workloads.WORKLOADS, *gpu_workloads.REHEARSAL) if key(w) == item)
-        results = [result.to_dict() for result in cases.run(workload, seconds, device)]
-    except Exception as error:  # out of memory perhaps: one workload must not cost the others
+        return {"status": "measured", **measured()}
+    except Exception as error:  # out of memory perhaps: one pass must not cost the others
         first = (str(error).strip().splitlines() or [""])[0]
         return {"status": "failed", "why": f"{type(error).__name__}: {first}"}
-    return {"status": "measured", "results": results}
 
 
 if __name__ == "__main__":

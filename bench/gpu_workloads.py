@@ -1,6 +1,7 @@
 """What ``bench/gpu.py`` measures: whole networks, stages and single layers on a GPU. One table, nothing else.
 
-Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios.
+Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios. The
+vendor's fused ReLUs (``epilogues``) are timed where its products are chosen.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def _warpgroup() -> list[Workload]:
 
 
 def _linear() -> list[Workload]:
+    """In full float32 one of either way: of the fused kernels and of the vendor's product."""
     return [
         LinearLayer(
             group="linear",
@@ -80,12 +82,14 @@ def _linear() -> list[Workload]:
             features=features,
             batch=batch,
             ours=_peers(precision, "triton *"),
-            peers=_peers(precision, "triton * graph", "eager *", "eager * graph", "plain *",
-                         *["compile *"] * ((features, batch) == (1024, 256))),
+            peers=_peers(precision, "triton * graph", *["epilogues *"] * (batch > 512), "eager *", "eager * graph",
+                         "plain *", *["compile *"] * ((features, batch) == (1024, 256) and precision != "fp32")),
         )
-        for features in (256, 1024, 4096)
-        for batch in (32, 256, 4096)
-        for precision in PRECISIONS[:2]
+        for features, batch, precision in (
+            *((features, batch, precision) for features in (256, 1024, 4096) for batch in (32, 256, 4096)
+              for precision in PRECISIONS[:2]),
+            (1024, 32, "fp32"), (1024, 256, "fp32"),
+        )
     ]  # fmt: skip
 
 
@@ -100,7 +104,7 @@ def _conv() -> list[Workload]:
             batch=batch,
             channels_last=True,
             ours=_peers(precision, "triton *"),
-            peers=_peers(precision, "triton * graph", "eager *", "plain *",
+            peers=_peers(precision, "triton * graph", *["epilogues *"] * (channels >= 64), "eager *", "plain *",
                          *["compile *"] * (channels == 64)),
         )
         # The last three are those of a WRN-40-10.

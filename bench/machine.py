@@ -54,7 +54,9 @@ def commit() -> str | None:
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        # git trusts no folder of another user's, as a container's checkout may be, unless it is named.
+        command = ["git", "-c", f"safe.directory={here.parent.resolve()}", *arguments]
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/*results")

@@ -1,7 +1,8 @@
 """The roofline of a GPU: what a pass must move and multiply at least, over what the chip was measured to do.
 
 A pass takes no less than ``max(bytes / copy bandwidth, FLOPs / matrix rate)``; both rates are measured on the chip at
-hand, with random numbers, because a product of zeros draws less power and runs faster.
+hand, with random numbers, because a product of zeros draws less power and runs faster. A float32 product may also be
+three of tf32, of each operand's high and low part: its rate is that of the faster way.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ class Rates:
 
     copy: float
     product: dict[str, float]
+
+    def fastest(self, precision: str) -> tuple[float, str]:
+        """FLOP/s of a product as exact as ``precision``, and by what."""
+        ways = [(self.product[precision], precision)]
+        if precision == "fp32":
+            ways.append((self.product["tf32"] / 3, "3 x tf32"))
+        return max(ways)
 
 
 def measure() -> Rates:
@@ -59,7 +67,7 @@ def _seconds(call: Callable[[], object], repeats: int = 10) -> float:
 
 @dataclass(frozen=True)
 class Floor:
-    """What a pass must do at least, and the seconds that takes."""
+    """What a pass must do at least, and the seconds that takes. ``bound``: by bytes, or FLOPs of which product."""
 
     flops: int
     bytes: int
@@ -71,8 +79,9 @@ def floor(workload: Workload, pass_name: str, precision: str, rates: Rates) -> F
     """The floor of a fused layer, stage or network in ``precision``; float32 parameters."""
     flops = models.flops(workload)[0 if pass_name == FORWARD else 1]
     moved = bytes_moved(workload, pass_name, 2 if precision == "bf16" else 4)
-    by_bytes, by_flops = moved / rates.copy, flops / rates.product[precision]
-    return Floor(flops, moved, max(by_bytes, by_flops), "bytes" if by_bytes > by_flops else "FLOPs")
+    rate, way = rates.fastest(precision)
+    by_bytes, by_flops = moved / rates.copy, flops / rate
+    return Floor(flops, moved, max(by_bytes, by_flops), "bytes" if by_bytes > by_flops else f"FLOPs by {way}")
 
 
 def bytes_moved(workload: Workload, pass_name: str, size: int) -> int:

@@ -2,7 +2,8 @@
 
 Every ``.cu`` is compiled and every entry function checked for spills and shared memory, named here or not. A row in
 ``KERNELS`` adds what the compiler cannot know: the matrix instruction that must be there, the shared memory that
-the launcher asks for. A row that matches no entry function is red, so that a kernel cannot leave unnoticed.
+the launcher asks for. A row that matches no entry function is red, so that a kernel cannot leave unnoticed. So is a
+source of which ptxas says that it loses what it was written for: the disassembly of serialized wgmma looks alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from gate import cache
 from gate.rows import ARCHITECTURES, Entry, Expectation, Verdict, broken, judge
-from gate.tools import run, tool, version
+from gate.tools import said, tool, version
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
@@ -28,6 +29,14 @@ FLAGS = [
     "-DTORCH_STABLE_ONLY",
     "-DUSE_CUDA",
 ]
+
+LOSS = r"\(C75\d\d\)|Potential Performance Loss|wgmma\S* .*serialized"
+"""What ptxas says, as information, where it waits for each wgmma, in C7510 and its neighbours (C7517 and C7519: where
+it put a wait or a fence of its own), or ignores setmaxnreg (C7508)."""
+
+
+class LossError(RuntimeError):
+    """ptxas announced a loss; the message is its own."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,8 @@ class Job:
         ]
         try:
             compiled = cache.remembered(self._key(), self._compile)
+        except LossError as error:
+            return [broken(self.source.name, "", self.capability, str(error))]
         except RuntimeError as error:
             return [broken(self.source.name, "", self.capability, f"does not compile: {error}")]
         found = []
@@ -105,7 +116,7 @@ class Job:
 
     def _key(self) -> str:
         parts = [part for file in included(self.source) for part in (file.name, file.read_bytes())]
-        return cache.key(version("nvcc"), " ".join(FLAGS), _torch()[0], str(self.capability), *parts)
+        return cache.key(version("nvcc"), " ".join(FLAGS), LOSS, _torch()[0], str(self.capability), *parts)
 
     def _compile(self) -> list[Entry]:
         from gate.sass import entries
@@ -115,7 +126,10 @@ class Job:
             cubin = Path(folder) / f"{self.source.stem}.cubin"
             includes = [f"-I{path}" for path in (ROOT / "csrc", *_torch()[1])]
             generated = f"-gencode=arch=compute_{target},code=sm_{target}"
-            run([tool("nvcc"), *FLAGS, *includes, generated, "-cubin", str(self.source), "-o", str(cubin)])
+            command = [tool("nvcc"), *FLAGS, *includes, generated, "-cubin", str(self.source), "-o", str(cubin)]
+            losses = [line.strip() for line in said(command).splitlines() if re.search(LOSS, line)]
+            if losses:
+                raise LossError("; ".join(losses))
             return entries(cubin)
 
 

@@ -42,7 +42,20 @@ def run(command: list[str]) -> str:
     Raises:
         RuntimeError: it failed; the message is what it printed.
     """
+    return _done(command).stdout
+
+
+def said(command: list[str]) -> str:
+    """What a command that goes well prints on standard error: a compiler's warnings.
+
+    Raises:
+        RuntimeError: it failed; the message is what it printed.
+    """
+    return _done(command).stderr
+
+
+def _done(command: list[str]) -> subprocess.CompletedProcess[str]:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command[:1])}: {(result.stderr or result.stdout).strip()}")
-    return result.stdout
+    return result

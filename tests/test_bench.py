@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -369,6 +372,49 @@ def test_a_step_of_the_gpu_script_that_fails_keeps_what_it_had(tmp_path, monkeyp
     assert steps["measure"]["why"] == "RuntimeError: no more"
 
 
+def test_a_commit_that_git_cannot_tell_is_named_or_missed(tmp_path, monkeypatch, capsys) -> None:
+    from bench import gpu, machine
+
+    monkeypatch.setattr(machine, "commit", lambda: None)
+    run = ["--rehearse", "--only", "memcheck", "--out", str(tmp_path)]
+    for arguments, commit in (([], None), (["--commit", "abc123"], "abc123")):
+        assert gpu.main([*run, *arguments]) == 0
+        assert json.loads((tmp_path / "gpu.json").read_text())["machine"]["commit"] == commit
+        assert ("NO COMMIT" in capsys.readouterr().out) == (commit is None)
+
+
+def test_tests_that_may_hang_have_a_process_of_their_own_begun_last() -> None:
+    from bench import gpu
+
+    tests = [f"tests/test_gpu.py::test_{i}" for i in range(20)]
+    hangs = [f"tests/test_gpu.py::test_stage_by_warpgroups[{i}]" for i in range(3)]
+    *others, (last, patience, seconds) = gpu._shards([*tests[:7], *hangs, *tests[7:]])
+    assert len(others) == gpu.TEST_PROCESSES
+    assert sorted(item for shard, _, _ in others for item in shard) == sorted(tests)
+    assert last == hangs
+    assert patience <= 30 < seconds < gpu.LIMITS["tests"]
+    assert gpu._shards([]) == []
+    names = (Path(__file__).parent / "test_gpu.py").read_text()
+    assert f"def test_stage_by_{gpu.UNTRIED}s(" in names
+
+
+@pytest.mark.parametrize(
+    ("known", "options"),
+    [
+        ("--kernel-name arg", ["--kernel-name", "kns=wnfused"]),
+        ("--kernel-regex arg", ["--kernel-regex", "kns=wnfused"]),
+        ("--tool arg", []),
+    ],
+)
+def test_the_race_checker_looks_at_this_packages_kernels(tmp_path, known, options) -> None:
+    from bench import gpu
+
+    script = tmp_path / "compute-sanitizer"
+    script.write_text(f"#!{sys.executable}\nprint({known!r})\n")
+    script.chmod(0o755)
+    assert gpu._own_kernels(str(script)) == options
+
+
 def test_the_gpu_script_names_what_is_missing(tmp_path, capsys) -> None:
     from bench import gpu
 
@@ -376,6 +422,35 @@ def test_the_gpu_script_names_what_is_missing(tmp_path, capsys) -> None:
         pytest.skip("there is a GPU")
     assert gpu.main(["--out", str(tmp_path)]) == 2
     assert "CUDA" in capsys.readouterr().err
+
+
+def test_a_pass_that_fails_costs_no_other(tmp_path, monkeypatch) -> None:
+    """Each is on disk before the next begins; those after it start anew, the others share what was made."""
+    from bench import gpu_worker, gpu_workloads
+    from bench.supervised import Reporter
+
+    first = dataclasses.replace(gpu_workloads.REHEARSAL[0], passes=("one", "two", "three"))
+    second = dataclasses.replace(first, name="other", passes=("four", "five"))
+    monkeypatch.setattr(gpu_workloads, "REHEARSAL", (first, second))
+    file, begun = tmp_path / "done", []
+
+    def run(workload, seconds, device):
+        begun.append(workload.passes)
+        for name in workload.passes:
+            assert f'"{gpu_worker.key(workload, name)}"' in file.read_text().splitlines()[-1]
+            if name == "two":
+                raise RuntimeError("no more\nmemory")
+            yield Result.of(workload, name)
+
+    monkeypatch.setattr(cases, "run", run)
+    items = [gpu_worker.key(w, name) for w in (first, second) for name in w.passes]
+    assert gpu_worker.measure(items, Reporter(file), 0.0, "cpu") == 0
+    assert begun == [("one", "two", "three"), ("three",), ("four", "five")]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    ended = {line["item"]: line["outcome"] for line in lines if "outcome" in line}
+    assert list(ended) == items
+    assert ended.pop(items[1]) == {"status": "failed", "why": "RuntimeError: no more"}
+    assert [ended[item]["results"][0]["pass_name"] for item in ended] == ["one", "three", "four", "five"]
 
 
 def test_every_gpu_workload_has_a_floor() -> None:
@@ -390,6 +465,20 @@ def test_every_gpu_workload_has_a_floor() -> None:
             assert found.seconds > 0
             assert found.flops == models.flops(workload)[0 if name == "forward" else 1]
         assert set(workload.ours) | set(workload.peers) <= set(peers.PEERS)
+
+
+@pytest.mark.parametrize(
+    ("fp32", "precision", "rate", "way"),
+    [(5e13, "fp32", 1e14, "3 x tf32"), (2e14, "fp32", 2e14, "fp32"), (5e13, "tf32", 3e14, "tf32")],
+)
+def test_a_float32_product_may_be_three_of_tf32(fp32, precision, rate, way) -> None:
+    from bench import roofline
+
+    rates = roofline.Rates(1e30, {"fp32": fp32, "tf32": 3e14, "bf16": 8e14})
+    layer = workloads.LinearLayer(group="g", name="n", features=64, batch=64)
+    found = roofline.floor(layer, "forward", precision, rates)
+    assert found.seconds == pytest.approx(found.flops / rate)
+    assert found.bound == f"FLOPs by {way}"
 
 
 def test_bytes_of_one_linear_layer() -> None:
@@ -421,7 +510,8 @@ def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) ->
     """Small, on the CPU, with graphs that are plain calls: every line on the host's side runs."""
     from bench import gpu_workloads
 
-    monkeypatch.setattr(peers, "captured", lambda call: call)
+    monkeypatch.setattr(peers, "captured", lambda call, results, limit: peers.check_replay(
+        results(call()), results(call()), limit) or call)  # fmt: skip
     sizes = {
         workloads.LinearLayer: {"features": 16, "batch": 4},
         workloads.ConvLayer: {"channels": 16, "size": 4, "batch": 2},
@@ -433,8 +523,77 @@ def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) ->
     small = dataclasses.replace(whole, peers=chosen, ours=whole.ours[:1], **sizes[kind])
     for result in cases.run(small, 0.0, "cpu"):
         assert not result.failed
-        assert set(result.skipped) <= {n for n in (*whole.ours, *whole.peers) if "triton" in n or "warpgroup" in n}
+        named = {*whole.ours, *whole.peers}
+        assert set(result.skipped) <= {n for n in named if re.search("triton|warpgroup|epilogues", n)}
         assert {name for name in chosen if "triton" not in name} <= {*result.errors, *result.skipped}
+
+
+def test_without_memory_for_all_the_graphs_are_gone_before_the_others_are_timed_again(monkeypatch) -> None:
+    alive, timed = [], []
+
+    class Graph:
+        def __init__(self, call):
+            self.call = call
+            alive.append(weakref.ref(self))
+
+        def replay(self):
+            return self.call()
+
+    def times(runners, *arguments, **options):
+        timed.append([runner.name for runner in runners])
+        if len(timed) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return interleave(runners, *arguments, **options)
+
+    def empty_cache():
+        assert [graph() for graph in alive] == [None, None]
+
+    monkeypatch.setattr(peers, "captured", lambda call, *_: Graph(call).replay)
+    monkeypatch.setattr(cases, "interleave", times)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    names = ("plain", "cuda plain fp32 graph", "cuda eager fp32 graph")
+    small = dataclasses.replace(LAYER, ours=("reference",), peers=names, passes=("forward",))
+    (result,) = cases.run(small, 0.0)
+    assert timed == [["reference", *names], ["reference", "plain"]]
+    assert set(result.skipped) == set(names[1:])
+    assert set(result.ratios) == {"plain"}
+
+
+@pytest.mark.parametrize(("name", "searched"), [("cuda ours bf16", False), ("cuda eager tf32", True), ("plain", True)])
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_others_convolutions_on_a_gpu_are_cudnns_fastest(monkeypatch, name, searched, is_cuda) -> None:
+    peer = dataclasses.replace(peers.PEERS[name], backend=None)
+    subject = peers.Subject(None, peer, None, None, SimpleNamespace(is_cuda=is_cuda))
+    assert not torch.backends.cudnn.benchmark
+    with subject.context():
+        assert torch.backends.cudnn.benchmark == (searched and is_cuda)
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_a_replay_is_compared_with_a_call() -> None:
+    true = [torch.randn(5, 3), torch.randn(4)]
+    peers.check_replay([t * (1 + 1e-3) for t in true], true, 1e-2)
+    unwritten, off = torch.full((4,), math.nan), true[1] * 1.1
+    for wrong in ([true[0], unwritten], [true[0], off], [true[0], torch.zeros(4)], [true[0], torch.zeros(3)], true[:1]):
+        with pytest.raises(gate.GateError, match="a replayed CUDA graph"):
+            peers.check_replay(wrong, true, 1e-2)
+    with pytest.raises(gate.GateError, match="a replayed CUDA graph"):
+        peers.check_replay([], [], 1e-2)
+
+
+def test_a_training_step_is_known_by_its_gradients() -> None:
+    subject = peers.subject(gate.Problem(NETWORK), "plain")
+    held = list(subject.module.parameters())
+    step = peers.call(subject, workloads.STEP)
+    first = peers._results(held, step())
+    assert [t.shape for t in first] == [p.shape for p in held]
+    limit = peers._same_limit(subject, workloads.STEP)
+    peers.check_replay(first, peers._results(held, step()), limit)
+    assert limit == gate.tolerance(NETWORK, "fp32").layer_gradient < 1
+    assert peers._same_limit(subject, workloads.BACKWARD) == 1e-2
+    first[3].zero_()
+    with pytest.raises(gate.GateError, match="a replayed CUDA graph"):
+        peers.check_replay(first, peers._results(held, step()), limit)
 
 
 def test_busy_programs_are_there_and_end():

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +132,30 @@ def test_refusals_name_the_reason(monkeypatch):
         assert "compute capability 8.0, cuda:0 has 7.5" in refusal(capability=(7, 5))
     finally:
         native_cuda._refused_device.cache_clear()
+
+
+def test_a_library_that_is_missing_is_looked_for_again(monkeypatch):
+    """torch may load cuSOLVER at any time; each of the three functions has it loaded, asked before or not."""
+    loads, answers = [], [REASON, REASON, ""]
+    library = torch.library.Library("wnfused_native", "IMPL")
+    monkeypatch.setattr(cusolver, "_there", set())
+    monkeypatch.setattr(torch.linalg, "qr", lambda a: loads.append(len(loads)))
+    monkeypatch.setattr(torch, "ones", lambda *size, device: None)
+    try:
+        library.impl("cusolver_missing", lambda function: answers.pop(0), "CompositeExplicitAutograd")
+        assert cusolver._missing("svd", 0) == REASON
+        elsewhere = SimpleNamespace(is_cuda=True, device=DEVICE)
+        with pytest.raises(RuntimeError, match=REASON):
+            cusolver.svd(elsewhere)
+        assert cusolver._missing("svd", 0) is None
+        assert cusolver._missing("svd", 0) is None
+        assert loads == [0, 1, 2]
+        answers += [REASON, REASON]
+        for function in (cusolver.eigh, cusolver.orthonormal_rows):
+            with pytest.raises(RuntimeError, match=REASON):
+                function(elsewhere)
+    finally:
+        library._destroy()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -155,4 +155,6 @@ def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
     assert "does not load" in library.opened("cpu")
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "ops.h").write_text("// newer")
-    assert "make install" in library.opened("cpu")
+    assert "was built from another csrc/ops.h; `make install`" in library.opened("cpu")
+    (package / "_build.json").unlink()
+    assert "has no record of its build; `make install`" in library.opened("cpu")

@@ -111,6 +111,38 @@ def test_a_source_that_does_not_compile_is_red(source, tmp_path):
     assert "undeclared" in verdict.faults[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "red"),
+    [
+        (
+            "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+            "insufficient register resources for the wgmma pipeline in the function 'f'",
+            True,
+        ),
+        ("ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored in the function 'f'", True),
+        ("ptxas warning : wgmma.mma_async instructions are serialized in the function 'f'", True),
+        ("a.cu(3): warning #177-D: variable was declared but never referenced", False),
+        ("", False),
+    ],
+    ids=["C7510", "C7508", "without a number", "another warning", "silence"],
+)
+def test_a_loss_that_ptxas_announces_is_red(monkeypatch, tmp_path, words, red):
+    """nvcc goes well and says so beside its output; another run must not find a stored success."""
+    unit = tmp_path / "a.cu"
+    unit.write_text("")
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(f"#!{sys.executable}\nimport sys\nprint({words!r}, file=sys.stderr)\n")
+    compiler.chmod(0o755)
+    entry = rows.Entry("f()", registers=40, stack=0, shared=0, local_accesses=0)
+    monkeypatch.setattr(cuda_kernels, "tool", lambda name: str(compiler))
+    monkeypatch.setattr(cuda_kernels, "version", lambda name: "0")
+    monkeypatch.setattr(cuda_kernels.cache, "FOLDER", tmp_path / "stored")
+    monkeypatch.setattr("gate.sass.entries", lambda cubin: [entry])
+    for _ in range(2):
+        (verdict,) = cuda_kernels.Job(unit, 90, ()).run()
+        assert verdict.faults == ((words,) if red else ())
+
+
 def test_every_verdict_has_a_line_in_the_table():
     entry = rows.Entry("f", registers=40, stack=0, shared=2048, local_accesses=0, instructions={"HMMA": 8})
     good = rows.judge("f.cu", "f", 80, entry, rows.Expectation("HMMA"))

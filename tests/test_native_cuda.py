@@ -1,5 +1,7 @@
 """What the C++ backend says of CUDA tensors where it cannot run them, and the build that compiles its kernels."""
 
+import contextlib
+import json
 import runpy
 import sys
 
@@ -145,6 +147,47 @@ def test_build_leaves_the_cuda_library_out(build, monkeypatch, wanted, reason):
     if wanted is not None:
         monkeypatch.setenv("WNFUSED_CUDA", wanted)
     assert reason in build["cuda_left_out"]()
+
+
+@pytest.mark.parametrize(
+    ("raised", "forced", "reason"),
+    [
+        (None, False, None),
+        (RuntimeError("a.cu: no\nluck"), False, "the CUDA build failed: a.cu: no"),
+        (RuntimeError("a.cu: no\nluck"), True, "the CUDA build failed: a.cu: no"),
+        (RuntimeError(), True, "the CUDA build failed: "),
+        (KeyboardInterrupt(), True, "the CUDA build did not come to its end"),
+    ],
+)
+def test_however_the_cuda_build_ends_the_other_library_keeps_its_record(
+    build, monkeypatch, tmp_path, raised, forced, reason
+):
+    from setuptools.command.build_ext import build_ext
+    from setuptools.dist import Distribution
+
+    file = tmp_path / "lib" / "wnfused" / "_build.json"
+
+    def build_cuda(library, objects):
+        record = json.loads(file.read_text())
+        assert record["declarations"] == build["declarations"]()
+        assert record["not_built"] == {"cuda": "the CUDA build did not come to its end"}
+        if raised is not None:
+            raise raised
+
+    command = build["build_ext_class"]()
+    names = command.run.__globals__
+    monkeypatch.setitem(names, "build_cuda", build_cuda)
+    monkeypatch.setitem(names, "cuda_left_out", lambda: None)
+    monkeypatch.setitem(names, "reasons", {})
+    monkeypatch.setattr(build_ext, "run", lambda self: None)
+    monkeypatch.setenv("WNFUSED_CUDA", "1" if forced else "auto")
+    made = command(Distribution())
+    made.build_lib, made.build_temp, made.inplace = str(tmp_path / "lib"), str(tmp_path / "temp"), False
+    with pytest.raises(type(raised)) if forced else contextlib.nullcontext():
+        made.run()
+    assert json.loads(file.read_text()) == {
+        "not_built": {} if reason is None else {"cuda": reason}, "declarations": build["declarations"](),
+    }  # fmt: skip
 
 
 def test_build_says_what_it_lacks(build, monkeypatch, tmp_path):

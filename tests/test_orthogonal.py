@@ -114,6 +114,31 @@ def test_the_route_is_chosen_by_shape():
     assert route(9, 64, 64, f32, "cpu", native=True) is Route.HOUSEHOLDER
 
 
+@pytest.mark.parametrize("allowed", ["tf32", "ieee"])
+def test_tf32_products_have_no_part_in_it(monkeypatch, allowed):
+    """On a GPU; a float64 product is one, and torch's flag is the user's at every moment."""
+    flags = torch.backends.cuda.matmul
+    before, seen = flags.fp32_precision, []
+    monkeypatch.setattr(orthogonal, "route", lambda *arguments: route(*arguments[:4], "cuda"))
+    inner = orthogonal._cholesky_qr2
+    monkeypatch.setattr(orthogonal, "_cholesky_qr2", lambda a: seen.append((a.dtype, flags.fp32_precision)) or inner(a))
+    try:
+        flags.fp32_precision = allowed
+        q = orthogonal.orthonormal_rows(torch.randn(5, 16, 144, generator=generator()))
+        assert seen == [(torch.float64 if allowed == "tf32" else torch.float32, allowed)]
+        assert flags.fp32_precision == allowed
+    finally:
+        flags.fp32_precision = before
+    assert q.dtype == torch.float32
+    assert (q @ q.mT - torch.eye(16)).abs().max() < 64 * 2.0**-24
+
+
+def test_autocast_has_no_part_in_it():
+    expected = cholesky_qr2(torch.randn(5, 16, 144, generator=generator()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cholesky_qr2(torch.randn(5, 16, 144, generator=generator())), expected)
+
+
 def test_without_the_library_it_says_so_or_raises(monkeypatch, forget_warnings):
     """Only where the kernel would have run: other matrices are LAPACK's by design."""
     monkeypatch.setattr(native, "unavailable", lambda: "it was not built")

@@ -179,6 +179,8 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch, gpus, index):
         (Layer(1, 1024, 1024, torch.bfloat16), "fused"),
         (Layer(512, 4096, 4096, torch.float32), "fused"),
         (Layer(513, 4096, 4096, torch.float32), "vendor"),
+        (Layer(32, 4096, 4096, torch.float32, full=True), "fused"),
+        (Layer(33, 4096, 4096, torch.float32, full=True), "vendor"),
         (Layer(8, 64, 64, torch.float32, dim=1), "vendor"),
         (Layer(8, 64, 64, torch.float32, dim=None), "vendor"),
         (Layer(131072, 32, 32, torch.bfloat16, spatial=2), "fused"),
@@ -199,6 +201,44 @@ def test_the_way_of_a_layer(layer, way):
             assert strategy.way(layer) == (forced if possible else "vendor")
 
 
+@pytest.fixture
+def vendor_layers(monkeypatch):
+    """The vendor's layers on CPU tensors, and the fused calls that they make."""
+    pytest.importorskip("triton")
+    from wnfused.backends.triton import vendor
+
+    made = []
+    fused = torch._addmm_activation
+    monkeypatch.setattr(torch, "_addmm_activation", lambda *arguments: made.append("cuBLASLt") or fused(*arguments))
+    monkeypatch.setattr(vendor, "effective_weight", lambda v, g, dim, dtype: wnfused.reference.weight_norm(v, g, dim))
+    yield vendor, made
+    strategy.use_vendor_epilogues(False)
+
+
+def test_the_vendors_fused_relus_are_asked_for_or_not_made(vendor_layers, gpus):
+    """Otherwise NaN stays NaN, and every output of the vendor's is one that it was told to write and to repeat."""
+    vendor, made = vendor_layers
+    x, v, g, bias = torch.randn(9, 16), torch.randn(8, 16), torch.randn(8), torch.randn(8)
+    x[3, 2] = float("nan")
+    image, w, geometry = gpus(0), torch.empty(8, 16, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert not strategy.vendor_epilogues()
+    assert not vendor._has_fused_epilogue(image, w, geometry, "relu")
+    y, _ = vendor.linear(x, v, g, bias, None, 0, "relu", 0.0)
+    assert made == []
+    assert y[3].isnan().all()
+    expected, _ = wnfused.reference.linear(x, v, g, bias, None, 0, "relu", 0.0)
+    torch.testing.assert_close(y, expected, equal_nan=True)
+    strategy.use_vendor_epilogues(True)
+    assert vendor._has_fused_epilogue(image, w, geometry, "relu") == torch.backends.cudnn.enabled
+    assert not vendor._has_fused_epilogue(image, w, geometry, "none")
+    finite = x.nan_to_num()
+    y, _ = vendor.linear(finite, v, g, bias, None, 0, "relu", 0.0)
+    assert made == ["cuBLASLt"]
+    torch.testing.assert_close(y, wnfused.reference.linear(finite, v, g, bias, None, 0, "relu", 0.0)[0])
+    vendor.linear(finite, v, g, bias, torch.ones(9, 8), 0, "relu", 0.0)
+    assert made == ["cuBLASLt"]
+
+
 def test_the_borders_to_measure_lie_on_both_sides():
     for spatial in (0, 2):
         ways = {strategy.way(layer) for layer in strategy.borders() if layer.spatial == spatial}
@@ -208,11 +248,28 @@ def test_the_borders_to_measure_lie_on_both_sides():
 
 def test_every_row_of_the_strategy_decides_something():
     layers = [
-        Layer(m, n, c, torch.float32, dim, spatial, groups)
-        for m in (8, 4096) for n in (0, 8, 64) for c in (8, 64) for dim in (0, 1) for spatial in (0, 2, 3)
-        for groups in (1, 2)
+        Layer(m, n, c, torch.float32, dim, spatial, groups, full=full)
+        for full in (False, True) for m in (8, 4096) for n in (0, 8, 64) for c in (8, 64) for dim in (0, 1)
+        for spatial in (0, 2, 3) for groups in (1, 2)
     ]  # fmt: skip
     assert {id(strategy.row(layer)) for layer in layers} == {id(row) for row in (*strategy.LINEAR, *strategy.CONV)}
+
+
+@pytest.mark.parametrize(("flag", "dtype", "way"), [
+    ("ieee", torch.float32, "vendor"), ("tf32", torch.float32, "fused"), ("ieee", torch.bfloat16, "fused"),
+])  # fmt: skip
+def test_a_linear_layer_in_full_float32_goes_the_vendors_way_sooner(flag, dtype, way):
+    from wnfused.backends import triton as backend
+
+    flags = torch.backends.cuda.matmul
+    before = flags.fp32_precision
+    try:
+        flags.fp32_precision = flag
+        layer = backend._linear_layer(torch.empty(5, 40, 64, dtype=dtype), torch.empty(48, 64), -2)
+        assert (layer.samples, layer.rows, layer.channels, layer.dim) == (200, 48, 64, 0)
+        assert strategy.way(layer) == way
+    finally:
+        flags.fp32_precision = before
 
 
 @pytest.mark.parametrize("operation", ["matmul", "conv"])

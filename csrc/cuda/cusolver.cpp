@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <type_traits>
@@ -98,8 +99,15 @@ std::string missing(std::string function) {
 }  // namespace
 
 const Library& library() {
-  static const Library* kept = new Library(opened());
-  return *kept;
+  static std::atomic<const Library*> kept{nullptr};
+  if (const Library* found = kept.load(std::memory_order_acquire)) return *found;
+  thread_local Library tried;
+  tried = opened();
+  if (!tried.create) return tried;
+  // Two threads may both come here, with the same functions.
+  const Library* found = new Library(tried);
+  kept.store(found, std::memory_order_release);
+  return *found;
 }
 
 Solver solver_on(int device, cudaStream_t queue) {

@@ -91,7 +91,8 @@ struct Library {
   std::string no_qr, no_eigh, no_svd;
 };
 
-// Opened at the first call, and for good.
+// Opened at the first call, for good; where that fails the next one tries again, since torch may have loaded it by then.
+// What a failure returns holds until this thread's next call.
 const Library& library();
 
 struct Solver {

@@ -54,4 +54,22 @@ Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue
   return cudaLaunchKernelEx(&config, run_kernel<Kernel>, params);
 }
 
+// How many of the kernel's clusters run at once on the current device.
+template <class Kernel>
+Status active_clusters(int* count) {
+  const Status status =
+      cudaFuncSetAttribute(run_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kClusterOf<Kernel>, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kClusterOf<Kernel>);
+  config.blockDim = dim3(Kernel::kThreads);
+  config.dynamicSmemBytes = Kernel::kSharedBytes;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(count, run_kernel<Kernel>, &config);
+}
+
 }  // namespace wnfused::gpu

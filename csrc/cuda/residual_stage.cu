@@ -124,6 +124,13 @@ std::string stage_shapes(int64_t precision, int64_t device) {
   return shapes;
 }
 
+// Of the stage by wgmma, on the current device.
+int64_t warpgroup_clusters() {
+  int count = 0;
+  check(stage_sm90a[0].clusters(&count));
+  return count;
+}
+
 void set_warpgroup_stage(bool on) { warpgroup_stage = on; }
 
 int64_t toolkit_version() { return CUDART_VERSION; }
@@ -144,6 +151,7 @@ STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
   m.impl("cuda_stage_shapes", TORCH_BOX(&wnfused::gpu::stage_shapes));
+  m.impl("cuda_warpgroup_clusters", TORCH_BOX(&wnfused::gpu::warpgroup_clusters));
   m.impl("set_cuda_warpgroup_stage", TORCH_BOX(&wnfused::gpu::set_warpgroup_stage));
   m.impl("cuda_toolkit_version", TORCH_BOX(&wnfused::gpu::toolkit_version));
   m.impl("cuda_driver_version", TORCH_BOX(&wnfused::gpu::driver_version));

@@ -23,6 +23,7 @@ struct StageEntry {
   Status (*backward)(const StageParams&, int64_t, Queue);
   Status (*gradient)(const GradientParams&, int64_t, Queue);
   Status (*gradient_sum)(const GradientParams&, int64_t, Queue);
+  Status (*clusters)(int* count);  // of forward's blocks of threads that run at once
 
   int64_t packed_bytes(int64_t convs) const { return convs * 9 * channels * channels * value_bytes; }
 };
@@ -64,7 +65,8 @@ constexpr StageEntry stage_entry(const char* name) {
           launch<Own<Kernel<Forward, false>>>,
           launch<Own<Kernel<Backward, true>>>,
           launch<Own<GradientKernel<Gradient>>>,
-          launch<Own<GradientSumKernel<Forward::kChannels>>>};
+          launch<Own<GradientSumKernel<Forward::kChannels>>>,
+          active_clusters<Own<Kernel<Forward, false>>>};
 }
 
 // A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each, and stage_sm90a.cu

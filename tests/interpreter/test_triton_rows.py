@@ -6,7 +6,8 @@ from triton_cases import DEVICE, DTYPES, TOLERANCE, relative
 
 from wnfused import reference
 from wnfused.backends import triton as backend
-from wnfused.backends.triton import rows
+from wnfused.backends.triton import rows, support
+from wnfused.backends.triton.kernels import rows as kernels
 
 SHAPES = [((5, 7), 0), ((1, 3, 3, 3), 0), ((9,), 0), ((3, 1031), 0), ((4, 6, 5), 1), ((4, 6, 5), 2), ((4, 6, 5), None)]
 EMPTY = [((0, 4), 0), ((4, 0), 0), ((3, 0, 2), 2)]
@@ -70,6 +71,47 @@ def test_a_captured_graph_gets_no_table(monkeypatch):
     monkeypatch.setattr(rows, "_launch_many", None)
     single = backend.weight_norm_many(vs, gs)
     again = backend.weight_norm_many_backward(dws, vs, gs, single[1])
+    same_bits(many, single, gradients, again)
+
+
+def same_bits(many, single, gradients, again):
     for ours, theirs in ((many, single), (gradients, again)):
         for ones, others in zip(ours, theirs, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_call_before_a_capture_brings_its_kernels(monkeypatch, weights):
+    """Under capture Triton may neither compile nor load one: the first call of a kind makes the single launches too."""
+    seen = []
+
+    def launch(kernel, grid, arguments, **constants):
+        seen.append(kernel)
+        support.launch(kernel, grid, arguments, **constants)
+
+    monkeypatch.setattr(rows, "launch", launch)
+    monkeypatch.setattr(rows, "_launched", set())
+    monkeypatch.setattr(rows, "_on_a_gpu", lambda v: False)
+    monkeypatch.setattr(rows, "_must_go_one_by_one", lambda v: False)
+    monkeypatch.setattr(rows, "_sent", lambda numbers, dtype, device: torch.tensor(numbers, dtype=dtype, device=device))
+    vs, gs = zip(*(pair(shape, 0) for shape in [(5, 7), (5, 7), (4, 16)]), strict=True)
+    dws = [torch.randn(v.shape, device=DEVICE) for v in vs]
+
+    def both():
+        seen.clear()
+        found = backend.weight_norm_many(vs, gs, 0, weights)
+        gradients = backend.weight_norm_many_backward(dws, vs, gs, found[1])
+        return found, gradients
+
+    many, gradients = both()
+    assert kernels.weight_norm not in seen
+    monkeypatch.setattr(rows, "_on_a_gpu", lambda v: True)
+    single, again = both()
+    assert [seen.count(kernel) for kernel in (kernels.weight_norm, kernels.weight_norm_backward)] == [2, 2]
+    same_bits(many, single, gradients, again)
+    both()
+    assert kernels.weight_norm not in seen
+    assert kernels.weight_norm_backward not in seen
+    vs, gs = [v.bfloat16() for v in vs], [g.bfloat16() for g in gs]
+    both()
+    assert seen.count(kernels.weight_norm) == 2

@@ -7,8 +7,6 @@ for. cuSOLVER is the copy that torch has loaded.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -21,11 +19,25 @@ def refusal(function: str, device: torch.device) -> str | None:
     return native_cuda.unavailable() or native_cuda._refused_device(index) or _missing(function, index)
 
 
-@functools.cache
+_there: set[tuple[str, int]] = set()
+
+
 def _missing(function: str, index: int) -> str | None:
+    """What was found once stays; what is missing is looked for again."""
+    if (function, index) in _there:
+        return None
     # torch loads its part that is linked with cuSOLVER when it first needs it, and its folder is known to torch alone.
     torch.linalg.qr(torch.ones(1, 1, device=f"cuda:{index}"))
-    return torch.ops.wnfused_native.cusolver_missing(function) or None
+    reason = torch.ops.wnfused_native.cusolver_missing(function)
+    if not reason:
+        _there.add((function, index))
+    return reason or None
+
+
+def _open(function: str, a: Tensor) -> None:
+    """Also for those who did not ask ``refusal``: the op alone would look for a library that torch has not loaded."""
+    if a.is_cuda and (reason := _missing(function, a.device.index)):
+        raise RuntimeError(reason)
 
 
 def orthonormal_rows(a: Tensor) -> Tensor:
@@ -33,6 +45,7 @@ def orthonormal_rows(a: Tensor) -> Tensor:
 
     ``A`` is float32 or float64. Matrix by matrix (``Xgeqrf``, ``orgqr``); the host waits once, for the statuses of all.
     """
+    _open("qr", a)
     q = a.contiguous()
     if not torch.ops.wnfused_native.orthonormal_rows_(q).all():
         raise RuntimeError(f"cuSOLVER refused a QR decomposition of {list(a.shape)} matrices")
@@ -66,6 +79,7 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         torch.linalg.LinAlgError: a matrix is not finite, or did not converge.
     """
+    _open("eigh", a)
     rows, finite = _finite_copy(a)
     values, info = torch.ops.wnfused_native.cuda_eigh_(rows)
     _check("eigenvalues", finite, info)
@@ -81,6 +95,7 @@ def svd(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         torch.linalg.LinAlgError: a matrix is not finite, or did not converge.
     """
+    _open("svd", a)
     rows, finite = _finite_copy(a)
     left, values, right, info = torch.ops.wnfused_native.cuda_svd_(rows)
     _check("SVD", finite, info)

@@ -22,7 +22,8 @@ def opened(name: str) -> str | None:
         return record.get("not_built", {}).get(name, otherwise)
     sources = _PACKAGE.parent / "csrc" / "ops.h"  # of a checkout that the library was built in
     if sources.exists() and record.get("declarations") != hashlib.sha256(sources.read_bytes()).hexdigest():
-        return f"{library.name} was built from another csrc/ops.h; `make install` builds it anew"
+        known = "was built from another csrc/ops.h" if "declarations" in record else "has no record of its build"
+        return f"{library.name} {known}; `make install` builds it anew"
     try:
         torch.ops.load_library(str(library))
     except OSError as error:

@@ -83,6 +83,7 @@ for _schema in (
     # Why cuSOLVER's "qr", "eigh" or "svd" is not to be had, empty where it is.
     "cusolver_missing(str function) -> str",
     "cuda_stage_shapes(int precision, int device) -> str",
+    "cuda_warpgroup_clusters() -> int",
     # Whether sm_90's own kernels run the stages that they have; off at first.
     "set_cuda_warpgroup_stage(bool on) -> ()",
     "cuda_toolkit_version() -> int",

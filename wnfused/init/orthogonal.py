@@ -12,7 +12,9 @@ Gaussians. They differ in cost and in what they survive:
 
 A Gaussian matrix that is twice as long as wide has k about 6, so float32 will do; of a nearly square one k has no
 useful bound, so on a GPU, where the first route would go matrix by matrix, the second runs in float64, and the rare
-matrices for which even that is too narrow are found by their Gram matrix and go the first way.
+matrices for which even that is too narrow are found by their Gram matrix and go the first way. Float64, too, where
+torch may round the operands of float32 products to TF32: those would neither give Q nor show that they did not, and
+torch's flag, which is that of all threads, stays as the user set it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from wnfused import dispatch
 from wnfused._numbers import finite, random_source
 from wnfused.backends import cusolver
 from wnfused.backends import native as kernels
+from wnfused.backends.triton.support import precision
 from wnfused.reference import wide
 
 # Matrices are worked on in chunks of this many elements, which stay in a CPU's cache and fill a GPU.
@@ -62,8 +65,9 @@ def route(count: int, short: int, long: int, dtype: torch.dtype, device_type: st
         return Route.NATIVE
     if short == 0 or count < 4:
         return matrix_by_matrix
+    exact = dtype == torch.float64 or device_type != "cuda" or precision(dtype, "matmul") != "tf32"
     if tame:
-        return Route.CHOLESKY
+        return Route.CHOLESKY if exact else Route.CHOLESKY_WIDE
     if device_type != "cuda" or short > 1024:
         return matrix_by_matrix
     return Route.CHOLESKY if dtype == torch.float64 else Route.CHOLESKY_WIDE
@@ -165,6 +169,11 @@ def cholesky_qr2(a: Tensor) -> Tensor:
     without another decomposition: ``L = I + tril(E) - diag(E) / 2 + O(E^2)``. Where E is not small, the matrix is too
     ill-conditioned for this route and goes to Householder's.
     """
+    with torch.autocast(a.device.type, enabled=False):
+        return _cholesky_qr2(a)
+
+
+def _cholesky_qr2(a: Tensor) -> Tensor:
     identity = torch.eye(a.shape[-2], dtype=a.dtype, device=a.device)
     gram = a @ a.mT
     factor, _ = torch.linalg.cholesky_ex(gram)

@@ -1,8 +1,8 @@
 """The Triton backend: weight-normalised layers on NVIDIA GPUs of compute capability 8.0 and newer.
 
 Row norms ride beside the product, gain, bias, residual and activation in its epilogue, the weight norm's backward in
-the epilogue of the weight gradient; where the vendor's product is faster, the weight is scaled once and the vendor's
-epilogue used (``wnfused.backends.triton.strategy`` says which, and why). Sums are taken in float32, in an order that
+the epilogue of the weight gradient; where the vendor's product is faster, the weight is scaled once for it
+(``wnfused.backends.triton.strategy`` says which, and why). Sums are taken in float32, in an order that
 depends on nothing but shapes and types: no atomics, no timing.
 
     strategy        which way a layer goes              configurations, search   which tile a kernel runs in
@@ -73,7 +73,9 @@ def weight_norm_many_backward(
 
 
 def _linear_layer(x: Tensor, v: Tensor, dim: int | None) -> Layer:
-    return Layer(x.shape[:-1].numel(), v.shape[0], v.shape[1], x.dtype, None if dim is None else dim % v.dim())
+    dim = None if dim is None else dim % v.dim()
+    full = support.precision(x.dtype, "matmul") == "ieee"
+    return Layer(x.shape[:-1].numel(), v.shape[0], v.shape[1], x.dtype, dim, full=full)
 
 
 def linear(

@@ -98,13 +98,9 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
         return reference.weight_norm_backward(dw, v, g, norm, None)
     rows = rows_of(v, dim)
     dv, dg = torch.empty_like(rows.v), torch.empty(g.shape, dtype=g.dtype, device=g.device)
-    _one_backward(rows, as_lies(dw, rows.v), flat(g), norm, dv, dg)
-    return dv, dg
-
-
-def _one_backward(rows: Rows, dw: Tensor, g: Tensor, norm: Tensor, dv: Tensor, dg: Tensor) -> None:
-    arguments = (dw, rows.v, g, norm, dv, dg, *rows.sizes)
+    arguments = (as_lies(dw, rows.v), rows.v, flat(g), norm, dv, dg, *rows.sizes)
     launch(kernels.weight_norm_backward, rows.grid, arguments, **rows.constants)
+    return dv, dg
 
 
 def as_lies(dw: Tensor, v: Tensor) -> Tensor:
@@ -144,13 +140,14 @@ def weight_norm_many(
     gains = [flat(t) for t in g]
     w = [torch.empty_like(r.v) for r in rows] if weights else []
     norm, scale = [r.norms() for r in rows], [r.norms() for r in rows]
-    if _must_go_one_by_one(v):
-        for i, r in enumerate(rows):
-            arguments = (r.v, gains[i], w[i] if weights else None, norm[i], scale[i], *r.sizes)
-            launch(kernels.weight_norm, r.grid, arguments, **r.constants)
-        return w, norm, scale
-    columns = [[r.v for r in rows], gains, w or [r.v for r in rows], norm, scale]
-    _launch_many(kernels.many_weight_norms, rows, gains, columns, (0, 2), WEIGHTS=weights)
+    captured = _must_go_one_by_one(v)
+    if not captured:
+        columns = [[r.v for r in rows], gains, w or [r.v for r in rows], norm, scale]
+        _launch_many(kernels.many_weight_norms, rows, gains, columns, (0, 2), WEIGHTS=weights)
+    each = [
+        (r.v, gains[i], w[i] if weights else None, norm[i], scale[i], *r.sizes) for i, r in enumerate(rows)
+    ]  # fmt: skip
+    _launch_each(kernels.weight_norm, rows, each, captured)
     return w, norm, scale
 
 
@@ -163,18 +160,45 @@ def weight_norm_many_backward(
     gains = [flat(t) for t in g]
     gradients = [as_lies(d, r.v).to(r.v.dtype) for d, r in zip(dw, rows, strict=True)]
     dv, dg = [torch.empty_like(r.v) for r in rows], [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in g]
-    if _must_go_one_by_one(v):
-        for tensors in zip(rows, gradients, gains, norm, dv, dg, strict=True):
-            _one_backward(*tensors)
-        return dv, dg
-    columns = [gradients, [r.v for r in rows], gains, list(norm), dv, dg]
-    _launch_many(kernels.many_weight_norms_backward, rows, gains, columns, (0, 1, 4))
+    captured = _must_go_one_by_one(v)
+    if not captured:
+        columns = [gradients, [r.v for r in rows], gains, list(norm), dv, dg]
+        _launch_many(kernels.many_weight_norms_backward, rows, gains, columns, (0, 1, 4))
+    each = [
+        (gradients[i], r.v, gains[i], norm[i], dv[i], dg[i], *r.sizes) for i, r in enumerate(rows)
+    ]  # fmt: skip
+    _launch_each(kernels.weight_norm_backward, rows, each, captured)
     return dv, dg
 
 
 def _must_go_one_by_one(v: Tensors) -> bool:
     """A graph that is being captured would copy its table again at each replay, from memory long given to others."""
-    return len(v) > 0 and v[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    return _on_a_gpu(v) and torch.cuda.is_current_stream_capturing()
+
+
+def _on_a_gpu(v: Tensors) -> bool:
+    return len(v) > 0 and v[0].is_cuda
+
+
+_launched: set[tuple[Any, ...]] = set()
+"""What single launches were made of so far: all that Triton may make another machine code for."""
+
+
+def _launch_each(kernel: Any, rows: Sequence[Rows], arguments: Sequence[tuple[Any, ...]], captured: bool) -> None:
+    """One launch a tensor: under capture for all of them, else, on a GPU, for those the like of which had none yet.
+
+    The latter write what is there already. They are made because nothing may be compiled or loaded under capture, and
+    calls that warm up for one come this way.
+    """
+    if not captured and not _on_a_gpu([r.v for r in rows]):
+        return
+    for r, of_one in zip(rows, arguments, strict=True):
+        key = (kernel, r.v.device, r.one_run, *(
+            (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else a for a in of_one
+        ))  # fmt: skip
+        if captured or key not in _launched:
+            launch(kernel, r.grid, of_one, **r.constants)
+            _launched.add(key)
 
 
 def _launch_many(

@@ -2,6 +2,7 @@
 
 One table for each kind of layer, read from the top: the first row that applies decides, and each row says why. The
 reasons are counts of bytes and launches, not timings: no row here has been measured on a GPU (the speeds are modelled).
+What follows the vendor's product is another choice, ``use_vendor_epilogues``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Layer:
         rows: filters or output features.
         channels: input channels or features.
         spatial: spatial dims; 0 for a linear layer.
+        full: whether the product is float32 in full precision, without tensor cores.
     """
 
     samples: int
@@ -35,6 +37,7 @@ class Layer:
     spatial: int = 0
     groups: int = 1
     transposed: bool = False
+    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ LINEAR = (
     _EMPTY,
     _ALONG_ANOTHER_DIM,
     Row(
+        lambda layer: layer.full and layer.samples > 32,
+        "vendor",
+        "without tensor cores the product is the time from some 30 rows on (60 TFLOP/s beside 3 TB/s), and cuBLAS's "
+        "sgemm the faster one: Triton's in full precision are plain multiply-adds on registers",
+    ),
+    Row(
         lambda layer: layer.samples <= 512,
         "fused",
         "the weight's bytes are the time: the fused kernel reads v once, with the norm beside the product; scaling "
@@ -68,8 +77,8 @@ LINEAR = (
     Row(
         lambda layer: True,
         "vendor",
-        "the product is the time and cuBLASLt the faster product: scaling v once costs 1/M of it, and bias and ReLU "
-        "ride in cuBLASLt's epilogue",
+        "the product is the time and cuBLAS the faster product: scaling v once costs 1/M of it; the bias rides in its "
+        "epilogue, and a ReLU is a pass over y",
     ),
 )
 
@@ -90,10 +99,32 @@ CONV = (
     Row(
         lambda layer: True,
         "vendor",
-        "wide: cuDNN's product is the time, the weight a fraction of the map, and bias, residual and ReLU ride in "
-        "its epilogue",
+        "wide: cuDNN's product is the time, the weight a fraction of the map, and so are the passes over the map for "
+        "bias, residual and ReLU",
     ),
 )
+
+
+_epilogues = False
+
+
+def use_vendor_epilogues(on: bool) -> None:
+    """Whether a ReLU rides in the vendor's product where it can, with bias and residual, in this process.
+
+    Off unless it is called: then the ReLU is a pass of its own over what ``torch.addmm`` or ``torch.convolution`` gave,
+    which saves nothing and changes nothing either. On, a linear layer without residual is cuBLASLt's product + bias +
+    ReLU, whose ReLU may turn NaN into 0, where torch's keeps it and so shows a diverged network; and a 2d convolution
+    of 8 k channels is cuDNN's convolution + bias (+ residual) + ReLU, which torch gives its own unwritten output as a
+    summand times 0 (memory that held NaN may show) and never asks for a deterministic algorithm. Neither has been
+    timed on a GPU.
+    """
+    global _epilogues
+    _epilogues = on
+
+
+def vendor_epilogues() -> bool:
+    """What ``use_vendor_epilogues`` was told."""
+    return _epilogues
 
 
 def borders() -> Iterator[Layer]:
@@ -101,7 +132,8 @@ def borders() -> Iterator[Layer]:
     for dtype in (torch.bfloat16, torch.float32):
         for features in (256, 1024, 4096):
             for samples in (1, 32, 256, 512, 1024, 4096):
-                yield Layer(samples, features, features, dtype)
+                for full in (False, True)[: 1 + (dtype == torch.float32)]:
+                    yield Layer(samples, features, features, dtype, full=full)
         for channels, pixels in ((16, 131072), (32, 32768), (48, 32768), (64, 8192), (128, 8192), (256, 2048)):
             yield Layer(pixels, channels, channels, dtype, spatial=2)
 

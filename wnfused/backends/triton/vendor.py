@@ -1,8 +1,9 @@
-"""The layer on the vendor's product: the weight is scaled once, the rest is cuBLASLt's or cuDNN's with their epilogues.
+"""The layer on the vendor's product: the weight is scaled once, the product is cuBLAS's or cuDNN's, with the bias.
 
-Where a product is large enough to run at the vendor's rate, the pass over ``v`` that scales it is small beside it, and
-nothing of ours can gain what the vendor's kernels have over ours. It takes everything that torch's own layers take:
-groups, three spatial dims, transposed convolutions, norms along any dim.
+Residual and activation follow in place, or ride in the product where ``strategy.use_vendor_epilogues`` says so. Where a
+product is large enough to run at the vendor's rate, the pass over ``v`` that scales it is small beside it, and nothing
+of ours can gain what the vendor's kernels have over ours. It takes everything that torch's own layers take: groups,
+three spatial dims, transposed convolutions, norms along any dim.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wnfused.backends.epilogue import epilogue_, masked
+from wnfused.backends.triton import strategy
 from wnfused.backends.triton.rows import effective_weight, weight_norm_backward
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -34,7 +36,7 @@ def linear(
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty([x.shape[:-1].numel(), x.shape[-1]])
     if bias is None:
         y = flat @ w.T
-    elif activation == "relu" and residual is None and flat.numel():  # bias and ReLU in cuBLASLt's epilogue
+    elif strategy.vendor_epilogues() and activation == "relu" and residual is None and flat.numel():
         y = torch._addmm_activation(bias.to(x.dtype), flat, w.T)
         return y.reshape([*x.shape[:-1], w.shape[0]]), norm
     else:
@@ -91,7 +93,9 @@ def _deterministic() -> Iterator[None]:
 
 
 def _has_fused_epilogue(x: Tensor, v: Tensor, geometry: Geometry, activation: str) -> bool:
-    """Whether cuDNN's own convolution + bias (+ residual) + ReLU takes it."""
+    """Whether cuDNN's own convolution + bias (+ residual) + ReLU is wanted and takes it."""
+    if not strategy.vendor_epilogues():
+        return False
     transposed, groups = geometry[3], geometry[5]
     plain = v.dim() == 4 and not transposed and groups == 1 and x.numel() > 0
     # Its fused engines want channels in multiples of 8.
