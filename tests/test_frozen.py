@@ -153,6 +153,14 @@ def test_what_is_no_module_is_refused():
         pass
 
 
+def test_a_lazy_layer_without_a_shape_is_named():
+    with (
+        pytest.raises(ValueError, match=r"model: '1.weight_v' has no shape yet; run the model once"),
+        wnfused.frozen(nn.Sequential(WNLinear(2, 2), wnfused.nn.WNLazyLinear(2))),
+    ):
+        pass
+
+
 def test_one_call_norms_all_layers():
     net = model()
     layers = [m for m in net.modules() if isinstance(m, WeightNormalised)]

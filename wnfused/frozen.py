@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from wnfused import dispatch
 from wnfused.backends import native
@@ -18,6 +19,7 @@ from wnfused.fold import plain_layer
 from wnfused.functional import weight_norm_many
 from wnfused.nn import WeightNormalised, WNLinear
 from wnfused.nn._frozen import ByPixels, Kept, Plain
+from wnfused.nn._layer import refuse_shapeless
 
 
 @contextlib.contextmanager
@@ -50,11 +52,14 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
     Raises:
         TypeError: ``model`` is not a module.
+        ValueError: a lazy layer of it has no shape yet.
         RuntimeError: on a write to a layer's ``weight`` inside the context.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     layers = [m for m in model.modules() if isinstance(m, WeightNormalised) and m._frozen is None]
+    if any(is_lazy(layer.weight_v) for layer in layers):
+        refuse_shapeless(model)
     hooks = []
     try:
         for layer, once in zip(layers, _constants(layers), strict=True):
