@@ -84,7 +84,8 @@ def tables() -> dict[str, list[str]]:
         "networks": _networks(stages),
         "users": _both_passes(users, NETWORKS),
         "layers": _both_passes(layers, LAYERS),
-        "kinds": [*_kinds(layers), *_kind("users' networks", users)],
+        "kinds": _kinds(layers, users),
+        "kinds-shortly": _kinds(layers, users, named=2),
         "frozen": [
             f"| {row['workload'].removesuffix(', batch 1')} | "
             f"{' | '.join(_ratio(row, peer) for peer in ('native', 'eager', 'plain'))} |"
@@ -142,25 +143,28 @@ def _dims(row: Row) -> int:
     return row["workload"].split(", ")[1].count("x") + 1 if row["group"] == "windows" else 0
 
 
-def _kinds(rows: Rows) -> list[str]:
+def _kinds(rows: Rows, users: Rows, named: int | None = None) -> list[str]:
+    """One line a kind; ``named``: how many workloads that plain wins stand in it, all if None."""
     kinds: dict[str, Rows] = {name: [] for name in KINDS}
     for row in rows:
         kind = next((name for name, fits in KINDS.items() if fits(row)), None)
         if kind is not None and row["group"] in ("windows", "conv3x3", "conv1x1", "linear", "linear-bf16"):
             kinds[kind].append(row)
-    return [line for name, members in reversed(kinds.items()) if members for line in _kind(name, members)]
+    lines = [_kind(name, members, named) for name, members in reversed(kinds.items()) if members]
+    return [*lines, _kind("users' networks", users, named)] if users else lines
 
 
-def _kind(name: str, rows: Rows) -> list[str]:
-    """One line: the lowest and the highest median, and where plain is ahead."""
+def _kind(name: str, rows: Rows, named: int | None) -> str:
+    """The lowest and the highest median, and where plain is ahead."""
     plain = [(_median(row, "plain"), row["workload"]) for row in rows]
     ahead: dict[str, float] = {}
     for median, workload in sorted(plain):
         if median < LOSES:
             ahead.setdefault(workload, median)
-    where = "; ".join(f"{workload} ({median:.2f}x)" for workload, median in ahead.items())
+    places = [f"{workload} ({median:.2f}x)" for workload, median in ahead.items()]
+    where = "; ".join(places[:named]) + (f"; {len(places) - named} more" if named and len(places) > named else "")
     ranges = [_range([_median(row, peer) for row in rows]) for peer in ("eager", "plain")]
-    return [f"| {name} | {' | '.join(ranges)} | {where} |"]
+    return f"| {name} | {' | '.join(ranges)} | {where} |"
 
 
 def _find(rows: Rows, workload: str, pass_name: str, group: str | None = None) -> Row:
