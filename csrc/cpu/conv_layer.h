@@ -117,10 +117,6 @@ extern const ConvKernels<Window> direct_kernels, transposed_kernels;
 extern const ConvKernels<Depthwise> depthwise_kernels;
 }
 
-// How these kernels take a layer and its gradients, where they are faster than the vendor's (bench/NOTES.md has the
-// measurements): one of the stage's Winograd methods, kPieces or kDirect. kept: the weights are packed for many calls.
-std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool kept = false);
-
 // Maps, x and those of the calls below, have lines at equal distances. shape: of a transposed layer, the convolution
 // whose data gradient it is.
 struct ConvLayer {

@@ -1,4 +1,5 @@
 // Convolution layers on the kernels of conv_layer.h, or nothing where these leave them to the vendor's.
+#include "conv_choice.h"
 #include "conv_routes.h"
 
 namespace wnfused::cpu {
@@ -11,43 +12,6 @@ std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Slidi
   const std::optional<Method> method = conv_layer_method(*shape, false, kept);
   if (!method) return std::nullopt;
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
-}
-
-int64_t output_floats(const ConvShape& shape) { return shape.images * shape.outputs * shape.output_size().product(); }
-
-// First layers, of images or signals, that the vendor's kernels run faster, measured on Zen 4 (bench/NOTES.md): those
-// whose output is more than a call's cost, but for
-//
-//   forward    channels_last with an activation to gain from, and in one dim those with a stride; in NCHW these kernels
-//              write y by transposed panels
-//   backward   windows of several levels, without the input's gradient; with it, in NCHW over two dims, windows of one
-//              column and those with a stride of 1
-bool is_vendors_first_layer(const ConvLayer& layer, bool last, bool passes) {
-  constexpr int64_t kLargeMap = int64_t{1} << 18, kWide = 64;
-  const ConvShape& shape = layer.shape;
-  if (!shape.has_thin_input() || shape.kernel.level > 1 || output_floats(shape) <= kLargeMap) return false;
-  if (layer.v.dim() == 3) return shape.stride.column == 1;
-  return !(last && passes && shape.outputs >= kWide);
-}
-
-bool is_vendors_first_layer_backward(const ConvLayer& layer, bool last, bool input) {
-  constexpr int64_t kLargeMap = int64_t{1} << 17, kColours = 3;
-  const ConvShape& shape = layer.shape;
-  if (!shape.has_thin_input() || shape.inputs > kColours || output_floats(shape) <= kLargeMap) return false;
-  if (shape.kernel.level > 1) return input;
-  const bool strided_rows = shape.kernel.column > 1 && shape.stride.product() > 1;
-  return !input || last || layer.v.dim() == 3 || strided_rows;
-}
-
-// Groups on large maps in NCHW that the vendor runs faster (bench/NOTES.md): those with few products for each entry of
-// x, which is copied, and forward those of four channels by pieces.
-bool are_vendors_groups(const ConvLayer& layer, bool last, bool forward) {
-  constexpr int64_t kLargeMap = int64_t{1} << 18, kForward = 80, kBackward = 48;
-  const ConvShape& shape = layer.shape;
-  const int64_t outputs = shape.outputs / shape.groups;
-  if (shape.groups == 1 || shape.is_depthwise() || last || output_floats(shape) < kLargeMap) return false;
-  if (layer.method == Method::kPieces) return forward && outputs < kLanes;
-  return outputs * shape.taps() < (forward ? kForward : kBackward) * shape.stride.product();
 }
 
 // v in an order of rows that the method knows: the stage's Winograd is particular.
@@ -108,7 +72,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
   const bool passes = conv.activation != Activation::kNone || residual;
-  if (is_vendors_first_layer(*found, last, passes) || are_vendors_groups(*found, last, true)) return std::nullopt;
+  if (is_vendors(*found, last, passes)) return std::nullopt;
   const Tensor y = empty_map(map_sizes(shape.images, shape.outputs, shape.output_size(), v.dim()), last);
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   check_residual(residual, y);
@@ -126,8 +90,7 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
-  if (is_vendors_first_layer_backward(*found, last, needs.x) || are_vendors_groups(*found, last, false))
-    return std::nullopt;
+  if (is_vendors_backward(*found, last, needs.x)) return std::nullopt;
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};
   LayerGradients made;

@@ -6,6 +6,7 @@
 // Rows are in the order of a row of v. A 1x1 convolution of a channels_last map has X = x.
 #include <torch/csrc/stable/library.h>
 
+#include "conv_choice.h"
 #include "conv_routes.h"
 #include "linear_routes.h"
 #include "unfolding.h"
@@ -23,8 +24,8 @@ std::optional<ConvShape> open_shape(const ConvCall& conv) {
   return shape && conv.gain && can_unfold(*shape) ? shape : std::nullopt;
 }
 
-// For tests: whether a layer without groups goes this way, forward and backward with the input's gradient; of a transposed
-// one, the convolution whose data gradient it is. planes, rows: see Layout; triples are of levels, rows and columns.
+// For wnfused/frozen.py and the tests: whether a layer without groups goes this way, forward and backward with the input's
+// gradient; of a transposed one, the convolution whose data gradient it is. planes, rows: see Layout; triples are of levels, rows and columns.
 std::tuple<bool, bool> cpu_conv_unfolds(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                                         const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                                         const std::vector<int64_t>& dilation, bool transposed, bool planes, bool rows) {

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../ops.h"
+#include "conv_choice.h"
 #include "conv_extents.h"
 #include "conv_transpose_unfolded.h"
 #include "kept_banks.h"
