@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -118,7 +118,7 @@ class Subject:
     module: nn.Module
     forward: Callable[[Tensor], Tensor]
     x: Tensor
-    held: contextlib.ExitStack  # what lasts as long as the module
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what lasts as long as the module
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:

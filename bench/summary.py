@@ -76,9 +76,9 @@ def load(*names: str) -> Rows:
 
 def tables() -> dict[str, list[str]]:
     """Lines of Markdown by the names of the marks."""
-    stages = load("cpu-epyc-2core")
-    layers = [row for row in load("cpu-epyc-2core-layers", "cpu-epyc-2core") if row["group"] != "frozen"]
-    frozen = [row for row in load("cpu-epyc-2core-layers") if row["group"] == "frozen"]
+    stages = load("cpu-epyc-2core-networks")
+    layers = load("cpu-epyc-2core-layers", "cpu-epyc-2core")
+    frozen = load("cpu-epyc-2core-frozen")
     users = [row for row in load("cpu-epyc-2core-converted") if row["group"] == "converted"]
     return {
         "networks": _networks(stages),
