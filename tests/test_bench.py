@@ -102,7 +102,7 @@ def test_the_frozen_peer_is_frozen_as_long_as_it_lives():
     workload = dataclasses.replace(CONV, passes=(workloads.FORWARD,))
     subject = peers.subject(gate.Problem(workload), "frozen")
     peers.gated(subject, "frozen", workloads.FORWARD).runner.call()
-    assert subject.module._frozen.banks
+    assert subject.module._frozen is not None
 
 
 def test_wrong_peer_is_reported_without_numbers(monkeypatch):

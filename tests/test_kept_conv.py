@@ -1,5 +1,7 @@
 """Convolutions inside ``wnfused.frozen``: weights packed once by the C++ kernels, for every way of multiplying."""
 
+import sys
+
 import pytest
 import torch
 from instruction_sets import ISAS
@@ -24,6 +26,11 @@ LAYERS = {
     "transposed over two dims": (lambda: WNConvTranspose2d(16, 20, 4, 2, 1), (2, 16, 9, 9)),
     "depthwise": (lambda: WNConv2d(32, 32, 3, padding=1, groups=32, activation="relu"), (2, 32, 16, 16)),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch):
+    monkeypatch.setattr(sys.modules["wnfused.frozen"], "WORTH_KEEPING", 0)
 
 
 def layer_and_input(name):

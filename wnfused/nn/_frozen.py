@@ -39,7 +39,7 @@ class ByPixels(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         # A compiled function serves inputs of every size.
         few = not torch.compiler.is_compiling() and input.numel() <= self.entries
-        y: Tensor = (self.few if few else self.many).forward(input, residual)
+        y: Tensor = (self.few if few else self.many).forward(input, residual=residual)
         return y
 
 
