@@ -1,7 +1,5 @@
 """Convolutions inside ``wnfused.frozen``: weights packed once by the C++ kernels, for every way of multiplying."""
 
-import sys
-
 import pytest
 import torch
 from instruction_sets import ISAS
@@ -15,22 +13,22 @@ if native.unavailable() is not None:
     pytest.skip(str(native.unavailable()), allow_module_level=True)
 
 LAYERS = {
-    "winograd": (lambda: WNConv2d(20, 33, 3, padding=1, activation="relu"), (2, 20, 12, 13)),
-    "winograd over three dims": (lambda: WNConv3d(16, 16, 3, padding=1), (1, 16, 5, 12, 12)),
-    "pieces": (lambda: WNConv1d(32, 48, 7, padding=6, dilation=2, activation="leaky_relu"), (2, 32, 100)),
-    "pieces, groups": (lambda: WNConv1d(64, 64, 5, padding=2, groups=2), (2, 64, 70)),
-    "direct": (lambda: WNConv2d(24, 40, 3, stride=2, padding=1, activation="relu", bias=False), (2, 24, 17, 15)),
-    "1x1": (lambda: WNConv2d(40, 24, 1), (3, 40, 9, 9)),
-    "thin": (lambda: WNConv2d(3, 32, 5, padding=2, activation="relu"), (2, 3, 20, 20)),
-    "transposed": (lambda: WNConvTranspose1d(32, 16, 8, 4, 2, activation="leaky_relu"), (2, 32, 40)),
-    "transposed over two dims": (lambda: WNConvTranspose2d(16, 20, 4, 2, 1), (2, 16, 9, 9)),
-    "depthwise": (lambda: WNConv2d(32, 32, 3, padding=1, groups=32, activation="relu"), (2, 32, 16, 16)),
+    "winograd": (lambda: WNConv2d(230, 219, 3, padding=1, activation="relu"), (2, 230, 12, 13)),
+    "winograd over three dims": (lambda: WNConv3d(224, 224, 3, padding=1), (2, 224, 3, 8, 8)),
+    "pieces": (lambda: WNConv1d(98, 102, 7, padding=6, dilation=2, activation="leaky_relu"), (2, 98, 100)),
+    "pieces, groups": (lambda: WNConv1d(192, 192, 5, padding=2, groups=2), (2, 192, 70)),
+    "direct": (lambda: WNConv2d(72, 104, 3, stride=2, padding=1, activation="relu", bias=False), (2, 72, 17, 15)),
+    "1x1": (lambda: WNConv2d(264, 250, 1), (3, 264, 9, 9)),
+    "transposed": (lambda: WNConvTranspose1d(96, 88, 8, 4, 2, activation="leaky_relu"), (2, 96, 40)),
+    "transposed over two dims": (lambda: WNConvTranspose2d(64, 68, 4, 2, 1), (2, 64, 9, 9)),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def small_layers_too(monkeypatch):
-    monkeypatch.setattr(sys.modules["wnfused.frozen"], "WORTH_KEEPING", 0)
+PACKED_IN_EVERY_CALL = {
+    "few weights": (lambda: WNConv1d(32, 48, 7, padding=3, activation="relu"), (2, 32, 100)),
+    "winograd with few weights": (lambda: WNConv2d(128, 128, 3, padding=1), (1, 128, 12, 12)),
+    "thin": (lambda: WNConv2d(3, 32, 5, padding=2, activation="relu"), (2, 3, 20, 20)),
+    "depthwise": (lambda: WNConv2d(32, 32, 3, padding=1, groups=32, activation="relu"), (2, 32, 16, 16)),
+}
+LAYERS |= PACKED_IN_EVERY_CALL
 
 
 def layer_and_input(name):
@@ -54,7 +52,7 @@ def isa(request):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("last", [False, True], ids=["nchw", "last"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_same_bits_as_outside_call_after_call(name, last):
+def test_the_same_as_outside_call_after_call(name, last):
     layer, x = layer_and_input(name)
     if last:
         x = x.contiguous(
@@ -67,10 +65,11 @@ def test_the_same_bits_as_outside_call_after_call(name, last):
             for _ in range(2):
                 layer.weight_v.mul_(-3)  # goes unseen
                 for found, wanted in zip((layer(x), layer(2 * x, residual=residual)), expected, strict=True):
-                    torch.testing.assert_close(found, wanted)
+                    # Outside of the context a wide layer may be the vendor's.
+                    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
                     assert found.stride() == wanted.stride()
             banks = list(layer._frozen.banks)
-            assert len(banks) == (0 if name == "depthwise" else 1)
+            assert len(banks) == (name not in PACKED_IN_EVERY_CALL)
             layer(x)
             assert all(a is b for a, b in zip(banks, layer._frozen.banks, strict=True))
 
@@ -93,8 +92,8 @@ def test_whoever_packs_first(threads):
 
 
 def test_every_way_of_multiplying_has_a_bank():
-    layer = WNConv2d(32, 32, 3, padding=1)
-    maps = [torch.randn(shape) for shape in ((2, 32, 16, 16), (16, 32, 2, 2), (4, 32, 5, 5))]
+    layer = WNConv2d(256, 256, 3, padding=1)
+    maps = [torch.randn(shape) for shape in ((2, 256, 16, 16), (16, 256, 2, 2), (4, 256, 5, 5))]
     with torch.no_grad():
         expected = [layer(x) for x in maps]
         with wnfused.frozen(layer):
@@ -157,17 +156,18 @@ def test_arguments_that_do_not_fit_are_named():
 
 def test_a_state_loaded_inside_is_packed_anew():
     layer, x = layer_and_input("winograd")
-    other = WNConv2d(20, 33, 3, padding=1, activation="relu")
+    other = WNConv2d(230, 219, 3, padding=1, activation="relu")
     with torch.no_grad(), wnfused.frozen(layer):
         layer(x)
+        assert layer._frozen.banks
         layer.load_state_dict(other.state_dict())
         torch.testing.assert_close(layer(x), other(x))
         torch.testing.assert_close(layer(x), other(x))
 
 
 def test_compiled_inside():
-    net = nn.Sequential(WNConv2d(16, 16, 3, padding=1, activation="relu"), WNConvTranspose2d(16, 16, 4, 2, 1))
-    x = torch.randn(2, 16, 12, 12)
+    net = nn.Sequential(WNConv2d(64, 64, 5, padding=2, activation="relu"), WNConvTranspose2d(64, 64, 4, 2, 1))
+    x = torch.randn(2, 64, 12, 12)
     with torch.no_grad():
         expected = net(x)
         with wnfused.frozen(net):

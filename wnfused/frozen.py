@@ -21,9 +21,6 @@ from wnfused.nn import WeightNormalised, WNLinear
 from wnfused.nn._frozen import ByPixels, Kept, Plain
 from wnfused.nn._layer import refuse_shapeless
 
-WORTH_KEEPING = 2**15
-"""Weights of a convolution from which packing them costs more than handing over what was packed."""
-
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[nn.Module]:
@@ -39,8 +36,9 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
     Convolutions whose products the C++ kernels take themselves (float32 on the CPU, mostly) keep copies of v and g
-    instead, and those of 32,768 weights and more, from their first call on, the weights as those kernels pack them: as
-    many numbers as v has, by Winograd's method up to four times as many. Linear layers from 65,536 weights on keep
+    instead, and those whose weights cost more to pack than to keep (65,536 and more; 442,368 of 3x3 layers on large
+    maps), from their first call on, the weights as those kernels pack them: as many numbers as v has, by Winograd's
+    method up to four times as many. Linear layers from 65,536 weights on keep
     copies too, since their kernels normalise while they read v. Other convolutions keep such copies beside their
     weights, for maps of up to eight pixels.
 
@@ -141,7 +139,7 @@ def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:
 
 def _own(layer: WeightNormalised) -> nn.Module:
     copied = _copy(layer)
-    return Kept(copied) if isinstance(layer, _ConvNd) and layer.weight_v.numel() >= WORTH_KEEPING else copied
+    return Kept(copied) if isinstance(layer, _ConvNd) else copied
 
 
 def _copy(layer: WeightNormalised) -> nn.Module:

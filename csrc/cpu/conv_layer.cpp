@@ -299,7 +299,6 @@ KeptFloats kept_floats(const ConvLayer& layer) {
   const auto floats = [](const auto& geometry) { return KeptFloats{geometry.bank_size(), geometry.padded_outputs}; };
   if (layer.method == Method::kPieces) return floats(geometry_of<Pieces>(layer, false, false));
   if (layer.method != Method::kDirect) return floats(geometry_of<Geometry>(layer, false, false));
-  if (layer.shape.is_depthwise()) return {0, 0};
   return floats(geometry_of<Window>(layer, false, false));
 }
 

@@ -86,6 +86,7 @@ struct ConvBackward {
   Scratch scratch;
   std::atomic<bool>* poisoned;
   static constexpr bool round_operands = false;
+  static constexpr bool is_packed() { return false; }
 
   // Whose weight gradient it is, and whether y's pixels are summed for the bias.
   const G& products() const { return is_transposed ? transposed : geometry; }
@@ -131,12 +132,12 @@ struct ConvLayer {
 };
 
 // Fills y and, unless a kept bank is packed already, the norms. False if it met a value that is not finite: then nothing
-// of it counts. kept: null, or where kept_floats() is not 0 a bank.
+// of it counts. kept: null, or a bank of kept_floats().
 bool run_conv_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
                     const torch::stable::Tensor& y, float* norm, const KeptBank* kept = nullptr);
 
-// Floats of a layer's bank and of the bias beside it. They depend on v and on the method alone, and no two methods have
-// the same number. 0 where there is nothing to keep: depthwise layers.
+// Floats of a layer's bank and of the bias beside it, unless it is depthwise. They depend on v and on the method alone, and
+// no two methods have the same number.
 struct KeptFloats {
   int64_t weights, bias;
 

@@ -53,7 +53,7 @@ struct WinogradParts : PlainMapParts<Geometry> {
     // A tensor that was just allocated is in no cache.
     epilogue.fresh = maps.target.is_in_place() && !geometry.weights_stay ? maps.target.own : nullptr;
     convolution_item<Ending::kLayer>(geometry, item, maps.source.own, false, job.scratch.zeros, bank, epilogue,
-                                     {}, scratch, *job.poisoned);
+                                     {{}, {}, job.is_packed()}, scratch, *job.poisoned);
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {

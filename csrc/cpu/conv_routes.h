@@ -64,7 +64,7 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
                                                      const float* norms, const ConvNeeds& needs, float* dgain);
 
 // y, and the norms unless the convolution is plain. Nothing where it, or a value that is not finite, is the vendor's.
-// banks: see kept_banks.h.
+// banks: see kept_banks.h; with them nothing, too, where none is worth keeping.
 std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms,
                                KeptBanks* banks = nullptr);
 

@@ -3,17 +3,26 @@
 #include <algorithm>
 
 #include "layer_tensor.h"
+#include "workspace.h"
 
 namespace wnfused::cpu {
 
+bool is_worth_keeping(const ConvLayer& layer) {
+  // The latter of one tap: F(4x4, 3x3) packs four times as many numbers as v has.
+  constexpr int64_t kWeights = 1 << 16, kWinogradWeights = 3 << 14;
+  if (layer.shape.is_depthwise()) return false;
+  if (layer.method == Method::kWinograd4) return layer.shape.inputs * layer.shape.outputs >= kWinogradWeights;
+  return layer.v.numel() >= kWeights;
+}
+
 bool run_kept_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms,
                     KeptBanks* banks) {
-  const KeptFloats floats = banks ? kept_floats(layer) : KeptFloats{0, 0};
-  if (floats.sum() == 0) return run_conv_layer(layer, residual, y, norms);
+  if (!banks || !is_worth_keeping(layer)) return run_conv_layer(layer, residual, y, norms);
+  const KeptFloats floats = kept_floats(layer);
   const auto suits = [&](const Tensor& bank) { return bank.numel() == floats.sum(); };
   const auto known = std::find_if(banks->known.begin(), banks->known.end(), suits);
   const bool packed = known != banks->known.end();
-  const Tensor memory = packed ? *known : empty({floats.sum()}, ScalarType::Float);
+  const Tensor memory = packed ? *known : lasting_floats(floats.sum());
   float* weights = static_cast<float*>(memory.mutable_data_ptr());
   const KeptBank kept{{weights, weights + floats.weights}, packed};
   if (!run_conv_layer(layer, residual, y, norms, &kept)) return false;

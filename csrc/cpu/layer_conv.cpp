@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> forward(
   std::optional<Tensor> y;
   if (banks) y = own_conv(call, residual, norms, banks);
   if (!y) y = unfolded_conv(call, residual, norms);
-  if (!y && !banks) y = own_conv(call, residual, norms);
+  if (!y) y = own_conv(call, residual, norms);
   if (!y) y = vendor_conv(call, bias, residual, norms);
   return {*y, norm};
 }

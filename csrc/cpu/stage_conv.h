@@ -309,12 +309,24 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
     const Gather gather = geometry.tile == 4 ? gather_tiles<4, Round> : gather_tiles<2, Round>;
     if (geometry.level_taps > 1)
       return convolve_levels(geometry, map, zeros, first, count, bank, depth, blocks, outputs, gather, panel, product);
+    const int64_t columns = ahead.bank ? kCols : blocks;
+    const auto fetch = [&](int64_t plane, int64_t column) {
+      if (!ahead.bank || rows < 2 * kRowMultiple || plane >= geometry.planes) return;
+      const float* data = bank + plane * geometry.plane_stride + column * col_stride;
+      const int64_t floats = smaller(columns, blocks - column) * col_stride;
+      Upcoming{reinterpret_cast<const char*>(data), floats * 4}.prefetch();
+    };
+    for (int64_t c = 0; c < blocks; c += columns) fetch(0, c);
     gather(geometry, map, zeros, first, count, 0, panel);
     for (int64_t p = 0; p < geometry.planes; ++p) {
       ahead.part(p, geometry.planes).prefetch();
       outputs.prefetch(geometry, p, geometry.planes);
-      const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride};
-      multiply_rows(&plane, 1, depth, rows, blocks, col_stride, product.at(p, 0, 0), product.rows * kLanes);
+      for (int64_t c = 0; c < blocks; c += columns) {
+        fetch(p + 1, c);
+        const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride + c * col_stride};
+        multiply_rows(&plane, 1, depth, rows, smaller(columns, blocks - c), col_stride, product.at(p, c, 0),
+                      product.rows * kLanes);
+      }
     }
     return;
   }

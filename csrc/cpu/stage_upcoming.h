@@ -22,12 +22,14 @@ struct Upcoming {
   }
 };
 
-// What the next phase reads and no cache near may have: parameters, and of a backward a saved map.
+// What no cache near may have: parameters and, of a backward, a saved map, which the next phase reads; and the bank of this
+// one, if it was packed by an earlier call.
 struct Ahead {
   Upcoming weights, map;
+  bool bank = false;
 
   WNFUSED_INLINE Ahead part(int64_t index, int64_t parts) const {
-    return {weights.part(index, parts), map.part(index, parts)};
+    return {weights.part(index, parts), map.part(index, parts), bank};
   }
 
   WNFUSED_INLINE void prefetch() const {

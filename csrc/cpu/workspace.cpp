@@ -134,11 +134,37 @@ Tensor* workspace_buffer(int64_t floats) {
   return kept ? kept : new Tensor(empty_floats(floats));
 }
 
+// Memory that lasting tensors share. Like a slot of a shelf, the pointer to the one that is being filled is taken out
+// while it is in use.
+constexpr int64_t kSlabFloats = int64_t{1} << 23;  // 32 MB; what nobody has written takes no memory
+
+struct Slab {
+  std::shared_ptr<Tensor> memory;  // the tensors in it have it, too
+  int64_t used;
+
+  bool has_room(int64_t floats) const { return used + floats <= kSlabFloats; }
+};
+
+std::atomic<Slab*> filling{nullptr};
+
+float* aligned(const Tensor& buffer) {
+  const auto address = reinterpret_cast<uintptr_t>(buffer.mutable_data_ptr());
+  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+template <class Release>
+Tensor tensor_in(void* data, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, Release release) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  return torch::stable::from_blob(data, sizes, strides, cpu, dtype, release);
+}
+
 }  // namespace
 
 Workspace::Workspace(int64_t floats) : buffer_(workspace_buffer(floats + kLine)) {
-  const auto address = reinterpret_cast<uintptr_t>(buffer_->mutable_data_ptr());
-  data_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
+  data_ = aligned(*buffer_);
 }
 
 Workspace::~Workspace() {
@@ -157,16 +183,25 @@ Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType
   // Twice as large a one may serve: gradients of narrow stages find room in maps of wide ones, which are used up by then.
   std::unique_ptr<Tensor> buffer(tensors.take(floats, 2 * floats));
   if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
-  void* data = buffer->mutable_data_ptr();
-  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   Tensor* owner = buffer.get();
-  Tensor tensor = torch::stable::from_blob(data, sizes, strides, cpu, dtype, [owner](void*) {
-    tensors.put(std::unique_ptr<Tensor>(owner));
-  });
+  Tensor tensor = tensor_in(buffer->mutable_data_ptr(), sizes, dtype,
+                            [owner](void*) { tensors.put(std::unique_ptr<Tensor>(owner)); });
   buffer.release();
+  return tensor;
+}
+
+Tensor lasting_floats(int64_t floats) {
+  const int64_t room = (floats / kLine + 2) * kLine;  // a line between any two
+  if (room > kSlabFloats / 2) return empty_floats(floats);
+  std::unique_ptr<Slab> slab(filling.exchange(nullptr));
+  if (slab && slab->memory.use_count() == 1) slab->used = 0;
+  if (!slab || !slab->has_room(room))
+    slab = std::make_unique<Slab>(Slab{std::make_shared<Tensor>(empty_floats(kSlabFloats + kLine)), 0});
+  float* data = aligned(*slab->memory) + slab->used;
+  Tensor tensor = tensor_in(data, {floats}, ScalarType::Float, [memory = slab->memory](void*) {});
+  slab->used += room;
+  Slab* none = nullptr;
+  if (filling.compare_exchange_strong(none, slab.get())) slab.release();
   return tensor;
 }
 

@@ -33,6 +33,10 @@ class Workspace {
 torch::stable::Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes,
                                      torch::headeronly::ScalarType dtype);
 
+// Floats for what is written once and then read by many calls, from memory with huge pages: on small ones a bank of many
+// planes, each read 4 KB at a time, spends up to a seventh of a call on addresses.
+torch::stable::Tensor lasting_floats(int64_t floats);
+
 // Hands out aligned pieces of a buffer; over a null buffer it only measures. Under AddressSanitizer a line that must not
 // be touched follows every piece: to the allocator the whole buffer is one object.
 class Arena {

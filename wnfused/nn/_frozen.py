@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from wnfused.ops.kept import kept_conv
+from wnfused.ops._direct import CODES
+from wnfused.ops.kept import kept_conv, kept_kernel
 
 
 class Plain(nn.Module):
@@ -39,7 +40,7 @@ class ByPixels(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         # A compiled function serves inputs of every size.
         few = not torch.compiler.is_compiling() and input.numel() <= self.entries
-        y: Tensor = (self.few if few else self.many).forward(input, residual=residual)
+        y: Tensor = (self.few if few else self.many).forward(input, residual)
         return y
 
 
@@ -52,19 +53,20 @@ class Kept(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.layer = layer
-        self.banks: list[Tensor] = []  # one for each way of multiplying that inputs asked for
-
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        layer = self.layer
         transposed = isinstance(layer, _ConvTransposeNd)
         extra = (layer.output_padding,) if transposed else ()
-        geometry = (layer.stride, layer.padding, layer.dilation, *extra, layer.groups)
-        v, g, bias = layer._v_g_bias()
-        y = kept_conv(
-            transposed, input, v, g, bias, residual, self.banks, geometry, layer.activation, layer.negative_slope
-        )
+        self.layer = layer
+        self.weights = layer._v_g_bias()
+        self.banks: list[Tensor] = []  # one for each way of multiplying that inputs asked for
+        self.kernel = kept_kernel(transposed)
+        self.constants = (
+            layer.stride, layer.padding, layer.dilation, *extra, layer.groups, CODES[layer.activation],
+            layer.negative_slope,
+        )  # fmt: skip
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = kept_conv(self.kernel, input, self.weights, residual, self.banks, self.constants)
         if y is not None:
             return y
-        output: Tensor = layer.forward(input, residual=residual)
+        output: Tensor = self.layer.forward(input, residual)
         return output

@@ -215,12 +215,13 @@ class WeightNormalised(nn.Module):
         """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded or the layer was moved since."""
         if self._frozen is None or (input.dtype, input.device) != self._frozen.made_for:
             return False
-        recorded = any(p.requires_grad for p in self._parameters.values() if p is not None)
-        return not (recorded and torch.is_grad_enabled())
+        if not torch.is_grad_enabled():
+            return True
+        return not any(p.requires_grad for p in self._parameters.values() if p is not None)
 
     def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
         assert self._frozen is not None
-        y: Tensor = self._frozen.forward(input, residual=residual)
+        y: Tensor = self._frozen.forward(input, residual)
         return y
 
     def __getstate__(self) -> dict[str, Any]:
