@@ -50,6 +50,7 @@ CASES = {
     "3x3, stride 2, many small images": Case(40, 32, 16, (4, 4), (3, 3), (2, 2), (1, 1), (1, 1)),
     "64 taps": Case(1, 16, 16, (12, 12), (8, 8), (1, 2), (4, 4), (1, 1)),
     "weights larger than the map": Case(2, 64, 80, (5, 5), (5, 5), (2, 2), (2, 2), (1, 1)),
+    "weights packed group by group": Case(2, 256, 272, (12, 11), (3, 3), (2, 2), (1, 1), (1, 1)),
     "one dim": Case(2, 16, 32, (57,), (2,), (1,), (1,), (1,)),
     "one dim, dilated": Case(1, 24, 24, (100,), (7,), (2,), (15,), (5,)),
     "one dim, padding beyond the kernel": Case(1, 24, 24, (100,), (7,), (1,), (31,), (5,)),

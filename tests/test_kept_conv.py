@@ -13,8 +13,8 @@ if native.unavailable() is not None:
     pytest.skip(str(native.unavailable()), allow_module_level=True)
 
 LAYERS = {
-    "winograd": (lambda: WNConv2d(230, 219, 3, padding=1, activation="relu"), (2, 230, 12, 13)),
-    "winograd over three dims": (lambda: WNConv3d(224, 224, 3, padding=1), (2, 224, 3, 8, 8)),
+    "winograd": (lambda: WNConv2d(230, 219, 3, padding=1, activation="relu"), (1, 230, 12, 13)),
+    "winograd over three dims": (lambda: WNConv3d(224, 224, 3, padding=1), (2, 224, 2, 8, 8)),
     "pieces": (lambda: WNConv1d(98, 102, 7, padding=6, dilation=2, activation="leaky_relu"), (2, 98, 100)),
     "pieces, groups": (lambda: WNConv1d(192, 192, 5, padding=2, groups=2), (2, 192, 70)),
     "direct": (lambda: WNConv2d(72, 104, 3, stride=2, padding=1, activation="relu", bias=False), (2, 72, 17, 15)),
@@ -24,7 +24,8 @@ LAYERS = {
 }  # fmt: skip
 PACKED_IN_EVERY_CALL = {
     "few weights": (lambda: WNConv1d(32, 48, 7, padding=3, activation="relu"), (2, 32, 100)),
-    "winograd with few weights": (lambda: WNConv2d(128, 128, 3, padding=1), (1, 128, 12, 12)),
+    "winograd, few weights": (lambda: WNConv2d(128, 128, 3, padding=1), (1, 128, 12, 12)),
+    "winograd, many tiles": (lambda: WNConv2d(230, 219, 3, padding=1), (3, 230, 12, 12)),
     "thin": (lambda: WNConv2d(3, 32, 5, padding=2, activation="relu"), (2, 3, 20, 20)),
     "depthwise": (lambda: WNConv2d(32, 32, 3, padding=1, groups=32, activation="relu"), (2, 32, 16, 16)),
 }
@@ -93,7 +94,7 @@ def test_whoever_packs_first(threads):
 
 def test_every_way_of_multiplying_has_a_bank():
     layer = WNConv2d(256, 256, 3, padding=1)
-    maps = [torch.randn(shape) for shape in ((2, 256, 16, 16), (16, 256, 2, 2), (4, 256, 5, 5))]
+    maps = [torch.randn(shape) for shape in ((1, 256, 16, 16), (16, 256, 2, 2), (4, 256, 5, 5))]
     with torch.no_grad():
         expected = [layer(x) for x in maps]
         with wnfused.frozen(layer):
@@ -105,7 +106,7 @@ def test_every_way_of_multiplying_has_a_bank():
             assert len({bank.numel() for bank in banks}) == len(banks)
 
 
-def test_wide_layers_are_multiplied_here_where_they_would_not_be_worth_packing():
+def test_wide_layers():
     layer, x = WNConv2d(512, 512, 3, padding=1, activation="relu"), torch.randn(1, 512, 14, 14)
     with torch.no_grad():
         expected = layer(x)

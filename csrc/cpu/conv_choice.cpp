@@ -38,10 +38,16 @@ bool suits_vendor(const ConvShape& shape) {
   return !shape.has_one_level() && shape.stride.product() == 1 && shape.taps() > 1 && shape.groups == 1 && !unfolds;
 }
 
-// Of the products at least a sixth must be no padding, and there must be enough of them, tiles or pixels, to pack the
-// weights for, unless they are kept packed. Narrow vectors pack more slowly.
+// Of the products at least a sixth must be no padding.
 constexpr int64_t kPadding = 6;
-int64_t weights_a_row() { return active_isa() == Isa::kAvx512 ? 8192 : 2048; }
+
+// Whether so many weights of a tap are worth packing for so many rows of products, tiles or pixels. Group by group
+// (divide_groups) they are for any number; without that, and by narrow vectors, packing is slower.
+bool is_worth_packing(int64_t weights, int64_t rows, bool winograd, bool grouped) {
+  const Isa isa = active_isa();
+  if (grouped && (isa == Isa::kAvx512 || (isa == Isa::kAvx2 && winograd))) return true;
+  return weights <= (isa == Isa::kAvx512 ? 8192 : 2048) * rows;
+}
 
 // Memory for copies of maps in other layouts, x and y and, backward, as much again: 2 GB in floats.
 constexpr double kCopies = 1 << 29;
@@ -126,14 +132,17 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
     if (method != Method::kDirect) {
       const int64_t tile = method == Method::kWinograd4 ? 4 : 2;
       const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
-      // Each tile meets the banks of three levels then.
-      const int64_t most = shape.kernel.level == 1 ? weights_a_row() : weights_a_row() * 2 / 3;
-      return kept || weights <= most * tiles ? std::optional(method) : std::nullopt;
+      // Over three levels each tile meets three banks.
+      const bool one = shape.kernel.level == 1;
+      const int64_t rows = one ? tiles : tiles * 2 / 3;
+      return kept || is_worth_packing(weights, rows, true, one) ? std::optional(method) : std::nullopt;
     }
   }
   const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
   if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;
-  return kept || weights <= weights_a_row() * output.pixels() ? std::optional(method) : std::nullopt;
+  const bool grouped = method == Method::kDirect && !transposed && shape.groups == 1;
+  const bool packs = kept || is_worth_packing(weights, output.pixels(), false, grouped);
+  return packs ? std::optional(method) : std::nullopt;
 }
 
 bool is_vendors(const ConvLayer& layer, bool last, bool passes) {

@@ -155,6 +155,16 @@ void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
   }
 }
 
+// Banks of a wide layer, unless they are kept.
+template <class G>
+void pack_by_groups(G&) {}
+
+template <class G>
+int64_t packing_of(const G&) {
+  return 0;
+}
+int64_t packing_of(const Geometry& geometry) { return packing_offset(geometry); }
+
 // Items that mask pixels hold a run of them.
 int64_t pixel_floats(const MapShape& shape) { return kMapPixels * shape.padded_channels; }
 
@@ -187,6 +197,7 @@ template <class G>
 void lay_out(Arena& arena, ConvForward<G>& job, int64_t workers) {
   lay_out_common(arena, job.geometry, job.kept ? 0 : 1, workers, worker_floats(job.geometry), job.scratch);
   if (job.kept) job.scratch.bank[0] = job.kept->bank;
+  job.scratch.packing = packing_of(job.geometry);
   lay_out_copy(arena, source_size(job.geometry), job.x);
   lay_out_copy(arena, job.output.map_size(), job.y);
   lay_out_copy(arena, job.output.map_size(), job.residual);
@@ -201,6 +212,7 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   const int64_t floats =
       std::max({worker_floats(geometry), worker_floats(job.transposed), pixel_floats(job.output)});
   lay_out_common(arena, job.transposed, 1, workers, floats, job.scratch);
+  job.scratch.packing = packing_of(job.transposed);
   if (job.weight) {
     job.scratch.gradient[0] = arena.take(products.gradient_size() * products.wgrad_slices);
     job.scratch.bias_gradient[0] = arena.take(products.padded_outputs * products.wgrad_slices);
@@ -250,6 +262,7 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
   job.geometry = geometry_of<G>(layer, false, false);
   job.kept = kept;
   if (kept) job.geometry.own_banks = false;
+  else pack_by_groups(job.geometry);
   job.y = map_of(y, job.output, layer.matrix);
   job.residual = map_of(residual, job.output, layer.matrix);
   choose_source_access(job.geometry, job.x);
@@ -266,6 +279,7 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, true);
   job.transposed = geometry_of<G>(layer, true, true);
+  pack_by_groups(job.transposed);
   job.dx = map_of(gradients.dx, job.input, layer.matrix);
   job.dy = map_of(dy, job.output, layer.matrix);
   job.y = map_of(y, job.output, layer.matrix);

@@ -1,6 +1,8 @@
 // The phases of a single convolution layer (conv_layer.h).
 #pragma once
 
+#include <utility>
+
 #include "conv_layer.h"
 #include "pieces_pack.h"
 #include "pieces_wgrad.h"
@@ -48,12 +50,12 @@ struct WinogradParts : PlainMapParts<Geometry> {
 
   template <class Job>
   static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
-                       float* scratch) {
+                       float* scratch, int64_t& gathered) {
     Epilogue<float> epilogue = layer_epilogue(maps);
     // A tensor that was just allocated is in no cache.
     epilogue.fresh = maps.target.is_in_place() && !geometry.weights_stay ? maps.target.own : nullptr;
     convolution_item<Ending::kLayer>(geometry, item, maps.source.own, false, job.scratch.zeros, bank, epilogue,
-                                     {{}, {}, job.is_packed()}, scratch, *job.poisoned);
+                                     {{}, {}, job.is_packed()}, scratch, *job.poisoned, reuses(geometry, item, gathered));
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
@@ -68,6 +70,13 @@ struct WinogradParts : PlainMapParts<Geometry> {
   }
 
  private:
+  // Whether the panel of the item's chunk was left by the item before.
+  static bool reuses(const G& geometry, int64_t item, int64_t& gathered) {
+    if (!geometry.group_banks) return false;
+    const int64_t chunk = geometry.conv_item(item).part;
+    return std::exchange(gathered, chunk) == chunk;
+  }
+
   template <class Use>
   static void with_level_taps(const G& geometry, const Use& use) {
     if (geometry.level_taps == 1) use(std::integral_constant<int, 1>());
@@ -96,7 +105,7 @@ struct PiecesParts : PlainMapParts<Pieces> {
 
   template <class Job>
   static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
-                       float* scratch) {
+                       float* scratch, int64_t&) {
     with_piece_taps(geometry, [&](auto taps) {
       pieces_item<taps>(geometry, item, maps.source.own, job.scratch.zeros, bank, layer_epilogue(maps), scratch,
                         *job.poisoned);
@@ -134,7 +143,7 @@ struct WindowParts {
 
   template <class Job>
   static void convolve(const Job& job, const G& window, int64_t item, const WindowMaps& maps, const float* bank,
-                       float* scratch) {
+                       float* scratch, int64_t&) {
     window_item(window, item, maps, job.scratch.zeros, bank, scratch, *job.poisoned);
   }
 };
@@ -222,17 +231,19 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   });
   if constexpr (Parts::kTransposed) worker.phase({packs}, pack_shared);
 
-  // Who packs alone meets every row once.
-  float* packed_norm = worker.is_alone() ? job.norm : nullptr;
+  // Who packs alone meets every row once, and so does a group of rows that has one item.
+  const bool once = worker.is_alone() || (geometry.weights_stay && geometry.conv_chunks == 1);
+  float* packed_norm = once ? job.norm : nullptr;
+  int64_t gathered = -1;
   const bool measured = job.norm && !Parts::kTransposed && own && !packed_norm;
   const int64_t items = geometry.conv_items(), norms = count_of(measured, row_blocks);
   worker.phase({items, norms}, [&](int64_t item) {
     if (item >= items) return measure(item - items);
     const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {
-      Parts::pack(job, block, target, packed_norm, scratch);
+      Parts::pack(job, block, target, packed_norm, scratch + job.scratch.packing);
     });
     const WindowMaps maps{job.x, job.y, job.residual, bank.bias, job.activation, job.slope};
-    Parts::convolve(job, geometry, item, maps, bank.weights, scratch);
+    Parts::convolve(job, geometry, item, maps, bank.weights, scratch, gathered);
   });
   worker.phase({count_of(job.y.is_copied(), map_items(job.output))},
                [&](int64_t item) { write_map(job.output, job.y.own, item, job.y.given); });
@@ -304,12 +315,17 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
   const WindowMaps maps{job.dz, job.dx, none, nullptr, Activation::kNone, 0.0f};
   const auto& products = job.products();
   const int64_t gradients = count_of(job.weight, products.wgrad_items());
+  int64_t gathered = -1;
   worker.phase({gradients, count_of(input, transposed.conv_items())}, [&](int64_t item) {
-    if (item < gradients) return Parts::weight_gradient(job, item, scratch);
+    if (item < gradients) {
+      gathered = -1;
+      return Parts::weight_gradient(job, item, scratch);
+    }
     item -= gradients;
-    const Bank& bank =
-        banks.of(0, item, [&](int64_t block, const Bank& target) { Parts::pack(job, block, target, scratch); });
-    Parts::convolve(job, transposed, item, maps, bank.weights, scratch);
+    const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {
+      Parts::pack(job, block, target, scratch + job.scratch.packing);
+    });
+    Parts::convolve(job, transposed, item, maps, bank.weights, scratch, gathered);
   });
 
   const int64_t finished = count_of(job.weight, products.output_blocks);

@@ -15,10 +15,11 @@ constexpr Layout kLayout{false, false};
 }  // namespace
 
 bool suits_unfolding(const TransposedCall& call) {
-  return can_unfold(call.shape) && suits_unfolding(call.shape, kLayout);
+  // A transposed window packs all of its weights at once.
+  return can_unfold(call.shape) && suits_unfolding(call.shape, kLayout, std::nullopt);
 }
 
-bool suits_unfolding_backward(const TransposedCall& call, bool input, bool own) {
+bool suits_unfolding_backward(const TransposedCall& call, bool input, const std::optional<Method>& own) {
   return can_unfold(call.shape) && suits_unfolding_backward(call.shape, kLayout, input, own);
 }
 

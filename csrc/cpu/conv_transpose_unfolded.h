@@ -21,7 +21,7 @@ struct TransposedCall {
 
 // Whether it is the fastest way; own: kernels of this library take the layer otherwise.
 bool suits_unfolding(const TransposedCall& call);
-bool suits_unfolding_backward(const TransposedCall& call, bool input, bool own);
+bool suits_unfolding_backward(const TransposedCall& call, bool input, const std::optional<Method>& own);
 
 // Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
 bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,

@@ -40,15 +40,15 @@ std::tuple<bool, bool> cpu_conv_unfolds(const std::vector<int64_t>& maps, const 
                         1};
   const Layout layout{planes, rows};
   if (!can_unfold(shape)) return {false, false};
-  const bool own = conv_layer_method(shape, transposed).has_value();
-  return {suits_unfolding(shape, layout), suits_unfolding_backward(shape, layout, true, own)};
+  const std::optional<Method> own = conv_layer_method(shape, transposed);
+  return {suits_unfolding(shape, layout, transposed ? std::nullopt : own), suits_unfolding_backward(shape, layout, true, own)};
 }
 
 }  // namespace
 
 std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
   const std::optional<ConvShape> shape = open_shape(conv);
-  if (!shape || !suits_unfolding(*shape, layout_of(*shape, conv))) return std::nullopt;
+  if (!shape || !suits_unfolding(*shape, layout_of(*shape, conv), conv_layer_method(*shape, false))) return std::nullopt;
   const Tensor &x = conv.x, &v = conv.v;
   const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), v.dim()),
                              gives_channels_last(conv));
@@ -70,7 +70,7 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
                                                      const float* norms, const ConvNeeds& needs, float* dgain) {
   const std::optional<ConvShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
   if (!shape) return std::nullopt;
-  const bool own = conv_layer_method(*shape, false).has_value();
+  const std::optional<Method> own = conv_layer_method(*shape, false);
   if (!suits_unfolding_backward(*shape, layout_of(*shape, conv), needs.x, own)) return std::nullopt;
   const Tensor &x = conv.x, &v = conv.v;
   const bool masked = conv.activation != Activation::kNone;

@@ -38,6 +38,8 @@ struct Division {
   // Every worker packs banks of its own (stage_banks.h); in how many parts the items of one worker fetch v ahead.
   bool own_banks;
   int64_t fetch_parts;
+  // A worker's bank holds the blocks of one group at a time: packed, read once and packed over, they never leave its cache.
+  bool group_banks;
   // A convolution: chunks of panel rows x groups of output blocks.
   int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
   // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
@@ -90,6 +92,21 @@ void divide_convolution(const Work& work, const Chunks& chunks_of, Division& div
   division.conv_chunks = chunks_of(division.conv_rows);
   division.conv_groups = divide_up(work.output_blocks, division.conv_group_blocks);
   choose_banks(work.output_blocks, work.workers, division);
+}
+
+// Groups of at least so many blocks of a layer whose workers' banks are larger than their caches, so that each is packed,
+// read and packed over there. False, and nothing is changed, where they fit.
+template <class G>
+bool divide_groups(int64_t least, G& geometry) {
+  constexpr int64_t kCache = 3 << 16;  // floats
+  const int64_t block = geometry.planes * geometry.block_floats();
+  if (!geometry.weights_stay || geometry.conv_group_blocks * block <= kCache) return false;
+  geometry.conv_group_blocks = std::clamp<int64_t>(kCache / block, std::min(least, geometry.output_blocks),
+                                                   geometry.conv_group_blocks);
+  geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
+  geometry.plane_stride = geometry.conv_group_blocks * geometry.block_floats() + kLanes;
+  geometry.group_banks = true;
+  return true;
 }
 
 // Slices and groups of the weight gradient of a convolution that is divided already. Slices, which fix the order of

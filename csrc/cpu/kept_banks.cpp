@@ -8,11 +8,13 @@
 namespace wnfused::cpu {
 
 bool is_worth_keeping(const ConvLayer& layer) {
-  // The latter of one tap: F(4x4, 3x3) packs four times as many numbers as v has.
-  constexpr int64_t kWeights = 1 << 16, kWinogradWeights = 3 << 14;
-  if (layer.shape.is_depthwise()) return false;
-  if (layer.method == Method::kWinograd4) return layer.shape.inputs * layer.shape.outputs >= kWinogradWeights;
-  return layer.v.numel() >= kWeights;
+  constexpr int64_t kWeights = 1 << 16, kWinogradWeights = 3 << 14, kTiles = 16;
+  const ConvShape& shape = layer.shape;
+  if (shape.is_depthwise()) return false;
+  if (layer.method != Method::kWinograd4) return layer.v.numel() >= kWeights;
+  // Four times as many numbers as v has, read for so many tiles.
+  const int64_t tiles = shape.images * shape.size.level * divide_up(shape.size.row, 4) * divide_up(shape.size.column, 4);
+  return shape.inputs * shape.outputs >= kWinogradWeights && tiles <= kTiles;
 }
 
 bool run_kept_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms,

@@ -120,7 +120,8 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   std::vector<float> held;
   const TransposedCall call{*shape, x, v, floats_of(g, held), nullptr, static_cast<Activation>(activation),
                             static_cast<float>(slope)};
-  const bool own = conv_layer_method(*shape, true).has_value(), few = suits_unfolding_backward(call, need_x, own);
+  const std::optional<Method> own = conv_layer_method(*shape, true);
+  const bool few = suits_unfolding_backward(call, need_x, own);
   if (!few && !own) return {};
   const bool masked = activation != 0;
   const bool last = suggests_channels_last(x) || suggests_channels_last(v);

@@ -74,6 +74,7 @@ struct Geometry : MapShape, Division {
   int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
   int64_t taps() const { return kTaps * level_taps; }  // of the kernel
   int64_t gradient_size() const { return taps() * plane_stride; }
+  int64_t block_floats() const { return padded_channels * kLanes; }  // of an output block of a plane
   int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
   int64_t bank_size() const {
     if (is_pairs()) return segments * channel_blocks * segment_depth * (kLanes / 2);
@@ -108,6 +109,9 @@ struct Levels {
 // Of one convolution, from `channels` to `outputs`.
 Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t channels, int64_t outputs, int64_t height,
                               int64_t width, Method method, int64_t workers);
+
+// Divides a wide layer's convolution anew, so that it packs its banks group by group.
+void pack_by_groups(Geometry& geometry);
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile, int64_t workers);
@@ -161,6 +165,7 @@ struct Scratch {
   float* bias_gradient[2];
   float* worker;         // private to a worker, `worker_stride` floats each
   int64_t worker_stride;
+  int64_t packing;       // how far in that the part of packing begins: behind a panel that is used again
 };
 
 struct StageForward {

@@ -20,8 +20,8 @@ class Banks {
   Banks(const G& geometry, const Scratch& scratch, int64_t worker)
       : geometry_(geometry), shared_(scratch.bank) {
     if (!geometry.own_banks) return;
-    own_.weights = scratch.own_bank + worker * scratch.own_bank_stride;
-    own_.bias = own_.weights + geometry.bank_size();
+    memory_ = scratch.own_bank + worker * scratch.own_bank_stride;
+    own_ = {memory_, memory_ + geometry.bank_size()};
   }
 
   // What item `item` of convolution `convolution` multiplies by. pack(block, bank) packs one block of it, if need be.
@@ -31,8 +31,10 @@ class Banks {
     const int64_t group = geometry_.weights_stay ? geometry_.conv_item(item).group : 0;
     if (convolution != convolution_ || group != group_) {
       const int64_t blocks = geometry_.weights_stay ? geometry_.conv_group_blocks : geometry_.output_blocks;
-      const int64_t end = smaller((group + 1) * blocks, geometry_.output_blocks);
-      for (int64_t block = group * blocks; block < end; ++block) pack(block, own_);
+      const int64_t begin = group * blocks, end = smaller(begin + blocks, geometry_.output_blocks);
+      // A group's blocks are addressed as if all those before them were there, too.
+      if (geometry_.group_banks) own_.weights = memory_ - begin * geometry_.block_floats();
+      for (int64_t block = begin; block < end; ++block) pack(block, own_);
       convolution_ = convolution;
       group_ = group;
     }
@@ -45,6 +47,7 @@ class Banks {
  private:
   const G& geometry_;
   const Bank* shared_;
+  float* memory_ = nullptr;
   Bank own_{};
   int64_t convolution_ = -1, group_ = 0;
 };

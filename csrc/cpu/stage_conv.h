@@ -297,11 +297,12 @@ __attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, 
   }
 }
 
-// Outputs [first_block, first_block + blocks) of `count` units, before the epilogue.
+// Outputs [first_block, first_block + blocks) of `count` units, before the epilogue. gathered: the panel is theirs
+// already.
 template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                      const float* bank, int64_t first_block, int64_t blocks, const Ahead& ahead,
-                     const OutputLines& outputs, const Panel& panel, const Panel& product) {
+                     const OutputLines& outputs, bool gathered, const Panel& panel, const Panel& product) {
   const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
   const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
   bank += first_block * col_stride;
@@ -317,7 +318,7 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
       Upcoming{reinterpret_cast<const char*>(data), floats * 4}.prefetch();
     };
     for (int64_t c = 0; c < blocks; c += columns) fetch(0, c);
-    gather(geometry, map, zeros, first, count, 0, panel);
+    if (!gathered) gather(geometry, map, zeros, first, count, 0, panel);
     for (int64_t p = 0; p < geometry.planes; ++p) {
       ahead.part(p, geometry.planes).prefetch();
       outputs.prefetch(geometry, p, geometry.planes);
@@ -341,11 +342,12 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   multiply_rows(taps, touching, depth, rows, blocks, col_stride, product.at(0, 0, 0), product.rows * kLanes);
 }
 
-// Item `item` of a convolution: one chunk of units, one group of output blocks.
+// Item `item` of a convolution: one chunk of units, one group of output blocks. gathered: the last item that ran on this
+// scratch was one of the same chunk, by Winograd's method in two dims.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
                              const float* zeros, const float* bank, const Epilogue<float>& epilogue,
-                             const Ahead& ahead, float* scratch, std::atomic<bool>& poisoned) {
+                             const Ahead& ahead, float* scratch, std::atomic<bool>& poisoned, bool gathered = false) {
   const auto [chunk, group] = geometry.conv_item(item);
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
@@ -358,7 +360,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   const Panel product(overwrite ? scratch : behind, geometry.conv_rows, blocks);
   const OutputLines outputs{epilogue.fresh, first, count, first_block, blocks};
   const auto run = round_map ? convolve<true> : convolve<false>;
-  run(geometry, map, zeros, first, count, bank, first_block, blocks, ahead, outputs, panel, product);
+  run(geometry, map, zeros, first, count, bank, first_block, blocks, ahead, outputs, gathered, panel, product);
   for (int64_t b = 0; b < blocks; ++b)
     if (!scatter<kEnding>(geometry, product, first, count, first_block + b, b, epilogue))
       poisoned.store(true, std::memory_order_relaxed);

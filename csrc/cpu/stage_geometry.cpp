@@ -71,6 +71,15 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
   return geometry;
 }
 
+void pack_by_groups(Geometry& geometry) {
+  if (!geometry.is_winograd() || geometry.level_taps > 1) return;
+  // A panel is used again by every group of one chunk.
+  if (divide_groups(1, geometry)) {
+    geometry.conv_rows = std::min<int64_t>(kMaxPanelRows, divide_up(geometry.units, kLanes) * kLanes);
+    geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
+  }
+}
+
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
                        int64_t workers) {
   Geometry geometry = make_single_geometry(images, {1, 1}, channels, channels, height, width, method, workers);

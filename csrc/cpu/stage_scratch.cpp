@@ -16,22 +16,32 @@ int64_t pair_worker_floats(const Geometry& geometry) {
   return std::max(conv, wgrad);
 }
 
+int64_t panels(const Geometry& geometry, int64_t rows, int64_t blocks) {
+  return geometry.planes * (blocks * rows + 1) * kLanes;
+}
+
+int64_t conv_floats(const Geometry& geometry) {
+  return geometry.level_taps * panels(geometry, geometry.conv_rows, geometry.channel_blocks) +
+         panels(geometry, geometry.conv_rows, geometry.conv_group_blocks);
+}
+
 int64_t float_worker_floats(const Geometry& geometry) {
-  const auto panels = [&](int64_t rows, int64_t blocks) { return geometry.planes * (blocks * rows + 1) * kLanes; };
-  const int64_t conv = geometry.level_taps * panels(geometry.conv_rows, geometry.channel_blocks) +
-                       panels(geometry.conv_rows, geometry.conv_group_blocks);
   const int64_t wgrad =
-      panels(geometry.wgrad_rows, geometry.channel_blocks) + panels(geometry.wgrad_rows, geometry.wgrad_group_blocks) +
+      panels(geometry, geometry.wgrad_rows, geometry.channel_blocks) +
+      panels(geometry, geometry.wgrad_rows, geometry.wgrad_group_blocks) +
       (geometry.is_winograd() ? geometry.planes * geometry.sums_stride() : 0);
-  return std::max(conv, wgrad);
+  return std::max(conv_floats(geometry), wgrad);
 }
 
 }  // namespace
 
+int64_t packing_offset(const Geometry& geometry) { return geometry.group_banks ? conv_floats(geometry) : 0; }
+
 int64_t worker_floats(const Geometry& geometry) {
   const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_channels * geometry.taps();
   const int64_t pack = 2 * unit + row, finish = unit + 18 * row;
-  return std::max({geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry), pack, finish});
+  const int64_t conv = geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry);
+  return std::max({conv, packing_offset(geometry) + pack, finish});
 }
 
 int64_t zeros_floats(const Geometry& geometry) {

@@ -10,6 +10,7 @@ namespace wnfused::cpu {
 
 // Panel and product of one chunk, or what packing and finishing need: private to a worker.
 int64_t worker_floats(const Geometry& geometry);
+int64_t packing_offset(const Geometry& geometry);  // see Scratch
 int64_t worker_floats(const Pieces& geometry);
 int64_t worker_floats(const Window& window);
 
@@ -34,6 +35,7 @@ void lay_out_common(Arena& arena, const G& geometry, int64_t shared, int64_t wor
   // its sets.
   scratch.worker_stride = worker_floats / kLanes * kLanes + 3 * kLanes;
   scratch.worker = arena.take(scratch.worker_stride * workers);
+  scratch.packing = 0;
 }
 
 }  // namespace wnfused::cpu

@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "conv_extents.h"
+#include "isa.h"
 #include "linear_layer.h"
 
 namespace wnfused::cpu {
@@ -140,21 +141,32 @@ ConvShape pointwise(const Tensor& map) {
 // to multiply by the padding and, forward, to put rows in the place of a map in NCHW.
 constexpr int64_t kFewest = 8, kFew = 16, kMost = 256;  // pixels
 
-bool suits_unfolding(const ConvShape& shape, const Layout& layout) {
+namespace {
+
+bool is_winograd(const std::optional<Method>& method) {
+  return method == Method::kWinograd2 || method == Method::kWinograd4;
+}
+
+}  // namespace
+
+bool suits_unfolding(const ConvShape& shape, const Layout& layout, const std::optional<Method>& own) {
   constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
   const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
-  return pixels <= kMost && weights >= kWeightsAPixel * pixels &&
+  // These kernels pack weights group by group, in a cache.
+  const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
+  return pixels <= (packs || is_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels &&
          (!layout.planes || pixels <= (shape.taps() > 1 ? kPlanes : kFew) || weights * shape.taps() >= kHeavy);
 }
 
-bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input, bool own) {
-  constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
+bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input,
+                              const std::optional<Method>& own) {
+  constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64, kBesideWinograd = 50;
   const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewest || (pixels <= kFew && weights >= kNarrow)) return true;
   if (is_patches(shape)) return input || pixels <= kPatches;
   if (layout.rows) return weights >= kInPlace * pixels;
-  if (pixels > kMost) return false;
+  if (pixels > (is_winograd(own) ? kBesideWinograd : kMost)) return false;
   return weights >= kWeightsAPixel * pixels || (weights >= kBesideVendor * pixels && !own);
 }
 

@@ -30,9 +30,9 @@ struct Layout {
 };
 
 bool can_unfold(const ConvShape& shape);
-bool suits_unfolding(const ConvShape& shape, const Layout& layout);
-// input: its gradient is asked for; own: kernels of this library take the layer otherwise.
-bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input, bool own);
+// own: how the kernels of conv_layer.h take the layer otherwise; input: its gradient is asked for.
+bool suits_unfolding(const ConvShape& shape, const Layout& layout, const std::optional<Method>& own);
+bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input, const std::optional<Method>& own);
 
 // From one entry of a row to the next channel's, and to the next tap's.
 struct Order {

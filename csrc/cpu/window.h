@@ -172,4 +172,10 @@ struct Window : Division {
 Window forward_window(const ConvShape& shape, bool thin, int64_t workers);
 Window backward_window(const ConvShape& shape, int64_t workers);
 
+// Divides a wide layer's convolution anew, so that it packs its banks group by group.
+inline void pack_by_groups(Window& window) {
+  constexpr int64_t kPair = 2;  // of blocks, which a register tile is made of
+  divide_groups(kPair, window);
+}
+
 }  // namespace wnfused::cpu
