@@ -36,9 +36,9 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
     Convolutions whose products the C++ kernels take themselves (float32 on the CPU, mostly) keep copies of v and g
-    instead, and those whose weights cost more to pack than to keep (65,536 and more; 442,368 of 3x3 layers on large
-    maps), from their first call on, the weights as those kernels pack them: as many numbers as v has, by Winograd's
-    method up to four times as many. Linear layers from 65,536 weights on keep
+    instead. Where packed weights are read sooner than packed again (from 65,536 on; of 3x3 layers with stride 1 from
+    442,368 on, and on small maps alone), they keep these, too, from their first call on: as many numbers as v has, by
+    Winograd's method up to four times as many. Linear layers from 65,536 weights on keep
     copies too, since their kernels normalise while they read v. Other convolutions keep such copies beside their
     weights, for maps of up to eight pixels.
 

@@ -279,7 +279,8 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, true);
   job.transposed = geometry_of<G>(layer, true, true);
-  pack_by_groups(job.transposed);
+  // A transposed layer's is its weight gradient's, too, whose planes hold all blocks.
+  if (!layer.transposed) pack_by_groups(job.transposed);
   job.dx = map_of(gradients.dx, job.input, layer.matrix);
   job.dy = map_of(dy, job.output, layer.matrix);
   job.y = map_of(y, job.output, layer.matrix);

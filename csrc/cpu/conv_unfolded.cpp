@@ -24,8 +24,9 @@ std::optional<ConvShape> open_shape(const ConvCall& conv) {
   return shape && conv.gain && can_unfold(*shape) ? shape : std::nullopt;
 }
 
-// For wnfused/frozen.py and the tests: whether a layer without groups goes this way, forward and backward with the input's
-// gradient; of a transposed one, the convolution whose data gradient it is. planes, rows: see Layout; triples are of levels, rows and columns.
+// For wnfused/frozen.py and the tests: whether a layer without groups goes this way, forward and backward with the
+// input's gradient; of a transposed one, the convolution whose data gradient it is. planes, rows: see Layout; triples are
+// of levels, rows and columns.
 std::tuple<bool, bool> cpu_conv_unfolds(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                                         const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                                         const std::vector<int64_t>& dilation, bool transposed, bool planes, bool rows) {
@@ -41,14 +42,17 @@ std::tuple<bool, bool> cpu_conv_unfolds(const std::vector<int64_t>& maps, const 
   const Layout layout{planes, rows};
   if (!can_unfold(shape)) return {false, false};
   const std::optional<Method> own = conv_layer_method(shape, transposed);
-  return {suits_unfolding(shape, layout, transposed ? std::nullopt : own), suits_unfolding_backward(shape, layout, true, own)};
+  return {suits_unfolding(shape, layout, transposed ? std::nullopt : own),
+          suits_unfolding_backward(shape, layout, true, own)};
 }
 
 }  // namespace
 
 std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
   const std::optional<ConvShape> shape = open_shape(conv);
-  if (!shape || !suits_unfolding(*shape, layout_of(*shape, conv), conv_layer_method(*shape, false))) return std::nullopt;
+  if (!shape) return std::nullopt;
+  const std::optional<Method> own = conv_layer_method(*shape, false);
+  if (!suits_unfolding(*shape, layout_of(*shape, conv), own)) return std::nullopt;
   const Tensor &x = conv.x, &v = conv.v;
   const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), v.dim()),
                              gives_channels_last(conv));
