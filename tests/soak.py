@@ -121,6 +121,7 @@ def cases(isa: str) -> dict[str, Case]:
         (weight_norm_many, halves),
         (linear, halves),
         (conv, halves),
+        (wide_layer, halves[:1]),
     ):
         for dtype in dtypes:
             todo[named(run, dtype)] = functools.partial(run, dtype=dtype)
@@ -264,6 +265,31 @@ def own_layer(draw: random.Random, method: str) -> None:
     ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)
     # With norms along another dim such a layer is the vendor's, whose kernels read beyond maps smaller than a window.
     layer(draw, *ops, x, v, case.geometry, rows_only=method == "unfolded")
+
+
+def wide_layer(draw: random.Random, dtype: torch.dtype) -> None:
+    """More weights than a worker's cache holds: packed group by group, or kept from call to call."""
+    images, inputs, outputs = draw.choice((1, 1, 2, 8)), draw.randint(250, 300), draw.randint(250, 300)
+    size = draw.randint(3, 11), draw.randint(3, 11)
+    case = own_conv.same3x3(images, inputs, outputs, *size)
+    if draw.random() < 0.5:
+        transposed = draw.random() < 0.5
+        case = own_conv.Case(images, inputs, outputs, size, (3, 3), (2, 2), (1, 1), (1, 1), transposed)
+    x = strided(draw, normal(draw, images, inputs, *size)).to(dtype)
+    v = own_conv.channels_last(normal(draw, *own_conv.weight_shape(case)), draw.random() < 0.5)
+    ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)
+    layer(draw, *ops, x, v, case.geometry, rows_only=True)
+
+    op = kernels.kept_conv_transpose if case.transposed else kernels.kept_conv
+    stride, padding, dilation, _, extra, groups = case.geometry
+    constants = (stride, padding, dilation, *([extra] if case.transposed else []), groups, 0, 0.1)
+    g, banks = gain(draw, v.shape[0], *[1] * 3), []
+    expected = reference.conv(x.double(), v.double(), g.double(), None, None, *case.geometry, 0, "none", 0.1)[0]
+    for _ in range(2):
+        y, bank = op(x, v, g, None, None, banks, *constants)
+        banks += [] if bank is None else [bank]
+        if y is not None:  # None: left to the caller
+            close("y", y, expected, FP32, scale=x.double().norm() + y.numel() ** 0.5)
 
 
 def conv3x3(draw: random.Random) -> own_conv.Case:
