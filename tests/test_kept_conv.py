@@ -26,6 +26,7 @@ PACKED_IN_EVERY_CALL = {
     "few weights": (lambda: WNConv1d(32, 48, 7, padding=3, activation="relu"), (2, 32, 100)),
     "winograd, few weights": (lambda: WNConv2d(128, 128, 3, padding=1), (1, 128, 12, 12)),
     "winograd, many tiles": (lambda: WNConv2d(230, 219, 3, padding=1), (3, 230, 12, 12)),
+    "transposed, few weights": (lambda: WNConvTranspose1d(32, 16, 8, 4, 2, activation="leaky_relu"), (2, 32, 40)),
     "thin": (lambda: WNConv2d(3, 32, 5, padding=2, activation="relu"), (2, 3, 20, 20)),
     "depthwise": (lambda: WNConv2d(32, 32, 3, padding=1, groups=32, activation="relu"), (2, 32, 16, 16)),
 }

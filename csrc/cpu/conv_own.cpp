@@ -68,7 +68,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
                                KeptBanks* banks) {
   const Tensor &x = conv.x, &v = conv.v;
   const std::optional<ConvLayer> found = own_layer(x, v, conv.at, banks != nullptr);
-  if (!found || (banks && !is_worth_keeping(*found))) return std::nullopt;
+  if (!found || (banks && !is_worth_keeping(found->shape, found->method))) return std::nullopt;
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
   const bool passes = conv.activation != Activation::kNone || residual;

@@ -7,11 +7,10 @@
 
 namespace wnfused::cpu {
 
-bool is_worth_keeping(const ConvLayer& layer) {
+bool is_worth_keeping(const ConvShape& shape, Method method) {
   constexpr int64_t kWeights = 1 << 16, kWinogradWeights = 3 << 14, kTiles = 16;
-  const ConvShape& shape = layer.shape;
   if (shape.is_depthwise()) return false;
-  if (layer.method != Method::kWinograd4) return layer.v.numel() >= kWeights;
+  if (method != Method::kWinograd4) return shape.inputs * shape.outputs / shape.groups * shape.taps() >= kWeights;
   // Four times as many numbers as v has, read for so many tiles.
   const int64_t tiles = shape.images * shape.size.level * divide_up(shape.size.row, 4) * divide_up(shape.size.column, 4);
   return shape.inputs * shape.outputs >= kWinogradWeights && tiles <= kTiles;
@@ -19,7 +18,7 @@ bool is_worth_keeping(const ConvLayer& layer) {
 
 bool run_kept_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms,
                     KeptBanks* banks) {
-  if (!banks || !is_worth_keeping(layer)) return run_conv_layer(layer, residual, y, norms);
+  if (!banks || !is_worth_keeping(layer.shape, layer.method)) return run_conv_layer(layer, residual, y, norms);
   const KeptFloats floats = kept_floats(layer);
   const auto suits = [&](const Tensor& bank) { return bank.numel() == floats.sum(); };
   const auto known = std::find_if(banks->known.begin(), banks->known.end(), suits);

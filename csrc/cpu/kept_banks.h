@@ -17,7 +17,7 @@ struct KeptBanks {
 
 // Whether what was packed is read sooner than packed again, in a network whose banks come from memory (bench/NOTES.md):
 // smaller banks are packed into a cache, where they are read.
-bool is_worth_keeping(const ConvLayer& layer);
+bool is_worth_keeping(const ConvShape& shape, Method method);
 
 // run_conv_layer; banks may be null. With them the norms are filled only where a bank is packed.
 bool run_kept_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,

@@ -66,8 +66,10 @@ std::tuple<Gradient, Gradient> forward(
   std::vector<float> held_gain, held_bias;
   const TransposedCall call{*shape, x, v, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
                             static_cast<Activation>(activation), static_cast<float>(slope)};
-  const bool few = suits_unfolding(call) && !(banks && conv_layer_method(*shape, true, true));
-  if (!few && !conv_layer_method(*shape, true, banks != nullptr)) return {};
+  // Kept banks are faster than any other way, on few pixels too.
+  const bool keeps = banks && is_worth_keeping(*shape, Method::kDirect) && conv_layer_method(*shape, true, true);
+  const bool few = !keeps && suits_unfolding(call);
+  if (!few && !keeps && !conv_layer_method(*shape, true)) return {};
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
                              suggests_channels_last(x) || suggests_channels_last(v));
   check_residual(residual, y);
@@ -80,7 +82,7 @@ std::tuple<Gradient, Gradient> forward(
   const Tensor lines = with_even_lines(x);
   const std::optional<Tensor> added = residual ? std::optional(with_even_lines(*residual)) : std::nullopt;
   const ConvLayer layer{*shape, true, Method::kDirect, lines, v, call.gain, call.bias, call.activation, call.slope};
-  if (!run_kept_layer(layer, added, y, norms, banks)) return {};
+  if (!run_kept_layer(layer, added, y, norms, keeps ? banks : nullptr)) return {};
   return {y, norm};
 }
 
