@@ -35,6 +35,7 @@ struct Division {
   // Neighbouring items, which one worker gets, share their output blocks and so their weights, or else their chunk or
   // slice of the maps: whichever is more memory stays in that worker's cache.
   bool weights_stay;
+  bool weights_dominate;  // the bank is far more memory than the map: they stay where there are several workers
   // Every worker packs banks of its own (stage_banks.h); in how many parts the items of one worker fetch v ahead.
   bool own_banks;
   int64_t fetch_parts;
@@ -78,7 +79,8 @@ void divide_convolution(const Work& work, const Chunks& chunks_of, Division& div
   constexpr int64_t kItemsEach = 2, kMinRows = 8;
 
   // Each worker packs and finishes the weights of its own output blocks then.
-  division.weights_stay = work.workers > 1 && work.output_blocks > 1 && work.bank > work.stay * work.map;
+  division.weights_dominate = work.output_blocks > 1 && work.bank > work.stay * work.map;
+  division.weights_stay = work.workers > 1 && division.weights_dominate;
   division.conv_rows = work.most_rows;
   if (division.weights_stay) {
     division.conv_rows = work.staying_rows;
@@ -100,12 +102,12 @@ template <class G>
 bool divide_groups(int64_t least, G& geometry) {
   constexpr int64_t kCache = 3 << 16;  // floats
   const int64_t block = geometry.planes * geometry.block_floats();
-  if (!geometry.weights_stay || geometry.conv_group_blocks * block <= kCache) return false;
+  if (!geometry.weights_dominate || geometry.conv_group_blocks * block <= kCache) return false;
   geometry.conv_group_blocks = std::clamp<int64_t>(kCache / block, std::min(least, geometry.output_blocks),
                                                    geometry.conv_group_blocks);
   geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
   geometry.plane_stride = geometry.conv_group_blocks * geometry.block_floats() + kLanes;
-  geometry.group_banks = true;
+  geometry.weights_stay = geometry.own_banks = geometry.group_banks = true;
   return true;
 }
 

@@ -161,7 +161,8 @@ bool suits_unfolding(const ConvShape& shape, const Layout& layout, const std::op
 
 bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input,
                               const std::optional<Method>& own) {
-  constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64, kBesideWinograd = 50;
+  constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
+  constexpr int64_t kBesideWinograd = 50;
   const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewest || (pixels <= kFew && weights >= kNarrow)) return true;
   if (is_patches(shape)) return input || pixels <= kPatches;
