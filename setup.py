@@ -125,7 +125,7 @@ def extensions():
             "`pip install --no-build-isolation wnfused`"
         )
         return []
-    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "cpu").glob("*.cpp"))
+    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "cpu").rglob("*.cpp"))
     headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h"))
     return [
         CppExtension(

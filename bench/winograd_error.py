@@ -3,8 +3,8 @@
     python -m bench.winograd_error [--channels 16 64]
 
 One tile of a convolution of ReLU activations with weight-normalised filters, everything in float32 in the order the
-kernels use, against float64: F(MxM, 3x3) of ``csrc/cpu/stage_winograd.h``, and over one dim F(4, r) of
-``csrc/cpu/piece_transform.h``. The points decide: F(4x4, 3x3) with the textbook's 0, 1, -1, 2, -2 loses five to six
+kernels use, against float64: F(MxM, 3x3) of ``csrc/cpu/conv3x3/winograd.h``, and over one dim F(4, r) of
+``csrc/cpu/pieces/transform.h``. The points decide: F(4x4, 3x3) with the textbook's 0, 1, -1, 2, -2 loses five to six
 times what a direct sum does, with 0, 5/8, -5/8, 3/2, -3/2 two to three times.
 """
 

@@ -27,7 +27,7 @@ SYSTEM = [f"-isystem{path}" for path in include_paths()]  # torch's own warnings
 
 def errors(compiler: str, source: Path, folder: str) -> str | None:
     """What ``compiler`` has against ``source``, or None."""
-    target = Path(folder) / f"{compiler}-{source.stem}.o"
+    target = Path(folder) / f"{compiler}-{source.parent.name}-{source.stem}.o"
     command = [compiler, *CPU_FLAGS, "-O1", "-Werror", *STABLE_ABI, "-fPIC", f"-I{ROOT / 'csrc'}", *SYSTEM]
     done = subprocess.run([*command, "-c", "-o", str(target), str(source)], capture_output=True, text=True)
     return done.stderr if done.returncode else None
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default: 2)")
     options = parser.parse_args(arguments)
     found = [compiler for compiler in COMPILERS if shutil.which(compiler)]
-    sources = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
+    sources = sorted((ROOT / "csrc" / "cpu").rglob("*.cpp"))
     work = [(compiler, source) for compiler in found for source in sources]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         said = list(pool.map(lambda pair: errors(*pair, folder), work))

@@ -1,4 +1,4 @@
-"""Linear layers with many rows for each weight, which run as 1x1 convolutions (`csrc/cpu/linear_pixels.cpp`)."""
+"""Linear layers with many rows for each weight, which run as 1x1 convolutions (`csrc/cpu/ops/linear_pixels.cpp`)."""
 
 from __future__ import annotations
 

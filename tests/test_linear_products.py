@@ -1,4 +1,4 @@
-"""The linear layer's own products (`csrc/cpu/linear_layer.h`): blocks, chunks and workers, against float64."""
+"""The linear layer's own products (`csrc/cpu/linear/linear_layer.h`): blocks, chunks and workers, against float64."""
 
 import pytest
 import torch

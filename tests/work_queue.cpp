@@ -1,6 +1,6 @@
 // The queue of work alone, on threads of its own, built with ThreadSanitizer: every phase reads what the one before wrote
 // with plain loads, so a missing order of memory is a report, and a lost wake-up never ends.
-#include "cpu/work_queue.h"
+#include "cpu/machine/work_queue.h"
 
 #include <chrono>
 #include <cstdio>

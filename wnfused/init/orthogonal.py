@@ -8,7 +8,7 @@ Gaussians. They differ in cost and in what they survive:
     cusolver        the same on a GPU, in place and without R (csrc/cuda/orthonormal.cu)
     cholesky_qr2    Q = L^-1 A with A A^T = L L^T, twice: a dozen batched calls for all matrices, but the condition
                     number k of A must stay below 1 / sqrt(u) (Yamamoto et al. 2015)
-    native          the same on a CPU in one pass over each matrix, which stays in cache (csrc/cpu/orthonormal.h)
+    native          the same on a CPU in one pass over each matrix, which stays in cache (csrc/cpu/orthonormal)
 
 A Gaussian matrix that is twice as long as wide has k about 6, so float32 will do; of a nearly square one k has no
 useful bound, so on a GPU, where the first route would go matrix by matrix, the second runs in float64, and the rare

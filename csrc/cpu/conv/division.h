@@ -1,0 +1,120 @@
+// How the work of a convolution is cut into items for the workers of a call.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/vec/lanes.h"
+
+namespace wnfused::cpu {
+
+constexpr int kMapPixels = 128;     // pixels that an item moves from one layout to the other
+constexpr int kMaxPanelRows = 64;
+constexpr int64_t kMaxGroupBlocks = 2;  // output blocks of a weight gradient's item
+constexpr int64_t kMaxSlices = 16;  // of a weight gradient: each costs a bank and one more term of the final sum
+
+// A piece of a phase's work: a part of the maps (a chunk, or a slice) and a group of output blocks.
+struct Item {
+  int64_t part, group;
+};
+
+// A map in the kernels' own layout.
+struct MapShape {
+  int64_t images, channels, height, width;
+  int64_t channel_blocks, padded_channels;
+
+  int64_t pixels() const { return images * height * width; }
+  int64_t map_size() const { return pixels() * padded_channels; }
+};
+
+MapShape map_shape(int64_t images, int64_t channels, int64_t height, int64_t width);
+
+// How the work of a convolution and of its weight gradient is divided among workers.
+struct Division {
+  // Neighbouring items, which one worker gets, share their output blocks and so their weights, or else their chunk or
+  // slice of the maps: whichever is more memory stays in that worker's cache.
+  bool weights_stay;
+  bool weights_dominate;  // the bank is far more memory than the map: they stay where there are several workers
+  // Every worker packs banks of its own (banks.h); in how many parts the items of one worker fetch v ahead.
+  bool own_banks;
+  int64_t fetch_parts;
+  // A worker's bank holds the blocks of one group at a time: packed, read once and packed over, they never leave its cache.
+  bool group_banks;
+  // A convolution: chunks of panel rows x groups of output blocks.
+  int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
+  // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
+  int64_t wgrad_rows, wgrad_slices, wgrad_slice_units, wgrad_groups, wgrad_group_blocks;
+
+  int64_t conv_items() const { return conv_chunks * conv_groups; }
+  int64_t wgrad_items() const { return wgrad_slices * wgrad_groups; }
+  Item conv_item(int64_t index) const { return item(index, conv_chunks, conv_groups); }
+  Item wgrad_item(int64_t index) const { return item(index, wgrad_slices, wgrad_groups); }
+
+ private:
+  Item item(int64_t index, int64_t parts, int64_t groups) const {
+    return weights_stay ? Item{index % parts, index / parts} : Item{index / groups, index % groups};
+  }
+};
+
+// Whether workers pack banks of their own, of a convolution that is divided already.
+void choose_banks(int64_t output_blocks, int64_t workers, Division& division);
+
+// What a convolution's division depends on.
+struct Work {
+  int64_t output_blocks;
+  int64_t bank, map;  // floats of the bank, and of the map that is read
+  int64_t most_rows, staying_rows;  // of a panel; where weights stay
+  int64_t workers;
+  // Weights stay with a worker where a bank is so many times as much memory as a map: all workers read all inputs then,
+  // and the lines of a map that one of them wrote go to every other one.
+  int64_t stay;
+};
+
+// Chunks, groups and banks of a convolution; chunks_of(rows) counts the chunks of panels of so many rows. None of this
+// changes a result.
+template <class Chunks>
+void divide_convolution(const Work& work, const Chunks& chunks_of, Division& division) {
+  // Items of a convolution that a worker should have, and rows of a panel below which register tiles are not full.
+  constexpr int64_t kItemsEach = 2, kMinRows = 8;
+
+  // Each worker packs and finishes the weights of its own output blocks then.
+  division.weights_dominate = work.output_blocks > 1 && work.bank > work.stay * work.map;
+  division.weights_stay = work.workers > 1 && division.weights_dominate;
+  division.conv_rows = work.most_rows;
+  if (division.weights_stay) {
+    division.conv_rows = work.staying_rows;
+    division.conv_group_blocks = divide_up(work.output_blocks, std::min(work.workers, work.output_blocks));
+  } else {
+    while (division.conv_rows > kMinRows && chunks_of(division.conv_rows) < kItemsEach * work.workers)
+      division.conv_rows /= 2;
+    const bool split = chunks_of(division.conv_rows) < work.workers;
+    division.conv_group_blocks = split ? std::min(kMaxGroupBlocks, work.output_blocks) : work.output_blocks;
+  }
+  division.conv_chunks = chunks_of(division.conv_rows);
+  division.conv_groups = divide_up(work.output_blocks, division.conv_group_blocks);
+  choose_banks(work.output_blocks, work.workers, division);
+}
+
+// Groups of at least so many blocks of a layer whose workers' banks are larger than their caches, so that each is packed,
+// read and packed over there. False, and nothing is changed, where they fit.
+template <class G>
+bool divide_groups(int64_t least, G& geometry) {
+  constexpr int64_t kCache = 3 << 16;  // floats
+  const int64_t block = geometry.planes * geometry.block_floats();
+  if (!geometry.weights_dominate || geometry.conv_group_blocks * block <= kCache) return false;
+  geometry.conv_group_blocks = std::clamp<int64_t>(kCache / block, std::min(least, geometry.output_blocks),
+                                                   geometry.conv_group_blocks);
+  geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
+  geometry.plane_stride = geometry.conv_group_blocks * geometry.block_floats() + kLanes;
+  geometry.weights_stay = geometry.own_banks = geometry.group_banks = true;
+  return true;
+}
+
+// Slices and groups of the weight gradient of a convolution that is divided already. Slices, which fix the order of
+// every sum, depend on the units and their number alone.
+void divide_gradient(const Work& work, int64_t units, int64_t slice_units, Division& division);
+
+// The same of one that is a single product (product_wgrad.h).
+void divide_product_gradient(const Work& work, int64_t pixels, Division& division);
+
+}  // namespace wnfused::cpu

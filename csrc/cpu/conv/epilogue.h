@@ -1,0 +1,107 @@
+// How a convolution ends: what becomes of its output, one pixel and block of 16 channels at a time.
+#pragma once
+
+#include "cpu/layer/layer.h"
+#include "cpu/products/pairs.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+struct SavedMap {
+  void* data;  // [N, H, W, C], null: do not save
+  bool bfloat16;
+};
+
+// What becomes of a convolution's output before it is stored.
+enum class Ending {
+  kRelu,      // relu(acc + bias)                   a, from h
+  kResidual,  // factor (other + acc + bias)        the next h, from a; other is h
+  kMask,      // acc where a passed the ReLU, else 0  da, from dh
+  kAdd,       // factor other + acc                 dh of the block, from da; other is dh
+  kLayer,     // act(acc + bias + other)            y of a single layer; other may be null
+};
+
+constexpr bool is_operand(Ending ending) {
+  return ending == Ending::kRelu || ending == Ending::kMask || ending == Ending::kLayer;
+}
+
+// What a convolution reads is an Operand: float, in the map's own layout, or bfloat16 (uint16_t), [N, H, W, C].
+template <class Operand>
+struct Epilogue {
+  Operand* operand;      // kRelu, kMask, kLayer: the output. Else, where operands are bfloat16, the rounded copy of it
+  float* out;            // kResidual, kAdd
+  const float* other;    // kResidual, kAdd, kLayer
+  const Operand* mask;   // kMask: a
+  const float* bias;     // kRelu, kResidual, kLayer: null for none
+  float* fresh;          // the output again, where it is memory that no worker's cache holds; else null
+  float factor;          // kLayer: the slope below 0
+  Activation activation; // kLayer
+  bool round;            // float operands: rounded to bfloat16 all the same
+  SavedMap saved;
+};
+
+template <class G>
+WNFUSED_INLINE Block load_operand(const G& geometry, const float* map, int64_t pixel, int64_t channel_block) {
+  return load(map + pixel * geometry.padded_outputs + channel_block * kLanes);
+}
+
+template <class G>
+WNFUSED_INLINE void store_operand(const G& geometry, float* map, int64_t pixel, int64_t channel_block,
+                                  const Block& value) {
+  store(map + pixel * geometry.padded_outputs + channel_block * kLanes, value);
+}
+
+inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t pixel, int64_t channel_block,
+                       const Block& value) {
+  const int64_t left = geometry.outputs - channel_block * kLanes, lanes = left < kLanes ? left : kLanes;
+  const int64_t offset = pixel * geometry.outputs + channel_block * kLanes;
+  if (lanes == kLanes) {
+    if (saved.bfloat16) store(static_cast<uint16_t*>(saved.data) + offset, value);
+    else store(static_cast<float*>(saved.data) + offset, value);
+    return;
+  }
+  float values[kLanes];
+  store(values, value);
+  if (saved.bfloat16) {
+    uint16_t* target = static_cast<uint16_t*>(saved.data) + offset;
+    for (int64_t i = 0; i < lanes; ++i) target[i] = to_bfloat16(values[i]);
+  } else {
+    __builtin_memcpy(static_cast<float*>(saved.data) + offset, values, lanes * sizeof(float));
+  }
+}
+
+WNFUSED_INLINE Block activated(const Block& value, Activation activation, float slope) {
+  if (activation == Activation::kNone) return value;
+  return activation == Activation::kRelu ? relu(value) : leaky_mask(value, value, splat(slope));
+}
+
+// The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite. A ReLU's
+// value is looked at before it: a transform may overflow to -infinity where the convolution is finite, and 0 would hide
+// that. What a mask lets pass shows in dh.
+template <Ending kEnding, class G, class Operand>
+WNFUSED_INLINE void finish_pixel(const G& geometry, const Epilogue<Operand>& epilogue, int64_t pixel,
+                                 int64_t channel_block, const Block& accumulator, const Block& bias, Block& poison) {
+  constexpr bool kPairs = sizeof(Operand) == sizeof(uint16_t);
+  const int64_t offset = pixel * geometry.padded_outputs + channel_block * kLanes;
+  Block value;
+  if constexpr (kEnding == Ending::kRelu)
+    value = accumulator + bias;
+  else if constexpr (kEnding == Ending::kResidual)
+    value = splat(epilogue.factor) * (load(epilogue.other + offset) + (accumulator + bias));
+  else if constexpr (kEnding == Ending::kMask)
+    value = relu_mask(load_operand(geometry, epilogue.mask, pixel, channel_block), accumulator);
+  else if constexpr (kEnding == Ending::kAdd)
+    value = multiply_add(splat(epilogue.factor), load(epilogue.other + offset), accumulator);
+  else
+    value = epilogue.other ? load(epilogue.other + offset) + (accumulator + bias) : accumulator + bias;
+  if constexpr (kEnding != Ending::kMask) poison = multiply_add(value, zero(), poison);
+  if constexpr (kEnding == Ending::kRelu) value = relu(value);
+  if constexpr (kEnding == Ending::kLayer) value = activated(value, epilogue.activation, epilogue.factor);
+  if constexpr (!is_operand(kEnding)) store(epilogue.out + offset, value);
+  else if (!kPairs && epilogue.round) value = round_to_bfloat16(value);
+  if constexpr (is_operand(kEnding) || kPairs)
+    store_operand(geometry, epilogue.operand, pixel, channel_block, value);
+  if constexpr (kEnding != Ending::kLayer)
+    if (epilogue.saved.data) save_block(geometry, epilogue.saved, pixel, channel_block, value);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,109 @@
+// How 3x3 convolutions of stride 1 and zero padding 1, a stage's or a layer's, are cut into panels, chunks, slices and
+// groups.
+//
+// Four methods compute one, all as matrix products of a gathered panel with a bank. Two multiply floats (see
+// conv.h), two pairs of bfloat16 (see pairs.h), where the processor has an instruction for it:
+//   direct     9 planes, one row a pixel         9 C multiply-adds a pixel, exact zero padding: maps under 4x4
+//   winograd   16 planes, one row a 2x2 tile     4 C multiply-adds a pixel: F(2x2, 3x3), errors within 2x of direct
+//              36 planes, one row a 4x4 tile     2.25 C: F(4x4, 3x3), errors within 3x of direct
+//   lines      rows are neighbours in a line     9 C multiply-adds a pixel, two an instruction and lane
+//   positions  rows are one pixel of many images  the same without the taps outside the map: small maps
+// Differences (Winograd) and products with padding turn an infinity into NaN where a convolution would not, so a call
+// that meets a value that is not finite is run again: a stage with the direct method, a layer by the vendor.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/conv/division.h"
+#include "cpu/products/pair_shape.h"
+
+namespace wnfused::cpu {
+
+constexpr int kTaps = 9;
+constexpr int kMaxLevelTaps = 3;    // levels of a 3x3x3 kernel
+
+// kPieces (pieces.h) is a single layer's alone.
+enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions, kPieces };
+
+struct Geometry : MapShape, Division {
+  int64_t blocks;
+  // Of a single convolution over three dims, by Winograd in two of them: `images` are the levels of volumes, so many
+  // each, and an output sums over the level itself and `level_taps` / 2 on both sides, each with a bank of its own.
+  int64_t levels, level_taps;
+  // Of a convolution's outputs. A stage has as many as inputs.
+  int64_t outputs, output_blocks, padded_outputs;
+  Method method;
+
+  // Rows of the matrix products, numbered `units`: pixels, or tiles (tile x tile pixels) of a grid of tile_rows x
+  // tile_cols an image.
+  int64_t tile, tile_rows, tile_cols, units;
+  int64_t planes, plane_stride;  // of a bank; the stride is padded so that planes do not share cache sets
+
+  // Pairs of bfloat16 (pairs.h). A bank is [segments][output block][segment_depth / 2][16 lanes][2].
+  int64_t segments, segment_depth;
+  int64_t pair_rows;                                                         // of the register tile
+  int64_t conv_lines, conv_line_pixels, conv_line_rows;                      // lines: of a chunk; of a panel, a product
+  int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
+  int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
+  bool wgrad_flat;
+
+  bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
+  bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
+  int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
+  int64_t taps() const { return kTaps * level_taps; }  // of the kernel
+  int64_t gradient_size() const { return taps() * plane_stride; }
+  int64_t block_floats() const { return padded_channels * kLanes; }  // of an output block of a plane
+  int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
+  int64_t bank_size() const {
+    if (is_pairs()) return segments * channel_blocks * segment_depth * (kLanes / 2);
+    return level_taps * level_bank();
+  }
+  // Pairs: bfloat16 elements of a worker's panels. A convolution's last tile reads past its last row.
+  int64_t pair_slack() const { return (pair_rows + 4) * padded_channels; }
+  int64_t conv_panel() const {
+    const int64_t rows =
+        method == Method::kLines ? (conv_lines + 2) * conv_line_pixels : height * width * conv_rows;
+    return rows * padded_channels + pair_slack();
+  }
+  int64_t wgrad_inputs() const {
+    return padded_channels * (method == Method::kLines ? wgrad_plane : wgrad_run);
+  }
+  int64_t wgrad_gradients() const { return wgrad_group_blocks * kLanes * wgrad_run; }
+  // Of a plane of sums (wgrad.h).
+  int64_t sums_stride() const { return wgrad_group_blocks * padded_channels * kLanes + kLanes; }
+  int64_t wgrad_segments() const { return method == Method::kLines ? wgrad_lines : height * width; }
+};
+
+// Slices, which fix the order of every sum, depend on the shape alone; how a convolution is divided depends on the
+// number of workers too, and changes no result.
+Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
+                       int64_t workers);
+
+// How many levels a volume has, and a kernel.
+struct Levels {
+  int64_t of_map, of_kernel;
+};
+
+// Of one convolution, from `channels` to `outputs`.
+Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t channels, int64_t outputs, int64_t height,
+                              int64_t width, Method method, int64_t workers);
+
+// Divides a wide layer's convolution anew, so that it packs its banks group by group.
+void pack_by_groups(Geometry& geometry);
+
+Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
+                            const PairTile& tile, int64_t workers);
+
+// The method of those for floats that needs the least work on such maps.
+Method preferred_method(int64_t images, int64_t height, int64_t width);
+
+// As in the list above.
+const char* name_of(Method method);
+
+// Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line of
+// zeros, which whoever runs the kernels must clear: the same from x to y and back.
+int64_t worker_floats(const Geometry& geometry);
+int64_t zeros_floats(const Geometry& geometry);
+int64_t packing_offset(const Geometry& geometry);  // see Scratch
+
+}  // namespace wnfused::cpu

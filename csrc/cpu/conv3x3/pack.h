@@ -1,0 +1,275 @@
+// Parameters to banks, and banks of gradients back to parameters.
+//
+//   v, one output row:   [C][9] floats           a unit of work: 16 rows x 16 input channels = 16 x 144 floats,
+//   bank:                [planes][C/16][C][16]   9 KB, nine 16 x 16 transpositions in registers
+//
+// (Over three dims a row is [C][27], a unit three times as much, and there are three banks, level by level: kLevelTaps,
+// Geometry's level_taps, is 3 there and 1 elsewhere.)
+//
+//   pack_forward    rows of 16 outputs -> lanes are outputs;   the row norm first, from the same cache lines
+//   pack_backward   lanes are inputs, depth is outputs, taps turned by 180 degrees
+//   finish_gradient adds the slices' banks in order and turns them into rows dW (finish_rows.h)
+//
+// Banks hold effective weights w = g v / ||v||: a product of inputs with v itself could leave the range of fp32 where
+// the convolution does not. Floats, or pairs of bfloat16 along the depth (pairs.h).
+//
+// Each reads v once: 36 C^2 bytes a convolution are the floor, and what a stage with one small image is bound by.
+#pragma once
+
+#include "cpu/conv/finish_rows.h"
+#include "cpu/conv/parameter_rows.h"
+#include "cpu/conv3x3/winograd.h"
+#include "cpu/products/pairs.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// v of one convolution: [outputs][inputs][taps].
+template <int kLevelTaps>
+struct WeightShape {
+  int64_t outputs, inputs;
+
+  static constexpr int64_t taps = kLevelTaps * kTaps;
+  static constexpr int64_t unit_floats = kLanes * taps;  // one row of a 16 x 16 unit
+  int64_t row_floats() const { return inputs * taps; }
+};
+
+// Rows row0.. of v over the input channels of one block: `stride` floats apart, absent rows and channels zero. A row is
+// [16][taps]; with taps first that many runs of 16, `tap_stride` floats apart.
+struct Rows {
+  const float* data;
+  int64_t stride, tap_stride;
+};
+
+// `staging` holds a unit.
+template <class Shape>
+inline Rows unit_rows(const Parameter& v, const Shape& shape, int64_t convolution, int64_t row0,
+                      int64_t input_block, float* staging) {
+  const int64_t input0 = input_block * kLanes, row_floats = shape.row_floats(), unit = shape.unit_floats;
+  const int64_t first = (convolution * shape.outputs + row0) * row_floats + (v.taps_first ? input0 : input0 * shape.taps);
+  const int64_t rows = smaller(shape.outputs - row0, kLanes), inputs = smaller(shape.inputs - input0, kLanes);
+  if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
+    return {static_cast<const float*>(v.data) + first, row_floats, shape.inputs};
+  const int64_t runs = v.taps_first ? shape.taps : 1, run = v.taps_first ? kLanes : inputs * shape.taps;
+  for (int64_t r = 0; r < kLanes; ++r) {
+    float* target = staging + r * unit;
+    for (int64_t i = 0; i < (r < rows ? runs : 0); ++i)
+      read_run(v, first + r * row_floats + i * shape.inputs, run, target + i * kLanes);
+    for (int64_t i = r < rows ? runs * run : 0; i < unit; ++i) target[i] = 0.0f;
+  }
+  return {staging, unit, kLanes};
+}
+
+// A unit's row as Blocks, as many as taps: where Block k lies in it, and which of the row's entries, numbered [16][taps],
+// its lanes are. Taps come first in two dims only.
+template <bool kTapsFirst>
+struct UnitOrder {
+  static constexpr bool taps_first = kTapsFirst;
+  static int64_t block(int64_t k, int64_t tap_stride) { return k * (kTapsFirst ? tap_stride : kLanes); }
+  static int64_t entry(int64_t k, int64_t lane) { return kTapsFirst ? k + lane * kTaps : k * kLanes + lane; }
+};
+
+template <class Run>
+WNFUSED_INLINE void with_order(const Parameter& v, const Run& run) {
+  if (v.taps_first) run(UnitOrder<true>());
+  else run(UnitOrder<false>());
+}
+
+// Fetches a unit ahead: sixteen short runs in turn are no stream that a processor would recognise.
+template <class Shape>
+inline void fetch_unit(const Parameter& v, const Shape& shape, int64_t convolution, int64_t row0,
+                       int64_t input_block) {
+  const int64_t row_floats = shape.row_floats(), input0 = input_block * kLanes;
+  if (v.bfloat16 || row0 + kLanes > shape.outputs || input0 + kLanes > shape.inputs) return;
+  const float* data = static_cast<const float*>(v.data) + (convolution * shape.outputs + row0) * row_floats +
+                      (v.taps_first ? input0 : input0 * shape.taps);
+  const int64_t step = v.taps_first ? shape.inputs : kLanes;
+  for (int64_t r = 0; r < kLanes; ++r)
+    for (int64_t k = 0; k < shape.taps; ++k) __builtin_prefetch(data + r * row_floats + k * step);
+}
+
+// Filters in the bank: plane p of one (depth, output block) at target + p * plane_stride.
+template <class Tap>
+WNFUSED_INLINE void put_filter(const Geometry& geometry, const Tap& tap, float* target) {
+  if (geometry.method == Method::kWinograd4) {
+    filter_transform<4>(tap, target, geometry.plane_stride);
+  } else if (geometry.method == Method::kWinograd2) {
+    filter_transform<2>(tap, target, geometry.plane_stride);
+  } else {
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) store(target + k * geometry.plane_stride, tap(k));
+  }
+}
+
+// The filters of depth `depth` and `depth` + 1 in a bank of pairs.
+template <class Tap>
+WNFUSED_INLINE void put_filter_pair(const Geometry& geometry, const Tap& even, const Tap& odd, uint16_t* bank,
+                                    int64_t output_block, int64_t depth) {
+  const bool lines = geometry.method == Method::kLines;
+  for (int k = 0; k < kTaps; ++k) {
+    const int64_t segment = lines ? k / 3 : k, offset = lines ? k % 3 * geometry.padded_channels + depth : depth;
+    store_pairs(bank + ((segment * geometry.channel_blocks + output_block) * geometry.segment_depth + offset) * kLanes,
+                even(k), odd(k));
+  }
+}
+
+// The depth that a bank of pairs has beyond its taps.
+inline void clear_padding(const Geometry& geometry, uint16_t* bank, int64_t output_block) {
+  const int64_t used = kTaps / geometry.segments * geometry.padded_channels, unused = geometry.segment_depth - used;
+  for (int64_t segment = 0; unused && segment < geometry.segments; ++segment)
+    __builtin_memset(
+        bank + ((segment * geometry.channel_blocks + output_block) * geometry.segment_depth + used) * kLanes, 0,
+        unused * kLanes * sizeof(uint16_t));
+}
+
+// One output block of one convolution. `norm` may be null. `scratch`: two units and a row.
+template <int kLevelTaps, class Job>
+void pack_forward(const Job& job, int64_t convolution, int64_t output_block, const Bank& bank, float* norm,
+                  float* scratch) {
+  const Geometry& geometry = job.geometry;
+  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.channels};
+  float* staging = scratch;
+  float* lanes = scratch + kLanes * shape.unit_floats;  // [16 inputs][taps][16 outputs]
+  const int64_t row0 = output_block * kLanes;
+  Block scale[kLanes];
+  measure_scales(job, geometry.outputs, shape.row_floats(), convolution, output_block, bank.bias, norm,
+                 lanes + kLanes * shape.unit_floats, scale);
+  float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
+  uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
+  if (geometry.is_pairs()) clear_padding(geometry, pairs, output_block);
+  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
+    const Rows rows = unit_rows(job.v, shape, convolution, row0, input_block, staging);
+    if (input_block + 1 < geometry.channel_blocks) fetch_unit(job.v, shape, convolution, row0, input_block + 1);
+    with_order(job.v, [&](auto order) __attribute__((always_inline)) {
+      for (int64_t k = 0; k < shape.taps; ++k) {
+        Block block[kLanes];
+        const float* source = rows.data + order.block(k, rows.tap_stride);
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(source + r * rows.stride) * scale[r];
+        transpose(block);
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r)
+          store(lanes + order.entry(k, r) * kLanes, job.round_operands ? round_to_bfloat16(block[r]) : block[r]);
+      }
+    });
+    const auto filter = [&](int input, int64_t level = 0) {
+      return [taps = lanes + (input * shape.taps + level * kTaps) * kLanes](int k) { return load(taps + k * kLanes); };
+    };
+    if (geometry.is_pairs()) {
+      for (int i = 0; i < kLanes; i += 2)
+        put_filter_pair(geometry, filter(i), filter(i + 1), pairs, output_block, input_block * kLanes + i);
+    } else {
+      for (int64_t l = 0; l < kLevelTaps; ++l)
+        for (int i = 0; i < kLanes; ++i)
+          put_filter(geometry, filter(i, l), target + l * geometry.level_bank() + i * kLanes);
+      target += kLanes * kLanes;
+    }
+  }
+}
+
+// 16 inputs x 9 taps of one row of a unit, transposed and scaled: filter[k] is tap k of 16 inputs. An input has `taps`,
+// and those are the ones from `first` on.
+template <bool kTapsFirst>
+WNFUSED_INLINE void row_filters(const Rows& rows, int64_t r, int64_t taps, int64_t first, const Block& scale, bool round,
+                                Block (&filter)[kLanes]) {
+  const float* row = rows.data + r * rows.stride + first;
+  if constexpr (kTapsFirst) {
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) filter[k] = load(row + k * rows.tap_stride);
+  } else {
+    // The last input's load would pass the end of the row, so its 9 taps are copied out first.
+    float last[kLanes] = {};
+    __builtin_memcpy(last, row + (kLanes - 1) * taps, kTaps * sizeof(float));
+    WNFUSED_UNROLL for (int i = 0; i < kLanes - 1; ++i) filter[i] = load(row + i * taps);
+    filter[kLanes - 1] = load(last);
+    transpose(filter);
+  }
+  WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+    filter[k] = filter[k] * scale;
+    if (round) filter[k] = round_to_bfloat16(filter[k]);
+  }
+}
+
+// One block of 16 inputs of one convolution, the outputs of its data gradient, whose geometry is given. `scratch`: a
+// unit.
+template <int kLevelTaps, class Job>
+void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution, int64_t input_block, float factor,
+                   const Bank& bank, float* scratch) {
+  const WeightShape<kLevelTaps> shape{geometry.channels, geometry.outputs};
+  uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
+  if (geometry.is_pairs()) clear_padding(geometry, pairs, input_block);
+  float* target = bank.weights + input_block * geometry.padded_channels * kLanes;
+  for (int64_t output_block = 0; output_block < geometry.channel_blocks; ++output_block) {
+    const Rows rows = unit_rows(job.v, shape, convolution, output_block * kLanes, input_block, scratch);
+    Block scale[kLanes];
+    for (int64_t r = 0; r < kLanes; ++r) {
+      const int64_t channel = output_block * kLanes + r, index = convolution * geometry.channels + channel;
+      scale[r] = splat(channel < geometry.channels ? factor * row_scale(job, index) : 0.0f);
+    }
+    if (output_block + 1 < geometry.channel_blocks)
+      fetch_unit(job.v, shape, convolution, (output_block + 1) * kLanes, input_block);
+    Block filter[2][kLanes];
+    const auto turned = [&filter](int which) {
+      return [&taps = filter[which]](int k) { return taps[kTaps - 1 - k]; };
+    };
+    with_order(job.v, [&](auto order) __attribute__((always_inline)) {
+      for (int64_t r = 0; r < kLanes; r += 2, target += 2 * kLanes) {
+        for (int64_t l = 0; l < kLevelTaps; ++l) {
+          const int64_t first = (kLevelTaps - 1 - l) * kTaps;
+          WNFUSED_UNROLL for (int i = 0; i < 2; ++i)
+            row_filters<decltype(order)::taps_first>(rows, r + i, shape.taps, first, scale[r + i], job.round_operands,
+                                                     filter[i]);
+          if (geometry.is_pairs()) {
+            put_filter_pair(geometry, turned(0), turned(1), pairs, input_block, output_block * kLanes + r);
+          } else {
+            float* level = target + l * geometry.level_bank();
+            put_filter(geometry, turned(0), level);
+            put_filter(geometry, turned(1), level + kLanes);
+          }
+        }
+      }
+    });
+  }
+}
+
+// dW of one (input, output block), the slices' banks summed in order; taps at target.
+template <int kLevelTaps>
+inline void sum_slices(const Geometry& geometry, const float* bank, float* target) {
+  for (int k = 0; k < kLevelTaps * kTaps; ++k) {
+    const float* tap = bank + k * geometry.plane_stride;
+    Block sum = load(tap);
+    for (int64_t s = 1; s < geometry.wgrad_slices; ++s) sum = sum + load(tap + s * geometry.gradient_size());
+    store(target + k * kLanes, sum);
+  }
+}
+
+inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.padded_channels * geometry.taps(); }
+
+// dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
+// `scratch`: a unit and 18 rows.
+template <int kLevelTaps, class Job>
+void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, float factor, const float* bank,
+                     const float* bias_gradient, float* scratch) {
+  const Geometry& geometry = job.geometry;
+  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.channels};
+  const int64_t row_floats = padded_row_floats(geometry);
+  float* lanes = scratch;
+  float* gradients = lanes + kLanes * shape.unit_floats;
+  float* row = gradients + kLanes * row_floats;
+  fetch_row(job, convolution * geometry.outputs + output_block * kLanes, shape.row_floats());
+  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
+    const int64_t input0 = input_block * kLanes;
+    const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
+    for (int i = 0; i < kLanes; ++i)
+      sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
+    with_order(job.v, [&](auto order) __attribute__((always_inline)) {
+      float* target = gradients + (order.taps_first ? input0 : input0 * shape.taps);
+      for (int64_t k = 0; k < shape.taps; ++k) {
+        Block block[kLanes];
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(lanes + order.entry(k, r) * kLanes);
+        transpose(block);
+        const int64_t at = order.block(k, geometry.channels);
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) store(target + r * row_floats + at, block[r]);
+      }
+    });
+  }
+  finish_rows(job, geometry.outputs, {shape.row_floats(), row_floats}, convolution, output_block, factor,
+              gradients, job.dbias, bias_gradient, geometry.wgrad_slices, row);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

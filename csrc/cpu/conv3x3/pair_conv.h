@@ -1,0 +1,185 @@
+// One convolution of the stage on bfloat16 operands, over a chunk of pixels (pairs.h).
+//
+//   lines       a chunk is some lines of one image, with the lines above and below and a border of zeros
+//
+//               panel [line][W + 2][Cp]     product row of pixel x: the run of 3 Cp elements from panel pixel x on, in
+//                                           three lines
+//   positions   a chunk is all pixels of a group of images
+//
+//               panel [pixel][image][Cp]    product row of an image: its Cp elements at each tap that is inside the map
+//
+// The panel is a copy, 2 bytes an element: what lies outside the map or the batch is zero there, and its rows lie apart
+// by the same stride. Product rows that are no pixel (ends of lines) are computed and left out by the epilogue.
+#pragma once
+
+#include "cpu/conv/epilogue.h"
+#include "cpu/vec/prefetch.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// `count` pixels of C channels, stride `source_stride`, as pixels of Cp.
+inline void copy_pixels(const Geometry& geometry, const uint16_t* source, int64_t source_stride, int64_t count,
+                        uint16_t* target, int64_t target_stride) {
+  const int64_t channels = geometry.channels, padded = geometry.padded_channels;
+  if (channels == padded && source_stride == channels && target_stride == padded) {
+    __builtin_memcpy(target, source, count * channels * sizeof(uint16_t));
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i, source += source_stride, target += target_stride) {
+    __builtin_memcpy(target, source, channels * sizeof(uint16_t));
+    for (int64_t c = channels; c < padded; ++c) target[c] = 0;
+  }
+}
+
+// Floats that hold so many bfloat16, whole cache lines.
+WNFUSED_INLINE int64_t panel_floats(int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; }
+
+inline void clear_elements(uint16_t* target, int64_t count) { __builtin_memset(target, 0, count * sizeof(uint16_t)); }
+
+// Lines [begin - 1, end + 1) of an image with a pixel of zeros on either side, and what reads past the last line meets.
+inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
+                         uint16_t* panel) {
+  const int64_t padded = geometry.padded_channels, line = geometry.conv_line_pixels * padded;
+  for (int64_t y = begin - 1; y < end + 1; ++y, panel += line) {
+    if (y < 0 || y >= geometry.height) {
+      clear_elements(panel, line);
+      continue;
+    }
+    const int64_t pixel = (image * geometry.height + y) * geometry.width;
+    clear_elements(panel, padded);
+    copy_pixels(geometry, map + pixel * geometry.channels, geometry.channels, geometry.width, panel + padded, padded);
+    clear_elements(panel + (geometry.width + 1) * padded, padded);
+  }
+  clear_elements(panel, geometry.pair_slack());
+}
+
+// Images [begin, begin + count), all their pixels, as groups of `rows` images.
+inline void gather_positions(const Geometry& geometry, const uint16_t* map, int64_t begin, int64_t count, int64_t rows,
+                             uint16_t* panel) {
+  const int64_t padded = geometry.padded_channels, pixels = geometry.height * geometry.width;
+  map += begin * pixels * geometry.channels;
+  for (int64_t pixel = 0; pixel < pixels; ++pixel, panel += rows * padded) {
+    copy_pixels(geometry, map + pixel * geometry.channels, pixels * geometry.channels, count, panel, padded);
+    clear_elements(panel + count * padded, (rows - count) * padded);
+  }
+  clear_elements(panel, geometry.pair_slack());
+}
+
+// The segments of one position: taps inside the map. Returns their number.
+inline int64_t taps_inside(const Geometry& geometry, int64_t y, int64_t x, int64_t (&taps)[kTaps]) {
+  int64_t count = 0;
+  for (int64_t tap = 0; tap < kTaps; ++tap) {
+    const int64_t v = y + tap / 3 - 1, u = x + tap % 3 - 1;
+    if (v >= 0 && v < geometry.height && u >= 0 && u < geometry.width) taps[count++] = tap;
+  }
+  return count;
+}
+
+WNFUSED_INLINE int64_t tap_shift(const Geometry& geometry, int64_t tap) {
+  return (tap / 3 - 1) * geometry.width + tap % 3 - 1;
+}
+
+struct ConvolutionChunk {
+  int64_t first_block, blocks;  // of outputs
+  const uint16_t* bank;         // of the first output block
+  uint16_t* panel;
+  float* product;
+};
+
+template <Ending kEnding>
+inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_t item,
+                           const Epilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk, Block& poison) {
+  const Epilogue<uint16_t> epilogue = shared_epilogue;
+  const int64_t chunks = (geometry.height + geometry.conv_lines - 1) / geometry.conv_lines;
+  const int64_t image = item / chunks, begin = item % chunks * geometry.conv_lines;
+  const int64_t end = smaller(begin + geometry.conv_lines, geometry.height);
+  const int64_t padded = geometry.padded_channels, tile = geometry.pair_rows, line = geometry.conv_line_pixels;
+  gather_lines(geometry, map, image, begin, end, chunk.panel);
+
+  Segment segments[3];
+  for (int64_t i = 0; i < 3; ++i)
+    segments[i] = {chunk.panel + i * line * padded,
+                   chunk.bank + i * geometry.channel_blocks * geometry.segment_depth * kLanes};
+  // Lines that are one run of rows have borders in between; otherwise each line begins a tile.
+  int64_t offsets[kMaxGroups], groups = 0;
+  const bool run = geometry.conv_line_rows == line;
+  const PairProduct all{segments, 3, geometry.segment_depth, padded, geometry.segment_depth * kLanes, chunk.product,
+                        geometry.conv_rows * kLanes, false, true};
+  PairProduct part = all;
+  const auto multiply = [&] {
+    Pairs::multiply(part, offsets, groups, chunk.blocks);
+    part.out += groups * tile * kLanes;
+    groups = 0;
+  };
+  const int64_t rows = run ? (end - begin - 1) * line + geometry.width : geometry.conv_line_rows;
+  for (int64_t l = 0; l < (run ? 1 : end - begin); ++l)
+    for (int64_t row = 0; row < rows; row += tile) {
+      offsets[groups++] = (l * line + row) * padded;
+      if (groups == kMaxGroups) multiply();
+    }
+  multiply();
+
+  for (int64_t b = 0; b < chunk.blocks; ++b) {
+    const int64_t block = chunk.first_block + b;
+    const Block bias = epilogue.bias ? load(epilogue.bias + block * kLanes) : zero();
+    for (int64_t y = begin; y < end; ++y) {
+      const float* source =
+          chunk.product + (b * geometry.conv_rows + (y - begin) * geometry.conv_line_rows) * kLanes;
+      const int64_t pixel = (image * geometry.height + y) * geometry.width;
+      for (int64_t x = 0; x < geometry.width; ++x, source += kLanes)
+        finish_pixel<kEnding>(geometry, epilogue, pixel + x, block, load(source), bias, poison);
+    }
+  }
+}
+
+template <Ending kEnding>
+inline void convolve_positions(const Geometry& geometry, const uint16_t* map, int64_t item,
+                               const Epilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk,
+                               Block& poison) {
+  const Epilogue<uint16_t> epilogue = shared_epilogue;
+  const int64_t rows = geometry.conv_rows, begin = item * rows, count = smaller(rows, geometry.images - begin);
+  const int64_t padded = geometry.padded_channels, pixels = geometry.height * geometry.width;
+  gather_positions(geometry, map, begin, count, rows, chunk.panel);
+
+  const int64_t offsets[2] = {0, geometry.pair_rows * padded};
+  for (int64_t position = 0; position < pixels; ++position) {
+    int64_t taps[kTaps];
+    const int64_t touching = taps_inside(geometry, position / geometry.width, position % geometry.width, taps);
+    Segment segments[kTaps];
+    for (int64_t i = 0; i < touching; ++i)
+      segments[i] = {chunk.panel + (position + tap_shift(geometry, taps[i])) * rows * padded,
+                     chunk.bank + taps[i] * geometry.channel_blocks * geometry.segment_depth * kLanes};
+    const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.segment_depth * kLanes,
+                              chunk.product, rows * kLanes, false, false};
+    Pairs::multiply(product, offsets, rows / geometry.pair_rows, chunk.blocks);
+    for (int64_t b = 0; b < chunk.blocks; ++b) {
+      const int64_t block = chunk.first_block + b;
+      const Block bias = epilogue.bias ? load(epilogue.bias + block * kLanes) : zero();
+      const float* source = chunk.product + b * rows * kLanes;
+      for (int64_t i = 0; i < count; ++i)
+        finish_pixel<kEnding>(geometry, epilogue, (begin + i) * pixels + position, block, load(source + i * kLanes),
+                              bias, poison);
+    }
+  }
+}
+
+// Item `item` of a convolution: one chunk, one group of output blocks.
+template <Ending kEnding>
+inline void convolution_item(const Geometry& geometry, int64_t item, const uint16_t* map, bool, const float*,
+                             const float* bank, const Epilogue<uint16_t>& epilogue, const Ahead& ahead,
+                             float* scratch, std::atomic<bool>& poisoned) {
+  const auto [part, group] = geometry.conv_item(item);
+  const int64_t first_block = group * geometry.conv_group_blocks;
+  const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);
+  const ConvolutionChunk chunk{
+      first_block, blocks,
+      reinterpret_cast<const uint16_t*>(bank) + first_block * geometry.segment_depth * kLanes,
+      reinterpret_cast<uint16_t*>(scratch), scratch + panel_floats(geometry.conv_panel())};
+  ahead.prefetch();
+  Block poison = zero();
+  if (geometry.method == Method::kLines) convolve_lines<kEnding>(geometry, map, part, epilogue, chunk, poison);
+  else convolve_positions<kEnding>(geometry, map, part, epilogue, chunk, poison);
+  if (sum_of(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

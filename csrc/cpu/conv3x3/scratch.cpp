@@ -1,0 +1,50 @@
+// Memory that a worker needs for 3x3 convolutions.
+#include <algorithm>
+
+#include "cpu/conv3x3/geometry.h"
+
+namespace wnfused::cpu {
+namespace {
+
+int64_t pair_worker_floats(const Geometry& geometry) {
+  const auto floats = [](int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; };
+  const int64_t conv = floats(geometry.conv_panel()) + geometry.conv_group_blocks * geometry.conv_rows * kLanes;
+  constexpr int64_t kSegmentFloats = 2 * sizeof(void*) / sizeof(float);
+  const int64_t wgrad = geometry.wgrad_segments() * kSegmentFloats + kLanes + floats(geometry.wgrad_inputs()) +
+                        floats(geometry.wgrad_gradients());
+  return std::max(conv, wgrad);
+}
+
+int64_t panels(const Geometry& geometry, int64_t rows, int64_t blocks) {
+  return geometry.planes * (blocks * rows + 1) * kLanes;
+}
+
+int64_t conv_floats(const Geometry& geometry) {
+  return geometry.level_taps * panels(geometry, geometry.conv_rows, geometry.channel_blocks) +
+         panels(geometry, geometry.conv_rows, geometry.conv_group_blocks);
+}
+
+int64_t float_worker_floats(const Geometry& geometry) {
+  const int64_t wgrad =
+      panels(geometry, geometry.wgrad_rows, geometry.channel_blocks) +
+      panels(geometry, geometry.wgrad_rows, geometry.wgrad_group_blocks) +
+      (geometry.is_winograd() ? geometry.planes * geometry.sums_stride() : 0);
+  return std::max(conv_floats(geometry), wgrad);
+}
+
+}  // namespace
+
+int64_t packing_offset(const Geometry& geometry) { return geometry.group_banks ? conv_floats(geometry) : 0; }
+
+int64_t worker_floats(const Geometry& geometry) {
+  const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_channels * geometry.taps();
+  const int64_t pack = 2 * unit + row, finish = unit + 18 * row;
+  const int64_t conv = geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry);
+  return std::max({conv, packing_offset(geometry) + pack, finish});
+}
+
+int64_t zeros_floats(const Geometry& geometry) {
+  return geometry.width * std::max(geometry.padded_channels, geometry.padded_outputs);
+}
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,329 @@
+// A single convolution's geometry, instruction set, maps and scratch. See conv_layer.h.
+#include "cpu/conv_layer/conv_layer.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cpu/conv/scratch.h"
+#include "cpu/layer/tensor.h"
+#include "cpu/machine/isa.h"
+#include "cpu/machine/parallel.h"
+
+namespace wnfused::cpu {
+namespace {
+
+template <class G>
+const ConvKernels<G>& kernels(bool transposed) {
+  const auto chosen = [&](const auto& winograd, const auto& pieces, const auto& depthwise, const auto& direct,
+                          const auto& other) -> const ConvKernels<G>& {
+    if constexpr (std::is_same_v<G, Geometry>) return winograd;
+    else if constexpr (std::is_same_v<G, Pieces>) return pieces;
+    else if constexpr (std::is_same_v<G, Depthwise>) return depthwise;
+    else return transposed ? other : direct;
+  };
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return chosen(avx512::winograd_kernels, avx512::pieces_kernels, avx512::depthwise_kernels,
+                    avx512::direct_kernels, avx512::transposed_kernels);
+    case Isa::kAvx2:
+      return chosen(avx2::winograd_kernels, avx2::pieces_kernels, avx2::depthwise_kernels,
+                    avx2::direct_kernels, avx2::transposed_kernels);
+    default:
+      break;
+  }
+#endif
+  return chosen(portable::winograd_kernels, portable::pieces_kernels, portable::depthwise_kernels,
+                portable::direct_kernels, portable::transposed_kernels);
+}
+
+// Waking a worker costs what so many multiply-adds do.
+int64_t workers_for(const ConvShape& shape) {
+  constexpr int64_t kWorkEach = 1 << 18;
+  const int64_t weights = shape.inputs * shape.outputs / shape.groups * shape.taps();
+  const int64_t work = shape.images * shape.output_size().product() * weights;
+  return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
+}
+
+// From x's map to y's, or back; of the op's forward, or its backward.
+template <class G>
+G geometry_of(const ConvLayer& layer, bool back, bool backward) {
+  const ConvShape& shape = layer.shape;
+  const int64_t workers = workers_for(shape);
+  if constexpr (std::is_same_v<G, Depthwise>) {
+    return make_depthwise(shape, back, backward ? backward_shares(shape) : forward_shares(workers));
+  } else if constexpr (std::is_same_v<G, Pieces>) {
+    return make_pieces(shape, back, workers);
+  } else if constexpr (std::is_same_v<G, Window>) {
+    if (layer.transposed != back) return backward_window(shape, workers);
+    return forward_window(shape, !layer.transposed && shape.has_thin_input(), workers);
+  } else {
+    return make_single_geometry(shape.images, {shape.size.level, shape.kernel.level},
+                                back ? shape.outputs : shape.inputs, back ? shape.inputs : shape.outputs,
+                                shape.size.row, shape.size.column, layer.method, workers);
+  }
+}
+
+Parameter parameter_of(const float* data) { return {const_cast<float*>(data), false, false}; }
+
+Parameter parameter_of(const std::optional<Tensor>& tensor) {
+  if (!tensor) return {};
+  return {const_cast<void*>(tensor->const_data_ptr()), false, !tensor->is_contiguous()};
+}
+
+LayerMap dense_map(const ExternalMap& given, const MapShape& shape) {
+  if (shape.channels != shape.padded_channels) return {given, nullptr, Access::kCopy, true};
+  return {given, static_cast<float*>(given.data), Access::kInPlace, true};
+}
+
+// From a line of a map to the next, one distance (with_even_lines). A map over one dim has one line, and levels of one row
+// are lines.
+int64_t line_stride(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  if (t.dim() == 3) return t.size(last) * t.stride(last);
+  return t.dim() == 5 && t.size(last - 1) == 1 ? t.stride(2) : t.stride(last - 1);
+}
+
+LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool matrix) {
+  if (!tensor) return {};
+  const Tensor& t = *tensor;
+  if (matrix) {
+    const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, 0, 1, shape.map_size(), shape.channels};
+    return dense_map(given, shape);
+  }
+  const int64_t last = t.dim() - 1, columns = t.stride(last), rows = line_stride(t);
+  const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, t.stride(0), t.stride(1), rows, columns};
+  const auto lies = [](int64_t size, int64_t stride, int64_t expected) { return size == 1 || stride == expected; };
+  const bool dense = lies(shape.channels, given.channel_stride, 1) && lies(shape.width, columns, shape.channels) &&
+                     lies(shape.height, rows, shape.width * shape.channels) &&
+                     lies(shape.images, given.image_stride, shape.height * shape.width * shape.channels);
+  return dense ? dense_map(given, shape) : LayerMap{given, nullptr, Access::kCopy, false};
+}
+
+void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
+  if (map.is_copied()) map.own = arena.take(floats);
+}
+
+// Floats of the map that a convolution reads, where it is copied.
+int64_t source_size(const Geometry& geometry) { return geometry.map_size(); }
+int64_t source_size(const Pieces& geometry) { return geometry.source.map_size(); }
+int64_t source_size(const Window& window) { return window.padded_size(); }
+
+// Takes a map that would be copied for its ragged channels alone.
+void take_in_place(LayerMap& map) {
+  map.own = static_cast<float*>(map.given.data);
+  map.access = Access::kInPlace;
+}
+
+// A map that suits the items needs no copy; a thin one may need the border.
+template <class G>
+void choose_source_access(G&, LayerMap&) {}
+void choose_source_access(Window& window, LayerMap& map) {
+  if (window.has_border()) {
+    map.access = Access::kCopy;
+  } else if (map.is_copied() && map.dense) {
+    take_in_place(map);
+    window.pixel = window.source.channels;
+  } else if (map.is_copied() && window.is_pointwise() && !window.thin) {
+    map.access = Access::kPanels;
+  }
+}
+
+template <class G>
+void choose_target_access(G&, LayerMap&, LayerMap&) {}
+void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) {
+  if (!target.is_copied()) return;
+  if (target.dense && !residual.given.data) {
+    take_in_place(target);
+    window.target_pixel = window.target.channels;
+    return;
+  }
+  if (!window.is_run()) return;
+  target.access = Access::kPanels;
+  residual.access = Access::kPanels;
+}
+
+// .. for the weight gradient, which reads dz, or a transposed layer's x, by whole blocks.
+template <class G>
+void choose_gradient_access(G&, bool, LayerMap&) {}
+void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
+  if (window.has_border()) {
+    x.access = Access::kCopy;
+  } else if (x.is_copied() && x.dense && !transposed && !window.has_product_gradient()) {
+    take_in_place(x);
+    window.pixel = window.source.channels;
+  }
+}
+
+// Banks of a wide layer, unless they are kept.
+template <class G>
+void pack_by_groups(G&) {}
+
+template <class G>
+int64_t packing_of(const G&) {
+  return 0;
+}
+int64_t packing_of(const Geometry& geometry) { return packing_offset(geometry); }
+
+// Items that mask pixels hold a run of them.
+int64_t pixel_floats(const MapShape& shape) { return kMapPixels * shape.padded_channels; }
+
+// A worker's bank, and beside its bias which blocks it has packed (depthwise/driver.h).
+void lay_out_banks(Arena& arena, const Depthwise& layer, int64_t workers, int64_t worker_floats, Scratch& scratch) {
+  scratch.own_bank_stride = layer.bank_size() + 2 * layer.padded_outputs + kLanes;
+  scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
+  scratch.worker_stride = worker_floats + 3 * kLanes;
+  scratch.worker = arena.take(scratch.worker_stride * workers);
+}
+
+void lay_out(Arena& arena, ConvForward<Depthwise>& job, int64_t workers) {
+  const Depthwise& layer = job.geometry;
+  const DepthwiseRoom room = forward_room(layer);
+  lay_out_banks(arena, layer, workers, ((layer.blocks_at_once + 1) * room.x + 2 * room.y) * kLanes, job.scratch);
+}
+
+void lay_out(Arena& arena, ConvBackward<Depthwise>& job, int64_t workers) {
+  const Depthwise& layer = job.geometry;
+  const DepthwiseRoom room = backward_room(layer, job.transposed);
+  const int64_t blocks = layer.blocks_at_once, sums = blocks * (layer.planes + 1) * kLanes;
+  const int64_t item = ((blocks + 1) * room.x + (blocks + 2) * room.y + room.dx) * kLanes;
+  lay_out_banks(arena, layer, workers, sums + item, job.scratch);
+  if (!job.weight) return;
+  job.scratch.gradient[0] = arena.take(layer.gradient_size() * layer.wgrad_slices);
+  job.scratch.bias_gradient[0] = arena.take(layer.padded_outputs * layer.wgrad_slices);
+}
+
+template <class G>
+void lay_out(Arena& arena, ConvForward<G>& job, int64_t workers) {
+  lay_out_common(arena, job.geometry, job.kept ? 0 : 1, workers, worker_floats(job.geometry), job.scratch);
+  if (job.kept) job.scratch.bank[0] = job.kept->bank;
+  job.scratch.packing = packing_of(job.geometry);
+  lay_out_copy(arena, source_size(job.geometry), job.x);
+  lay_out_copy(arena, job.output.map_size(), job.y);
+  lay_out_copy(arena, job.output.map_size(), job.residual);
+}
+
+int64_t pixel_runs(const MapShape& map) { return map.images * divide_up(map.height * map.width, kMapPixels); }
+
+template <class G>
+void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
+  const G &geometry = job.geometry, &products = job.products();
+  // Both geometries' items run on the same scratch.
+  const int64_t floats =
+      std::max({worker_floats(geometry), worker_floats(job.transposed), pixel_floats(job.output)});
+  lay_out_common(arena, job.transposed, 1, workers, floats, job.scratch);
+  job.scratch.packing = packing_of(job.transposed);
+  if (job.weight) {
+    job.scratch.gradient[0] = arena.take(products.gradient_size() * products.wgrad_slices);
+    job.scratch.bias_gradient[0] = arena.take(products.padded_outputs * products.wgrad_slices);
+    lay_out_copy(arena, source_size(geometry), job.x);
+  }
+  lay_out_copy(arena, job.input.map_size(), job.dx);
+  if (!job.make_dz) job.dz.own = job.dy.own;
+  else if (!job.dz.is_in_place()) job.dz.own = arena.take(job.output.map_size());
+  if (job.sums_bias()) job.bias_sums = arena.take(pixel_runs(job.output) * job.output.padded_channels);
+}
+
+// What the jobs of both directions have.
+template <class Job>
+void describe(const ConvLayer& layer, Job& job) {
+  const ConvShape& shape = layer.shape;
+  job.input = map_of_size(shape.images, shape.inputs, shape.size);
+  job.output = map_of_size(shape.images, shape.outputs, shape.output_size());
+  if (layer.transposed) std::swap(job.input, job.output);
+  job.x = map_of(layer.x, job.input, layer.matrix);
+  job.v = parameter_of(layer.v);
+  job.g = parameter_of(layer.gain);
+  job.bias = parameter_of(layer.bias);
+  job.activation = layer.activation;
+  job.slope = layer.slope;
+}
+
+// False when it met a value that is not finite.
+template <class Job>
+bool run_once(Job& job, int64_t workers, void (*run)(const Job&, Worker&)) {
+  Arena measure(nullptr);
+  lay_out(measure, job, workers);
+  const Workspace workspace(measure.used());
+  Arena arena(workspace.data());
+  lay_out(arena, job, workers);
+  std::fill_n(job.scratch.zeros, zeros_floats(job.geometry), 0.0f);
+  std::atomic<bool> poisoned{false};
+  job.poisoned = &poisoned;
+  run_workers(workers, [&](Worker& worker) { run(job, worker); });
+  return !poisoned.load();
+}
+
+template <class G>
+bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm,
+             const KeptBank* kept) {
+  ConvForward<G> job{};
+  describe(layer, job);
+  job.geometry = geometry_of<G>(layer, false, false);
+  job.kept = kept;
+  if (kept) job.geometry.own_banks = false;
+  else pack_by_groups(job.geometry);
+  job.y = map_of(y, job.output, layer.matrix);
+  job.residual = map_of(residual, job.output, layer.matrix);
+  choose_source_access(job.geometry, job.x);
+  choose_target_access(job.geometry, job.y, job.residual);
+  job.norm = norm;
+  const int64_t workers = std::min(workers_for(layer.shape), job.geometry.conv_items());
+  return run_once(job, workers, kernels<G>(layer.transposed).forward);
+}
+
+template <class G>
+bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
+              const ConvGradients& gradients) {
+  ConvBackward<G> job{};
+  describe(layer, job);
+  job.geometry = geometry_of<G>(layer, false, true);
+  job.transposed = geometry_of<G>(layer, true, true);
+  // A transposed layer's is its weight gradient's, too, whose planes hold all blocks.
+  if (!layer.transposed) pack_by_groups(job.transposed);
+  job.dx = map_of(gradients.dx, job.input, layer.matrix);
+  job.dy = map_of(dy, job.output, layer.matrix);
+  job.y = map_of(y, job.output, layer.matrix);
+  job.dz = map_of(gradients.dz, job.output, layer.matrix);
+  job.dv = parameter_of(gradients.dv);
+  job.dg = parameter_of(gradients.dgain);
+  job.dbias = parameter_of(gradients.dbias);
+  LayerMap none{};
+  choose_target_access(job.transposed, job.dx, none);
+  choose_gradient_access(job.geometry, layer.transposed, job.x);
+  job.is_transposed = layer.transposed;
+  job.weight = gradients.dv.has_value();
+  job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
+  job.norm = norm;
+  const int64_t items = job.transposed.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
+  return run_once(job, std::min(workers_for(layer.shape), items), kernels<G>(layer.transposed).backward);
+}
+
+}  // namespace
+
+bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm,
+                    const KeptBank* kept) {
+  const auto run = layer.method == Method::kPieces   ? forward<Pieces>
+                   : layer.method != Method::kDirect ? forward<Geometry>
+                   : layer.shape.is_depthwise()      ? forward<Depthwise>
+                                                     : forward<Window>;
+  return run(layer, residual, y, norm, kept);
+}
+
+KeptFloats kept_floats(const ConvLayer& layer) {
+  const auto floats = [](const auto& geometry) { return KeptFloats{geometry.bank_size(), geometry.padded_outputs}; };
+  if (layer.method == Method::kPieces) return floats(geometry_of<Pieces>(layer, false, false));
+  if (layer.method != Method::kDirect) return floats(geometry_of<Geometry>(layer, false, false));
+  return floats(geometry_of<Window>(layer, false, false));
+}
+
+bool run_conv_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
+                             const ConvGradients& gradients) {
+  const auto run = layer.method == Method::kPieces   ? backward<Pieces>
+                   : layer.method != Method::kDirect ? backward<Geometry>
+                   : layer.shape.is_depthwise()      ? backward<Depthwise>
+                                                     : backward<Window>;
+  return run(layer, dy, y, norm, gradients);
+}
+
+}  // namespace wnfused::cpu

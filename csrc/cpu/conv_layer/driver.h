@@ -1,0 +1,341 @@
+// The phases of a single convolution layer (conv_layer.h).
+#pragma once
+
+#include <utility>
+
+#include "cpu/conv/banks.h"
+#include "cpu/conv/maps.h"
+#include "cpu/conv3x3/pack.h"
+#include "cpu/conv3x3/wgrad.h"
+#include "cpu/conv_layer/conv_layer.h"
+#include "cpu/pieces/pack.h"
+#include "cpu/pieces/wgrad.h"
+#include "cpu/window/pack.h"
+#include "cpu/window/wgrad.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+inline Epilogue<float> layer_epilogue(const WindowMaps& maps) {
+  Epilogue<float> epilogue{};
+  epilogue.operand = maps.target.own;
+  epilogue.other = maps.residual.own;
+  epilogue.bias = maps.bias;
+  epilogue.activation = maps.activation;
+  epilogue.factor = maps.slope;
+  return epilogue;
+}
+
+// What the phases are made of: of maps copied pixel by pixel ..
+template <class Shape>
+struct PlainMapParts {
+  using G = Shape;
+  static constexpr bool kTransposed = false;
+
+  static void read(const G&, const MapShape& shape, const ExternalMap& given, int64_t item, float* map) {
+    read_map(shape, given, item, map);
+  }
+};
+
+// .. by the stage's convolution ..
+struct WinogradParts : PlainMapParts<Geometry> {
+  static int64_t row_floats(const G& geometry) { return geometry.channels * geometry.taps(); }
+
+  static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
+    with_level_taps(job.geometry, [&](auto taps) { pack_forward<taps>(job, 0, block, bank, norm, scratch); });
+  }
+
+  static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float* scratch) {
+    with_level_taps(job.transposed,
+                    [&](auto taps) { pack_backward<taps>(job, job.transposed, 0, block, 1.0f, bank, scratch); });
+  }
+
+  template <class Job>
+  static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
+                       float* scratch, int64_t& gathered) {
+    Epilogue<float> epilogue = layer_epilogue(maps);
+    // A tensor that was just allocated is in no cache.
+    epilogue.fresh = maps.target.is_in_place() && !geometry.weights_stay ? maps.target.own : nullptr;
+    convolution_item<Ending::kLayer>(geometry, item, maps.source.own, false, job.scratch.zeros, bank, epilogue,
+                                     {{}, {}, job.is_packed()}, scratch, *job.poisoned, reuses(geometry, item, gathered));
+  }
+
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+    weight_gradient_item<false, false>(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros,
+                                       job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+  }
+
+  static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
+    with_level_taps(job.geometry, [&](auto taps) {
+      finish_gradient<taps>(job, 0, block, 1.0f, job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+    });
+  }
+
+ private:
+  // Whether the panel of the item's chunk was left by the item before.
+  static bool reuses(const G& geometry, int64_t item, int64_t& gathered) {
+    if (!geometry.group_banks) return false;
+    const int64_t chunk = geometry.conv_item(item).part;
+    return std::exchange(gathered, chunk) == chunk;
+  }
+
+  template <class Use>
+  static void with_level_taps(const G& geometry, const Use& use) {
+    if (geometry.level_taps == 1) use(std::integral_constant<int, 1>());
+    else use(std::integral_constant<int, kMaxLevelTaps>());
+  }
+};
+
+// .. by pieces of a kernel ..
+struct PiecesParts : PlainMapParts<Pieces> {
+  static int64_t row_floats(const G& geometry) { return geometry.direct.row_floats(); }
+
+  static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
+    const G& geometry = job.geometry;
+    const int64_t outputs = geometry.target.channels;
+    Block scale[kLanes];
+    measure_scales(job, outputs, row_floats(geometry), 0, block, bank.bias, norm, scratch, scale);
+    pack_window(geometry.direct, job.v, block, scale, scratch);
+    transform(geometry, block, scratch, bank);
+  }
+
+  static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float* scratch) {
+    const G& geometry = job.transposed;
+    pack_transposed_window(job, geometry.direct, block, scratch);
+    transform(geometry, block, scratch, bank);
+  }
+
+  template <class Job>
+  static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
+                       float* scratch, int64_t&) {
+    with_piece_taps(geometry, [&](auto taps) {
+      pieces_item<taps>(geometry, item, maps.source.own, job.scratch.zeros, bank, layer_epilogue(maps), scratch,
+                        *job.poisoned);
+    });
+  }
+
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+    with_piece_taps(job.geometry, [&](auto taps) {
+      pieces_gradient_item<taps>(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
+                                 job.scratch.bias_gradient[0], scratch);
+    });
+  }
+
+  static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
+    const G& geometry = job.geometry;
+    finish_window_gradient(job, geometry.direct, block, job.scratch.gradient[0] + geometry.gradient_offset(block, 0),
+                           job.dbias, job.scratch.bias_gradient[0], scratch);
+  }
+
+ private:
+  static void transform(const G& geometry, int64_t block, const float* direct, const Bank& bank) {
+    with_piece_taps(geometry, [&](auto taps) {
+      put_pieces<taps>(geometry, direct, bank.weights + block * geometry.block_floats());
+    });
+  }
+};
+
+// .. and by a window's, of a layer and of a transposed one.
+struct WindowParts {
+  using G = Window;
+
+  static void read(const G& window, const MapShape&, const ExternalMap& given, int64_t item, float* map) {
+    read_source(window, given, item, map);
+  }
+
+  template <class Job>
+  static void convolve(const Job& job, const G& window, int64_t item, const WindowMaps& maps, const float* bank,
+                       float* scratch, int64_t&) {
+    window_item(window, item, maps, job.scratch.zeros, bank, scratch, *job.poisoned);
+  }
+};
+
+struct DirectParts : WindowParts {
+  static constexpr bool kTransposed = false;
+  static int64_t row_floats(const G& window) { return window.row_floats(); }
+
+  static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
+    const Window& window = job.geometry;
+    Block scale[kLanes];
+    measure_scales(job, window.target.channels, row_floats(window), 0, block, bank.bias, norm, scratch, scale);
+    pack_window(window, job.v, block, scale, bank.weights + block * window.block_floats());
+  }
+
+  static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
+    pack_transposed_window(job, job.transposed, block, bank.weights + block * job.transposed.block_floats());
+  }
+
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+    window_gradient_item(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
+                         job.scratch.bias_gradient[0], scratch, *job.poisoned);
+  }
+
+  static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
+    const float* bank = job.scratch.gradient[0] + block * job.geometry.block_floats();
+    finish_window_gradient(job, job.geometry, block, bank, job.dbias, job.scratch.bias_gradient[0], scratch);
+  }
+};
+
+struct TransposedParts : WindowParts {
+  static constexpr bool kTransposed = true;
+  static int64_t row_floats(const G& window) { return window.target.channels * window.planes; }
+
+  static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float*, float*) {
+    const int64_t channel0 = block * kLanes;
+    for (int64_t channel = channel0; channel < channel0 + kLanes; ++channel)
+      bank.bias[channel] = channel < job.output.channels && job.bias.data ? read_bias(job, channel) : 0.0f;
+    pack_transposed_window(job, job.geometry, block, bank.weights + block * job.geometry.block_floats());
+  }
+
+  static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
+    pack_known_window(job, job.transposed, job.input.channels, block,
+                      bank.weights + block * job.transposed.block_floats());
+  }
+
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+    window_gradient_item(job.transposed, item, job.dz.own, job.x.own, job.scratch.zeros, job.scratch.gradient[0],
+                         job.scratch.bias_gradient[0], scratch, *job.poisoned);
+  }
+
+  // The bias is the outputs', not the rows'.
+  static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
+    const float* bank = job.scratch.gradient[0] + block * job.transposed.block_floats();
+    finish_window_gradient(job, job.transposed, block, bank, {}, nullptr, scratch);
+  }
+
+ private:
+  static float read_bias(const ConvForward<G>& job, int64_t channel) {
+    return cpu::WNFUSED_ISA::read(job.bias, channel);
+  }
+};
+
+template <class Parts>
+void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worker) {
+  const auto& geometry = job.geometry;
+  float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
+  Banks banks(geometry, job.scratch, worker.index());
+  const bool own = geometry.own_banks;
+  const int64_t inputs = count_of(job.x.is_copied(), map_items(job.input));
+  const int64_t added = count_of(job.residual.is_copied(), map_items(job.output));
+  const int64_t packs = count_of(!own && !job.is_packed(), geometry.output_blocks);
+  const int64_t rows = Parts::kTransposed ? job.input.channels : job.output.channels;
+  const int64_t row_blocks = divide_up(rows, kLanes);
+  const auto measure = [&](int64_t block) {
+    measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm, scratch);
+  };
+  const auto pack_shared = [&](int64_t block) { Parts::pack(job, block, job.scratch.bank[0], job.norm, scratch); };
+  const int64_t norms_first = count_of(Parts::kTransposed && !job.is_packed(), row_blocks);
+  worker.phase({inputs, added, Parts::kTransposed ? norms_first : packs}, [&](int64_t item) {
+    if (item < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own);
+    if ((item -= inputs) < added) return read_map(job.output, job.residual.given, item, job.residual.own);
+    if constexpr (Parts::kTransposed) measure(item - added);
+    else pack_shared(item - added);
+  });
+  if constexpr (Parts::kTransposed) worker.phase({packs}, pack_shared);
+
+  // Who packs alone meets every row once, and so does a group of rows that has one item.
+  const bool once = worker.is_alone() || (geometry.weights_stay && geometry.conv_chunks == 1);
+  float* packed_norm = once ? job.norm : nullptr;
+  int64_t gathered = -1;
+  const bool measured = job.norm && !Parts::kTransposed && own && !packed_norm;
+  const int64_t items = geometry.conv_items(), norms = count_of(measured, row_blocks);
+  worker.phase({items, norms}, [&](int64_t item) {
+    if (item >= items) return measure(item - items);
+    const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {
+      Parts::pack(job, block, target, packed_norm, scratch + job.scratch.packing);
+    });
+    const WindowMaps maps{job.x, job.y, job.residual, bank.bias, job.activation, job.slope};
+    Parts::convolve(job, geometry, item, maps, bank.weights, scratch, gathered);
+  });
+  worker.phase({count_of(job.y.is_copied(), map_items(job.output))},
+               [&](int64_t item) { write_map(job.output, job.y.own, item, job.y.given); });
+}
+
+inline void sum_pixels(const float* pixels, int64_t count, int64_t channels, float* sums) {
+  for (int64_t k = 0; k < channels; k += kLanes) {
+    Block sum = zero();
+    for (int64_t t = 0; t < count; ++t) sum = sum + load(pixels + t * channels + k);
+    store(sums + k, sum);
+  }
+}
+
+// One block of the bias gradient, from the sums of `count` runs.
+inline void finish_bias(const Parameter& dbias, const MapShape& map, int64_t count, const float* sums, int64_t block) {
+  Block sum = zero();
+  for (int64_t i = 0; i < count; ++i) sum = sum + load(sums + i * map.padded_channels + block * kLanes);
+  float values[kLanes];
+  store(values, sum);
+  const int64_t channels = smaller(kLanes, map.channels - block * kLanes);
+  for (int64_t i = 0; i < channels; ++i) write(dbias, block * kLanes + i, values[i]);
+}
+
+// Item `item` of dz: dy where the activation was passed, else `slope` of it; and its sum over pixels. `scratch`:
+// kMapPixels pixels.
+template <class Parts>
+void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* scratch) {
+  const MapShape& map = job.output;
+  const PixelRun run = map_run(map, item);
+  const int64_t first = (run.image * map.height * map.width + run.begin) * map.padded_channels;
+  const int64_t floats = (run.end - run.begin) * map.padded_channels;
+  float* dz = job.dz.own + first;
+  const float* dy = dz;
+  if (job.dy.is_in_place()) dy = job.dy.own + first;
+  else read_pixels(map, job.dy.given, run, dz);
+  if (job.activation != Activation::kNone) {
+    const float* y = scratch;
+    if (job.y.is_in_place()) y = job.y.own + first;
+    else read_pixels(map, job.y.given, run, scratch);
+    const bool leaky = job.activation == Activation::kLeakyRelu;
+    const Block slope = splat(job.slope);
+    for (int64_t k = 0; k < floats; k += kLanes) {
+      const Block activation = load(y + k), gradient = load(dy + k);
+      store(dz + k, leaky ? leaky_mask(activation, gradient, slope) : relu_mask(activation, gradient));
+    }
+    dy = dz;
+  }
+  const int64_t channels = map.padded_channels;
+  if (job.bias_sums) sum_pixels(dy, run.end - run.begin, channels, job.bias_sums + item * channels);
+  if (job.dz.is_copied()) write_pixels(map, dy, run, job.dz.given);
+}
+
+template <class Parts>
+void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& worker) {
+  const auto &geometry = job.geometry, &transposed = job.transposed;
+  float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
+  Banks banks(transposed, job.scratch, worker.index());
+  const bool input = job.dx.given.data != nullptr;
+  const int64_t masks = count_of(job.make_dz || job.sums_bias(), map_items(job.output));
+  const int64_t inputs = count_of(job.weight && job.x.is_copied(), map_items(job.input));
+  const int64_t packs = count_of(input && !transposed.own_banks, transposed.output_blocks);
+  worker.phase({masks, inputs, packs}, [&](int64_t item) {
+    if (item < masks) return mask_item<Parts>(job, item, scratch);
+    if ((item -= masks) < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own);
+    Parts::pack(job, item - inputs, job.scratch.bank[0], scratch);
+  });
+
+  const LayerMap none{};
+  const WindowMaps maps{job.dz, job.dx, none, nullptr, Activation::kNone, 0.0f};
+  const auto& products = job.products();
+  const int64_t gradients = count_of(job.weight, products.wgrad_items());
+  int64_t gathered = -1;
+  worker.phase({gradients, count_of(input, transposed.conv_items())}, [&](int64_t item) {
+    if (item < gradients) {
+      gathered = -1;
+      return Parts::weight_gradient(job, item, scratch);
+    }
+    item -= gradients;
+    const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {
+      Parts::pack(job, block, target, scratch + job.scratch.packing);
+    });
+    Parts::convolve(job, transposed, item, maps, bank.weights, scratch, gathered);
+  });
+
+  const int64_t finished = count_of(job.weight, products.output_blocks);
+  const int64_t sums = count_of(job.bias_sums, job.output.channel_blocks);
+  worker.phase({finished, sums, count_of(job.dx.is_copied(), map_items(job.input))}, [&](int64_t item) {
+    if (item < finished) return Parts::finish(job, item, scratch);
+    if ((item -= finished) < sums) return finish_bias(job.dbias, job.output, masks, job.bias_sums, item);
+    write_map(job.input, job.dx.own, item - sums, job.dx.given);
+  });
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,90 @@
+// A linear layer on products of this library (gemm.h), for more rows of x than small.h takes.
+//
+//              product          wide, kept in cache       narrow, past it      depth    an item
+//   forward    y^T = w x^T      x    [M], transposed      rows of w            K        rows of x, rows of v
+//   dx         dz w             w    [K]                  rows of dz           N        columns, rows of dx
+//   dw         dz^T x           x    [K]                  columns of dz        M        rows of v; then dv and dg
+//
+// v is scaled where it is packed, w = g v / ||v|| as eager has it, so that the products have the range of an
+// un-normalised layer's; with x in bfloat16 w is rounded to it. Forward, an item reads its rows of v from memory once,
+// for the norms, and again from cache.
+//
+// A line that another core has written comes at the price of a hundred multiply-adds, so every worker packs what it
+// multiplies by itself; only a large x, which is in no core's own cache, is packed together, in a phase before dw.
+//
+// The order of every sum depends on the shape alone.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/layer/layer.h"
+#include "cpu/machine/work_queue.h"
+#include "cpu/products/wide.h"
+
+namespace wnfused::cpu {
+
+constexpr int64_t kInputRows = 256;   // of dx in an item
+
+// `count` blocks of 16 rows or columns cut into `parts`, as even as can be.
+struct Cut {
+  int64_t count, parts;
+
+  int64_t begin(int64_t part) const { return count * part / parts; }
+  int64_t largest() const { return divide_up(count, parts); }
+
+  // What a part has of `entries` rows or columns, of which the last block may have fewer.
+  int64_t first(int64_t part) const { return begin(part) * kLanes; }
+  int64_t size(int64_t part, int64_t entries) const { return std::min(first(part + 1), entries) - first(part); }
+};
+
+// Where x is packed: by worker w at x + w * x_stride, by all of them together where x_stride is 0. The rest of its
+// memory begins at worker + w * worker_stride.
+struct LinearMemory {
+  float *x, *worker;
+  int64_t x_stride, worker_stride;
+};
+
+// x [rows, inner], v [features, inner], y [rows, features], all dense.
+struct LinearForward {
+  int64_t rows, inner, features;
+  Values x, v, y, residual;  // residual.data may be null
+  const float *gain, *bias;  // bias may be null
+  float* norm;
+  Activation activation;
+  float slope;
+  Cut groups, row_blocks;  // an item has one of each: rows of x, rows of v
+  LinearMemory memory;
+};
+
+// dx, or dv and dgain, may be null.
+struct LinearBackward {
+  int64_t rows, inner, features;
+  Values x, v, dz, dx, dv;
+  const float *gain, *norm, *scale;
+  float* dgain;
+  Cut input_rows, input_columns;  // an item of dx has one of each
+  Cut row_blocks;                 // an item of dv: its rows
+  LinearMemory memory;
+};
+
+struct LinearKernels {
+  int64_t entries;  // of a unit
+  bool (*small_pairs)(const SmallLinear&, int64_t begin, int64_t end);  // null where units are no pairs
+  void (*forward)(const LinearForward&, Worker&);
+  void (*backward)(const LinearBackward&, Worker&);
+};
+
+namespace avx512 {
+extern const LinearKernels linear_kernels;
+}
+namespace avx512_bf16 {
+extern const LinearKernels linear_kernels;
+}
+namespace avx2 {
+extern const LinearKernels linear_kernels;
+}
+
+// Those of the instruction set in use for so many rows of x in that type; null where the vendor's products do better.
+const LinearKernels* linear_kernels(bool bfloat16, int64_t rows);
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,203 @@
+// The whole linear layer for a handful of rows of x: v streams past x once, forward and backward.
+//
+//      forward    R rows of v x up to 8 rows of x, one Block of running sums a pair, and one a row of v for its norm
+//
+//                       k ->                      sum[r][m] += v[r][k] x[m][k]     R loads of v, M of x
+//            v[r]  |----|----|----|               square[r] += v[r][k]^2           R M + R multiply-adds
+//            x[m]  |----|----|----|
+//
+//      backward   R rows of v:  dw[r][k] = sum_m dz[m][r] x[m][k]        stays in L1 (it is dv's memory)
+//                               dx[m][k] += sum_r s_r dz[m][r] v[r][k]   dx is the worker's own, in L2
+//                               then dv[r] = s_r (dw[r] - v[r] <dw[r], v[r]> / ||v[r]||^2)
+//
+// Floor: v once; backward v once and dv once, which is what the un-normalised layer moves for dx and dw.
+#pragma once
+
+#include "cpu/layer/epilogue.h"
+#include "cpu/layer/rows.h"
+#include "cpu/products/gemm.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// What fits the register file beside the operands.
+constexpr int kSumBlocks = kParts == 1 ? 18 : kParts == 2 ? 5 : 4;
+constexpr int kMaxSmallTile = kParts == 1 ? 8 : 4;
+
+// inner: units of a row.
+template <class Units, int kRows, int kTile, class V>
+WNFUSED_INLINE void dot_tile(const V* v, const float* x, int64_t inner, float (&product)[kRows][kTile], float* square) {
+  Block sum[kRows][kTile], norm[kRows];
+  WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
+    norm[r] = zero();
+    WNFUSED_UNROLL for (int m = 0; m < kTile; ++m) sum[r][m] = zero();
+  }
+  for_blocks(inner, [&](int64_t k, auto move) __attribute__((always_inline)) {
+    Block row[kRows];
+    WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
+      row[r] = move.load(v + r * inner + k);
+      if (square) {
+        __builtin_prefetch(v + (r + kRows) * inner + k, 0, 2);
+        norm[r] = Units::multiply_add(row[r], row[r], norm[r]);
+      }
+    }
+    WNFUSED_UNROLL for (int m = 0; m < kTile; ++m) {
+      const Block operand = move.load(x + m * inner + k);
+      WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) sum[r][m] = Units::multiply_add(row[r], operand, sum[r][m]);
+    }
+  });
+  WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
+    if (square) square[r] = sum_of(norm[r]);
+    WNFUSED_UNROLL for (int m = 0; m < kTile; ++m) product[r][m] = sum_of(sum[r][m]);
+  }
+}
+
+WNFUSED_INLINE float activated(float z, Activation activation, float slope) {
+  if (activation == Activation::kRelu) return z <= 0 ? 0.0f : z;
+  if (activation == Activation::kLeakyRelu) return z > 0 ? z : z * slope;
+  return z;
+}
+
+WNFUSED_INLINE void put(const Values& target, int64_t at, float value) {
+  if (target.bfloat16) static_cast<uint16_t*>(target.data)[at] = to_bfloat16(value);
+  else static_cast<float*>(target.data)[at] = value;
+}
+
+// The instruction for pairs loses squares that are denormals.
+template <class Units>
+WNFUSED_INLINE float small_norm(const SmallLinear& task, int64_t feature, float square) {
+  constexpr float kSafe = 0x1p-90f;
+  if constexpr (Units::kEntries == 2) {
+    const uint16_t* row = static_cast<const uint16_t*>(task.v.data) + feature * task.inner;
+    if (square < kSafe) square = dot(row, row, task.inner);
+  }
+  return __builtin_sqrtf(square);
+}
+
+// Features [first, first + kRows) for rows [m, m + kTile) of x; the norms come with the first tile.
+template <class Units, int kRows, int kTile, class V>
+WNFUSED_INLINE bool small_tile(const SmallLinear& task, const V* v, int64_t first, int64_t m) {
+  float product[kRows][kTile], square[kRows], nothing = 0;
+  const int64_t inner = task.inner / Units::kEntries;
+  dot_tile<Units, kRows, kTile>(v + first * inner, static_cast<const float*>(task.x.data) + m * inner, inner, product,
+                                m == 0 ? square : nullptr);
+  bool in_range = true;
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t feature = first + r;
+    if (m == 0) task.norm[feature] = small_norm<Units>(task, feature, square[r]);
+    const float scale = task.gain[feature] * inverse_or_zero(task.norm[feature]);
+    in_range = in_range && can_wait(scale);
+    for (int t = 0; t < kTile; ++t) {
+      const int64_t at = (m + t) * task.features + feature;
+      float z = scale * product[r][t] + (task.bias ? task.bias[feature] : 0.0f);
+      nothing += 0 * z;
+      if (task.residual) z += task.residual[at];
+      put(task.y, at, activated(z, task.activation, task.slope));
+    }
+  }
+  return in_range && nothing == 0;
+}
+
+template <class Units, int kTile, class V>
+WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t begin, int64_t end, int64_t m) {
+  // As many as there are registers for, up to two streams of v; four where one row of x has little to do with each.
+  constexpr int kFit = kSumBlocks / (kTile + 1), kRows = kTile == 1 && kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
+  bool in_range = true;
+  int64_t first = begin;
+  for (; first + kRows <= end; first += kRows) in_range &= small_tile<Units, kRows, kTile>(task, v, first, m);
+  for (; first < end; ++first) in_range &= small_tile<Units, 1, kTile>(task, v, first, m);
+  return in_range;
+}
+
+// Slices of features whose rows of v stay in L1 or L2 while the tiles of x pass by.
+template <class Units, class V>
+WNFUSED_INLINE bool small_slices(const SmallLinear& task, const V* v, int64_t begin, int64_t end) {
+  const int64_t slice = task.rows > kMaxSmallTile ? 8 : end - begin;
+  bool in_range = true;
+  for (int64_t first = begin; first < end; first += slice) {
+    const int64_t last = first + slice < end ? first + slice : end;
+    int64_t m = 0;
+    for (; m + kMaxSmallTile <= task.rows; m += kMaxSmallTile)
+      in_range &= small_features<Units, kMaxSmallTile>(task, v, first, last, m);
+    if (kMaxSmallTile > 4 && task.rows - m >= 4) in_range &= small_features<Units, 4>(task, v, first, last, m), m += 4;
+    if (task.rows - m >= 2) in_range &= small_features<Units, 2>(task, v, first, last, m), m += 2;
+    if (task.rows - m >= 1) in_range &= small_features<Units, 1>(task, v, first, last, m);
+  }
+  return in_range;
+}
+
+inline bool small_linear(const SmallLinear& task, int64_t begin, int64_t end) {
+  bool in_range = true;
+  with_entries(task.v, [&](auto* v) __attribute__((always_inline)) {
+    in_range = small_slices<Singles>(task, v, begin, end);
+  });
+  return in_range;
+}
+
+template <int kRows, bool kInput, bool kParameters, class V>
+WNFUSED_INLINE void small_gradient(const SmallLinearBackward& task, const V* all, int64_t first) {
+  float weight[kSmallRows][kRows], scaled[kSmallRows][kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const float scale = task.gain[first + r] * inverse_or_zero(task.norm[first + r]);
+    for (int64_t m = 0; m < task.rows; ++m) {
+      weight[m][r] = task.dz[m * task.features + first + r];
+      scaled[m][r] = scale * weight[m][r];
+    }
+  }
+  const V* v = all + first * task.inner;
+  V* dv = kParameters ? static_cast<V*>(task.dv.data) + first * task.inner : nullptr;
+  float* gradient = task.scratch;
+  if constexpr (std::is_same_v<V, float>) gradient = dv;
+  for_blocks(task.inner, [&](int64_t k, auto move) __attribute__((always_inline)) {
+    Block row[kRows], dw[kRows];
+    WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
+      if (kInput) row[r] = move.load(v + r * task.inner + k);
+      dw[r] = zero();
+    }
+    for (int64_t m = 0; m < task.rows; ++m) {
+      if constexpr (kParameters) {
+        const Block operand = move.load(task.x + m * task.inner + k);
+        WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) dw[r] = multiply_add(splat(weight[m][r]), operand, dw[r]);
+      }
+      if constexpr (kInput) {
+        Block dx = move.load(task.dx + m * task.inner + k);
+        WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) dx = multiply_add(splat(scaled[m][r]), row[r], dx);
+        move.store(task.dx + m * task.inner + k, dx);
+      }
+    }
+    if constexpr (kParameters)
+      WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) move.store(gradient + r * task.inner + k, dw[r]);
+  });
+  if constexpr (kParameters)
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = r * task.inner;
+      task.dgain[first + r] =
+          gradient_row(gradient + at, v + at, dv + at, task.inner, task.gain[first + r], task.norm[first + r]);
+    }
+}
+
+template <int kRows, bool kInput, bool kParameters, class V>
+WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, const V* v, int64_t begin, int64_t end) {
+  int64_t first = begin;
+  for (; first + kRows <= end; first += kRows) small_gradient<kRows, kInput, kParameters>(task, v, first);
+  for (; first < end; ++first) small_gradient<1, kInput, kParameters>(task, v, first);
+}
+
+// More rows of v at once spare loads and stores of dx, but each is a stream of memory more: a trade that the number of
+// rows of x decides.
+template <bool kInput, bool kParameters>
+WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, int64_t begin, int64_t end) {
+  with_entries(task.v, [&](auto* v) __attribute__((always_inline)) {
+    if (task.rows == 1) small_gradients<2, kInput, kParameters>(task, v, begin, end);
+    else if (task.rows <= 4 || kParts > 1) small_gradients<4, kInput, kParameters>(task, v, begin, end);
+    else small_gradients<kSmallTile, kInput, kParameters>(task, v, begin, end);
+  });
+}
+
+inline void small_linear_backward(const SmallLinearBackward& task, int64_t begin, int64_t end) {
+  // Of an empty batch dx is null too, and of rows without entries dv, whose gain still has a gradient.
+  if (task.dx && task.dgain) small_gradients<true, true>(task, begin, end);
+  else if (task.dx) small_gradients<true, false>(task, begin, end);
+  else if (task.dgain) small_gradients<false, true>(task, begin, end);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

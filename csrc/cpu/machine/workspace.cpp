@@ -1,0 +1,208 @@
+#include "cpu/machine/workspace.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <atomic>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace wnfused::cpu {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kLine = 16;  // floats a cache line
+
+int64_t bytes_of(const Tensor& tensor) {
+  return tensor.numel() * (tensor.scalar_type() == ScalarType::Float ? 4 : 2);
+}
+
+// Asks for huge pages for a large tensor that is about to be written for the first time.
+void prefer_huge_pages(const Tensor& tensor) {
+#if defined(__linux__)
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21, kPage = uintptr_t{1} << 12;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(bytes_of(tensor));
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
+  // Advice only: where it is refused the pages stay small.
+  if (last >= first + 2 * kHugePage) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)tensor;
+#endif
+}
+
+Tensor empty_floats(int64_t floats) {
+  Tensor buffer = torch::stable::empty({floats}, ScalarType::Float);
+  prefer_huge_pages(buffer);
+  return buffer;
+}
+
+// Buffers that nobody uses at the moment. A slot is one atomic pointer: taken out by exchange, put back by
+// compare-exchange. Never destroyed: torch may be gone before this library is.
+template <int kSlots>
+class Shelf {
+ public:
+  explicit constexpr Shelf(int64_t kept_floats) : kept_floats_(kept_floats) {}
+
+  // The smallest buffer of at least `floats` and at most `most`, else null.
+  Tensor* take(int64_t floats, int64_t most) {
+    for (int attempt = 0; attempt < kSlots; ++attempt) {
+      Slot* best = nullptr;
+      int64_t best_size = most;
+      for (Slot& slot : slots_) {
+        const int64_t size = slot.size.load(std::memory_order_relaxed);
+        if (size < floats || size > best_size || !slot.buffer.load(std::memory_order_relaxed)) continue;
+        best = &slot;
+        best_size = size;
+      }
+      if (!best) return nullptr;
+      // Somebody else may have been here since.
+      std::unique_ptr<Tensor> buffer = best->empty(floats_);
+      if (buffer && buffer->numel() >= floats && buffer->numel() <= most) return buffer.release();
+      if (buffer) put(std::move(buffer));
+    }
+    return nullptr;
+  }
+
+  // Keeps the buffer in an empty slot, else in the place of smaller ones, the smallest first, as long as the sum of all
+  // stays in bounds.
+  void put(std::unique_ptr<Tensor> buffer) {
+    const int64_t size = buffer->numel();
+    if (size > kept_floats_) return;
+    for (int attempt = 0; attempt <= kSlots; ++attempt) {
+      if (floats_.fetch_add(size) + size <= kept_floats_)
+        for (Slot& slot : slots_)
+          if (slot.fill(buffer)) return;
+      floats_.fetch_sub(size);
+      if (!drop_smallest(size)) return;
+    }
+  }
+
+ private:
+  struct Slot {
+    std::atomic<Tensor*> buffer{nullptr};
+    std::atomic<int64_t> size{0};  // of the buffer that was put here last: a hint
+
+    // What was in it; the shelf's sum is that much less.
+    std::unique_ptr<Tensor> empty(std::atomic<int64_t>& floats) {
+      std::unique_ptr<Tensor> taken(buffer.exchange(nullptr));
+      if (taken) floats.fetch_sub(taken->numel());
+      return taken;
+    }
+
+    // False, and the buffer stays with the caller, where there is one already.
+    bool fill(std::unique_ptr<Tensor>& given) {
+      const int64_t floats = given->numel();
+      Tensor* none = nullptr;
+      if (!buffer.compare_exchange_strong(none, given.get())) return false;
+      given.release();
+      size.store(floats, std::memory_order_relaxed);
+      return true;
+    }
+  };
+
+  // The smallest buffer, unless it has `floats` or more.
+  bool drop_smallest(int64_t floats) {
+    Slot* smallest = nullptr;
+    for (Slot& slot : slots_) {
+      const int64_t size = slot.size.load(std::memory_order_relaxed);
+      if (size >= floats || !slot.buffer.load(std::memory_order_relaxed)) continue;
+      smallest = &slot;
+      floats = size;
+    }
+    return smallest && smallest->empty(floats_) != nullptr;
+  }
+
+  int64_t kept_floats_;
+  std::atomic<int64_t> floats_{0};
+  Slot slots_[kSlots];
+};
+
+Shelf<6> workspaces(int64_t{1} << 25);  // 128 MB
+Shelf<64> tensors(int64_t{1} << 28);    // 1 GB
+
+constexpr int64_t kLargeTensor = int64_t{1} << 18;  // floats; smaller ones the allocator itself recycles
+
+Tensor* workspace_buffer(int64_t floats) {
+  Tensor* kept = workspaces.take(floats, INT64_MAX);
+  return kept ? kept : new Tensor(empty_floats(floats));
+}
+
+// Memory that lasting tensors share. Like a slot of a shelf, the pointer to the one that is being filled is taken out
+// while it is in use.
+constexpr int64_t kSlabFloats = int64_t{1} << 23;  // 32 MB; what nobody has written takes no memory
+
+struct Slab {
+  std::shared_ptr<Tensor> memory;  // the tensors in it have it, too
+  int64_t used;
+
+  bool has_room(int64_t floats) const { return used + floats <= kSlabFloats; }
+};
+
+std::atomic<Slab*> filling{nullptr};
+
+float* aligned(const Tensor& buffer) {
+  const auto address = reinterpret_cast<uintptr_t>(buffer.mutable_data_ptr());
+  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+template <class Release>
+Tensor tensor_in(void* data, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, Release release) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  return torch::stable::from_blob(data, sizes, strides, cpu, dtype, release);
+}
+
+}  // namespace
+
+Workspace::Workspace(int64_t floats) : buffer_(workspace_buffer(floats + kLine)) {
+  data_ = aligned(*buffer_);
+}
+
+Workspace::~Workspace() {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(buffer_->mutable_data_ptr(), bytes_of(*buffer_));
+#endif
+  workspaces.put(std::unique_ptr<Tensor>(buffer_));
+}
+
+Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
+  int64_t elements = 1;
+  for (int64_t size : sizes) elements *= size;
+  const int64_t size_of = dtype == ScalarType::Float ? 4 : 2;
+  const int64_t floats = (elements * size_of + 3) / 4;
+  if (floats < kLargeTensor) return torch::stable::empty(sizes, dtype);
+  // Twice as large a one may serve: gradients of narrow stages find room in maps of wide ones, which are used up by then.
+  std::unique_ptr<Tensor> buffer(tensors.take(floats, 2 * floats));
+  if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
+  Tensor* owner = buffer.get();
+  Tensor tensor = tensor_in(buffer->mutable_data_ptr(), sizes, dtype,
+                            [owner](void*) { tensors.put(std::unique_ptr<Tensor>(owner)); });
+  buffer.release();
+  return tensor;
+}
+
+Tensor lasting_floats(int64_t floats) {
+  const int64_t room = (floats / kLine + 2) * kLine;  // a line between any two
+  if (room > kSlabFloats / 2) return empty_floats(floats);
+  std::unique_ptr<Slab> slab(filling.exchange(nullptr));
+  if (slab && slab->memory.use_count() == 1) slab->used = 0;
+  if (!slab || !slab->has_room(room))
+    slab = std::make_unique<Slab>(Slab{std::make_shared<Tensor>(empty_floats(kSlabFloats + kLine)), 0});
+  float* data = aligned(*slab->memory) + slab->used;
+  Tensor tensor = tensor_in(data, {floats}, ScalarType::Float, [memory = slab->memory](void*) {});
+  slab->used += room;
+  Slab* none = nullptr;
+  if (filling.compare_exchange_strong(none, slab.get())) slab.release();
+  return tensor;
+}
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,160 @@
+#include "cpu/ops/conv_choice.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "cpu/machine/isa.h"
+
+namespace wnfused::cpu {
+namespace {
+
+// 3x3 layers that keep the size of a map, and over three dims 3x3x3 and 1x3x3 ones.
+bool takes_winograd(const ConvShape& shape) {
+  const auto is = [&](int64_t Triple::*at, int64_t kernel) {
+    return shape.kernel.*at == kernel && shape.stride.*at == 1 && shape.dilation.*at == 1 &&
+           2 * (shape.padding.*at) == kernel - 1;
+  };
+  return shape.groups == 1 && is(&Triple::row, 3) && is(&Triple::column, 3) &&
+         (is(&Triple::level, 1) || is(&Triple::level, kMaxLevelTaps));
+}
+
+// Groups whose outputs are whole blocks; their inputs, the data gradient's outputs, may be a half or a quarter of one. And
+// groups of four channels by pieces: all else that shares blocks of outputs has too many zeros among its products, and
+// the vendor is as fast (bench/NOTES.md).
+bool suits_groups(const ConvShape& shape) {
+  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  const bool shared = (inputs == 4 || inputs == 8) && shape.groups % (kLanes / inputs) == 0;
+  if (inputs % kLanes != 0 && !shared) return false;
+  return outputs % kLanes == 0 || (inputs == 4 && outputs == 4 && suits_pieces(shape));
+}
+
+// Of sums over taps, those over three dims that the vendor makes as fast and whose weights' gradient it finds faster
+// (measured on Zen 4: 1.0 and 0.8 to 0.95 of its speed here): stride 1, some channels, more taps than one. A single small
+// volume it unfolds, at a third of that speed.
+bool suits_vendor(const ConvShape& shape) {
+  constexpr int64_t kUnfolded = 20480;  // channels x levels x rows, torch's own bound
+  const bool unfolds = shape.images == 1 && shape.inputs * shape.size.level * shape.size.row <= kUnfolded;
+  return !shape.has_one_level() && shape.stride.product() == 1 && shape.taps() > 1 && shape.groups == 1 && !unfolds;
+}
+
+// Of the products at least a sixth must be no padding.
+constexpr int64_t kPadding = 6;
+
+// Whether so many weights of a tap are worth packing for so many rows of products, tiles or pixels. Group by group
+// (divide_groups) they are for any number; without that, and by narrow vectors, packing is slower.
+bool is_worth_packing(int64_t weights, int64_t rows, bool winograd, bool grouped) {
+  const Isa isa = active_isa();
+  if (grouped && (isa == Isa::kAvx512 || (isa == Isa::kAvx2 && winograd))) return true;
+  return weights <= (isa == Isa::kAvx512 ? 8192 : 2048) * rows;
+}
+
+// Memory for copies of maps in other layouts, x and y and, backward, as much again: 2 GB in floats.
+constexpr double kCopies = 1 << 29;
+
+// Floats of a map with so wide a border on every side. No map is too large for a double.
+double map_floats(const MapShape& map, const Triple& size, const Triple& border) {
+  const auto extent = [&](int64_t Triple::*at) { return static_cast<double>(size.*at + 2 * (border.*at)); };
+  return extent(&Triple::level) * extent(&Triple::row) * extent(&Triple::column) * static_cast<double>(map.images) *
+         static_cast<double>(map.padded_channels);
+}
+
+int64_t output_floats(const ConvShape& shape) { return shape.images * shape.outputs * shape.output_size().product(); }
+
+// First layers, of images or signals, that the vendor's kernels run faster, measured on Zen 4 (bench/NOTES.md): those
+// whose output is more than a call's cost, but for
+//
+//   forward    channels_last with an activation to gain from, and in one dim those with a stride; in NCHW these kernels
+//              write y by transposed panels
+//   backward   windows of several levels, without the input's gradient; with it, in NCHW over two dims, windows of one
+//              column and those with a stride of 1
+bool is_vendors_first_layer(const ConvLayer& layer, bool last, bool passes) {
+  constexpr int64_t kLargeMap = int64_t{1} << 18, kWide = 64;
+  const ConvShape& shape = layer.shape;
+  if (!shape.has_thin_input() || shape.kernel.level > 1 || output_floats(shape) <= kLargeMap) return false;
+  if (layer.v.dim() == 3) return shape.stride.column == 1;
+  return !(last && passes && shape.outputs >= kWide);
+}
+
+bool is_vendors_first_layer_backward(const ConvLayer& layer, bool last, bool input) {
+  constexpr int64_t kLargeMap = int64_t{1} << 17, kColours = 3;
+  const ConvShape& shape = layer.shape;
+  if (!shape.has_thin_input() || shape.inputs > kColours || output_floats(shape) <= kLargeMap) return false;
+  if (shape.kernel.level > 1) return input;
+  const bool strided_rows = shape.kernel.column > 1 && shape.stride.product() > 1;
+  return !input || last || layer.v.dim() == 3 || strided_rows;
+}
+
+// Groups on large maps in NCHW that the vendor runs faster (bench/NOTES.md): those with few products for each entry of
+// x, which is copied, and forward those of four channels by pieces.
+bool are_vendors_groups(const ConvLayer& layer, bool last, bool forward) {
+  constexpr int64_t kLargeMap = int64_t{1} << 18, kForward = 80, kBackward = 48;
+  const ConvShape& shape = layer.shape;
+  const int64_t outputs = shape.outputs / shape.groups;
+  if (shape.groups == 1 || shape.is_depthwise() || last || output_floats(shape) < kLargeMap) return false;
+  if (layer.method == Method::kPieces) return forward && outputs < kLanes;
+  return outputs * shape.taps() < (forward ? kForward : kBackward) * shape.stride.product();
+}
+
+// How a layer is multiplied, or "vendor", for wnfused/frozen.py and the tests. Triples are of levels, rows and columns.
+std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
+                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed, bool kept) {
+  const auto triple = [](const std::vector<int64_t>& values, size_t first = 0) {
+    return Triple{values.at(first), values.at(first + 1), values.at(first + 2)};
+  };
+  const ConvShape shape{maps.at(0),      maps.at(1),      maps.at(2),       triple(maps, 3), triple(kernel),
+                        triple(stride),  triple(padding), triple(dilation), groups};
+  const std::optional<Method> method = conv_layer_method(shape, transposed, kept);
+  return method ? name_of(*method) : "vendor";
+}
+
+}  // namespace
+
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool kept) {
+  if (!shape.is_sound() || !shape.fits_window()) return std::nullopt;
+  const Triple size = shape.output_size();
+  const MapShape input = map_of_size(shape.images, shape.inputs, shape.size);
+  const MapShape output = map_of_size(shape.images, shape.outputs, size);
+  if (shape.groups > 1 && transposed) return std::nullopt;
+  if (shape.is_depthwise())
+    return shape.has_one_level() && has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
+  if (shape.groups > 1 && !suits_groups(shape)) return std::nullopt;
+  const int64_t weights = shape.inputs * shape.outputs / shape.groups;
+  const bool thin = !transposed && shape.has_thin_input();
+  const int64_t inputs = thin ? shape.inputs : input.padded_channels;
+  if (shape.groups == 1 && kPadding * weights < inputs * output.padded_channels) return std::nullopt;
+  constexpr Triple kNone{0, 0, 0};
+  const double copies = map_floats(input, shape.size, thin ? shape.padding : kNone) + map_floats(output, size, kNone);
+  if (2 * copies > kCopies) return std::nullopt;
+  if (!transposed && !thin && takes_winograd(shape)) {
+    const Method method = preferred_method(shape.images * shape.size.level, shape.size.row, shape.size.column);
+    if (method != Method::kDirect) {
+      const int64_t tile = method == Method::kWinograd4 ? 4 : 2;
+      const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
+      // Over three levels each tile meets three banks.
+      const bool one = shape.kernel.level == 1;
+      const int64_t rows = one ? tiles : tiles * 2 / 3;
+      return kept || is_worth_packing(weights, rows, true, one) ? std::optional(method) : std::nullopt;
+    }
+  }
+  const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
+  if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;
+  const bool grouped = method == Method::kDirect && !transposed && shape.groups == 1;
+  const bool packs = kept || is_worth_packing(weights, output.pixels(), false, grouped);
+  return packs ? std::optional(method) : std::nullopt;
+}
+
+bool is_vendors(const ConvLayer& layer, bool last, bool passes) {
+  return is_vendors_first_layer(layer, last, passes) || are_vendors_groups(layer, last, true);
+}
+
+bool is_vendors_backward(const ConvLayer& layer, bool last, bool input) {
+  return is_vendors_first_layer_backward(layer, last, input) || are_vendors_groups(layer, last, false);
+}
+
+}  // namespace wnfused::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("cpu_conv_method", TORCH_BOX(&wnfused::cpu::cpu_conv_method));
+}

@@ -1,0 +1,18 @@
+// Who multiplies a convolution: the rules by which the kernels of conv_layer.h take a layer, or leave it to the vendor's.
+// All are measured (bench/NOTES.md). Wide layers on few pixels are asked for before these: unfolding.h.
+#pragma once
+
+#include "cpu/conv_layer/conv_layer.h"
+
+namespace wnfused::cpu {
+
+// How these kernels take a layer and its gradients: one of the stage's Winograd methods, kPieces or kDirect. kept: the
+// weights are packed for many calls.
+std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool kept = false);
+
+// Whether the vendor's are faster all the same for a layer that has a method, by its maps. last: y is channels_last;
+// passes: an activation or a residual follows; input: its gradient is asked for.
+bool is_vendors(const ConvLayer& layer, bool last, bool passes);
+bool is_vendors_backward(const ConvLayer& layer, bool last, bool input);
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,85 @@
+#include "cpu/ops/conv_transpose_unfolded.h"
+
+#include "cpu/ops/linear_routes.h"
+
+namespace wnfused::cpu {
+namespace {
+
+LinearShape linear_of(const ConvShape& shape) {
+  return {output_pixels(shape), shape.inputs * shape.taps(), shape.outputs};
+}
+
+// Rows are never written in the place of a map here: windows of y's are put together in every case.
+constexpr Layout kLayout{false, false};
+
+}  // namespace
+
+bool suits_unfolding(const TransposedCall& call) {
+  // A transposed window packs all of its weights at once.
+  return can_unfold(call.shape) && suits_unfolding(call.shape, kLayout, std::nullopt);
+}
+
+bool suits_unfolding_backward(const TransposedCall& call, bool input, const std::optional<Method>& own) {
+  return can_unfold(call.shape) && suits_unfolding_backward(call.shape, kLayout, input, own);
+}
+
+bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,
+                             float* norms) {
+  const ConvShape& shape = call.shape;
+  const LinearShape linear = linear_of(shape);
+  row_norms(call.v, norms, 0, linear.features);
+  const Tensor x = rows_of(call.x), z = rows_to_fold(y, shape);
+  // Without dv, x is not read: any matrix of its shape will do.
+  const LinearGradient products{linear, z, matrix_of(call.v, linear.features, linear.inner), call.gain, norms, z, {},
+                                nullptr};
+  run_linear_backward(products, x, x, Activation::kNone, 0.0f, false, nullptr);
+  if (!all_finite(z)) return false;
+  fold(z, shape, order_of(call.v, shape.taps()), y);
+  if (!call.bias && !residual && call.activation == Activation::kNone) return true;
+  const std::vector<float> ones(shape.inputs, 1.0f), zeros(call.bias ? 0 : shape.inputs, 0.0f);
+  std::optional<Tensor> added;
+  if (residual) added = laid_out_as(*residual, y);
+  return run_epilogue(lines_of(y), {values_of(y), added ? values_of(*added) : Values{nullptr, false}, ones.data(),
+                                    call.bias ? call.bias : zeros.data(), call.activation, call.slope});
+}
+
+bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& dy_given, const Tensor& y,
+                                      const float* norms, const TransposedGradients& gradients) {
+  const ConvShape& shape = call.shape;
+  const LinearShape linear = linear_of(shape);
+  const bool masked = call.activation != Activation::kNone;
+  const Tensor signs = in_lines(masked ? y : dy_given), dy = laid_out_as(dy_given, signs);
+  std::optional<Tensor> x;
+  if (gradients.dv) x = rows_of(call.x);
+  if ((x && !all_finite(*x)) || !all_finite(call.gain, norms, linear.features)) return false;
+  const Tensor dz = !masked ? dy : gradients.dz && same_layout(*gradients.dz, dy) ? *gradients.dz : empty_as(dy);
+  if (masked || gradients.dbias) {
+    const Values nothing{nullptr, false};
+    run_mask(lines_of(dy), {values_of(dy), values_of(signs), masked ? values_of(dz) : nothing, nothing, nullptr, nullptr,
+                            call.activation, call.slope},
+             gradients.dbias);
+  }
+  if (!all_finite(dz)) return false;
+  const Tensor windows = unfolded(dz, shape, order_of(call.v, shape.taps()));
+  const Tensor v = matrix_of(call.v, linear.features, linear.inner);
+  if (gradients.dx) {
+    const ConvShape pixels = pointwise(*gradients.dx);
+    std::vector<float> again(linear.features);
+    const LinearCall products{linear, windows, v, call.gain, nullptr, {}, Activation::kNone, 0.0f,
+                              rows_to_fold(*gradients.dx, pixels), again.data()};
+    run_linear(products);
+    fold(products.y, pixels, kPixels, *gradients.dx);
+  }
+  if (gradients.dv) {
+    const LinearGradient products{linear, windows, v, call.gain, norms, {},
+                                  matrix_of(*gradients.dv, linear.features, linear.inner), gradients.dgain};
+    run_linear_backward(products, *x, *x, Activation::kNone, 0.0f, false, nullptr);
+  }
+  if (gradients.dz && !same_layout(*gradients.dz, dy)) {
+    Tensor target = *gradients.dz;
+    torch::stable::copy_(target, dz);
+  }
+  return true;
+}
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,40 @@
+// A transposed convolution on few pixels by the kernels of linear layers (unfolding.h). It is the data gradient of a
+// convolution from y's map to x's, `shape`:
+//
+//   forward    Z = s x v, rows [x's pixels, channels x taps]     y = act(the sum of Z where windows overlap + b + residual)
+//   backward   D = the windows of dz                             dx = s (D v^T), dv and dg from D and x
+#pragma once
+
+#include <optional>
+
+#include "cpu/ops/unfolding.h"
+
+namespace wnfused::cpu {
+
+struct TransposedCall {
+  const ConvShape& shape;
+  const Tensor &x, &v;
+  const float *gain, *bias;  // bias may be null
+  Activation activation;
+  float slope;
+};
+
+// Whether it is the fastest way; own: kernels of this library take the layer otherwise.
+bool suits_unfolding(const TransposedCall& call);
+bool suits_unfolding_backward(const TransposedCall& call, bool input, const std::optional<Method>& own);
+
+// Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
+bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,
+                             float* norms);
+
+// What is filled where it is there. dgain has dv beside it.
+struct TransposedGradients {
+  std::optional<Tensor> dx, dv, dz;
+  float *dgain, *dbias;
+};
+
+// y is read where the layer has an activation.
+bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& dy, const Tensor& y, const float* norms,
+                                      const TransposedGradients& gradients);
+
+}  // namespace wnfused::cpu

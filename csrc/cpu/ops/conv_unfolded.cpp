@@ -1,0 +1,118 @@
+// A convolution layer as a linear one (unfolding.h).
+//
+//   forward    X = the windows of x      y = act(s (X v^T) + b + residual)
+//   backward   X once more               dX, dv, dg, db as of that layer; dx = the sum of dX where windows overlap
+//
+// Rows are in the order of a row of v. A 1x1 convolution of a channels_last map has X = x.
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/ops/conv_choice.h"
+#include "cpu/ops/conv_routes.h"
+#include "cpu/ops/linear_routes.h"
+#include "cpu/ops/unfolding.h"
+
+namespace wnfused::cpu {
+namespace {
+
+Layout layout_of(const ConvShape& shape, const ConvCall& conv) {
+  return {conv.v.dim() == 4 && !gives_channels_last(conv), is_pointwise(shape) && is_rows(conv.x)};
+}
+
+// The layer, if it is float32 and weight-normalised and can go this way.
+std::optional<ConvShape> open_shape(const ConvCall& conv) {
+  const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
+  return shape && conv.gain && can_unfold(*shape) ? shape : std::nullopt;
+}
+
+// For wnfused/frozen.py and the tests: whether a layer without groups goes this way, forward and backward with the
+// input's gradient; of a transposed one, the convolution whose data gradient it is. planes, rows: see Layout; triples are
+// of levels, rows and columns.
+std::tuple<bool, bool> cpu_conv_unfolds(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
+                                        const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                                        const std::vector<int64_t>& dilation, bool transposed, bool planes, bool rows) {
+  const ConvShape shape{maps.at(0),
+                        maps.at(1),
+                        maps.at(2),
+                        triple_of(maps, 3, 1),
+                        triple_of(kernel, 0, 1),
+                        triple_of(stride, 0, 1),
+                        triple_of(padding, 0, 0),
+                        triple_of(dilation, 0, 1),
+                        1};
+  const Layout layout{planes, rows};
+  if (!can_unfold(shape)) return {false, false};
+  const std::optional<Method> own = conv_layer_method(shape, transposed);
+  return {suits_unfolding(shape, layout, transposed ? std::nullopt : own),
+          suits_unfolding_backward(shape, layout, true, own)};
+}
+
+}  // namespace
+
+std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
+  const std::optional<ConvShape> shape = open_shape(conv);
+  if (!shape) return std::nullopt;
+  const std::optional<Method> own = conv_layer_method(*shape, false);
+  if (!suits_unfolding(*shape, layout_of(*shape, conv), own)) return std::nullopt;
+  const Tensor &x = conv.x, &v = conv.v;
+  const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), v.dim()),
+                             gives_channels_last(conv));
+  check_residual(residual, y);
+  const ConvShape pixels = pointwise(y);
+  const Tensor rows = unfolded(x, *shape, order_of(v, shape->taps()));
+  const LinearShape linear{rows.size(0), rows.size(1), shape->outputs};
+  const LinearCall call{linear, rows, matrix_of(v, linear.features, linear.inner), conv.gain, conv.bias,
+                        residual ? std::optional(rows_of(*residual)) : std::nullopt, conv.activation, conv.slope,
+                        rows_to_fold(y, pixels), norms};
+  run_linear(call);
+  // A tap that meets no pixel takes no part in the vendor's sums; in these it is multiplied by 0.
+  if (!all_finite(call.y)) return std::nullopt;
+  fold(call.y, pixels, kPixels, y);
+  return y;
+}
+
+std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
+                                                     const float* norms, const ConvNeeds& needs, float* dgain) {
+  const std::optional<ConvShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
+  if (!shape) return std::nullopt;
+  const std::optional<Method> own = conv_layer_method(*shape, false);
+  if (!suits_unfolding_backward(*shape, layout_of(*shape, conv), needs.x, own)) return std::nullopt;
+  const Tensor &x = conv.x, &v = conv.v;
+  const bool masked = conv.activation != Activation::kNone;
+  const Tensor gradients = rows_of(dy);
+  if (!all_finite(gradients) || !all_finite(conv.gain, norms, shape->outputs)) return std::nullopt;
+  const Order order = order_of(v, shape->taps());
+  LayerGradients made;
+  std::optional<Tensor> rows, input;
+  if (needs.x) {
+    made.dx = empty_map(sizes_of(x), gives_channels_last(conv));
+    input = rows_to_fold(*made.dx, *shape);
+  }
+  if (needs.v) rows = unfolded(x, *shape, order);
+  const LinearShape linear{gradients.size(0), shape->inputs * shape->taps(), shape->outputs};
+  // Without dv, x is not read.
+  LinearGradient call{linear, rows ? *rows : *input, matrix_of(v, linear.features, linear.inner), conv.gain, norms,
+                      input, std::nullopt, dgain};
+  float* dbias = nullptr;
+  if (needs.v) {
+    call.dv = empty_matrix(linear.features, linear.inner);
+    made.dv = viewed_as(*call.dv, v);
+  }
+  if (needs.bias) {
+    made.dbias = empty({shape->outputs}, ScalarType::Float);
+    dbias = static_cast<float*>(made.dbias->mutable_data_ptr());
+  }
+  const std::optional<Tensor> dz = run_linear_backward(call, gradients, masked ? rows_of(y) : gradients,
+                                                       conv.activation, conv.slope, needs.residual, dbias);
+  if (needs.x) fold(*call.dx, *shape, order, *made.dx);
+  if (dz) {
+    made.dz = empty_map(sizes_of(y), is_channels_last(y));
+    fold(*dz, pointwise(*made.dz), kPixels, *made.dz);
+  }
+  return made;
+}
+
+}  // namespace wnfused::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("cpu_conv_unfolds", TORCH_BOX(&wnfused::cpu::cpu_conv_unfolds));
+}

@@ -1,0 +1,26 @@
+// Weights that do not change for a while, packed once: a forward of conv_layer.h takes its bank from here, and packs one
+// only where there is none of the method that it goes by. What method that is depends on x's size, so a layer may have
+// several.
+#pragma once
+
+#include <vector>
+
+#include "cpu/conv_layer/conv_layer.h"
+
+namespace wnfused::cpu {
+
+// Of one layer: the banks that calls before this one packed, and the one that it adds.
+struct KeptBanks {
+  const std::vector<torch::stable::Tensor>& known;
+  std::optional<torch::stable::Tensor> added;
+};
+
+// Whether what was packed is read sooner than packed again, in a network whose banks come from memory (bench/NOTES.md):
+// smaller banks are packed into a cache, where they are read.
+bool is_worth_keeping(const ConvShape& shape, Method method);
+
+// run_conv_layer; banks may be null. With them the norms are filled only where a bank is packed.
+bool run_kept_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
+                    const torch::stable::Tensor& y, float* norms, KeptBanks* banks);
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,102 @@
+// The choice of instruction set for a linear layer's products, their memory, and how rows are shared out.
+#include "cpu/linear/linear_layer.h"
+
+#include "cpu/machine/isa.h"
+#include "cpu/machine/parallel.h"
+#include "cpu/ops/linear_routes.h"
+
+namespace wnfused::cpu {
+namespace {
+
+constexpr int64_t kAlone = int64_t{1} << 18;  // multiply-adds below which a second worker costs more than it brings
+constexpr int64_t kGradientFloats = int64_t{1} << 17;  // of dw that an item should hold
+constexpr int64_t kOwnFloats = int64_t{1} << 18;  // of a packed x that each worker keeps for itself
+constexpr int64_t kPackedFloats = int64_t{1} << 21;  // .. and of the part of x that it packs forward
+
+int64_t workers_for(const LinearShape& shape) {
+  return shape.rows * shape.inner * shape.features < kAlone ? 1 : worker_limit();
+}
+
+// As few parts of at most `most` blocks as each of `sharers` can have the same number of.
+Cut cut(int64_t entries, int64_t most, int64_t sharers) {
+  const int64_t count = divide_up(entries, kLanes);
+  return {count, std::min(count, divide_up(divide_up(count, most), sharers) * sharers)};
+}
+
+// How the forward is shared out. To divide the rows of x has every worker pack all of v, to divide those of v all of x.
+struct Shares {
+  Cut groups, row_blocks;
+  int64_t cost;  // of a worker for each entry of a row, in multiply-adds
+};
+
+Shares divide(const LinearShape& shape, int64_t most_blocks, int64_t workers, int64_t sharers_of_x) {
+  constexpr int64_t kPackX = 12, kPackV = 4;  // x is transposed
+  const Cut groups = cut(shape.rows, most_blocks, sharers_of_x);
+  const Cut row_blocks = cut(shape.features, kNarrowRows / kLanes, divide_up(workers, groups.parts));
+  const int64_t sharers = std::min(sharers_of_x, groups.count);
+  const int64_t x = divide_up(groups.count, sharers) * kLanes;
+  const int64_t v = divide_up(row_blocks.count, divide_up(workers, sharers)) * kLanes;
+  return {groups, row_blocks, x * v + kPackX * x + kPackV * v};
+}
+
+#if defined(__x86_64__)
+constexpr int64_t kAvx2Rows = 64;  // of x from which on the vendor's product, held to AVX2, is as fast
+#endif
+
+}  // namespace
+
+const LinearKernels* linear_kernels(bool bfloat16, int64_t rows) {
+#if defined(__x86_64__)
+  if (bfloat16) return active_pair_products() == PairProducts::kDots ? &avx512_bf16::linear_kernels : nullptr;
+  if (active_isa() == Isa::kAvx512) return &avx512::linear_kernels;
+  if (active_isa() == Isa::kAvx2 && rows <= kAvx2Rows) return &avx2::linear_kernels;
+#endif
+  (void)bfloat16;
+  (void)rows;
+  return nullptr;
+}
+
+void linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
+  const auto [rows, inner, features] = call.shape;
+  const int64_t workers = workers_for(call.shape);
+  const int64_t most_blocks = std::clamp<int64_t>(kPackedFloats / (inner * kLanes) / 2 * 2, 2, kWideBlocks);
+  const Shares by_x = divide(call.shape, most_blocks, workers, workers);
+  const Shares by_v = divide(call.shape, most_blocks, workers, 1);
+  const auto& [groups, row_blocks, cost] = by_x.cost <= by_v.cost ? by_x : by_v;
+  const int64_t packed = WideShape(groups.largest() * kLanes, inner, kernels.entries).size();
+  const int64_t own = kNarrowRows * (kDepthChunk + kWideBlocks * kLanes);
+  const Workspace memory(workers * (packed + own));
+  const LinearForward job{
+      rows, inner, features, values_of(call.x), values_of(call.v), values_of(call.y),
+      call.residual ? values_of(*call.residual) : Values{nullptr, call.is_half()}, call.gain, call.bias, call.norms,
+      call.activation, call.slope, groups, row_blocks,
+      {memory.data(), memory.data() + workers * packed, packed, own}};
+  run_workers(workers, [&](Worker& worker) { kernels.forward(job, worker); });
+}
+
+void linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz) {
+  const auto [rows, inner, features] = call.shape;
+  const int64_t workers = workers_for(call.shape);
+  const WideShape shape(inner, rows, kernels.entries);
+  const int64_t columns = shape.blocks * kLanes;
+  const Cut input_rows = cut(rows, kInputRows / kLanes, rows > kInputRows ? workers : 1);
+  const Cut input_columns = cut(inner, kWideBlocks, divide_up(workers, input_rows.parts));
+  const int64_t most_blocks = std::clamp(kGradientFloats / columns / kLanes, int64_t{1}, kNarrowRows / kLanes);
+  const Cut row_blocks = cut(features, most_blocks, workers);
+  const bool shared = workers > 1 && shape.size() > kOwnFloats;
+  const int64_t packed = call.dv ? shape.size() : 0, copies = shared ? 1 : workers;
+  const int64_t inputs = call.dx ? kWideBlocks * kLanes * (kDepthChunk + kInputRows) : 0;
+  const int64_t weights = call.dv ? row_blocks.largest() * kLanes * columns : 0;
+  const int64_t own = kNarrowRows * kDepthChunk + std::max(inputs, weights);
+  const Workspace memory(copies * packed + workers * own);
+  const std::vector<float> scale = scales_of(call.gain, call.norms, features);
+  const LinearBackward job{
+      rows, inner, features, values_of(call.x), values_of(call.v), values_of(dz),
+      call.dx ? values_of(*call.dx) : Values{nullptr, call.is_half()},
+      call.dv ? values_of(*call.dv) : Values{nullptr, is_bfloat16(call.v)}, call.gain, call.norms, scale.data(),
+      call.dgain, input_rows, input_columns, row_blocks,
+      {memory.data(), memory.data() + copies * packed, shared ? 0 : packed, own}};
+  run_workers(workers, [&](Worker& worker) { kernels.backward(job, worker); });
+}
+
+}  // namespace wnfused::cpu

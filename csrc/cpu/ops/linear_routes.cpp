@@ -1,0 +1,76 @@
+// The choice among the ways through a linear layer (linear_routes.h), and the pass over dy before the products.
+#include "cpu/ops/linear_routes.h"
+
+namespace wnfused::cpu {
+namespace {
+
+// What the pass over dy leaves for the products: dz, and s dz where those of the vendor take it. dz is left out where
+// `scaled` stands for it and nobody else asks.
+struct Masked {
+  std::optional<Tensor> dz, scaled;
+  bool invertible;
+};
+
+Masked mask(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activation activation, float slope,
+            bool scale_dz, bool keep_dz, float* dbias) {
+  const LinearShape& shape = call.shape;
+  const bool masked = activation != Activation::kNone;
+  const std::vector<float> scale = scale_dz ? scales_of(call.gain, call.norms, shape.features) : std::vector<float>();
+  Masked made{dy, {}, scale_dz && are_invertible(scale, call.norms)};
+  if (scale_dz) made.scaled = empty_as(dy);
+  if (masked && made.invertible && !keep_dz) made.dz.reset();
+  else if (masked) made.dz = empty_as(dy);
+  if (masked || scale_dz || dbias) {
+    const Values nothing{nullptr, call.is_half()};
+    run_mask(lines_of(shape),
+             {values_of(dy), values_of(y), masked && made.dz ? values_of(*made.dz) : nothing,
+              scale_dz ? values_of(*made.scaled) : nothing, scale.data(), nullptr, activation, slope},
+             dbias);
+  }
+  return made;
+}
+
+}  // namespace
+
+const LinearKernels* products_for(const LinearShape& shape, const Tensor& x) {
+  // One row of v would fill one lane of a vector: a matrix by a vector is the vendor's.
+  const bool ours = !shape.is_empty() && (shape.features > 1 || is_bfloat16(x));
+  return ours ? linear_kernels(is_bfloat16(x), shape.rows) : nullptr;
+}
+
+void run_linear(const LinearCall& call) {
+  const LinearKernels* products = products_for(call.shape, call.x);
+  const bool small = is_small(call, products);
+  if (small && small_linear(call, products)) return;
+  if (!small && are_pixels(call.shape, call.x, call.v, products, false) && linear_by_pixels(call)) return;
+  if (products) linear_by_products(*products, call);
+  else if (small) vendor_linear_by_weight(call);
+  else vendor_linear(call);
+}
+
+std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y,
+                                          Activation activation, float slope, bool keep_dz, float* dbias) {
+  const bool masked = activation != Activation::kNone, asked = call.dx || call.dv;
+  const LinearKernels* products = products_for(call.shape, call.x);
+  const bool small = is_small(call, products), vendor = !small && !products;
+  keep_dz = keep_dz && masked;
+  // A bias gradient without that of the weight would need a pass of its own.
+  const bool together = asked && (call.dv || !dbias);
+  if (!small && together && are_pixels(call.shape, call.x, call.v, products, true)) {
+    std::optional<Tensor> dz;
+    if (keep_dz) dz = empty_as(dy);
+    if (linear_by_pixels_backward(call, dy, y, activation, slope, dz, dbias)) return dz;
+  }
+  // The vendor's products take s dz, unless dy can be taken as it is and the scaled weight is the smaller of the two.
+  const bool scale_dz = vendor && asked && is_bfloat16(call.x) == is_bfloat16(call.v) &&
+                        (masked || call.shape.rows <= call.shape.inner);
+  const Masked made = mask(call, dy, y, activation, slope, scale_dz, keep_dz, dbias);
+  if (asked) {
+    if (small) small_linear_backward(call, *made.dz);
+    else if (products) linear_by_products_backward(*products, call, *made.dz);
+    else vendor_linear_backward(call, made.dz, made.scaled, made.invertible);
+  }
+  return keep_dz ? made.dz : std::nullopt;
+}
+
+}  // namespace wnfused::cpu

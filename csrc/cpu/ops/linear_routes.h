@@ -1,0 +1,90 @@
+// The ways through a linear layer, y = act(s (x v^T) + b + residual), and what each is handed. run_linear chooses:
+//
+//      small      a handful of rows of x: v is read once (small.h)
+//      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
+//      pixels     so many that v is packed for them: a 1x1 convolution, x's rows its pixels (conv_layer.h)
+//      vendor     the vendor's products, where nothing better is to be had for the processor
+#pragma once
+
+#include "cpu/layer/tensor.h"
+#include "cpu/linear/linear_layer.h"
+
+namespace wnfused::cpu {
+
+struct LinearShape {
+  int64_t rows, inner, features;
+
+  bool is_empty() const { return rows == 0 || inner == 0 || features == 0; }
+};
+
+// y as the passes over it go, line by line: its rows, or all of it where these have one entry.
+inline Lines lines_of(const LinearShape& shape) {
+  if (shape.features == 1) return {false, 0, 1, shape.rows, 1};
+  return {true, 0, shape.rows, shape.features, shape.features};
+}
+
+// One call's tensors, dense, and the numbers that go with the rows of v. y and norms are filled.
+struct LinearCall {
+  LinearShape shape;
+  Tensor x, v;
+  const float *gain, *bias;  // bias may be null
+  std::optional<Tensor> residual;
+  Activation activation;
+  float slope;
+  Tensor y;
+  float* norms;
+
+  bool is_half() const { return is_bfloat16(x); }
+};
+
+// Where dx or dv is there, it is filled, and dgain beside dv. dz is that of a layer without activation.
+struct LinearGradient {
+  LinearShape shape;
+  Tensor x, v;
+  const float *gain, *norms;
+  std::optional<Tensor> dx, dv;
+  float* dgain;
+
+  bool is_half() const { return is_bfloat16(x); }
+};
+
+// The products of this library for such a layer, or null.
+const LinearKernels* products_for(const LinearShape& shape, const Tensor& x);
+
+void run_linear(const LinearCall& call);
+
+// From dy and, with an activation, y: what `call` asks for, and dbias where it is not null. Returns dz where that is kept
+// and no other than dy.
+std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y,
+                                          Activation activation, float slope, bool keep_dz, float* dbias);
+
+// Whether the small kernels are the fastest, with `products` or without.
+bool is_small(const LinearCall& call, const LinearKernels* products);
+bool is_small(const LinearGradient& call, const LinearKernels* products);
+
+// Whether the range sufficed; if not, y is to be taken another way.
+bool small_linear(const LinearCall& call, const LinearKernels* products);
+void small_linear_backward(const LinearGradient& call, const Tensor& dz);
+
+void linear_by_products(const LinearKernels& kernels, const LinearCall& call);
+void linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz);
+
+// Whether pixels are the fastest, beside `products`.
+bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products,
+                bool backward);
+
+// Of the gradients, dz is filled where it is there, dbias beside dv. False if a value that is not finite was met: then
+// nothing of it counts.
+bool linear_by_pixels(const LinearCall& call);
+bool linear_by_pixels_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activation activation,
+                               float slope, const std::optional<Tensor>& dz, float* dbias);
+
+// v as it is, and the scale in the epilogue; if the range did not suffice, once more by the scaled weight.
+void vendor_linear(const LinearCall& call);
+void vendor_linear_by_weight(const LinearCall& call);
+
+// scaled: s dz, in the place of dz where the scales are `invertible`. At least one of the two is there.
+void vendor_linear_backward(const LinearGradient& call, const std::optional<Tensor>& dz,
+                            const std::optional<Tensor>& scaled, bool invertible);
+
+}  // namespace wnfused::cpu

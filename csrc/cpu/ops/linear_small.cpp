@@ -1,0 +1,94 @@
+// A linear layer with a handful of rows of x (small.h).
+#include <atomic>
+
+#include "cpu/ops/linear_routes.h"
+
+namespace wnfused::cpu {
+namespace {
+
+// Up to so many rows of x, in floats beside products of this library, in bfloat16, and in pairs as they lie.
+constexpr int64_t kFloatRows = 8, kHalfRows = 4, kRowsOfPairs = 16;
+
+// Products of pairs as they lie in memory.
+bool takes_pairs(const LinearCall& call, const LinearKernels* products) {
+  const LinearShape& shape = call.shape;
+  return products && products->small_pairs && call.is_half() && is_bfloat16(call.v) && shape.inner % 2 == 0 &&
+         shape.rows <= (shape.inner < 256 ? kRowsOfPairs / 2 : kRowsOfPairs);
+}
+
+}  // namespace
+
+// Measured beside the products of AVX-512, and without them beside MKL's: short rows pay too much for the sums across a
+// vector, and many rows of x make the backward a matter of loads and stores of dx. Products of bfloat16 have an
+// instruction of their own.
+bool is_small(const LinearCall& call, const LinearKernels* products) {
+  const LinearShape& shape = call.shape;
+  if (takes_pairs(call, products)) return true;
+  if (call.is_half()) return shape.rows <= kHalfRows;
+  if (products) return shape.rows <= (shape.inner < 256 ? kFloatRows - 1 : kFloatRows);
+  return shape.rows <= kSmallRows / 2 || (shape.rows <= kSmallRows && shape.inner >= 128);
+}
+
+bool is_small(const LinearGradient& call, const LinearKernels* products) {
+  const LinearShape& shape = call.shape;
+  if (call.is_half()) return shape.rows <= (products ? kHalfRows / 2 : kHalfRows);
+  if (products) return shape.rows <= kFloatRows;
+  return shape.rows <= kSmallRows / 2 ||
+         (shape.rows <= kSmallRows && shape.features * shape.inner <= (int64_t{1} << 18));
+}
+
+bool small_linear(const LinearCall& call, const LinearKernels* products) {
+  std::vector<float> held_x, held_residual;
+  const LinearShape& shape = call.shape;
+  const bool pairs = takes_pairs(call, products);
+  const auto kernel = pairs ? products->small_pairs : layer_kernels().small_linear;
+  const Values x = pairs ? values_of(call.x) : Values{const_cast<float*>(floats_of(call.x, held_x)), false};
+  const SmallLinear task{
+      shape.rows, shape.inner, shape.features, x, values_of(call.v), call.gain, call.bias,
+      call.residual ? floats_of(*call.residual, held_residual) : nullptr, values_of(call.y), call.norms,
+      call.activation, call.slope};
+  std::atomic<bool> in_range{true};
+  // In cache an entry of v costs an eighth of what it does in the passes that kGrain is for.
+  for_rows(0, shape.features, shape.inner * std::max<int64_t>(shape.rows, 2) / 8, [&](int64_t begin, int64_t end) {
+    if (!kernel(task, begin, end)) in_range = false;
+  });
+  if (shape.rows == 0) row_norms(call.v, call.norms, 0, shape.features);
+  return in_range;
+}
+
+// Every worker sums its share of dx apart; folded in the workers' order, so the last bits of dx depend on their number.
+void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
+  const LinearShape& shape = call.shape;
+  std::vector<float> held_x, held_dz;
+  std::optional<Rounded> rounded;
+  float* dx = nullptr;
+  if (call.dx && call.is_half()) dx = rounded.emplace(*call.dx).data();
+  else if (call.dx) dx = static_cast<float*>(call.dx->mutable_data_ptr());
+  const Values dv = call.dv ? values_of(*call.dv) : Values{nullptr, is_bfloat16(call.v)};
+  const SmallLinearBackward task{
+      shape.rows, shape.inner, shape.features, floats_of(call.x, held_x), values_of(call.v), call.gain, call.norms,
+      floats_of(dz, held_dz), nullptr, dv, call.dgain, nullptr};
+
+  const int64_t size = shape.rows * shape.inner;
+  const int64_t work = shape.features * shape.inner * std::max<int64_t>(shape.rows / 2, 1);
+  const int64_t workers = std::clamp<int64_t>(work / (2 * kGrain), 1, worker_limit());
+  const int64_t share = divide_up(shape.features, workers), room = dv.bfloat16 ? kSmallTile * shape.inner : 0;
+  std::vector<float> partial(dx ? (workers - 1) * size : 0, 0.0f), scratch(workers * room);
+  if (dx) std::fill(dx, dx + size, 0.0f);
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t w = begin; w < end; ++w) {
+      SmallLinearBackward part = task;
+      part.dx = !dx ? nullptr : w == 0 ? dx : partial.data() + (w - 1) * size;
+      part.scratch = scratch.data() + w * room;
+      layer_kernels().small_linear_backward(
+          part, std::min(shape.features, w * share), std::min(shape.features, (w + 1) * share));
+    }
+  };
+  share_out(0, workers, 1, run);
+  if (!dx) return;
+  for (int64_t w = 1; w < workers; ++w)
+    for (int64_t i = 0; i < size; ++i) dx[i] += partial[(w - 1) * size + i];
+  if (rounded) rounded->round();
+}
+
+}  // namespace wnfused::cpu

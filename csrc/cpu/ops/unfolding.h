@@ -1,0 +1,71 @@
+// Maps as matrices: a row [channels x taps] for each window that a convolution's output pixel meets, zeros beyond the map.
+// Wide layers on few pixels, whose time is that of their weights, are linear layers (linear_routes.h) of such rows: those
+// kernels read the weights as they lie. Those of up to eight rows add up what their threads found: the last bits of dx, and
+// of a transposed layer's y, depend on the number of threads then (linear_small.cpp).
+//
+//   conv             y rows = act(s (X v^T) + b)     X = the windows of x      (conv_unfolded.cpp)
+//   conv_transpose   Z = s x rows v                  y = the sum of Z where windows of y overlap
+//                                                                              (conv_transpose_unfolded.cpp)
+#pragma once
+
+#include "cpu/conv_layer/conv_layer.h"
+#include "cpu/layer/tensor.h"
+
+namespace wnfused::cpu {
+
+int64_t output_pixels(const ConvShape& shape);
+
+// A 1x1 layer, whose windows are the pixels of its map.
+bool is_pointwise(const ConvShape& shape);
+ConvShape pointwise(const Tensor& map);
+
+// Whether the memory of a map is that of its pixels, one row of channels after the other.
+bool is_rows(const Tensor& map);
+
+// Whether there are kernels for the rows of a layer of one group; and whether this way is the fastest for it
+// (bench/NOTES.md has the measurements).
+struct Layout {
+  bool planes;  // the output is to be in NCHW, over two dims, which the vendor has kernels for
+  bool rows;    // x is its windows
+};
+
+bool can_unfold(const ConvShape& shape);
+// own: how the kernels of conv_layer.h take the layer otherwise; input: its gradient is asked for.
+bool suits_unfolding(const ConvShape& shape, const Layout& layout, const std::optional<Method>& own);
+bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input, const std::optional<Method>& own);
+
+// From one entry of a row to the next channel's, and to the next tap's.
+struct Order {
+  int64_t channel, tap;
+};
+
+constexpr Order kPixels{1, 1};  // of rows with one tap
+
+// .. of the rows of v, NCHW or channels_last.
+inline Order order_of(const Tensor& v, int64_t taps) {
+  return v.is_contiguous() ? Order{taps, 1} : Order{1, v.size(1)};
+}
+
+inline Tensor matrix_of(const Tensor& memory, int64_t rows, int64_t columns) {
+  return matrix(memory, 0, rows, columns, columns, 1);
+}
+
+Tensor empty_matrix(int64_t rows, int64_t columns);
+
+// The windows of a map as rows, in place where they are that.
+Tensor unfolded(const Tensor& map, const ConvShape& shape, const Order& order);
+
+// A matrix to be filled with rows for the map, which fold() puts there, the sums of them where windows overlap: the map's
+// own memory, if it can be that.
+Tensor rows_to_fold(const Tensor& map, const ConvShape& shape);
+void fold(const Tensor& rows, const ConvShape& shape, const Order& order, const Tensor& map);
+
+// The pixels of a map as rows.
+Tensor rows_of(const Tensor& map);
+
+// Of a dense tensor in float32.
+bool all_finite(const Tensor& t);
+// Of the weights' rows: norms, and what scales them.
+bool all_finite(const float* gain, const float* norms, int64_t rows);
+
+}  // namespace wnfused::cpu

@@ -1,9 +1,0 @@
-// Orthonormal rows for AVX2.
-#if defined(__x86_64__)
-#include "orthonormal.h"
-#include "stage.h"
-#include "target_avx2.h"
-
-#include "orthonormal_kernels.h"
-#include "target_end.h"
-#endif  // __x86_64__

@@ -1,0 +1,149 @@
+// Products of two matrices in float32, or in pairs of bfloat16, whose operands are packed on the way:
+//
+//   out[row][lane] = sum over the depth of narrow[row][d] wide[d][lane]
+//
+//   wide    [block][depth][16 lanes]   up to kWideBlocks blocks stay in the second level of cache
+//   narrow  [row][kDepthChunk]         the rows of a tile stay in the first; one pointer addresses them all
+//
+//        broadcast d of row r     x     vector d of the block    ->   accumulator [r][block]
+//
+// A unit of the depth is one float, or two bfloat16 side by side. Packing scales, converts and pads: rows and lanes that
+// there are not, and the odd half of a last pair, are zeros.
+//
+// Floor: rows x lanes x depth multiply-adds, 8 x 2 Blocks of them to 10 loads.
+#pragma once
+
+#include "cpu/products/register_tiles.h"
+#include "cpu/products/wide.h"
+#include "cpu/vec/runs.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+WNFUSED_INLINE Block part_of(const Block& block, int64_t count) {
+  float entries[kLanes];
+  store(entries, block);
+  return load(entries, count);
+}
+
+// A matrix in the caller's memory, as runs; what is packed of run r is its entries times scale[r].
+template <class T>
+struct Runs {
+  const T* data;
+  int64_t count, length;
+  const float* scale;  // may be null
+
+  // Entries [at, at + 16) of a run; 0 where there are none.
+  WNFUSED_INLINE Block entries(int64_t run, int64_t at) const {
+    if (run >= count || at >= length) return zero();
+    const T* source = data + run * length + at;
+    if (at + kLanes <= length) return scale ? load(source) * splat(scale[run]) : load(source);
+    const Block part = load(source, length - at);
+    return scale ? part_of(part * splat(scale[run]), length - at) : part;  // a scale that is not finite leaves no zeros
+  }
+};
+
+// A unit is a float.
+struct Singles {
+  static constexpr int64_t kEntries = 1;
+
+  WNFUSED_INLINE static Block multiply_add(const Block& a, const Block& b, const Block& sum) {
+    return WNFUSED_ISA::multiply_add(a, b, sum);
+  }
+
+  // 16 units along the depth of a run that lies along it ..
+  template <class T>
+  WNFUSED_INLINE static Block along(const Runs<T>& runs, int64_t run, int64_t unit) {
+    return runs.entries(run, unit);
+  }
+
+  // .. and of runs that lie across it, the unit at 16 places.
+  template <class T>
+  WNFUSED_INLINE static Block across(const Runs<T>& runs, int64_t unit, int64_t at) {
+    return runs.entries(unit, at);
+  }
+};
+
+constexpr int64_t kTileRows = kPairRows;
+
+// The packed operands. `units` of a chunk of the depth from `first` on; what a row of the narrow one has beyond them up
+// to a whole Block is defined, and not used.
+
+template <class Units, class T>
+inline void pack_narrow_along(const Runs<T>& runs, int64_t row0, int64_t rows, int64_t first, int64_t units,
+                             float* target) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t u = 0; u < units; u += kLanes)
+      store(target + r * kDepthChunk + u, Units::along(runs, row0 + r, first + u));
+}
+
+template <class Units, class T>
+inline void pack_narrow_across(const Runs<T>& runs, int64_t row0, int64_t rows, int64_t first, int64_t units,
+                              float* target) {
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t u = 0; u < units; u += kLanes) {
+      Block block[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) block[i] = Units::across(runs, first + u + i, row0 + r);
+      transpose(block);
+      WNFUSED_UNROLL for (int64_t i = 0; i < kLanes; ++i) store(target + (r + i) * kDepthChunk + u, block[i]);
+    }
+}
+
+template <class Units, class T>
+inline void pack_wide_along(const Runs<T>& runs, int64_t lane0, int64_t first, int64_t units, float* target) {
+  for (int64_t u = 0; u < units; u += kLanes) {
+    Block block[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) block[i] = Units::along(runs, lane0 + i, first + u);
+    transpose(block);
+    const int64_t end = smaller(kLanes, units - u);
+    for (int64_t i = 0; i < end; ++i) store(target + (u + i) * kLanes, block[i]);
+  }
+}
+
+template <class Units, class T>
+inline void pack_wide_across(const Runs<T>& runs, int64_t lane0, int64_t first, int64_t units, float* target) {
+  for (int64_t u = 0; u < units; ++u) store(target + u * kLanes, Units::across(runs, first + u, lane0));
+}
+
+template <class Units, int Rows, int Cols>
+inline void product_tile(const float* narrow, const float* wide, int64_t wide_stride, int64_t units, float* out,
+                         int64_t out_stride, int64_t out_col_stride, bool accumulate) {
+  Block sum[Rows][Cols];
+  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
+      sum[r][c] = accumulate ? load(out + r * out_stride + c * out_col_stride) : zero();
+  }
+  _Pragma("GCC unroll 4") for (int64_t u = 0; u < units; ++u, ++narrow, wide += kLanes) {
+    Block lanes[Cols];
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) lanes[c] = load(wide + c * wide_stride);
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      const Block value = splat(narrow[r * kDepthChunk]);
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = Units::multiply_add(value, lanes[c], sum[r][c]);
+    }
+  }
+  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(out + r * out_stride + c * out_col_stride, sum[r][c]);
+  }
+}
+
+// out = (out if accumulate) + narrow wide, for a multiple of kTileRows; blocks of out are `out_col_stride` floats apart.
+template <class Units>
+inline void multiply(const float* narrow, int64_t rows, const float* wide, int64_t wide_stride, int64_t blocks,
+                     int64_t units, float* out, int64_t out_stride, int64_t out_col_stride, bool accumulate) {
+  const int64_t paired = kCols == 2 ? blocks / 2 * 2 : 0;
+  if constexpr (kCols == 2)
+    for (int64_t r = 0; r < rows; r += kPairRows)
+      for (int64_t c = 0; c < paired; c += 2)
+        product_tile<Units, kPairRows, 2>(narrow + r * kDepthChunk, wide + c * wide_stride, wide_stride, units,
+                                          out + r * out_stride + c * out_col_stride, out_stride, out_col_stride,
+                                          accumulate);
+  for (int64_t c = paired; c < blocks; ++c)
+    for (int64_t r = 0; r < rows;) {
+      const bool tall = r + kSingleRows <= rows;
+      const auto tile = tall ? product_tile<Units, kSingleRows, 1> : product_tile<Units, kPairRows, 1>;
+      tile(narrow + r * kDepthChunk, wide + c * wide_stride, wide_stride, units,
+           out + r * out_stride + c * out_col_stride, out_stride, out_col_stride, accumulate);
+      r += tall ? kSingleRows : kPairRows;
+    }
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

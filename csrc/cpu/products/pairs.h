@@ -1,0 +1,102 @@
+// Products of bfloat16 matrices, two elements of the depth at a time: what the methods `lines` and `positions` are made
+// of. A row is a run of bfloat16 along the depth; the other factor keeps pairs of the depth side by side:
+//
+//   rows [..][depth]                          bank [output block][depth / 2][16 lanes][2]
+//   row r: (a0 a1) (a2 a3) ..                 pair k: (w_2k,0 w_2k+1,0) (w_2k,1 w_2k+1,1) .. 16 lanes
+//               \__ one pair to all lanes  x       -> 16 floats: accumulator [r][lane] += a_2k w_2k + a_2k+1 w_2k+1
+//
+// Convolution: rows are pixels, the depth runs over channels and taps. Lines: the three taps of a filter's row are one
+// run of 3 C elements, since neighbours lie side by side; three segments, one a row of the filter.
+// Weight gradient: rows are input channels, the depth runs over pixels; a tap is a shift of the run.
+//
+// An instruction set brings Pairs::multiply (pair_dots.h, pair_amx.h). Products and sums are fp32; denormal operands
+// and results count as zero, as in the processor's own instructions.
+#pragma once
+
+#include "cpu/vec/vec.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Where the rows and the bank of one part of the depth begin.
+struct Segment {
+  const uint16_t* rows;
+  const uint16_t* bank;
+};
+
+struct PairProduct {
+  const Segment* segments;
+  int64_t segment_count;
+  int64_t depth;        // of each segment; a multiple of PairTile::depth
+  int64_t row_stride;   // elements
+  int64_t bank_stride;  // elements from one output block to the next
+  float* out;           // [output block][rows][16]
+  int64_t out_stride;   // floats from one output block to the next
+  bool accumulate;      // onto what `out` holds
+  bool neighbours;      // eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r
+};
+
+// Pairs of values that are bfloat16 already, as bits.
+WNFUSED_INLINE Block exact_pairs(const Block& even, const Block& odd) {
+  Block pairs;
+  WNFUSED_FOR_PARTS pairs.part[i] = (Native)(((NativeBits)even.part[i] >> 16) | (NativeBits)odd.part[i]);
+  return pairs;
+}
+
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+// Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves; denormals become zero.
+WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return {(Native)_mm512_permutexvar_epi16(order, halves)};
+}
+#else
+// Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves.
+WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
+  return exact_pairs(round_to_bfloat16(even), round_to_bfloat16(odd));
+}
+#endif
+
+WNFUSED_INLINE void store_bits(uint16_t* target, const Block& bits) {
+  WNFUSED_FOR_PARTS __builtin_memcpy(target + 2 * i * kNativeLanes, &bits.part[i], sizeof(Native));
+}
+
+WNFUSED_INLINE void store_pairs(uint16_t* target, const Block& even, const Block& odd) {
+  store_bits(target, rounded_pairs(even, odd));
+}
+
+// Operands [N, H, W, C], bfloat16.
+
+WNFUSED_INLINE int64_t lanes_of_block(const Geometry& geometry, int64_t channel_block) {
+  const int64_t left = geometry.channels - channel_block * kLanes;
+  return left < kLanes ? left : kLanes;
+}
+
+WNFUSED_INLINE Block load_operand(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t channel_block) {
+  const uint16_t* source = map + pixel * geometry.channels + channel_block * kLanes;
+  const int64_t lanes = lanes_of_block(geometry, channel_block);
+  if (lanes == kLanes) return load(source);
+  uint16_t values[kLanes] = {};
+  for (int64_t i = 0; i < lanes; ++i) values[i] = source[i];
+  return load(values);
+}
+
+WNFUSED_INLINE void store_operand(const Geometry& geometry, uint16_t* map, int64_t pixel, int64_t channel_block,
+                                  const Block& value) {
+  uint16_t* target = map + pixel * geometry.channels + channel_block * kLanes;
+  const int64_t lanes = lanes_of_block(geometry, channel_block);
+  if (lanes == kLanes) {
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+    const __m256i converted = (__m256i)_mm512_cvtneps_pbh(value.part[0]);
+    __builtin_memcpy(target, &converted, sizeof converted);
+#else
+    store(target, value);
+#endif
+    return;
+  }
+  uint16_t values[kLanes];
+  store(values, value);
+  for (int64_t i = 0; i < lanes; ++i) target[i] = values[i];
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,448 @@
+// The stage, block by block: which items run in which phase.
+//
+//   forward    load x | conv a_0 from h_0 | conv h_1 from a_0 | ... | store y
+//   backward   load dy
+//              | dW_1 from (a, dh), conv da from dh, finish dW_0 of block b+1
+//              | dW_0 from (h, da), conv dh from da, finish dW_1 of block b        | ... | store dx
+//
+// '|' are the phase boundaries, two to a block. Workers pack a convolution's weights for themselves when they come to it;
+// where they share a bank, it is packed in the phase before, while the other convolution's is in use, so that two banks
+// suffice (banks.h). Within a phase every worker takes the long items of its share first (work_queue.h).
+//
+// With recomputation the backward walks segments of `every` blocks: it loads the segment's first h, runs the forward
+// into the scratch maps of the segment, then goes back through it.
+//
+// Operand is what the convolutions read. float: the stream is an operand itself, and so are saved maps in the kernels'
+// own layout; others are converted one phase ahead. bfloat16 (uint16_t): the stream, fp32, has a rounded copy beside it,
+// and all saved maps are operands.
+#pragma once
+
+#include "cpu/conv/banks.h"
+#include "cpu/conv/maps.h"
+#include "cpu/conv3x3/pack.h"
+#include "cpu/conv3x3/wgrad.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// v of one convolution, if there is such a one.
+WNFUSED_INLINE Upcoming weights_of(const Parameter& v, const Geometry& geometry, int64_t convolution) {
+  if (convolution < 0 || convolution >= 2 * geometry.blocks) return {static_cast<const char*>(v.data), 0};
+  const int64_t bytes = geometry.channels * geometry.channels * kTaps * (v.bfloat16 ? 2 : 4);
+  return {static_cast<const char*>(v.data) + convolution * bytes, bytes};
+}
+
+// The part of v that item `item` of convolution `convolution` fetches ahead, `step` (1 or -1) being the way the walk
+// goes: of the convolution that is packed in the phase after this one, all of it for every worker that packs it all.
+WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution,
+                                         int64_t step, int64_t item) {
+  const Upcoming all = weights_of(v, geometry, convolution + (geometry.own_banks ? step : 2 * step));
+  const int64_t parts = geometry.fetch_parts;
+  return all.part(item % parts, parts);
+}
+
+WNFUSED_INLINE SavedMap saved_map(const SavedMaps& saved, const Geometry& geometry, int64_t index) {
+  const int64_t bytes = geometry.pixels() * geometry.channels * (saved.bfloat16 ? 2 : 4);
+  return {static_cast<char*>(saved.data) + index * bytes, saved.bfloat16};
+}
+
+template <class Operand>
+Operand* saved_in_place(const SavedMaps& saved, const Geometry& geometry, int64_t index) {
+  return static_cast<Operand*>(saved_map(saved, geometry, index).data);
+}
+
+// A map as the convolutions read it and, for the stream, as it is summed up: the same memory where operands are float.
+template <class Operand>
+struct StreamMap {
+  float* sum;
+  Operand* operand;
+};
+
+template <class Operand>
+constexpr bool is_pair() {
+  return sizeof(Operand) == sizeof(uint16_t);
+}
+
+template <class Operand>
+Operand* as_operand(float* scratch) {
+  return reinterpret_cast<Operand*>(scratch);
+}
+
+template <class Operand>
+StreamMap<Operand> scratch_stream(const Scratch& scratch) {
+  return {scratch.stream, as_operand<Operand>(is_pair<Operand>() ? scratch.operand : scratch.stream)};
+}
+
+// The maps of one block of the forward.
+template <class Operand>
+struct BlockMaps {
+  StreamMap<Operand> stream;  // h_b
+  Operand* hidden;            // a_b
+  StreamMap<Operand> next;    // h_{b+1}; may be `stream`
+  SavedMap saved_hidden, saved_next;
+};
+
+// The convolutions of a forward, each with what is to be prepared in its phase: the next one's bank, if that is shared,
+// otherwise its own norms.
+template <class Operand>
+class Forward {
+ public:
+  // `norm` may be null.
+  Forward(const StageForward& job, Worker& worker, Banks<Geometry>& banks, float* scratch, float* norm)
+      : job_(job), geometry_(job.geometry), worker_(worker), banks_(banks), scratch_(scratch), norm_(norm) {}
+
+  // Items to be prepared before convolution `first`.
+  int64_t first_items() const { return geometry_.own_banks ? 0 : geometry_.channel_blocks; }
+
+  void prepare_first(int64_t first, int64_t item) const { pack(first, item, job_.scratch.bank[first % 2]); }
+
+  // First convolution of block b; after it, unless it is the last one, comes the second.
+  void hidden(int64_t b, const BlockMaps<Operand>& maps, bool last) {
+    Epilogue<Operand> epilogue{};
+    epilogue.operand = maps.hidden;
+    epilogue.fresh = fresh(maps.hidden, true);
+    epilogue.round = job_.round_operands;
+    epilogue.saved = maps.saved_hidden;
+    phase<Ending::kRelu>(2 * b, maps.stream.operand, job_.round_operands, epilogue, last);
+  }
+
+  // Second convolution of block b and the residual sum; after it, unless it is the last one, comes the next block.
+  void stream(int64_t b, const BlockMaps<Operand>& maps, bool last) {
+    Epilogue<Operand> epilogue{};
+    epilogue.operand = maps.next.operand;
+    epilogue.out = maps.next.sum;
+    epilogue.other = maps.stream.sum;
+    epilogue.fresh = fresh(maps.next.operand, b + 1 < geometry_.blocks);
+    epilogue.factor = job_.skip_scale;
+    epilogue.saved = maps.saved_next;
+    phase<Ending::kResidual>(2 * b + 1, maps.hidden, false, epilogue, last);
+  }
+
+ private:
+  template <Ending kEnding>
+  void phase(int64_t convolution, const Operand* map, bool round_map, Epilogue<Operand>& epilogue, bool last) {
+    const bool own = geometry_.own_banks;
+    const int64_t prepared = count_of(own ? norm_ != nullptr : !last, geometry_.channel_blocks);
+    worker_.phase({geometry_.conv_items(), prepared}, [&](int64_t item) {
+      if (item < geometry_.conv_items()) {
+        const Bank& bank = banks_.of(convolution, item,
+                                     [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
+        epilogue.bias = bank.bias;
+        convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
+                                  {upcoming_weights(job_.v, geometry_, convolution, 1, item), {}}, scratch_,
+                                  *job_.poisoned);
+      } else if (own) {
+        measure_norms(job_.v, geometry_.outputs, geometry_.channels * kTaps, convolution, item - geometry_.conv_items(),
+                      norm_, scratch_);
+      } else {
+        pack(convolution + 1, item - geometry_.conv_items(), job_.scratch.bank[(convolution + 1) % 2]);
+      }
+    });
+  }
+
+  // A map that is written into saved memory. Lines that workers share are called back when they are needed, not before:
+  // another worker may not have read them yet.
+  float* fresh(Operand* map, bool saved) const {
+    if constexpr (is_pair<Operand>()) return nullptr;
+    else return saved && job_.saved.in_place && !geometry_.weights_stay ? map : nullptr;
+  }
+
+  void pack(int64_t convolution, int64_t block, const Bank& bank) const {
+    pack_forward<1>(job_, convolution, block, bank, geometry_.own_banks ? nullptr : norm_, scratch_);
+  }
+
+  const StageForward& job_;
+  const Geometry& geometry_;
+  Worker& worker_;
+  Banks<Geometry>& banks_;
+  float* scratch_;
+  float* norm_;
+};
+
+// The rounded copy of a stream map.
+template <class Operand>
+inline void round_stream(const Geometry& geometry, const StreamMap<Operand>& map, int64_t item) {
+  if constexpr (is_pair<Operand>()) write_saved(geometry, map.sum, item, {map.operand, true});
+}
+
+template <class Operand>
+inline void forward(const StageForward& job, Worker& worker) {
+  const Geometry& geometry = job.geometry;
+  const SavedMaps& saved = job.saved;
+  const int64_t blocks = geometry.blocks;
+  float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
+  Banks banks(geometry, job.scratch, worker.index());
+  Forward<Operand> convolutions(job, worker, banks, scratch, job.norm);
+  const SavedMap none{nullptr, false};
+  // Saved maps that are operands are written in place, others as copies.
+  const bool in_place = saved.in_place;
+
+  const auto stream = [&](int64_t b) {
+    StreamMap<Operand> map = scratch_stream<Operand>(job.scratch);
+    if (in_place && b < blocks) map.operand = saved_in_place<Operand>(saved, geometry, 2 * b);
+    if (!is_pair<Operand>()) map.sum = reinterpret_cast<float*>(map.operand);
+    return map;
+  };
+  const auto hidden = [&](int64_t b) {
+    return in_place ? saved_in_place<Operand>(saved, geometry, 2 * b + 1) : as_operand<Operand>(job.scratch.hidden);
+  };
+  const auto saved_stream = [&](int64_t b) {
+    if (!saved.data || in_place || b >= blocks) return none;
+    if (saved.every == 0) return saved_map(saved, geometry, 2 * b);
+    return b % saved.every == 0 ? saved_map(saved, geometry, b / saved.every) : none;
+  };
+  const auto saved_hidden = [&](int64_t b) {
+    return saved.data && !in_place && saved.every == 0 ? saved_map(saved, geometry, 2 * b + 1) : none;
+  };
+
+  const int64_t first = count_of(blocks > 0, convolutions.first_items());
+  worker.phase({first, map_items(geometry)}, [&](int64_t item) {
+    if (item < first) return convolutions.prepare_first(0, item);
+    item -= first;
+    read_map(geometry, job.x, item, stream(0).sum);
+    round_stream(geometry, stream(0), item);
+    const SavedMap copy = saved_stream(0);
+    if (copy.data) write_saved(geometry, stream(0).sum, item, copy);
+  });
+  for (int64_t b = 0; b < blocks; ++b) {
+    const BlockMaps<Operand> maps{stream(b), hidden(b), stream(b + 1), saved_hidden(b), saved_stream(b + 1)};
+    convolutions.hidden(b, maps, false);
+    convolutions.stream(b, maps, b + 1 == blocks);
+  }
+  worker.phase({map_items(geometry)}, [&](int64_t item) { write_map(geometry, stream(blocks).sum, item, job.y); });
+}
+
+// Where the backward finds h_b and a_b.
+template <class Operand>
+struct BackwardMaps {
+  const Operand* stream;
+  const Operand* hidden;
+  const Operand* next_hidden;  // of the block before
+};
+
+// One worker's walk through the backward of a stage.
+template <class Operand>
+class Backward {
+ public:
+  Backward(const StageBackward& job, Worker& worker)
+      : job_(job),
+        geometry_(job.geometry),
+        worker_(worker),
+        scratch_(job.scratch.worker + worker.index() * job.scratch.worker_stride),
+        gradient_(scratch_stream<Operand>(job.scratch)),
+        hidden_gradient_(as_operand<Operand>(job.scratch.hidden)),
+        banks_(geometry_, job.scratch, worker.index()) {}
+
+  void run() {
+    const int64_t segment = job_.saved.every;
+    worker_.phase({map_items(geometry_)}, [&](int64_t item) {
+      read_map(geometry_, job_.dy, item, gradient_.sum);
+      round_stream(geometry_, gradient_, item);
+    });
+    if (segment == 0) {
+      if (geometry_.blocks > 0) saved_blocks();
+    } else {
+      for (int64_t end = geometry_.blocks; end > 0; end = (end - 1) / segment * segment)
+        recomputed_segment((end - 1) / segment * segment, end);
+    }
+    finish_phase();
+    worker_.phase({map_items(geometry_)}, [&](int64_t item) { write_map(geometry_, gradient_.sum, item, job_.dx); });
+  }
+
+ private:
+  // Everything was saved. Maps that cannot be read in place (then operands are float) are converted one phase ahead.
+  void saved_blocks() {
+    const SavedMaps& saved = job_.saved;
+    const int64_t last = geometry_.blocks - 1;
+    const bool convert = !saved.in_place;
+    const int64_t items = count_of(convert, map_items(geometry_));
+    worker_.phase({items, shared_items()}, [&](int64_t item) {
+      if (item < items) read_saved(geometry_, saved_map(saved, geometry_, 2 * last + 1), item, job_.scratch.saved_hidden);
+      else pack_shared(2 * last + 1, item - items);
+    });
+    for (int64_t b = last; b >= 0; --b) {
+      const BackwardMaps<Operand> maps{
+          convert ? as_operand<Operand>(job_.scratch.saved_stream) : saved_in_place<Operand>(saved, geometry_, 2 * b),
+          convert ? as_operand<Operand>(job_.scratch.saved_hidden)
+                  : saved_in_place<Operand>(saved, geometry_, 2 * b + 1),
+          convert || b == 0 ? nullptr : saved_in_place<Operand>(saved, geometry_, 2 * b - 1)};
+      hidden_phase(b, maps, items, [&](int64_t item) {
+        read_saved(geometry_, saved_map(saved, geometry_, 2 * b), item, job_.scratch.saved_stream);
+      });
+      stream_phase(b, maps, b > 0, count_of(b > 0, items), [&](int64_t item) {
+        read_saved(geometry_, saved_map(saved, geometry_, 2 * b - 1), item, job_.scratch.saved_hidden);
+      });
+    }
+  }
+
+  // Blocks [begin, end): the forward again from the saved h_begin, then the backward.
+  void recomputed_segment(int64_t begin, int64_t end) {
+    const StageForward forward = as_forward();
+    const auto stream = [&](int64_t b) {
+      float* map = job_.scratch.saved_stream + (b - begin) * geometry_.operand_size();
+      return StreamMap<Operand>{is_pair<Operand>() ? job_.scratch.recomputed : map, as_operand<Operand>(map)};
+    };
+    const auto hidden = [&](int64_t b) {
+      return as_operand<Operand>(job_.scratch.saved_hidden + (b - begin) * geometry_.operand_size());
+    };
+    const SavedMap none{nullptr, false};
+    const SavedMap start = saved_map(job_.saved, geometry_, begin / job_.saved.every);
+    Forward<Operand> convolutions(forward, worker_, banks_, scratch_, nullptr);
+    const int64_t first = convolutions.first_items();
+    finish_phase();
+    worker_.phase({first, map_items(geometry_)}, [&](int64_t item) {
+      if (item < first) return convolutions.prepare_first(2 * begin, item);
+      read_saved(geometry_, start, item - first, stream(begin).sum);
+      round_stream(geometry_, stream(begin), item - first);
+    });
+    for (int64_t b = begin; b < end; ++b) {
+      const bool last = b + 1 == end;
+      const BlockMaps<Operand> maps{stream(b), hidden(b), last ? stream(b) : stream(b + 1), none, none};
+      convolutions.hidden(b, maps, last);
+      if (!last) convolutions.stream(b, maps, false);
+    }
+    banks_.forget();
+    worker_.phase({shared_items()}, [&](int64_t item) { pack_shared(2 * end - 1, item); });
+    for (int64_t b = end - 1; b >= begin; --b) {
+      const BackwardMaps<Operand> maps{stream(b).operand, hidden(b), b > begin ? hidden(b - 1) : nullptr};
+      hidden_phase(b, maps, 0, [](int64_t) {});
+      stream_phase(b, maps, b > begin, 0, [](int64_t) {});
+    }
+  }
+
+  // From dh of block b + 1 to da, and the second convolution's weight gradient.
+  template <class Read>
+  void hidden_phase(int64_t b, const BackwardMaps<Operand>& maps, int64_t read_items, const Read& read) {
+    Epilogue<Operand> epilogue{};
+    epilogue.operand = hidden_gradient_;
+    epilogue.mask = maps.hidden;
+    epilogue.round = job_.round_operands;
+    const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
+    const int64_t packs = shared_items();
+    worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
+      if (item < gradients) return weight_gradient(1, item, maps.hidden, gradient_.operand);
+      if ((item -= gradients) < geometry_.conv_items())
+        return convolution<Ending::kMask>(2 * b + 1, item, gradient_.operand, job_.round_operands, maps.stream, epilogue);
+      if ((item -= geometry_.conv_items()) < read_items) return read(item);
+      if ((item -= read_items) < packs) return pack_shared(2 * b, item);
+      finish_pending(item - packs);
+    });
+    pending_ = 2 * b + 1;
+  }
+
+  // From da to dh of block b, and the first convolution's weight gradient.
+  template <class Read>
+  void stream_phase(int64_t b, const BackwardMaps<Operand>& maps, bool pack_next, int64_t read_items,
+                    const Read& read) {
+    Epilogue<Operand> epilogue{};
+    epilogue.operand = gradient_.operand;
+    epilogue.out = gradient_.sum;
+    epilogue.other = gradient_.sum;
+    epilogue.factor = job_.skip_scale;
+    const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
+    const int64_t packs = count_of(pack_next, shared_items());
+    worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
+      if (item < gradients) return weight_gradient(0, item, maps.stream, hidden_gradient_);
+      if ((item -= gradients) < geometry_.conv_items())
+        return convolution<Ending::kAdd>(2 * b, item, hidden_gradient_, false, maps.next_hidden, epilogue);
+      if ((item -= geometry_.conv_items()) < read_items) return read(item);
+      if ((item -= read_items) < packs) return pack_shared(2 * b - 1, item);
+      finish_pending(item - packs);
+    });
+    pending_ = 2 * b;
+  }
+
+  // which: 1 for the second convolution, from a (an operand as it is) and dh; 0 for the first, from h (the saved
+  // operand, or the stream itself where it was recomputed) and da (an operand as it is).
+  void weight_gradient(int which, int64_t item, const Operand* x, const Operand* dy) {
+    float* bank = job_.scratch.gradient[which];
+    float* bias_gradient = job_.scratch.bias_gradient[which];
+    if constexpr (is_pair<Operand>()) {
+      weight_gradient_item(geometry_, item, x, dy, bank, bias_gradient, scratch_);
+    } else {
+      const bool round_x = job_.round_operands && which == 0 && job_.saved.every > 0;
+      const bool round_gradient = job_.round_operands && which == 1;
+      const auto run = round_x ? weight_gradient_item<true, false>
+                               : round_gradient ? weight_gradient_item<false, true> : weight_gradient_item<false, false>;
+      run(geometry_, item, x, dy, job_.scratch.zeros, bank, bias_gradient, scratch_);
+    }
+  }
+
+  // What dh is scaled by before the second convolution's output gradient; the first convolution's is da itself.
+  float factor(int64_t convolution) const { return convolution % 2 ? job_.skip_scale : 1.0f; }
+
+  int64_t shared_items() const { return count_of(!geometry_.own_banks, geometry_.channel_blocks); }
+
+  void pack_shared(int64_t convolution, int64_t item) { pack(convolution, item, job_.scratch.bank[convolution % 2]); }
+
+  void pack(int64_t convolution, int64_t block, const Bank& bank) {
+    pack_backward<1>(job_, geometry_, convolution, block, factor(convolution), bank, scratch_);
+  }
+
+  // An item of the data gradient of `convolution`.
+  template <Ending kEnding>
+  void convolution(int64_t convolution, int64_t item, const Operand* map, bool round_map, const Operand* next,
+                   const Epilogue<Operand>& epilogue) {
+    const Bank& bank = banks_.of(convolution, item,
+                                 [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
+    convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
+                              {upcoming_weights(job_.v, geometry_, convolution, -1, item), upcoming_map(next, item)},
+                              scratch_, *job_.poisoned);
+  }
+
+  // What item `item` of a convolution fetches of the map that the next phase's weight gradient reads: it was saved long
+  // ago, and half of it perhaps by another worker. Nothing where it would crowd out what is in use.
+  Upcoming upcoming_map(const Operand* map, int64_t item) const {
+    constexpr int64_t kMost = int64_t{1} << 18;  // a quarter of the second-level cache, or less
+    const int64_t items = geometry_.conv_items(), workers = worker_.count();
+    const bool divided = geometry_.wgrad_slices >= workers;
+    const int64_t bytes = map && job_.parameters ? geometry_.operand_size() * int64_t{sizeof(float)} : 0;
+    if (bytes > kMost * (divided ? workers : 1)) return {};
+    const Upcoming all{reinterpret_cast<const char*>(map), bytes};
+    if (divided) return all.part(item, items);
+    const int64_t parts = divide_up(items, workers);
+    return all.part(item % parts, parts);
+  }
+
+  // The convolution whose weight gradient the last phase summed is finished in the next one.
+  int64_t pending_items() const { return count_of(pending_ >= 0 && job_.parameters, geometry_.channel_blocks); }
+
+  void finish_pending(int64_t item) {
+    const int which = pending_ % 2;
+    finish_gradient<1>(job_, pending_, item, factor(pending_), job_.scratch.gradient[which],
+                    job_.scratch.bias_gradient[which], scratch_);
+  }
+
+  void finish_phase() {
+    worker_.phase({pending_items()}, [&](int64_t item) { finish_pending(item); });
+    pending_ = -1;
+  }
+
+  StageForward as_forward() const {
+    StageForward forward{};
+    forward.geometry = geometry_;
+    forward.v = job_.v;
+    forward.g = job_.g;
+    forward.bias = job_.bias;
+    forward.skip_scale = job_.skip_scale;
+    forward.round_operands = job_.round_operands;
+    forward.scratch = job_.scratch;
+    forward.poisoned = job_.poisoned;
+    return forward;
+  }
+
+  const StageBackward& job_;
+  const Geometry& geometry_;
+  Worker& worker_;
+  float* scratch_;
+  StreamMap<Operand> gradient_;  // dh
+  Operand* hidden_gradient_;     // da
+  Banks<Geometry> banks_;
+  int64_t pending_ = -1;
+};
+
+template <class Operand>
+inline void backward(const StageBackward& job, Worker& worker) {
+  Backward<Operand>(job, worker).run();
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,24 @@
+// The table of one instruction set's kernels; included by layer_<isa>.cpp.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/layer/layer.h"
+#include "cpu/layer/epilogue.h"
+#include "cpu/layer/rows.h"
+#include "cpu/linear/small.h"
+#include "cpu/linear/driver.h"
+#include "cpu/layer/norm_rows.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+const LayerKernels layer_kernels = {
+    norms, scaled, gradient, epilogue, mask, small_linear, small_linear_backward, norm_kernels<float, float>(),
+    norm_kernels<uint16_t, float>(), norm_kernels<double, double>()};
+
+#if defined(__x86_64__) && WNFUSED_VECTOR_BITS > 128
+const LinearKernels linear_kernels = {
+    Singles::kEntries, nullptr, linear_forward<Singles, float>, linear_backward<Singles, float>};
+#endif
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

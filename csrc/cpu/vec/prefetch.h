@@ -1,0 +1,50 @@
+// Fetching ahead what will be read, or written.
+#pragma once
+
+#include "cpu/vec/vec.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Parameters that the next phase will pack. In a network deeper than the cache they come from memory, which would
+// otherwise be idle while convolutions run.
+struct Upcoming {
+  const char* data;
+  int64_t bytes;
+
+  WNFUSED_INLINE Upcoming part(int64_t index, int64_t parts) const {
+    const int64_t begin = bytes * index / parts;
+    return {data + begin, bytes * (index + 1) / parts - begin};
+  }
+
+  WNFUSED_INLINE void prefetch() const {
+    constexpr int kSecondLevel = 2;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, kSecondLevel);
+  }
+};
+
+// What no cache near may have: parameters and, of a backward, a saved map, which the next phase reads; and the bank of this
+// one, if it was packed by an earlier call.
+struct Ahead {
+  Upcoming weights, map;
+  bool bank = false;
+
+  WNFUSED_INLINE Ahead part(int64_t index, int64_t parts) const {
+    return {weights.part(index, parts), map.part(index, parts), bank};
+  }
+
+  WNFUSED_INLINE void prefetch() const {
+    weights.prefetch();
+    map.prefetch();
+  }
+};
+
+// As the only core's that has it. Processors without the instruction do nothing.
+WNFUSED_INLINE void prefetch_for_writing(const void* line) {
+#if defined(__x86_64__)
+  __asm__ __volatile__("prefetchw %0" : : "m"(*static_cast<const char*>(line)));
+#else
+  __builtin_prefetch(line, 1);
+#endif
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,149 @@
+// Blocks of 16 channels in float or bfloat16 memory, and the last, partial one of a run. Included once per instruction
+// set, as vec.h is.
+#pragma once
+
+#include "cpu/vec/vec.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// 16 doubles, with the words that a Block has.
+typedef double NativeDouble __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
+constexpr int kDoubleParts = 2 * kParts;
+
+struct Doubles {
+  NativeDouble part[kDoubleParts];
+};
+
+#define WNFUSED_FOR_DOUBLES WNFUSED_UNROLL for (int i = 0; i < kDoubleParts; ++i)
+
+WNFUSED_INLINE Doubles load(const double* source) {
+  Doubles block;
+  WNFUSED_FOR_DOUBLES __builtin_memcpy(&block.part[i], source + i * (kNativeLanes / 2), sizeof(NativeDouble));
+  return block;
+}
+
+WNFUSED_INLINE void store(double* target, const Doubles& block) {
+  WNFUSED_FOR_DOUBLES __builtin_memcpy(target + i * (kNativeLanes / 2), &block.part[i], sizeof(NativeDouble));
+}
+
+WNFUSED_INLINE Doubles operator+(const Doubles& a, const Doubles& b) {
+  Doubles sum;
+  WNFUSED_FOR_DOUBLES sum.part[i] = a.part[i] + b.part[i];
+  return sum;
+}
+
+WNFUSED_INLINE Doubles operator-(const Doubles& a, const Doubles& b) {
+  Doubles difference;
+  WNFUSED_FOR_DOUBLES difference.part[i] = a.part[i] - b.part[i];
+  return difference;
+}
+
+WNFUSED_INLINE Doubles operator*(const Doubles& a, const Doubles& b) {
+  Doubles product;
+  WNFUSED_FOR_DOUBLES product.part[i] = a.part[i] * b.part[i];
+  return product;
+}
+
+WNFUSED_INLINE Doubles multiply_add(const Doubles& a, const Doubles& b, const Doubles& c) {
+  Doubles result;
+  WNFUSED_FOR_DOUBLES result.part[i] = a.part[i] * b.part[i] + c.part[i];
+  return result;
+}
+
+WNFUSED_INLINE double sum_of(const Doubles& a) {
+  double lanes[kLanes];
+  store(lanes, a);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+// value, or 0 where `key` is 0.
+WNFUSED_INLINE Block where_not_zero(const Block& key, const Block& value) {
+  const Native nothing{};
+  Block result;
+  WNFUSED_FOR_PARTS result.part[i] = key.part[i] == nothing ? nothing : value.part[i];
+  return result;
+}
+
+WNFUSED_INLINE Doubles where_not_zero(const Doubles& key, const Doubles& value) {
+  const NativeDouble nothing{};
+  Doubles result;
+  WNFUSED_FOR_DOUBLES result.part[i] = key.part[i] == nothing ? nothing : value.part[i];
+  return result;
+}
+
+// The block that entries of type T are worked on in.
+template <class T>
+struct BlockFor {
+  using type = Block;
+};
+template <>
+struct BlockFor<double> {
+  using type = Doubles;
+};
+template <class T>
+using BlockOf = typename BlockFor<T>::type;
+
+template <class B>
+WNFUSED_INLINE B splat_of(double value) {
+  if constexpr (std::is_same_v<B, Doubles>) {
+    Doubles block;
+    WNFUSED_FOR_DOUBLES block.part[i] = value - NativeDouble{};
+    return block;
+  } else {
+    return splat(static_cast<float>(value));
+  }
+}
+
+template <class B>
+WNFUSED_INLINE B zero_of() {
+  return splat_of<B>(0);
+}
+
+// The first `count` < 16 entries; the others read as 0.
+template <class T>
+WNFUSED_INLINE BlockOf<T> load(const T* source, int64_t count) {
+  T entries[kLanes] = {};
+  __builtin_memcpy(entries, source, count * sizeof(T));  // a pair of bfloat16 taken for a float may lie at any address
+  return load(entries);
+}
+
+template <class T>
+WNFUSED_INLINE void store(T* target, const BlockOf<T>& block, int64_t count) {
+  T entries[kLanes];
+  store(entries, block);
+  __builtin_memcpy(target, entries, count * sizeof(T));
+}
+
+// body(i, move) over a run of `length` entries, where `move` loads and stores a whole or the last, partial block.
+struct Whole {
+  template <class T>
+  WNFUSED_INLINE BlockOf<T> load(const T* source) const { return WNFUSED_ISA::load(source); }
+  template <class T>
+  WNFUSED_INLINE void store(T* target, const BlockOf<T>& block) const { WNFUSED_ISA::store(target, block); }
+};
+
+struct Partial {
+  int64_t count;
+  template <class T>
+  WNFUSED_INLINE BlockOf<T> load(const T* source) const { return WNFUSED_ISA::load(source, count); }
+  template <class T>
+  WNFUSED_INLINE void store(T* target, const BlockOf<T>& block) const { WNFUSED_ISA::store(target, block, count); }
+};
+
+template <class Body>
+WNFUSED_INLINE void for_blocks(int64_t length, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) body(i, Whole{});
+  if (i < length) body(i, Partial{length - i});
+}
+
+// visit(pointer) with the entries' own type.
+template <class Visit>
+WNFUSED_INLINE void with_entries(const Values& values, const Visit& visit) {
+  if (values.bfloat16) visit(static_cast<uint16_t*>(values.data));
+  else visit(static_cast<float*>(values.data));
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,245 @@
+// A block of 16 channels as the kernels see it.
+//
+//   Block = 16 floats = | 1 x 512 bit |  or | 2 x 256 bit |  or | 4 x 128 bit |
+//                          avx512              avx2               portable
+//
+// Every layout is made of 16-channel blocks, whatever the width of the machine's vectors, so that the
+// kernels are written once, against Block, and only the register tile (how many Blocks of accumulators fit) differs.
+// Vectors are those of the GCC/Clang vector extension; an intrinsic appears only where the extension has no word for
+// the instruction (fused multiply-add, shuffles).
+//
+// Each translation unit is of one instruction set: it defines WNFUSED_ISA (the namespace) and WNFUSED_VECTOR_BITS
+// (target_<isa>.h), and includes the kernels once.
+#pragma once
+
+#include "cpu/vec/lanes.h"
+
+#define WNFUSED_INLINE inline __attribute__((always_inline))
+#define WNFUSED_UNROLL _Pragma("GCC unroll 16")
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+constexpr int kNativeLanes = WNFUSED_VECTOR_BITS / 32;
+constexpr int kParts = kLanes / kNativeLanes;
+
+typedef float Native __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
+typedef int32_t NativeInt __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
+typedef uint32_t NativeBits __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
+typedef uint16_t NativeHalf __attribute__((vector_size(WNFUSED_VECTOR_BITS / 16)));
+
+struct Block {
+  Native part[kParts];
+};
+
+WNFUSED_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+WNFUSED_INLINE Native native_splat(float value) {
+#if WNFUSED_VECTOR_BITS == 512
+  return _mm512_set1_ps(value);
+#elif WNFUSED_VECTOR_BITS == 256
+  return _mm256_set1_ps(value);
+#else
+  return Native{value, value, value, value};
+#endif
+}
+
+WNFUSED_INLINE Native native_multiply_add(Native a, Native b, Native c) {
+#if WNFUSED_VECTOR_BITS == 512
+  return _mm512_fmadd_ps(a, b, c);
+#elif WNFUSED_VECTOR_BITS == 256
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+#define WNFUSED_FOR_PARTS WNFUSED_UNROLL for (int i = 0; i < kParts; ++i)
+
+WNFUSED_INLINE Block load(const float* source) {
+  Block block;
+  WNFUSED_FOR_PARTS __builtin_memcpy(&block.part[i], source + i * kNativeLanes, sizeof(Native));
+  return block;
+}
+
+WNFUSED_INLINE void store(float* target, const Block& block) {
+  WNFUSED_FOR_PARTS __builtin_memcpy(target + i * kNativeLanes, &block.part[i], sizeof(Native));
+}
+
+WNFUSED_INLINE Block splat(float value) {
+  Block block;
+  WNFUSED_FOR_PARTS block.part[i] = native_splat(value);
+  return block;
+}
+
+WNFUSED_INLINE Block zero() { return splat(0.0f); }
+
+WNFUSED_INLINE Block operator+(const Block& a, const Block& b) {
+  Block sum;
+  WNFUSED_FOR_PARTS sum.part[i] = a.part[i] + b.part[i];
+  return sum;
+}
+
+WNFUSED_INLINE Block operator-(const Block& a, const Block& b) {
+  Block difference;
+  WNFUSED_FOR_PARTS difference.part[i] = a.part[i] - b.part[i];
+  return difference;
+}
+
+WNFUSED_INLINE Block operator-(const Block& a) {
+  Block negated;
+  WNFUSED_FOR_PARTS negated.part[i] = -a.part[i];
+  return negated;
+}
+
+WNFUSED_INLINE Block operator*(const Block& a, const Block& b) {
+  Block product;
+  WNFUSED_FOR_PARTS product.part[i] = a.part[i] * b.part[i];
+  return product;
+}
+
+// a * b + c
+WNFUSED_INLINE Block multiply_add(const Block& a, const Block& b, const Block& c) {
+  Block result;
+  WNFUSED_FOR_PARTS result.part[i] = native_multiply_add(a.part[i], b.part[i], c.part[i]);
+  return result;
+}
+
+// max(a, 0), where NaN stays NaN as in torch.relu (a hardware max returns its second operand instead).
+WNFUSED_INLINE Block relu(const Block& a) {
+  const Native nothing{};
+  Block result;
+  WNFUSED_FOR_PARTS result.part[i] = a.part[i] <= nothing ? nothing : a.part[i];
+  return result;
+}
+
+// gradient where the activation passed the ReLU, 0 elsewhere; a NaN activation passes, as in torch.
+WNFUSED_INLINE Block relu_mask(const Block& activation, const Block& gradient) {
+  const Native nothing{};
+  Block result;
+  WNFUSED_FOR_PARTS result.part[i] = activation.part[i] <= nothing ? nothing : gradient.part[i];
+  return result;
+}
+
+// gradient where the activation is above 0, slope * gradient elsewhere; a NaN activation counts as negative in a leaky
+// ReLU, as in torch. Of the activation's own argument in the place of `gradient` it is the leaky ReLU.
+WNFUSED_INLINE Block leaky_mask(const Block& activation, const Block& gradient, const Block& slope) {
+  const Native nothing{};
+  Block result;
+  WNFUSED_FOR_PARTS result.part[i] =
+      activation.part[i] > nothing ? gradient.part[i] : slope.part[i] * gradient.part[i];
+  return result;
+}
+
+// Nearest bfloat16, ties to even, still held as fp32; NaN stays a (quiet) NaN.
+WNFUSED_INLINE Block round_to_bfloat16(const Block& a) {
+  Block result;
+  WNFUSED_FOR_PARTS {
+    const NativeBits bits = (NativeBits)a.part[i];
+    const NativeBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    const NativeBits quiet = (bits | 0x00400000u) & 0xffff0000u;
+    const NativeInt is_number = a.part[i] == a.part[i];
+    result.part[i] = is_number ? (Native)rounded : (Native)quiet;
+  }
+  return result;
+}
+
+WNFUSED_INLINE float from_bfloat16(uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+WNFUSED_INLINE uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  if (value != value) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+WNFUSED_INLINE Block load(const uint16_t* source) {
+  Block block;
+  WNFUSED_FOR_PARTS {
+    NativeHalf half;
+    __builtin_memcpy(&half, source + i * kNativeLanes, sizeof half);
+    block.part[i] = (Native)(__builtin_convertvector(half, NativeBits) << 16);
+  }
+  return block;
+}
+
+WNFUSED_INLINE void store(uint16_t* target, const Block& block) {
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+  // The instruction takes denormals for zero.
+  constexpr int kDenormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(block.part[0], kDenormal) == 0, 1)) {
+    const __m256i converted = (__m256i)_mm512_cvtneps_pbh(block.part[0]);
+    __builtin_memcpy(target, &converted, sizeof converted);
+    return;
+  }
+#endif
+  const Block rounded = round_to_bfloat16(block);
+  WNFUSED_FOR_PARTS {
+    const NativeHalf half = __builtin_convertvector((NativeBits)rounded.part[i] >> 16, NativeHalf);
+    __builtin_memcpy(target + i * kNativeLanes, &half, sizeof half);
+  }
+}
+
+// The sums of halves, of quarters and so on, in that order for every width of vectors.
+WNFUSED_INLINE float sum_of(const Block& a) {
+#if WNFUSED_VECTOR_BITS > 128
+#if WNFUSED_VECTOR_BITS == 512
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.part[0]), 1));
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.part[0]), high);
+#else
+  const __m256 eight = _mm256_add_ps(a.part[0], a.part[1]);
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  float lanes[kLanes];
+  store(lanes, a);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+#endif
+}
+
+// r[i][j] <-> r[j][i]
+WNFUSED_INLINE void transpose(Block (&r)[kLanes]) {
+#if WNFUSED_VECTOR_BITS == 512
+  __m512 t[16];
+  WNFUSED_UNROLL for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_ps(r[2 * i].part[0], r[2 * i + 1].part[0]);
+    t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i].part[0], r[2 * i + 1].part[0]);
+  }
+  __m512 u[16];
+  WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(t[4 * i]), b = _mm512_castps_pd(t[4 * i + 1]);
+    const __m512d c = _mm512_castps_pd(t[4 * i + 2]), d = _mm512_castps_pd(t[4 * i + 3]);
+    u[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+    u[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    u[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+    u[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+  }
+  WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_f32x4(u[i], u[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_f32x4(u[i], u[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0xdd);
+  }
+  WNFUSED_UNROLL for (int i = 0; i < 8; ++i) {
+    r[i].part[0] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+    r[i + 8].part[0] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+  }
+#else
+  float tile[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i) store(tile[i], r[i]);
+  float flipped[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < kLanes; ++j) flipped[j][i] = tile[i][j];
+  for (int i = 0; i < kLanes; ++i) r[i] = load(flipped[i]);
+#endif
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

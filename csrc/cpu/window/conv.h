@@ -1,0 +1,395 @@
+// A convolution over any window (window.h), by register tiles that read the map where it lies.
+//
+//   row r of a tile: the channels of source pixel r, moved by the tap    bank [tap][output block][channel][16 lanes]
+//        broadcast channel k     x     vector k of the bank   ->   accumulator [r][output block]
+//
+// Floor: C taps multiply-adds a pixel and output.
+#pragma once
+
+#include "cpu/conv/layer_job.h"
+#include "cpu/products/register_tiles.h"
+#include "cpu/window/source.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// The units of a panel: where their channels lie in the source, before a tap's offset, and which pixels of the target
+// they are. Rows up to a multiple of kRowMultiple repeat the first one.
+struct Units {
+  int64_t count;
+  const float* source[kMaxPanelRows];
+  int64_t target[kMaxPanelRows];
+  int32_t level[kMaxPanelRows], row[kMaxPanelRows], column[kMaxPanelRows];  // in the source, unless it is pointwise
+  Triple low, high;  // the least and the greatest of these
+};
+
+WNFUSED_INLINE Triple least(const Triple& a, const Triple& b) {
+  return {smaller(a.level, b.level), smaller(a.row, b.row), smaller(a.column, b.column)};
+}
+
+WNFUSED_INLINE Triple greatest(const Triple& a, const Triple& b) {
+  return {-smaller(-a.level, -b.level), -smaller(-a.row, -b.row), -smaller(-a.column, -b.column)};
+}
+
+inline void locate_units(const Window& window, const Grid& grid, const float* map, int64_t first, int64_t count,
+                         Units& units) {
+  const int64_t pixel = window.pixel;
+  units.count = count;
+  if (window.is_pointwise()) {
+    for (int64_t t = 0; t < count; ++t) {
+      units.source[t] = map + (first + t) * pixel;
+      units.target[t] = first + t;
+    }
+    const Triple& size = window.source_size;
+    units.low = {0, 0, 0};
+    units.high = {size.level - 1, size.row - 1, size.column - 1};
+  } else {
+    const Triple &size = grid.size, &step = window.source_step, &target_step = window.target_step;
+    const int64_t images = window.target.images, positions = size.product();
+    int64_t image, position;
+    if (window.by_position) image = first % images, position = first / images;
+    else image = first / positions, position = first % positions;
+    const int64_t line0 = position / size.column;
+    int64_t d = line0 / size.row, i = line0 % size.row, j = position % size.column;
+    units.low = {d * step.level, i * step.row, j * step.column};
+    units.high = units.low;
+    const auto next_position = [&] {
+      if (++j < size.column) return true;
+      j = 0;
+      if (++i < size.row) return true;
+      i = 0;
+      if (++d < size.level) return true;
+      d = 0;
+      return false;
+    };
+    for (int64_t t = 0; t < count; ++t) {
+      const Triple at{d * step.level, i * step.row, j * step.column};
+      units.source[t] = map + (image * window.padded_pixels() + window.padded_offset(at)) * pixel;
+      const int64_t level = grid.origin.level + d * target_step.level, row = grid.origin.row + i * target_step.row;
+      units.target[t] = (image * window.target.height + level * window.target_size.row + row) * window.target.width +
+                        grid.origin.column + j * target_step.column;
+      units.level[t] = static_cast<int32_t>(at.level);
+      units.row[t] = static_cast<int32_t>(at.row);
+      units.column[t] = static_cast<int32_t>(at.column);
+      units.low = least(units.low, at);
+      units.high = greatest(units.high, at);
+      if (window.by_position) {
+        if (++image < images) continue;
+        image = 0;
+        next_position();
+      } else if (!next_position()) {
+        ++image;
+      }
+    }
+    for (int64_t t = count; t < round_up_rows(count); ++t) {
+      units.level[t] = units.level[0];
+      units.row[t] = units.row[0];
+      units.column[t] = units.column[0];
+    }
+  }
+  for (int64_t t = count; t < round_up_rows(count); ++t) units.source[t] = units.source[0];
+}
+
+// Whether some unit may meet a pixel of the map there, not only what is beyond it.
+WNFUSED_INLINE bool touches(const Window& window, const Units& units, const Tap& tap) {
+  const Triple &low = units.low, &high = units.high, &size = window.source_size;
+  return high.level + tap.level >= 0 && low.level + tap.level < size.level && high.row + tap.row >= 0 &&
+         low.row + tap.row < size.row && high.column + tap.column + window.tap_columns > 0 &&
+         low.column + tap.column < size.column;
+}
+
+// Whether every unit meets a pixel of the map there. A border, where the source has one, is part of the map.
+WNFUSED_INLINE bool all_meet(const Window& window, const Units& units, const Tap& tap) {
+  const Triple &low = units.low, &high = units.high, &size = window.source_size;
+  return window.has_border() ||
+         (low.level + tap.level >= 0 && high.level + tap.level < size.level && low.row + tap.row >= 0 &&
+          high.row + tap.row < size.row && low.column + tap.column >= 0 && high.column + tap.column < size.column);
+}
+
+// Which units meet a pixel of the map at a tap, asked one by one. 32 bits hold every place in a map that is small enough
+// for these kernels (conv_layer.cpp).
+class Meeting {
+ public:
+  Meeting(const Window& window, const Units& units, const Tap& tap)
+      : units_(units), level_(static_cast<int32_t>(tap.level)), row_(static_cast<int32_t>(tap.row)),
+        column_(static_cast<int32_t>(tap.column)), levels_(static_cast<uint32_t>(window.source_size.level)),
+        rows_(static_cast<uint32_t>(window.source_size.row)),
+        columns_(static_cast<uint32_t>(window.source_size.column)) {}
+
+  WNFUSED_INLINE bool is_inside(int64_t t) const {
+    return (static_cast<uint32_t>(units_.level[t] + level_) < levels_) &
+           (static_cast<uint32_t>(units_.row[t] + row_) < rows_) &
+           (static_cast<uint32_t>(units_.column[t] + column_) < columns_);
+  }
+
+ private:
+  const Units& units_;
+  int32_t level_, row_, column_;
+  uint32_t levels_, rows_, columns_;
+};
+
+// Where the channels lie that a panel's rows meet at a tap, so many floats from a pointer each, and a bit for every row
+// that meets a pixel there.
+struct TapRows {
+  const float* const* rows;
+  int64_t offset;
+  uint64_t met;
+};
+
+// Rows beyond the map have zeros. `places`: memory for pointers.
+WNFUSED_INLINE TapRows tap_rows(const Window& window, const Units& units, const Tap& tap, const float* zeros,
+                                const float** places) {
+  static_assert(kMaxPanelRows <= 64);
+  const int64_t offset = window.tap_offset(tap) * window.pixel;
+  if (all_meet(window, units, tap)) return {units.source, offset, ~uint64_t{0}};
+  const Meeting meeting(window, units, tap);
+  const int64_t rows = round_up_rows(units.count);
+  for (int64_t t = 0; t < rows; ++t) places[t] = meeting.is_inside(t) ? units.source[t] + offset : zeros;
+  uint64_t met = 0;
+  for (int64_t t = 0; t < rows; ++t) met |= static_cast<uint64_t>(places[t] != zeros) << t;
+  return {places, 0, met};
+}
+
+// A tap that a panel meets, and its plane of the bank.
+struct Met {
+  TapRows at;
+  const float* bank;
+};
+
+// What becomes of the sums of a panel: of row t and block b, where they go and what is added to them, 16 b floats from
+// there. Rows that only fill a tile write to memory that nobody reads.
+struct PanelEnd {
+  float* target[kMaxPanelRows];
+  const float* added[kMaxPanelRows];  // the first null: nothing is added
+  const float* bias;                  // or null
+  Activation activation;
+  float slope;
+  int64_t channels;  // from the first block's on, that there is room for
+  int64_t next;  // from a block's outputs to those of the panel's next two, or of the next panel's first; 0: not known
+  Block poison;  // 0 while everything is finite, before its activation
+};
+
+// Any number of floats, not many.
+inline void put_floats(float* target, const float* source, int64_t count) {
+  for (; count >= kLanes; count -= kLanes, target += kLanes, source += kLanes) store(target, load(source));
+  copy_lanes(target, source, count);
+}
+
+// Row `row` and block `block` are the tile's first. An infinity stays one, whatever the activation, as torch's does.
+template <int Rows, int Cols>
+WNFUSED_INLINE void finish_tile(PanelEnd& end, int64_t row, int64_t block, Block (&sum)[Rows][Cols]) {
+  const int64_t channel = block * kLanes;
+  if (end.bias) {
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) {
+      const Block bias = load(end.bias + channel + c * kLanes);
+      WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) sum[r][c] = sum[r][c] + bias;
+    }
+  }
+  if (end.added[0]) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      const float* added = end.added[row + r] + channel;
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = load(added + c * kLanes) + sum[r][c];
+    }
+  }
+  Block poison = end.poison;
+  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) poison = multiply_add(sum[r][c], zero(), poison);
+  }
+  end.poison = poison;
+  if (end.activation == Activation::kRelu) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = relu(sum[r][c]);
+    }
+  } else if (end.activation == Activation::kLeakyRelu) {
+    const Block slope = splat(end.slope);
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = leaky_mask(sum[r][c], sum[r][c], slope);
+    }
+  }
+  if (channel + Cols * kLanes <= end.channels) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      float* target = end.target[row + r] + channel;
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(target + c * kLanes, sum[r][c]);
+    }
+  } else {
+    float values[Rows][Cols * kLanes];
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(values[r] + c * kLanes, sum[r][c]);
+    }
+    for (int r = 0; r < Rows; ++r) put_floats(end.target[row + r] + channel, values[r], end.channels - channel);
+  }
+}
+
+// What a panel multiplies: the taps it meets, `channels` of the source from `first_channel` on, and the bank from
+// `bank_offset` on, `col_stride` floats from one block to the next.
+struct PanelProducts {
+  const Met* taps;
+  int64_t tap_count, first_channel, channels, bank_offset, col_stride;
+  int64_t ahead;  // from a row to one that a tile soon after reads for the first time; 0: none does
+};
+
+template <int Rows, int Cols>
+inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, PanelEnd& end) {
+  if (end.next) {
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      const float* next = end.target[row + r] + (block * kLanes + end.next);
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) prefetch_for_writing(next + c * kLanes);
+    }
+  }
+  Block accumulator[Rows][Cols];
+  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[r][c] = zero();
+  }
+  constexpr uint64_t kTile = (uint64_t{1} << Rows) - 1;
+  for (int64_t p = 0; p < panel.tap_count; ++p) {
+    const TapRows& tap = panel.taps[p].at;
+    if ((tap.met >> row & kTile) == 0) continue;
+    const float* at[Rows];
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) at[r] = tap.rows[row + r] + (tap.offset + panel.first_channel);
+    const float* weights = panel.taps[p].bank + panel.bank_offset;
+    const int64_t run = panel.ahead ? kLanes : panel.channels;  // of channels, a line of memory
+    for (int64_t first = 0; first < panel.channels; first += run) {
+      if (panel.ahead) {
+        WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) __builtin_prefetch(at[r] + (first + panel.ahead));
+      }
+      const int64_t last = smaller(first + run, panel.channels);
+      _Pragma("GCC unroll 4") for (int64_t k = first; k < last; ++k, weights += kLanes) {
+        Block weight[Cols];
+        WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * panel.col_stride);
+        WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+          const Block value = splat(at[r][k]);
+          WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
+            accumulator[r][c] = multiply_add(value, weight[c], accumulator[r][c]);
+        }
+      }
+    }
+  }
+  finish_tile(end, row, block, accumulator);
+}
+
+// Whether, of so many output blocks, the first two can share a tile: they sum over the same channels.
+WNFUSED_INLINE bool takes_pair(const Window& window, int64_t output_block, int64_t blocks) {
+  return blocks >= 2 && output_block % window.group_blocks + 2 <= window.group_blocks;
+}
+
+// A pointer to each row wants a register, so there are no taller tiles.
+template <int Cols>
+inline void window_columns(const PanelProducts& panel, int64_t count, int64_t block, PanelEnd& end) {
+  const int64_t rows = round_up_rows(count);
+  int64_t r = 0;
+  for (; r + kPairRows <= rows; r += kPairRows) window_tile<kPairRows, Cols>(panel, r, block, end);
+  for (; r < rows; r += kRowMultiple) window_tile<kRowMultiple, Cols>(panel, r, block, end);
+}
+
+// What a window's items read and write. Maps in another layout than the kernels' are converted panel by panel where the
+// units are pixels in order (`given` in place of `own`).
+struct WindowMaps {
+  const LayerMap &source, &target, &residual;
+  const float* bias;
+  Activation activation;
+  float slope;
+};
+
+// Calls use(run, row) for the pieces of `count` pixels from number `first` on that lie in one image each; `row` counts
+// from `first`.
+template <class Use>
+WNFUSED_INLINE void for_images(const MapShape& shape, int64_t first, int64_t count, const Use& use) {
+  const int64_t pixels = shape.height * shape.width;
+  for (int64_t row = 0; row < count;) {
+    const int64_t image = (first + row) / pixels, begin = (first + row) % pixels;
+    const int64_t end = smaller(pixels, begin + count - row);
+    use(PixelRun{image, begin, end}, row);
+    row += end - begin;
+  }
+}
+
+// Where a panel's outputs go. `scratch`: of the panel's rows and blocks, what is written and what is added, if those are
+// not where they are, and a row that is not read.
+inline void aim_panel(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
+                      int64_t blocks, float* scratch, PanelEnd& end) {
+  const int64_t channels = blocks * kLanes, rows = window.conv_rows, pixel = window.target_pixel;
+  float *values = scratch, *added = values + rows * channels, *unread = added + rows * channels;
+  const bool residual = maps.residual.given.data != nullptr;
+  end = {};
+  end.bias = maps.bias ? maps.bias + first_block * kLanes : nullptr;
+  end.activation = maps.activation;
+  end.slope = maps.slope;
+  end.poison = zero();
+  end.channels = maps.target.own ? pixel - first_block * kLanes : channels;
+  if (maps.target.own) {
+    for (int64_t t = 0; t < units.count; ++t) {
+      const int64_t at = units.target[t] * pixel + first_block * kLanes;
+      end.target[t] = maps.target.own + at;
+      if (residual) end.added[t] = maps.residual.own + at;
+    }
+  } else {
+    if (residual)
+      for_images(window.target, units.target[0], units.count, [&](const PixelRun& run, int64_t row) {
+        read_pixels(some_blocks(window.target, first_block, blocks), some_blocks(maps.residual.given, first_block), run,
+                    added + row * channels);
+      });
+    for (int64_t t = 0; t < units.count; ++t) {
+      end.target[t] = values + t * channels;
+      if (residual) end.added[t] = added + t * channels;
+    }
+  }
+  for (int64_t t = units.count; t < round_up_rows(units.count); ++t) {
+    end.target[t] = unread;
+    end.added[t] = end.added[0];
+  }
+}
+
+// Item `item`: one chunk of a grid's units, one group of output blocks.
+inline void window_item(const Window& window, int64_t item, const WindowMaps& maps, const float* zeros,
+                        const float* bank, float* scratch, std::atomic<bool>& poisoned) {
+  const auto [chunk, group] = window.conv_item(item);
+  int64_t index = window.grid_count - 1;
+  while (window.grids[index].first_chunk > chunk) --index;
+  const Grid& grid = window.grids[index];
+  const int64_t first = (chunk - grid.first_chunk) * window.conv_rows, first_block = group * window.conv_group_blocks;
+  const int64_t blocks = smaller(window.conv_group_blocks, window.output_blocks - first_block);
+  const int64_t channels = window.pixel;
+  float *panel = scratch, *values = panel + window.conv_rows * channels;
+  Units units;
+  const float* source = maps.source.own ? maps.source.own : panel;
+  locate_units(window, grid, source, first, smaller(window.conv_rows, window.units(grid) - first), units);
+  if (source == panel) {
+    for_images(window.source, first, units.count, [&](const PixelRun& run, int64_t row) {
+      read_pixels(window.source, maps.source.given, run, panel + row * channels);
+    });
+    for (int64_t t = 0; t < round_up_rows(units.count); ++t)
+      units.source[t] = panel + smaller(t, units.count - 1) * channels;
+  }
+  Met met[kMaxWindowTaps];
+  const float* places[kMaxWindowTaps][kMaxPanelRows];
+  int64_t count = 0;
+  for (int64_t k = 0; k < grid.taps; ++k) {
+    const Tap& tap = window.taps[grid.first_tap + k];
+    if (!touches(window, units, tap)) continue;
+    met[count] = {tap_rows(window, units, tap, zeros, places[count]), bank + tap.plane * window.plane_stride};
+    ++count;
+  }
+  PanelEnd end;
+  aim_panel(window, maps, units, first_block, blocks, values, end);
+  // A tensor that was just allocated is in no cache.
+  const bool fresh = maps.target.is_in_place() && window.is_run();
+  const int64_t ahead = maps.source.is_in_place() && window.is_pointwise() ? 2 * kPairRows * channels : 0;
+  for (int64_t b = 0; b < blocks;) {
+    const int64_t block = first_block + b;
+    const bool pair = kCols == 2 && takes_pair(window, block, blocks - b);
+    const auto run = pair ? window_columns<kCols> : window_columns<1>;
+    end.next = 0;
+    if (fresh) end.next = b + kCols < blocks ? kCols * kLanes : window.conv_rows * window.target_pixel - b * kLanes;
+    run({met, count, window.first_channel(block), window.depth, block * window.block_floats(),
+         window.block_floats(), b == 0 ? ahead : 0},
+        units.count, b, end);
+    b += pair ? kCols : 1;
+  }
+  if (!maps.target.own)
+    for_images(window.target, units.target[0], units.count, [&](const PixelRun& run, int64_t row) {
+      write_pixels(some_blocks(window.target, first_block, blocks), values + row * blocks * kLanes, run,
+                   some_blocks(maps.target.given, first_block));
+    });
+  if (sum_of(end.poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

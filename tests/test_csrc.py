@@ -1,0 +1,78 @@
+"""The C++ sources: includes flow one way, and nothing plain is compiled for an instruction set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[1] / "csrc"
+CPU = CSRC / "cpu"
+FOLDERS = re.findall(r"^\| `([a-z0-9_]+)/` \|", (CSRC / "README.md").read_text(), re.M)
+"""Those of csrc/cpu as its README lists them, from the bottom up."""
+
+FILES = [pytest.param(file, id=str(file.relative_to(CPU))) for file in sorted(CPU.rglob("*.*"))]
+TARGETS = sorted((CPU / "targets").glob("*.cpp"))
+OPENS = re.compile(r'#include "cpu/targets/target_(?!end)\w+\.h"|#define WNFUSED_ISA ')
+
+
+def included(text: str) -> list[str]:
+    return re.findall(r'^#include [<"]([^">]+)[">]', text, re.M)
+
+
+def reached(names: Iterable[str]) -> set[str]:
+    """The headers that these includes bring, directly or not; those of other libraries by their names alone."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            if (CSRC / name).exists():
+                waiting += included((CSRC / name).read_text())
+    return found
+
+
+def is_kernel(name: str) -> bool:
+    """Whether a header is of an instruction set, or opens or closes the part of a file that is."""
+    if name.startswith("cpu/targets/target_") or name == "immintrin.h":
+        return True
+    return (CSRC / name).exists() and "WNFUSED_ISA" in (CSRC / name).read_text()
+
+
+def plain_in_target(text: str) -> set[str]:
+    """The plain headers that a file of ``targets`` meets only after it opened its target."""
+    opened = OPENS.search(text)
+    assert opened, "no target"
+    before, after = (reached(included(part)) for part in (text[: opened.start()], text[opened.start() :]))
+    assert not any(map(is_kernel, before)), "a kernel outside of a target"
+    return {name for name in after - before if not is_kernel(name)}
+
+
+def test_the_readme_lists_every_folder() -> None:
+    assert sorted(FOLDERS) == sorted(folder.name for folder in CPU.iterdir() if folder.is_dir())
+    assert not [file for file in CPU.iterdir() if file.is_file()]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_includes_flow_one_way(file: Path) -> None:
+    own = FOLDERS.index(file.parent.name)
+    names = [name for name in included(file.read_text()) if name.startswith("cpu/")]
+    assert all((CSRC / name).exists() for name in names)
+    later = [name for name in names if FOLDERS.index(name.split("/")[1]) > own]
+    assert not later, f"{file.parent.name} comes before these"
+
+
+@pytest.mark.parametrize("file", TARGETS, ids=lambda file: file.name)
+def test_targets_compile_nothing_plain(file: Path) -> None:
+    assert plain_in_target(file.read_text()) == set()
+
+
+def test_a_plain_header_in_a_target_is_found() -> None:
+    kernels = '#include "cpu/targets/target_avx2.h"\n#include "cpu/stage/driver.h"\n'
+    assert "cpu/conv/division.h" in plain_in_target(kernels)
+    assert "cpu/conv/division.h" not in plain_in_target('#include "cpu/conv/division.h"\n' + kernels)
+    with pytest.raises(AssertionError, match="outside"):
+        plain_in_target('#include "cpu/stage/driver.h"\n' + kernels)
