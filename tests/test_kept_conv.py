@@ -128,6 +128,24 @@ def test_gradients_of_the_input_run_as_always():
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["pieces", "transposed", "transposed over two dims"])
+def test_a_residual_where_nothing_is_kept(name):
+    layer, x = layer_and_input(name)
+    layer.requires_grad_(False)
+    residual = torch.randn_like(layer(x))
+    x.requires_grad_()
+
+    def outputs():
+        yield layer(x, residual=residual)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            yield layer(x, residual=residual.bfloat16())
+
+    wanted = list(outputs())
+    with wnfused.frozen(layer):
+        for found, expected in zip(outputs(), wanted, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", ["winograd", "pieces", "direct", "transposed"])
 @pytest.mark.parametrize("which", ["x", "weight"])
 def test_values_that_are_not_finite(name, which):

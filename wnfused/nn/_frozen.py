@@ -40,7 +40,7 @@ class ByPixels(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         # A compiled function serves inputs of every size.
         few = not torch.compiler.is_compiling() and input.numel() <= self.entries
-        y: Tensor = (self.few if few else self.many).forward(input, residual)
+        y: Tensor = (self.few if few else self.many).forward(input, residual=residual)
         return y
 
 
@@ -68,5 +68,6 @@ class Kept(nn.Module):
         y = kept_conv(self.kernel, input, self.weights, residual, self.banks, self.constants)
         if y is not None:
             return y
-        output: Tensor = self.layer.forward(input, residual)
+        # A transposed layer's second argument is another one.
+        output: Tensor = self.layer.forward(input, residual=residual)
         return output

@@ -102,8 +102,8 @@ bool divide_groups(int64_t least, G& geometry) {
   constexpr int64_t kCache = 3 << 16;  // floats
   const int64_t block = geometry.planes * geometry.block_floats();
   if (!geometry.weights_dominate || geometry.conv_group_blocks * block <= kCache) return false;
-  geometry.conv_group_blocks = std::clamp<int64_t>(kCache / block, std::min(least, geometry.output_blocks),
-                                                   geometry.conv_group_blocks);
+  const int64_t most = geometry.conv_group_blocks;
+  geometry.conv_group_blocks = std::clamp(kCache / block, std::min(least, most), most);
   geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
   geometry.plane_stride = geometry.conv_group_blocks * geometry.block_floats() + kLanes;
   geometry.weights_stay = geometry.own_banks = geometry.group_banks = true;

@@ -220,7 +220,7 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   const int64_t rows = Parts::kTransposed ? job.input.channels : job.output.channels;
   const int64_t row_blocks = divide_up(rows, kLanes);
   const auto measure = [&](int64_t block) {
-    measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm, scratch);
+    measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm, scratch + job.scratch.packing);
   };
   const auto pack_shared = [&](int64_t block) { Parts::pack(job, block, job.scratch.bank[0], job.norm, scratch); };
   const int64_t norms_first = count_of(Parts::kTransposed && !job.is_packed(), row_blocks);

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <vector>
 
-#include "cpu/layer/tensor.h"
+#include "cpu/layer/passes.h"
 #include "cpu/machine/isa.h"
 
 namespace wnfused::cpu {

@@ -194,7 +194,11 @@ Tensor lasting_floats(int64_t floats) {
   const int64_t room = (floats / kLine + 2) * kLine;  // a line between any two
   if (room > kSlabFloats / 2) return empty_floats(floats);
   std::unique_ptr<Slab> slab(filling.exchange(nullptr));
-  if (slab && slab->memory.use_count() == 1) slab->used = 0;
+  if (slab && slab->memory.use_count() == 1) {
+    // Whatever the last one's owner did with it is over.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    slab->used = 0;
+  }
   if (!slab || !slab->has_room(room))
     slab = std::make_unique<Slab>(Slab{std::make_shared<Tensor>(empty_floats(kSlabFloats + kLine)), 0});
   float* data = aligned(*slab->memory) + slab->used;

@@ -2,6 +2,9 @@
 // layer (conv_routes.h).
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/layer/checks.h"
+#include "cpu/layer/formats.h"
+#include "cpu/layer/gains.h"
 #include "cpu/ops/conv_routes.h"
 #include "ops.h"
 

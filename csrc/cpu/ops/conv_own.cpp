@@ -1,4 +1,6 @@
 // Convolution layers on the kernels of conv_layer.h, or nothing where these leave them to the vendor's.
+#include "cpu/layer/checks.h"
+#include "cpu/layer/formats.h"
 #include "cpu/ops/conv_choice.h"
 #include "cpu/ops/conv_routes.h"
 

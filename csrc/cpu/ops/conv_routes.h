@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/conv_layer/conv_layer.h"
+#include "cpu/layer/formats.h"
 #include "cpu/layer/tensor.h"
 #include "cpu/ops/conv_extents.h"
 #include "cpu/ops/kept_banks.h"

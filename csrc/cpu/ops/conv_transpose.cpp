@@ -6,6 +6,9 @@
 // (wnfused/backends/native.py).
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/layer/checks.h"
+#include "cpu/layer/formats.h"
+#include "cpu/layer/gains.h"
 #include "cpu/layer/tensor.h"
 #include "cpu/ops/conv_choice.h"
 #include "cpu/ops/conv_extents.h"

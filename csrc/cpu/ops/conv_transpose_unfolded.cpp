@@ -1,5 +1,7 @@
 #include "cpu/ops/conv_transpose_unfolded.h"
 
+#include "cpu/layer/formats.h"
+#include "cpu/layer/passes.h"
 #include "cpu/ops/linear_routes.h"
 
 namespace wnfused::cpu {

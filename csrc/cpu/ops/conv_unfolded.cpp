@@ -6,6 +6,8 @@
 // Rows are in the order of a row of v. A 1x1 convolution of a channels_last map has X = x.
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/layer/checks.h"
+#include "cpu/layer/formats.h"
 #include "cpu/ops/conv_choice.h"
 #include "cpu/ops/conv_routes.h"
 #include "cpu/ops/linear_routes.h"

@@ -6,6 +6,10 @@
 // z [N, C, spatial] is a matrix of lines along C (channels_last) or along the map (NCHW), and each pass of ours works
 // line by line. Floor beside the products: v once, z read and written once; backward dy, y, dz (and s dz) and dw, v, dv
 // once each.
+#include "cpu/layer/checks.h"
+#include "cpu/layer/formats.h"
+#include "cpu/layer/gains.h"
+#include "cpu/layer/passes.h"
 #include "cpu/ops/conv_routes.h"
 
 namespace wnfused::cpu {

@@ -2,6 +2,8 @@
 // (linear_routes.h).
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/layer/checks.h"
+#include "cpu/layer/gains.h"
 #include "cpu/ops/linear_routes.h"
 #include "ops.h"
 

@@ -1,6 +1,7 @@
 // The choice of instruction set for a linear layer's products, their memory, and how rows are shared out.
 #include "cpu/linear/linear_layer.h"
 
+#include "cpu/layer/gains.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/ops/linear_routes.h"

@@ -1,6 +1,10 @@
 // The choice among the ways through a linear layer (linear_routes.h), and the pass over dy before the products.
 #include "cpu/ops/linear_routes.h"
 
+#include "cpu/layer/formats.h"
+#include "cpu/layer/gains.h"
+#include "cpu/layer/passes.h"
+
 namespace wnfused::cpu {
 namespace {
 

@@ -6,6 +6,7 @@
 //      vendor     the vendor's products, where nothing better is to be had for the processor
 #pragma once
 
+#include "cpu/layer/formats.h"
 #include "cpu/layer/tensor.h"
 #include "cpu/linear/linear_layer.h"
 

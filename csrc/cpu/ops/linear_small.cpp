@@ -1,6 +1,8 @@
 // A linear layer with a handful of rows of x (small.h).
 #include <atomic>
 
+#include "cpu/layer/gains.h"
+#include "cpu/layer/passes.h"
 #include "cpu/ops/linear_routes.h"
 
 namespace wnfused::cpu {

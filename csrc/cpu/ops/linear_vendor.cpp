@@ -9,6 +9,9 @@
 //
 // A float32 weight of a bfloat16 x is scaled and rounded in one pass, which is eager's cast; so is a weight whose scale
 // cannot wait (layer.h).
+#include "cpu/layer/formats.h"
+#include "cpu/layer/gains.h"
+#include "cpu/layer/passes.h"
 #include "cpu/ops/linear_routes.h"
 
 namespace wnfused::cpu {

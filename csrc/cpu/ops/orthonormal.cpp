@@ -7,6 +7,7 @@
 
 #include "cpu/layer/tensor.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/parallel.h"
 #include "ops.h"
 
 namespace wnfused {

@@ -2,6 +2,8 @@
 // take the layer: weights that are normalised along another dim than their rows (wnfused/backends/native_composed.py).
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/layer/checks.h"
+#include "cpu/layer/formats.h"
 #include "cpu/ops/conv_routes.h"
 #include "ops.h"
 

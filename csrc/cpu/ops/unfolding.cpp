@@ -2,8 +2,10 @@
 
 #include <atomic>
 
+#include "cpu/layer/gains.h"
 #include "cpu/linear/linear_layer.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/parallel.h"
 #include "cpu/ops/conv_extents.h"
 
 namespace wnfused::cpu {

@@ -15,7 +15,10 @@
 #include <functional>
 #include <type_traits>
 
+#include "cpu/layer/formats.h"
+#include "cpu/layer/gains.h"
 #include "cpu/layer/tensor.h"
+#include "cpu/machine/parallel.h"
 #include "ops.h"
 
 namespace wnfused {
