@@ -30,6 +30,8 @@ SHAPES = [
     (2, 16, 5, 7), (1, 24, 9, 4), (5, 3, 6, 5), (2, 1, 3, 3), (5, 16, 1, 1), (3, 24, 1, 6), (2, 32, 2, 5),
     (1, 128, 4, 4), (1, 160, 5, 3), (40, 16, 3, 3), (5, 40, 2, 1),
 ]  # fmt: skip
+# Banks larger than a worker's cache, packed group by group: one chunk of tiles, two of them, channels of no whole block.
+WIDE = [(1, 384, 8, 8), (9, 320, 5, 7), (40, 256, 4, 5), (2, 250, 6, 6)]
 
 
 def sample(n, c, h, w, blocks=3):
@@ -91,6 +93,37 @@ def test_matches_float64(shape, isa):
     # Where a pre-activation is 0 but for rounding, the gradient of either side is right.
     passes = (maps[:, 1] > 0).permute(0, 1, 4, 2, 3)
     assert_close(run(arguments, dy, 0.9), expected(arguments, dy, 0.9, passes), 3)
+
+
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+def test_wide_stages_match_float64(shape, isa):
+    if isa not in ("avx512", "avx2"):
+        pytest.skip("slow, and the same code as the others'")
+    arguments, dy = sample(*shape, blocks=2), torch.randn(shape)
+    _, norm, maps = kernels.residual_stage(*arguments, 0.9, 0, True)
+    passes = (maps[:, 1] > 0).permute(0, 1, 4, 2, 3)
+    alone, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3, 2):
+            torch.set_num_threads(count)
+            alone.append([*run(arguments, dy, 0.9), *kernels.residual_stage(*arguments, 0.9, 0, False)[:2]])
+    finally:
+        torch.set_num_threads(threads)
+    assert_close(alone[0], expected(arguments, dy, 0.9, passes), 2)
+    assert distance(norm, arguments[1].double().flatten(3).norm(dim=3)) < 1e-6
+    for other in [*alone[1:], [*run(arguments, dy, 0.9, 1), alone[0][0], norm]]:
+        for a, b in zip(other, alone[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_wide_stage_of_an_empty_batch():
+    shape = (0, 320, 8, 8)
+    arguments = sample(*shape, blocks=1)
+    y, norm, _ = kernels.residual_stage(*arguments, 0.9, 0, True)
+    assert y.shape == shape
+    assert distance(norm, arguments[1].double().flatten(3).norm(dim=3)) < 1e-6
+    dv = run(arguments, torch.randn(shape))[2]
+    assert torch.equal(dv, torch.zeros_like(dv))
 
 
 @pytest.mark.parametrize("recompute", [1, 3, 5])

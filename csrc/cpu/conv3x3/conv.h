@@ -342,6 +342,15 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   multiply_rows(taps, touching, depth, rows, blocks, col_stride, product.at(0, 0, 0), product.rows * kLanes);
 }
 
+// Whether the panel of the item's chunk was left by the item before, whose chunk `gathered` is; it is this one's then.
+WNFUSED_INLINE bool reuses_panel(const Geometry& geometry, int64_t item, int64_t& gathered) {
+  if (!geometry.group_banks) return false;
+  const int64_t chunk = geometry.conv_item(item).part;
+  const bool same = gathered == chunk;
+  gathered = chunk;
+  return same;
+}
+
 // Item `item` of a convolution: one chunk of units, one group of output blocks. gathered: the last item that ran on this
 // scratch was one of the same chunk, by Winograd's method in two dims.
 template <Ending kEnding>

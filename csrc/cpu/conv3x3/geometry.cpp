@@ -57,7 +57,7 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
   geometry.tile_cols = divide_up(width, geometry.tile);
   geometry.units = geometry.images * geometry.tile_rows * geometry.tile_cols;
   geometry.planes = geometry.is_winograd() ? (geometry.tile + 2) * (geometry.tile + 2) : kTaps;
-  geometry.plane_stride = geometry.padded_channels * geometry.padded_outputs + kLanes;
+  geometry.plane_stride = geometry.gradient_stride = geometry.padded_channels * geometry.padded_outputs + kLanes;
 
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams
   // past from the second level, and 32 rows halve that stream.
@@ -72,7 +72,7 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
 }
 
 void pack_by_groups(Geometry& geometry) {
-  if (!geometry.is_winograd() || geometry.level_taps > 1) return;
+  if (!geometry.is_winograd() || geometry.level_taps > 1 || geometry.units == 0) return;
   // A panel is used again by every group of one chunk.
   if (divide_groups(1, geometry)) {
     geometry.conv_rows = std::min<int64_t>(kMaxPanelRows, divide_up(geometry.units, kLanes) * kLanes);

@@ -38,6 +38,7 @@ struct Geometry : MapShape, Division {
   // tile_cols an image.
   int64_t tile, tile_rows, tile_cols, units;
   int64_t planes, plane_stride;  // of a bank; the stride is padded so that planes do not share cache sets
+  int64_t gradient_stride;       // of a weight gradient's bank, which is of all output blocks
 
   // Pairs of bfloat16 (pairs.h). A bank is [segments][output block][segment_depth / 2][16 lanes][2].
   int64_t segments, segment_depth;
@@ -51,7 +52,7 @@ struct Geometry : MapShape, Division {
   bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
   int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
   int64_t taps() const { return kTaps * level_taps; }  // of the kernel
-  int64_t gradient_size() const { return taps() * plane_stride; }
+  int64_t gradient_size() const { return taps() * gradient_stride; }
   int64_t block_floats() const { return padded_channels * kLanes; }  // of an output block of a plane
   int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
   int64_t bank_size() const {

@@ -231,7 +231,7 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
 template <int kLevelTaps>
 inline void sum_slices(const Geometry& geometry, const float* bank, float* target) {
   for (int k = 0; k < kLevelTaps * kTaps; ++k) {
-    const float* tap = bank + k * geometry.plane_stride;
+    const float* tap = bank + k * geometry.gradient_stride;
     Block sum = load(tap);
     for (int64_t s = 1; s < geometry.wgrad_slices; ++s) sum = sum + load(tap + s * geometry.gradient_size());
     store(target + k * kLanes, sum);

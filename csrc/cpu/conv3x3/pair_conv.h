@@ -167,7 +167,7 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const uint16_t* map, bool, const float*,
                              const float* bank, const Epilogue<uint16_t>& epilogue, const Ahead& ahead,
-                             float* scratch, std::atomic<bool>& poisoned) {
+                             float* scratch, std::atomic<bool>& poisoned, bool = false) {
   const auto [part, group] = geometry.conv_item(item);
   const int64_t first_block = group * geometry.conv_group_blocks;
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);

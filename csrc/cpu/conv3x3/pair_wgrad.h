@@ -123,7 +123,8 @@ WNFUSED_INLINE void multiply_taps(const Geometry& geometry, const GradientChunk&
   int64_t offsets[kMaxGroups];
   const int64_t tile = geometry.pair_rows, groups = geometry.padded_channels / tile;
   PairProduct product{chunk.segments, segments, geometry.wgrad_depth, geometry.wgrad_plane, geometry.wgrad_run * kLanes,
-                      chunk.bank + tap * geometry.plane_stride, geometry.padded_channels * kLanes, chunk.accumulate, false};
+                      chunk.bank + tap * geometry.gradient_stride, geometry.padded_channels * kLanes, chunk.accumulate,
+                      false};
   for (int64_t first = 0; first < groups; first += kMaxGroups) {
     const int64_t count = smaller(kMaxGroups, groups - first);
     for (int64_t g = 0; g < count; ++g) offsets[g] = (first + g) * tile * geometry.wgrad_plane;
@@ -188,7 +189,7 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const u
   chunk.gradients = reinterpret_cast<uint16_t*>(scratch + panel_floats(geometry.wgrad_inputs()));
   chunk.bank = banks + slice * geometry.gradient_size() + first_block * block_stride;
   for (int64_t tap = 0; begin >= end && tap < kTaps; ++tap)
-    __builtin_memset(chunk.bank + tap * geometry.plane_stride, 0, blocks * block_stride * sizeof(float));
+    __builtin_memset(chunk.bank + tap * geometry.gradient_stride, 0, blocks * block_stride * sizeof(float));
   Block bias_gradient[kMaxGroupBlocks];
   for (Block& sum : bias_gradient) sum = zero();
   for (int64_t part = begin; part < end; ++part) {

@@ -81,7 +81,7 @@ struct Sums {
 template <int M>
 inline void reduce_sums(const Geometry& geometry, const Sums& sums, int64_t floats, float* bank) {
   for (int64_t i = 0; i < floats; i += kLanes)
-    filter_gradient<M>(sums.data + i, sums.plane_stride, bank + i, geometry.plane_stride);
+    filter_gradient<M>(sums.data + i, sums.plane_stride, bank + i, geometry.gradient_stride);
 }
 
 // bank (+)= panel' x gradients for every input block of one plane.
@@ -103,7 +103,7 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   const int64_t first_block = group * geometry.wgrad_group_blocks;
   const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.output_blocks - first_block);
   const int64_t block_stride = geometry.padded_channels * kLanes;
-  const int64_t level_bank = level * kTaps * geometry.plane_stride, step = level - geometry.level_taps / 2;
+  const int64_t level_bank = level * kTaps * geometry.gradient_stride, step = level - geometry.level_taps / 2;
   float* bank = banks + slice * geometry.gradient_size() + level_bank + first_block * block_stride;
   float* bias_gradient = step == 0 ? bias_gradients + slice * geometry.padded_outputs : nullptr;
   const int64_t begin = slice * geometry.wgrad_slice_units;
@@ -111,12 +111,12 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   // Winograd's first panel writes every plane; a tap that no pixel of the slice reaches would stay unwritten.
   const bool direct = geometry.method == Method::kDirect;
   for (int tap = 0; tap < kTaps && (direct || begin >= end); ++tap)
-    __builtin_memset(bank + tap * geometry.plane_stride, 0, blocks * block_stride * sizeof(float));
+    __builtin_memset(bank + tap * geometry.gradient_stride, 0, blocks * block_stride * sizeof(float));
   if (bias_gradient) __builtin_memset(bias_gradient + first_block * kLanes, 0, blocks * kLanes * sizeof(float));
 
   const Panel panel(scratch, geometry.wgrad_rows, geometry.channel_blocks);
   const Panel gradients(scratch + geometry.planes * panel.plane_stride, geometry.wgrad_rows, blocks);
-  const Sums sums = direct ? Sums{bank, geometry.plane_stride}
+  const Sums sums = direct ? Sums{bank, geometry.gradient_stride}
                            : Sums{gradients.data + geometry.planes * gradients.plane_stride, geometry.sums_stride()};
   const auto gather_inputs = geometry.tile == 4 ? gather_tiles<4, RoundX> : gather_tiles<2, RoundX>;
   const auto gather_gradients = direct               ? gather_pixel_gradients<RoundGradient>

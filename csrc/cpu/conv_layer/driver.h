@@ -1,8 +1,6 @@
 // The phases of a single convolution layer (conv_layer.h).
 #pragma once
 
-#include <utility>
-
 #include "cpu/conv/banks.h"
 #include "cpu/conv/maps.h"
 #include "cpu/conv3x3/pack.h"
@@ -56,7 +54,8 @@ struct WinogradParts : PlainMapParts<Geometry> {
     // A tensor that was just allocated is in no cache.
     epilogue.fresh = maps.target.is_in_place() && !geometry.weights_stay ? maps.target.own : nullptr;
     convolution_item<Ending::kLayer>(geometry, item, maps.source.own, false, job.scratch.zeros, bank, epilogue,
-                                     {{}, {}, job.is_packed()}, scratch, *job.poisoned, reuses(geometry, item, gathered));
+                                     {{}, {}, job.is_packed()}, scratch, *job.poisoned,
+                                     reuses_panel(geometry, item, gathered));
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
@@ -71,13 +70,6 @@ struct WinogradParts : PlainMapParts<Geometry> {
   }
 
  private:
-  // Whether the panel of the item's chunk was left by the item before.
-  static bool reuses(const G& geometry, int64_t item, int64_t& gathered) {
-    if (!geometry.group_banks) return false;
-    const int64_t chunk = geometry.conv_item(item).part;
-    return std::exchange(gathered, chunk) == chunk;
-  }
-
   template <class Use>
   static void with_level_taps(const G& geometry, const Use& use) {
     if (geometry.level_taps == 1) use(std::integral_constant<int, 1>());

@@ -81,6 +81,7 @@ int64_t workers_for(const Geometry& geometry, bool parameters) {
 // Pieces that the forward and the backward share.
 void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& scratch) {
   lay_out_common(arena, geometry, 2, workers, worker_floats(geometry), scratch);
+  scratch.packing = packing_offset(geometry);
   scratch.stream = arena.take(geometry.map_size());
   if (geometry.is_pairs()) scratch.operand = arena.take(geometry.operand_size());
 }
@@ -138,7 +139,9 @@ void run_stage(const Tensor& x, int64_t blocks, Job& job, bool parameters, const
                Run StageKernels::*run) {
   const int64_t images = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
   const auto float_geometry = [&](Method method) {
-    return make_geometry(images, channels, height, width, blocks, method, worker_limit());
+    Geometry geometry = make_geometry(images, channels, height, width, blocks, method, worker_limit());
+    pack_by_groups(geometry);
+    return geometry;
   };
   const bool bfloat16 = is_bfloat16(x);
   Method method = preferred_method(images, height, width);

@@ -35,6 +35,7 @@ WNFUSED_INLINE Upcoming weights_of(const Parameter& v, const Geometry& geometry,
 // goes: of the convolution that is packed in the phase after this one, all of it for every worker that packs it all.
 WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution,
                                          int64_t step, int64_t item) {
+  if (geometry.group_banks) return {nullptr, 0};  // v is more than a cache holds
   const Upcoming all = weights_of(v, geometry, convolution + (geometry.own_banks ? step : 2 * step));
   const int64_t parts = geometry.fetch_parts;
   return all.part(item % parts, parts);
@@ -93,7 +94,7 @@ class Forward {
   // Items to be prepared before convolution `first`.
   int64_t first_items() const { return geometry_.own_banks ? 0 : geometry_.channel_blocks; }
 
-  void prepare_first(int64_t first, int64_t item) const { pack(first, item, job_.scratch.bank[first % 2]); }
+  void prepare_first(int64_t first, int64_t item) const { pack(first, item, job_.scratch.bank[first % 2], norm_); }
 
   // First convolution of block b; after it, unless it is the last one, comes the second.
   void hidden(int64_t b, const BlockMaps<Operand>& maps, bool last) {
@@ -121,20 +122,24 @@ class Forward {
   template <Ending kEnding>
   void phase(int64_t convolution, const Operand* map, bool round_map, Epilogue<Operand>& epilogue, bool last) {
     const bool own = geometry_.own_banks;
-    const int64_t prepared = count_of(own ? norm_ != nullptr : !last, geometry_.channel_blocks);
+    float* packed_norm = own && !packs_once() ? nullptr : norm_;
+    const int64_t prepared = count_of(own ? norm_ != packed_norm : !last, geometry_.channel_blocks);
+    int64_t gathered = -1;
     worker_.phase({geometry_.conv_items(), prepared}, [&](int64_t item) {
       if (item < geometry_.conv_items()) {
         const Bank& bank = banks_.of(convolution, item,
-                                     [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
+                                     [&](int64_t block, const Bank& target) {
+                                       pack(convolution, block, target, packed_norm);
+                                     });
         epilogue.bias = bank.bias;
         convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
                                   {upcoming_weights(job_.v, geometry_, convolution, 1, item), {}}, scratch_,
-                                  *job_.poisoned);
+                                  *job_.poisoned, reuses_panel(geometry_, item, gathered));
       } else if (own) {
         measure_norms(job_.v, geometry_.outputs, geometry_.channels * kTaps, convolution, item - geometry_.conv_items(),
-                      norm_, scratch_);
+                      norm_, scratch_ + job_.scratch.packing);
       } else {
-        pack(convolution + 1, item - geometry_.conv_items(), job_.scratch.bank[(convolution + 1) % 2]);
+        pack(convolution + 1, item - geometry_.conv_items(), job_.scratch.bank[(convolution + 1) % 2], norm_);
       }
     });
   }
@@ -146,8 +151,14 @@ class Forward {
     else return saved && job_.saved.in_place && !geometry_.weights_stay ? map : nullptr;
   }
 
-  void pack(int64_t convolution, int64_t block, const Bank& bank) const {
-    pack_forward<1>(job_, convolution, block, bank, geometry_.own_banks ? nullptr : norm_, scratch_);
+  // Whether a row is packed by one worker and once: it is measured then, too. Nothing is packed for an empty batch.
+  bool packs_once() const {
+    if (worker_.is_alone()) return geometry_.conv_chunks > 0;
+    return geometry_.weights_stay && geometry_.conv_chunks == 1;
+  }
+
+  void pack(int64_t convolution, int64_t block, const Bank& bank, float* norm) const {
+    pack_forward<1>(job_, convolution, block, bank, norm, scratch_ + job_.scratch.packing);
   }
 
   const StageForward& job_;
@@ -318,6 +329,7 @@ class Backward {
     epilogue.round = job_.round_operands;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
     const int64_t packs = shared_items();
+    gathered_ = -1;
     worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(1, item, maps.hidden, gradient_.operand);
       if ((item -= gradients) < geometry_.conv_items())
@@ -340,6 +352,7 @@ class Backward {
     epilogue.factor = job_.skip_scale;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
     const int64_t packs = count_of(pack_next, shared_items());
+    gathered_ = -1;
     worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(0, item, maps.stream, hidden_gradient_);
       if ((item -= gradients) < geometry_.conv_items())
@@ -354,6 +367,7 @@ class Backward {
   // which: 1 for the second convolution, from a (an operand as it is) and dh; 0 for the first, from h (the saved
   // operand, or the stream itself where it was recomputed) and da (an operand as it is).
   void weight_gradient(int which, int64_t item, const Operand* x, const Operand* dy) {
+    gathered_ = -1;
     float* bank = job_.scratch.gradient[which];
     float* bias_gradient = job_.scratch.bias_gradient[which];
     if constexpr (is_pair<Operand>()) {
@@ -375,7 +389,7 @@ class Backward {
   void pack_shared(int64_t convolution, int64_t item) { pack(convolution, item, job_.scratch.bank[convolution % 2]); }
 
   void pack(int64_t convolution, int64_t block, const Bank& bank) {
-    pack_backward<1>(job_, geometry_, convolution, block, factor(convolution), bank, scratch_);
+    pack_backward<1>(job_, geometry_, convolution, block, factor(convolution), bank, scratch_ + job_.scratch.packing);
   }
 
   // An item of the data gradient of `convolution`.
@@ -386,7 +400,7 @@ class Backward {
                                  [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
     convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
                               {upcoming_weights(job_.v, geometry_, convolution, -1, item), upcoming_map(next, item)},
-                              scratch_, *job_.poisoned);
+                              scratch_, *job_.poisoned, reuses_panel(geometry_, item, gathered_));
   }
 
   // What item `item` of a convolution fetches of the map that the next phase's weight gradient reads: it was saved long
@@ -408,6 +422,7 @@ class Backward {
 
   void finish_pending(int64_t item) {
     const int which = pending_ % 2;
+    gathered_ = -1;
     finish_gradient<1>(job_, pending_, item, factor(pending_), job_.scratch.gradient[which],
                     job_.scratch.bias_gradient[which], scratch_);
   }
@@ -438,6 +453,7 @@ class Backward {
   Operand* hidden_gradient_;     // da
   Banks<Geometry> banks_;
   int64_t pending_ = -1;
+  int64_t gathered_ = -1;  // the chunk whose panel is in scratch memory
 };
 
 template <class Operand>
