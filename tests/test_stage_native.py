@@ -30,7 +30,7 @@ SHAPES = [
     (2, 16, 5, 7), (1, 24, 9, 4), (5, 3, 6, 5), (2, 1, 3, 3), (5, 16, 1, 1), (3, 24, 1, 6), (2, 32, 2, 5),
     (1, 128, 4, 4), (1, 160, 5, 3), (40, 16, 3, 3), (5, 40, 2, 1),
 ]  # fmt: skip
-# Banks larger than a worker's cache, packed group by group: one chunk of tiles, two of them, channels of no whole block.
+# Banks larger than a worker's cache, packed group by group: one chunk of tiles, two of them, blocks that are not full.
 WIDE = [(1, 384, 8, 8), (9, 320, 5, 7), (40, 256, 4, 5), (2, 250, 6, 6)]
 
 
