@@ -168,8 +168,8 @@ def takes_few_pixels(v: Tensor, groups: int, transposed: bool) -> bool:
 def takes_linear(v: Tensor) -> bool:
     """Whether a linear layer is multiplied here, and large enough to be faster than a plain one.
 
-    The instruction sets are those that ``linear_kernels()`` (``csrc/cpu/ops/linear_products.cpp``) has for any number of
-    rows.
+    The instruction sets are those that ``linear_kernels()`` (``csrc/cpu/ops/linear_products.cpp``) has for any number
+    of rows.
     """
     if not v.is_cpu or v.numel() < 2**16:
         return False
