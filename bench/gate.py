@@ -64,8 +64,8 @@ def tolerance(workload: Workload, precision: str) -> Tolerance:
             inner, depth = n * k * k, 1
         case WindowLayer(channels=n, kernel=k, size=size, groups=groups):
             inner, depth = n // groups * k ** len(size), 1
-        case Network(depth=depth):
-            inner = 64 * 9
+        case Network(depth=depth, width=width):
+            inner = 64 * width * 9
         case Converted():
             inner, depth = max(models.rows(workload)), len(models.rows(workload))
         case _:

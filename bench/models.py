@@ -28,8 +28,8 @@ def plain(workload: Workload) -> nn.Module:
             return nn.Sequential(*(PlainResidualBlock(n, n) for _ in range(blocks)))
         case Converted(network=network):
             return NETWORKS[network]()
-        case Network(depth=depth, in_channels=channels):
-            return wnfused.models.wrn(depth, in_channels=channels, norm="none")
+        case Network(depth=depth, width=width, in_channels=channels):
+            return wnfused.models.wrn(depth, width=width, in_channels=channels, norm="none")
     raise TypeError(f"workload: {type(workload).__name__} has no module")
 
 
@@ -55,8 +55,8 @@ def ours(workload: Workload) -> nn.Module:
             return wnfused.WNResidualStage(n, n, blocks)
         case Converted():
             return wnfused.convert(eager(workload))
-        case Network(depth=depth, in_channels=channels):
-            return wnfused.models.wrn(depth, in_channels=channels)
+        case Network(depth=depth, width=width, in_channels=channels):
+            return wnfused.models.wrn(depth, width=width, in_channels=channels)
     raise TypeError(f"workload: {type(workload).__name__} has no module")
 
 

@@ -96,10 +96,10 @@ def tables() -> dict[str, list[str]]:
 
 def _networks(rows: Rows) -> list[str]:
     lines = []
-    for batch in (1, 8, 32):
+    for network, batch in (*(("WRN-304", batch) for batch in (1, 8, 32)), ("WRN-28-10", 1), ("WRN-28-10", 8)):
         for name, title in ((FORWARD, "forward"), (BACKWARD, "forward + backward")):
-            row = _find(rows, f"WRN-304, batch {batch}", name, "network")
-            first = (f"WRN-304, 32x32, batch {batch}" if batch == 1 else f"batch {batch}") if name == FORWARD else ""
+            row = _find(rows, f"{network}, batch {batch}", name, "network")
+            first = (f"{network}, 32x32, batch {batch}" if batch == 1 else f"batch {batch}") if name == FORWARD else ""
             lines.append(f"| {first} | {title} | {_ratio(row, 'eager')} | {_ratio(row, 'plain cl')} |")
     digits = "WRN-1000, 8x8, batch 64"
     lines.append(f"| WRN-1000, digits, batch 64 | training step | {_ratio(_find(rows, digits, STEP), 'eager')} | |")

@@ -85,12 +85,13 @@ class Stage(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Workload):
-    """A whole WRN of width 1 and ``depth = 6 N + 4`` on ``x [batch, in_channels, size, size]``, ten classes."""
+    """A whole WRN of ``depth = 6 N + 4`` on ``x [batch, in_channels, size, size]``, ten classes."""
 
     depth: int
     batch: int
     size: int = 32
     in_channels: int = 3
+    width: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,19 +234,22 @@ def _windows() -> list[Workload]:
 
 
 def _stage() -> list[Workload]:
-    # The three stages of a WRN of width 1, what they become on digits, and the two wider tuned widths.
+    # The three stages of a WRN of width 1, what they become on digits, and the two wider tuned widths; then those of
+    # WRN-28-10, whose blocks are four a stage, one of them the transition.
     shapes = ((16, 32, 8), (32, 16, 8), (64, 8, 8), (64, 2, 64), (128, 8, 8), (160, 8, 8))
+    wide = ((160, 32, 1), (320, 16, 1), (640, 8, 1), (640, 8, 8))
     return [
         Stage(
             group="stage",
-            name=f"{channels} channels, {size}x{size}, batch {batch}, 20 blocks",
+            name=f"{channels} channels, {size}x{size}, batch {batch}, {blocks} blocks",
             channels=channels,
             size=size,
             batch=batch,
-            blocks=20,
+            blocks=blocks,
             peers=("eager", "plain", "plain cl"),
             quick=(channels, size) == (32, 16),
         )
+        for shapes, blocks in ((shapes, 20), (wide, 3))
         for channels, size, batch in shapes
     ]
 
@@ -284,6 +288,17 @@ def _network() -> list[Workload]:
             peers=("eager", "plain cl", "compile"),
         )
         for batch in (1, 32)
+    ]
+    found += [
+        Network(
+            group="network",
+            name=f"WRN-28-10, batch {batch}",
+            depth=28,
+            width=10,
+            batch=batch,
+            peers=("eager", "eager cl", "plain", "plain cl"),
+        )
+        for batch in (1, 8)
     ]
     return found
 

@@ -122,6 +122,7 @@ def cases(isa: str) -> dict[str, Case]:
         (linear, halves),
         (conv, halves),
         (wide_layer, halves[:1]),
+        (wide_stage, halves),
     ):
         for dtype in dtypes:
             todo[named(run, dtype)] = functools.partial(run, dtype=dtype)
@@ -133,8 +134,18 @@ def named(run: Callable[..., None], dtype: torch.dtype, *more: str) -> str:
 
 
 def stage(draw: random.Random, dtype: torch.dtype, method: str) -> None:
-    blocks, skip_scale = draw.randint(0, 4), draw.uniform(0.5, 1)
-    x, v, g, bias = stage_arguments(draw, stage_shape(draw, dtype, method), blocks)
+    a_stage(draw, dtype, stage_shape(draw, dtype, method), draw.randint(0, 4))
+
+
+def wide_stage(draw: random.Random, dtype: torch.dtype) -> None:
+    """More weights than a worker's cache holds: packed group by group."""
+    shape = draw.choice((0, 1, 2, 20)), draw.randint(250, 300), draw.randint(4, 9), draw.randint(4, 9)
+    a_stage(draw, dtype, shape, 1)
+
+
+def a_stage(draw: random.Random, dtype: torch.dtype, shape: tuple[int, int, int, int], blocks: int) -> None:
+    skip_scale = draw.uniform(0.5, 1)
+    x, v, g, bias = stage_arguments(draw, shape, blocks)
     dy = strided(draw, normal(draw, *x.shape)).to(dtype)
     x = strided(draw, x).to(dtype)
     if draw.random() < 0.3:
