@@ -26,7 +26,7 @@ constexpr bool is_operand(Ending ending) {
 
 // What a convolution reads is an Operand: float, in the map's own layout, or bfloat16 (uint16_t), [N, H, W, C].
 template <class Operand>
-struct Epilogue {
+struct ConvEpilogue {
   Operand* operand;      // kRelu, kMask, kLayer: the output. Else, where operands are bfloat16, the rounded copy of it
   float* out;            // kResidual, kAdd
   const float* other;    // kResidual, kAdd, kLayer
@@ -78,7 +78,7 @@ WNFUSED_INLINE Block activated(const Block& value, Activation activation, float 
 // value is looked at before it: a transform may overflow to -infinity where the convolution is finite, and 0 would hide
 // that. What a mask lets pass shows in dh.
 template <Ending kEnding, class G, class Operand>
-WNFUSED_INLINE void finish_pixel(const G& geometry, const Epilogue<Operand>& epilogue, int64_t pixel,
+WNFUSED_INLINE void finish_pixel(const G& geometry, const ConvEpilogue<Operand>& epilogue, int64_t pixel,
                                  int64_t channel_block, const Block& accumulator, const Block& bias, Block& poison) {
   constexpr bool kPairs = sizeof(Operand) == sizeof(uint16_t);
   const int64_t offset = pixel * geometry.padded_outputs + channel_block * kLanes;

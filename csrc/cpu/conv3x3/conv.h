@@ -191,10 +191,10 @@ inline bool gather_tap(const Geometry& geometry, const float* map, int64_t first
 // Block `b` of the product, which is output block `channel_block`, for `count` tiles. False if not all is finite.
 template <int M, Ending kEnding>
 inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
-                          int64_t channel_block, int64_t b, const Epilogue<float>& shared_epilogue) {
+                          int64_t channel_block, int64_t b, const ConvEpilogue<float>& shared_epilogue) {
   // Copies of its own: the compiler must not fear that the stores change them.
   const Geometry geometry = shared_geometry;
-  const Epilogue<float> epilogue = shared_epilogue;
+  const ConvEpilogue<float> epilogue = shared_epilogue;
   const int64_t plane_stride = product.plane_stride;
   const Block bias = epilogue.bias ? load(epilogue.bias + channel_block * kLanes) : zero();
   Block poison = zero();
@@ -222,9 +222,9 @@ inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product,
 // The same for `count` pixels.
 template <Ending kEnding>
 inline bool scatter_pixels(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
-                           int64_t channel_block, int64_t b, const Epilogue<float>& shared_epilogue) {
+                           int64_t channel_block, int64_t b, const ConvEpilogue<float>& shared_epilogue) {
   const Geometry geometry = shared_geometry;
-  const Epilogue<float> epilogue = shared_epilogue;
+  const ConvEpilogue<float> epilogue = shared_epilogue;
   const Block bias = epilogue.bias ? load(epilogue.bias + channel_block * kLanes) : zero();
   Block poison = zero();
   Unit unit = unit_at(geometry, first);
@@ -236,7 +236,7 @@ inline bool scatter_pixels(const Geometry& shared_geometry, const Panel& product
 
 template <Ending kEnding>
 inline bool scatter(const Geometry& geometry, const Panel& product, int64_t first, int64_t count,
-                    int64_t channel_block, int64_t b, const Epilogue<float>& epilogue) {
+                    int64_t channel_block, int64_t b, const ConvEpilogue<float>& epilogue) {
   const auto run = geometry.method == Method::kWinograd4   ? scatter_tiles<4, kEnding>
                    : geometry.method == Method::kWinograd2 ? scatter_tiles<2, kEnding>
                                                            : scatter_pixels<kEnding>;
@@ -342,20 +342,38 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   multiply_rows(taps, touching, depth, rows, blocks, col_stride, product.at(0, 0, 0), product.rows * kLanes);
 }
 
-// Whether the panel of the item's chunk was left by the item before, whose chunk `gathered` is; it is this one's then.
-WNFUSED_INLINE bool reuses_panel(const Geometry& geometry, int64_t item, int64_t& gathered) {
-  if (!geometry.group_banks) return false;
-  const int64_t chunk = geometry.conv_item(item).part;
-  const bool same = gathered == chunk;
-  gathered = chunk;
-  return same;
+// What a worker's item left in its scratch memory for the next one: the panel of a chunk, or those of a slice.
+class LeftPanels {
+ public:
+  enum class Of { kNothing, kChunk, kSlice };
+
+  // Whether they are there, which they are from now on.
+  WNFUSED_INLINE bool hold(Of what, int64_t part) {
+    const bool same = of_ == what && part_ == part;
+    of_ = what;
+    part_ = part;
+    return same;
+  }
+
+  WNFUSED_INLINE void forget() { of_ = Of::kNothing; }
+
+ private:
+  Of of_ = Of::kNothing;
+  int64_t part_ = 0;
+};
+
+// Whether the panel of a convolution's item is there.
+WNFUSED_INLINE bool finds_panel(const Geometry& geometry, int64_t item, LeftPanels& left) {
+  if (geometry.group_banks) return left.hold(LeftPanels::Of::kChunk, geometry.conv_item(item).part);
+  left.forget();
+  return false;
 }
 
 // Item `item` of a convolution: one chunk of units, one group of output blocks. gathered: the last item that ran on this
 // scratch was one of the same chunk, by Winograd's method in two dims.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
-                             const float* zeros, const float* bank, const Epilogue<float>& epilogue,
+                             const float* zeros, const float* bank, const ConvEpilogue<float>& epilogue,
                              const Ahead& ahead, float* scratch, std::atomic<bool>& poisoned, bool gathered = false) {
   const auto [chunk, group] = geometry.conv_item(item);
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;

@@ -67,6 +67,12 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
   const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), rows, 16, workers, kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels, geometry);
+  // To read panels again from the last level of cache is cheaper than to transform their inputs again for every group.
+  constexpr int64_t kKeptFloats = 3 << 19;
+  const int64_t panels = divide_up(std::min(geometry.wgrad_slice_units, geometry.units), geometry.wgrad_rows);
+  const int64_t floats = panels * geometry.wgrad_rows * geometry.planes * geometry.padded_channels;
+  const bool again = geometry.is_winograd() && geometry.level_taps == 1 && geometry.wgrad_groups > workers;
+  geometry.wgrad_kept_panels = again && floats <= kKeptFloats ? panels : 0;
   geometry.wgrad_groups *= geometry.level_taps;
   return geometry;
 }
@@ -106,6 +112,7 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
                             const PairTile& tile, int64_t workers) {
   Geometry geometry = make_geometry(images, channels, height, width, blocks, Method::kDirect, workers);
   geometry.weights_stay = false;
+  geometry.wgrad_kept_panels = 0;
   geometry.pair_rows = tile.rows;
   geometry.wgrad_flat = tile.flat;
   // Products in units of C^2: lines multiply by their padding, positions by missing images of a group, and with fewer

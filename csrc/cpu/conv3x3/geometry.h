@@ -39,6 +39,8 @@ struct Geometry : MapShape, Division {
   int64_t tile, tile_rows, tile_cols, units;
   int64_t planes, plane_stride;  // of a bank; the stride is padded so that planes do not share cache sets
   int64_t gradient_stride;       // of a weight gradient's bank, which is of all output blocks
+  // Panels of inputs that a weight gradient's item leaves to the next one of its slice: all of them, or 0.
+  int64_t wgrad_kept_panels;
 
   // Pairs of bfloat16 (pairs.h). A bank is [segments][output block][segment_depth / 2][16 lanes][2].
   int64_t segments, segment_depth;

@@ -35,14 +35,14 @@ struct WeightShape {
 
 // Rows row0.. of v over the input channels of one block: `stride` floats apart, absent rows and channels zero. A row is
 // [16][taps]; with taps first that many runs of 16, `tap_stride` floats apart.
-struct Rows {
+struct UnitRows {
   const float* data;
   int64_t stride, tap_stride;
 };
 
 // `staging` holds a unit.
 template <class Shape>
-inline Rows unit_rows(const Parameter& v, const Shape& shape, int64_t convolution, int64_t row0,
+inline UnitRows unit_rows(const Parameter& v, const Shape& shape, int64_t convolution, int64_t row0,
                       int64_t input_block, float* staging) {
   const int64_t input0 = input_block * kLanes, row_floats = shape.row_floats(), unit = shape.unit_floats;
   const int64_t first = (convolution * shape.outputs + row0) * row_floats + (v.taps_first ? input0 : input0 * shape.taps);
@@ -136,7 +136,7 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
   if (geometry.is_pairs()) clear_padding(geometry, pairs, output_block);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
-    const Rows rows = unit_rows(job.v, shape, convolution, row0, input_block, staging);
+    const UnitRows rows = unit_rows(job.v, shape, convolution, row0, input_block, staging);
     if (input_block + 1 < geometry.channel_blocks) fetch_unit(job.v, shape, convolution, row0, input_block + 1);
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       for (int64_t k = 0; k < shape.taps; ++k) {
@@ -166,8 +166,8 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
 // 16 inputs x 9 taps of one row of a unit, transposed and scaled: filter[k] is tap k of 16 inputs. An input has `taps`,
 // and those are the ones from `first` on.
 template <bool kTapsFirst>
-WNFUSED_INLINE void row_filters(const Rows& rows, int64_t r, int64_t taps, int64_t first, const Block& scale, bool round,
-                                Block (&filter)[kLanes]) {
+WNFUSED_INLINE void row_filters(const UnitRows& rows, int64_t r, int64_t taps, int64_t first, const Block& scale,
+                                bool round, Block (&filter)[kLanes]) {
   const float* row = rows.data + r * rows.stride + first;
   if constexpr (kTapsFirst) {
     WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) filter[k] = load(row + k * rows.tap_stride);
@@ -195,7 +195,7 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
   if (geometry.is_pairs()) clear_padding(geometry, pairs, input_block);
   float* target = bank.weights + input_block * geometry.padded_channels * kLanes;
   for (int64_t output_block = 0; output_block < geometry.channel_blocks; ++output_block) {
-    const Rows rows = unit_rows(job.v, shape, convolution, output_block * kLanes, input_block, scratch);
+    const UnitRows rows = unit_rows(job.v, shape, convolution, output_block * kLanes, input_block, scratch);
     Block scale[kLanes];
     for (int64_t r = 0; r < kLanes; ++r) {
       const int64_t channel = output_block * kLanes + r, index = convolution * geometry.channels + channel;

@@ -88,8 +88,9 @@ struct ConvolutionChunk {
 
 template <Ending kEnding>
 inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_t item,
-                           const Epilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk, Block& poison) {
-  const Epilogue<uint16_t> epilogue = shared_epilogue;
+                           const ConvEpilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk,
+                           Block& poison) {
+  const ConvEpilogue<uint16_t> epilogue = shared_epilogue;
   const int64_t chunks = (geometry.height + geometry.conv_lines - 1) / geometry.conv_lines;
   const int64_t image = item / chunks, begin = item % chunks * geometry.conv_lines;
   const int64_t end = smaller(begin + geometry.conv_lines, geometry.height);
@@ -134,9 +135,9 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
 
 template <Ending kEnding>
 inline void convolve_positions(const Geometry& geometry, const uint16_t* map, int64_t item,
-                               const Epilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk,
+                               const ConvEpilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk,
                                Block& poison) {
-  const Epilogue<uint16_t> epilogue = shared_epilogue;
+  const ConvEpilogue<uint16_t> epilogue = shared_epilogue;
   const int64_t rows = geometry.conv_rows, begin = item * rows, count = smaller(rows, geometry.images - begin);
   const int64_t padded = geometry.padded_channels, pixels = geometry.height * geometry.width;
   gather_positions(geometry, map, begin, count, rows, chunk.panel);
@@ -166,7 +167,7 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
 // Item `item` of a convolution: one chunk, one group of output blocks.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const uint16_t* map, bool, const float*,
-                             const float* bank, const Epilogue<uint16_t>& epilogue, const Ahead& ahead,
+                             const float* bank, const ConvEpilogue<uint16_t>& epilogue, const Ahead& ahead,
                              float* scratch, std::atomic<bool>& poisoned, bool = false) {
   const auto [part, group] = geometry.conv_item(item);
   const int64_t first_block = group * geometry.conv_group_blocks;

@@ -26,7 +26,8 @@ int64_t conv_floats(const Geometry& geometry) {
 
 int64_t float_worker_floats(const Geometry& geometry) {
   const int64_t wgrad =
-      panels(geometry, geometry.wgrad_rows, geometry.channel_blocks) +
+      std::max<int64_t>(geometry.wgrad_kept_panels, 1) *
+          panels(geometry, geometry.wgrad_rows, geometry.channel_blocks) +
       panels(geometry, geometry.wgrad_rows, geometry.wgrad_group_blocks) +
       (geometry.is_winograd() ? geometry.planes * geometry.sums_stride() : 0);
   return std::max(conv_floats(geometry), wgrad);

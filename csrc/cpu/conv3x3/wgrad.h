@@ -95,9 +95,12 @@ inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t
 // Item `item` of a weight gradient: one slice of units, one group of output blocks, one level of the kernel. x is the
 // convolution's input, dy the gradient of its output (up to the scale of a row, which finish_gradient applies); each is
 // rounded to bfloat16 on the way if it is not an operand yet.
+//
+// Groups of one slice read the same panels of x: those that fit are gathered once, and `left` to the next item.
 template <bool RoundX, bool RoundGradient>
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const float* x, const float* dy,
-                                 const float* zeros, float* banks, float* bias_gradients, float* scratch) {
+                                 const float* zeros, float* banks, float* bias_gradients, LeftPanels& left,
+                                 float* scratch) {
   const auto [slice, level_group] = geometry.wgrad_item(item);
   const int64_t level = level_group % geometry.level_taps, group = level_group / geometry.level_taps;
   const int64_t first_block = group * geometry.wgrad_group_blocks;
@@ -115,20 +118,26 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   if (bias_gradient) __builtin_memset(bias_gradient + first_block * kLanes, 0, blocks * kLanes * sizeof(float));
 
   const Panel panel(scratch, geometry.wgrad_rows, geometry.channel_blocks);
-  const Panel gradients(scratch + geometry.planes * panel.plane_stride, geometry.wgrad_rows, blocks);
+  const bool keeps = geometry.wgrad_kept_panels > 0;
+  const Panel behind = panel.after(geometry.planes * (keeps ? geometry.wgrad_kept_panels : 1));
+  const Panel gradients(behind.data, geometry.wgrad_rows, blocks);
   const Sums sums = direct ? Sums{bank, geometry.gradient_stride}
                            : Sums{gradients.data + geometry.planes * gradients.plane_stride, geometry.sums_stride()};
   const auto gather_inputs = geometry.tile == 4 ? gather_tiles<4, RoundX> : gather_tiles<2, RoundX>;
   const auto gather_gradients = direct               ? gather_pixel_gradients<RoundGradient>
                                 : geometry.tile == 4 ? gather_tile_gradients<4, RoundGradient>
                                                      : gather_tile_gradients<2, RoundGradient>;
+  if (!keeps) left.forget();
+  const bool gathered = keeps && left.hold(LeftPanels::Of::kSlice, slice);
   for (int64_t first = begin; first < end; first += geometry.wgrad_rows) {
     const int64_t count = smaller(geometry.wgrad_rows, end - first);
     gather_gradients(geometry, dy, first, count, first_block, blocks, gradients, bias_gradient);
     if (geometry.is_winograd()) {
-      gather_inputs(geometry, x, zeros, first, count, step, panel);
+      const Panel inputs = panel.after(keeps ? (first - begin) / geometry.wgrad_rows * geometry.planes : 0);
+      if (!gathered) gather_inputs(geometry, x, zeros, first, count, step, inputs);
       for (int64_t p = 0; p < geometry.planes; ++p)
-        multiply_plane(geometry, panel, p, gradients, p, count, blocks, first > begin, sums.data + p * sums.plane_stride);
+        multiply_plane(geometry, inputs, p, gradients, p, count, blocks, first > begin,
+                       sums.data + p * sums.plane_stride);
     } else {
       for (int tap = 0; tap < kTaps; ++tap)
         if (gather_tap<RoundX>(geometry, x, first, count, tap, panel, tap))

@@ -13,8 +13,8 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-inline Epilogue<float> layer_epilogue(const WindowMaps& maps) {
-  Epilogue<float> epilogue{};
+inline ConvEpilogue<float> layer_epilogue(const WindowMaps& maps) {
+  ConvEpilogue<float> epilogue{};
   epilogue.operand = maps.target.own;
   epilogue.other = maps.residual.own;
   epilogue.bias = maps.bias;
@@ -49,18 +49,18 @@ struct WinogradParts : PlainMapParts<Geometry> {
 
   template <class Job>
   static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
-                       float* scratch, int64_t& gathered) {
-    Epilogue<float> epilogue = layer_epilogue(maps);
+                       float* scratch, LeftPanels& left) {
+    ConvEpilogue<float> epilogue = layer_epilogue(maps);
     // A tensor that was just allocated is in no cache.
     epilogue.fresh = maps.target.is_in_place() && !geometry.weights_stay ? maps.target.own : nullptr;
     convolution_item<Ending::kLayer>(geometry, item, maps.source.own, false, job.scratch.zeros, bank, epilogue,
                                      {{}, {}, job.is_packed()}, scratch, *job.poisoned,
-                                     reuses_panel(geometry, item, gathered));
+                                     finds_panel(geometry, item, left));
   }
 
-  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch, LeftPanels& left) {
     weight_gradient_item<false, false>(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros,
-                                       job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
+                                       job.scratch.gradient[0], job.scratch.bias_gradient[0], left, scratch);
   }
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
@@ -98,14 +98,14 @@ struct PiecesParts : PlainMapParts<Pieces> {
 
   template <class Job>
   static void convolve(const Job& job, const G& geometry, int64_t item, const WindowMaps& maps, const float* bank,
-                       float* scratch, int64_t&) {
+                       float* scratch, LeftPanels&) {
     with_piece_taps(geometry, [&](auto taps) {
       pieces_item<taps>(geometry, item, maps.source.own, job.scratch.zeros, bank, layer_epilogue(maps), scratch,
                         *job.poisoned);
     });
   }
 
-  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch, LeftPanels&) {
     with_piece_taps(job.geometry, [&](auto taps) {
       pieces_gradient_item<taps>(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
                                  job.scratch.bias_gradient[0], scratch);
@@ -136,7 +136,7 @@ struct WindowParts {
 
   template <class Job>
   static void convolve(const Job& job, const G& window, int64_t item, const WindowMaps& maps, const float* bank,
-                       float* scratch, int64_t&) {
+                       float* scratch, LeftPanels&) {
     window_item(window, item, maps, job.scratch.zeros, bank, scratch, *job.poisoned);
   }
 };
@@ -156,7 +156,7 @@ struct DirectParts : WindowParts {
     pack_transposed_window(job, job.transposed, block, bank.weights + block * job.transposed.block_floats());
   }
 
-  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch, LeftPanels&) {
     window_gradient_item(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros, job.scratch.gradient[0],
                          job.scratch.bias_gradient[0], scratch, *job.poisoned);
   }
@@ -183,7 +183,7 @@ struct TransposedParts : WindowParts {
                       bank.weights + block * job.transposed.block_floats());
   }
 
-  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch) {
+  static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch, LeftPanels&) {
     window_gradient_item(job.transposed, item, job.dz.own, job.x.own, job.scratch.zeros, job.scratch.gradient[0],
                          job.scratch.bias_gradient[0], scratch, *job.poisoned);
   }
@@ -227,7 +227,7 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   // Who packs alone meets every row once, and so does a group of rows that has one item.
   const bool once = worker.is_alone() || (geometry.weights_stay && geometry.conv_chunks == 1);
   float* packed_norm = once ? job.norm : nullptr;
-  int64_t gathered = -1;
+  LeftPanels left;
   const bool measured = job.norm && !Parts::kTransposed && own && !packed_norm;
   const int64_t items = geometry.conv_items(), norms = count_of(measured, row_blocks);
   worker.phase({items, norms}, [&](int64_t item) {
@@ -236,7 +236,7 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
       Parts::pack(job, block, target, packed_norm, scratch + job.scratch.packing);
     });
     const WindowMaps maps{job.x, job.y, job.residual, bank.bias, job.activation, job.slope};
-    Parts::convolve(job, geometry, item, maps, bank.weights, scratch, gathered);
+    Parts::convolve(job, geometry, item, maps, bank.weights, scratch, left);
   });
   worker.phase({count_of(job.y.is_copied(), map_items(job.output))},
                [&](int64_t item) { write_map(job.output, job.y.own, item, job.y.given); });
@@ -308,17 +308,14 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
   const WindowMaps maps{job.dz, job.dx, none, nullptr, Activation::kNone, 0.0f};
   const auto& products = job.products();
   const int64_t gradients = count_of(job.weight, products.wgrad_items());
-  int64_t gathered = -1;
+  LeftPanels left;
   worker.phase({gradients, count_of(input, transposed.conv_items())}, [&](int64_t item) {
-    if (item < gradients) {
-      gathered = -1;
-      return Parts::weight_gradient(job, item, scratch);
-    }
+    if (item < gradients) return Parts::weight_gradient(job, item, scratch, left);
     item -= gradients;
     const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {
       Parts::pack(job, block, target, scratch + job.scratch.packing);
     });
-    Parts::convolve(job, transposed, item, maps, bank.weights, scratch, gathered);
+    Parts::convolve(job, transposed, item, maps, bank.weights, scratch, left);
   });
 
   const int64_t finished = count_of(job.weight, products.output_blocks);

@@ -21,12 +21,13 @@ namespace {
 
 using namespace cpu;
 
-struct Sliding {
+struct TransposedSliding {
   const Extents &stride, &padding, &dilation, &output_padding;
   int64_t groups;
 };
 
-void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias, const Sliding& at) {
+void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+           const TransposedSliding& at) {
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(),
                   "conv_transpose: x and v must have 3, 4 or 5 dims");
   check_parameters(x, v, g, std::nullopt);
@@ -41,7 +42,7 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
 }
 
 // The convolution whose data gradient the layer is; nothing where the kernels have no word for it.
-std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
+std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const TransposedSliding& at) {
   const bool known = at.groups == 1 && x.size(1) == v.size(0) && has_dense_rows(v) &&
                      x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
   if (!known) return std::nullopt;
@@ -61,7 +62,8 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Slid
 // y and the norms. banks: see kept_banks.h.
 std::tuple<Gradient, Gradient> forward(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& residual, const Sliding& at, int64_t activation, double slope, KeptBanks* banks) {
+    const std::optional<Tensor>& residual, const TransposedSliding& at, int64_t activation, double slope,
+    KeptBanks* banks) {
   check(x, v, g, bias, at);
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
@@ -95,7 +97,7 @@ std::tuple<Gradient, Gradient> conv_transpose(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const Extents& stride, const Extents& padding, const Extents& dilation,
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
-  const Sliding at{stride, padding, dilation, output_padding, groups};
+  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
   return forward(x, v, g, bias, residual, at, activation, slope, nullptr);
 }
 
@@ -104,7 +106,7 @@ std::tuple<Gradient, Gradient> kept_conv_transpose(
     const std::optional<Tensor>& residual, const std::vector<Tensor>& known, const Extents& stride,
     const Extents& padding, const Extents& dilation, const Extents& output_padding, int64_t groups, int64_t activation,
     double slope) {
-  const Sliding at{stride, padding, dilation, output_padding, groups};
+  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
   KeptBanks banks{known, {}};
   const Gradient y = std::get<0>(forward(x, v, g, bias, residual, at, activation, slope, &banks));
   return {y, banks.added};
@@ -114,7 +116,7 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, const Extents& stride, const Extents& padding, const Extents& dilation,
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
-  const Sliding at{stride, padding, dilation, output_padding, groups};
+  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
   check(x, v, g, std::nullopt, at);
   check_activation(activation, slope);
   const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;

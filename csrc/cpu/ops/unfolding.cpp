@@ -12,13 +12,13 @@ namespace wnfused::cpu {
 namespace {
 
 // Along one dim: of a pixel's window the taps [first, last) that meet the map, and where tap 0 would, in entries of it.
-struct Span {
+struct TapRange {
   int64_t place, first, last;
 };
 
-std::vector<Span> spans_of(const ConvShape& shape, int64_t Triple::*at, int64_t step) {
+std::vector<TapRange> spans_of(const ConvShape& shape, int64_t Triple::*at, int64_t step) {
   const int64_t taps = shape.kernel.*at, dilation = shape.dilation.*at, count = shape.output_size().*at;
-  std::vector<Span> spans(count);
+  std::vector<TapRange> spans(count);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t start = i * (shape.stride.*at) - shape.padding.*at;
     const int64_t first = divide_up(std::max<int64_t>(-start, 0), dilation);
@@ -48,9 +48,9 @@ Windows windows_of(const ConvShape& shape, const Tensor& map) {
                   {}};
   windows.each.reserve(shape.images * levels.size() * rows.size() * columns.size());
   for (int64_t image = 0; image < shape.images; ++image)
-    for (const Span& level : levels)
-      for (const Span& row : rows)
-        for (const Span& column : columns)
+    for (const TapRange& level : levels)
+      for (const TapRange& row : rows)
+        for (const TapRange& column : columns)
           windows.each.push_back({image * map.stride(0) + level.place + row.place + column.place,
                                   {level.first, row.first, column.first},
                                   {level.last, row.last, column.last}});

@@ -26,11 +26,11 @@ namespace {
 
 using namespace cpu;
 
-struct Rows {
+struct RowLayout {
   int64_t outer, rows, inner;
 };
 
-Rows rows_of(const Tensor& v, int64_t dim) {
+RowLayout rows_of(const Tensor& v, int64_t dim) {
   if (dim < 0) return {1, 1, v.numel()};
   STD_TORCH_CHECK(dim < v.dim(), "weight_norm: dim ", dim, " is out of range for a tensor of ", v.dim(), " dims");
   int64_t outer = 1, inner = 1;
@@ -50,7 +50,7 @@ const auto& kernels() {
 // is dv, norm is read.
 template <class T, class W>
 struct Task {
-  Rows shape;
+  RowLayout shape;
   const T *v, *dw;
   T* w;
   const W* gain;
@@ -213,7 +213,7 @@ void with_types(const Tensor& v, const Visit& visit) {
 
 bool is_whole(int64_t dim) { return dim < 0; }
 
-void check_gain(const Tensor& g, const Tensor& v, const Rows& shape, int64_t dim) {
+void check_gain(const Tensor& g, const Tensor& v, const RowLayout& shape, int64_t dim) {
   STD_TORCH_CHECK(g.numel() == shape.rows, "weight_norm: g has ", g.numel(), " entries for ", shape.rows, " rows");
   STD_TORCH_CHECK(v.is_contiguous() || (dim <= 0 && has_dense_rows(v)), "weight_norm: v must be dense");
 }
@@ -223,7 +223,7 @@ struct Forward {
 };
 
 void add_forward(Batch& batch, Forward& f, const Tensor& given, const Tensor& g, int64_t dim, bool weights, bool scales) {
-  const Rows shape = rows_of(given, dim);
+  const RowLayout shape = rows_of(given, dim);
   check_gain(g, given, shape, dim);
   const ScalarType type = wide(given.scalar_type());
   const std::vector<int64_t> sizes = is_whole(dim) ? std::vector<int64_t>{} : std::vector<int64_t>{shape.rows};
@@ -250,7 +250,7 @@ struct Backward {
 
 void add_backward(Batch& batch, Backward& b, const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm,
                   int64_t dim) {
-  const Rows shape = rows_of(v, dim);
+  const RowLayout shape = rows_of(v, dim);
   check_gain(g, v, shape, dim);
   const ScalarType type = wide(v.scalar_type());
   STD_TORCH_CHECK(dw.numel() == v.numel() && dw.scalar_type() == v.scalar_type() && same_layout(dw, v),

@@ -122,7 +122,7 @@ inline bool gather_patches(const Pieces& geometry, const float* map, const float
 // is finite.
 template <int Taps>
 inline bool scatter_outputs(const Pieces& geometry, const Panel& product, int64_t first, int64_t count,
-                            int64_t first_block, int64_t blocks, const Epilogue<float>& epilogue) {
+                            int64_t first_block, int64_t blocks, const ConvEpilogue<float>& epilogue) {
   constexpr int kPlanes = kPiecePlanes<Taps>;
   Block poison = zero();
   PieceUnit unit = piece_unit(geometry, first);
@@ -146,7 +146,7 @@ inline bool scatter_outputs(const Pieces& geometry, const Panel& product, int64_
 // Item `item`: one chunk of units, one group of output blocks.
 template <int Taps>
 inline void pieces_item(const Pieces& geometry, int64_t item, const float* map, const float* zeros, const float* bank,
-                        const Epilogue<float>& epilogue, float* scratch, std::atomic<bool>& poisoned) {
+                        const ConvEpilogue<float>& epilogue, float* scratch, std::atomic<bool>& poisoned) {
   const auto [chunk, group] = geometry.conv_item(item);
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);

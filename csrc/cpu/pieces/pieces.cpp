@@ -30,12 +30,12 @@ ConvShape along_lines(ConvShape shape) {
 }
 
 // How a row of the kernel and a line of the map are cut.
-struct Cut {
+struct LineCut {
   int64_t piece_taps, pieces, phases, tiles, pitch;
 };
 
-Cut cut_of(int64_t taps, int64_t width, int64_t dilation) {
-  Cut cut{};
+LineCut cut_of(int64_t taps, int64_t width, int64_t dilation) {
+  LineCut cut{};
   cut.piece_taps = taps == 3 || taps == 5 ? taps : 4;
   cut.pieces = divide_up(taps, cut.piece_taps);
   cut.phases = std::min(width, dilation);
@@ -93,7 +93,7 @@ bool suits_pieces(const ConvShape& given) {
   // others multiply by zeros.
   constexpr int64_t kPack = 6;
   const Triple size = shape.output_size();
-  const Cut cut = cut_of(shape.kernel.column, size.column, shape.dilation.column);
+  const LineCut cut = cut_of(shape.kernel.column, size.column, shape.dilation.column);
   const int64_t lines = shape.images * size.level * size.row, line_taps = shape.kernel.level * shape.kernel.row;
   const int64_t planes = line_taps * (cut.piece_taps + kPieceOutputs - 1) * cut.pieces;
   const int64_t pixels = lines * size.column * shape.taps();
@@ -120,7 +120,7 @@ Pieces make_pieces(const ConvShape& given, bool back, int64_t workers) {
   };
   geometry.first = {first(&Triple::level), first(&Triple::row), first(&Triple::column)};
   geometry.turned = back;
-  const Cut cut = cut_of(shape.kernel.column, geometry.target.width, shape.dilation.column);
+  const LineCut cut = cut_of(shape.kernel.column, geometry.target.width, shape.dilation.column);
   geometry.piece_taps = cut.piece_taps;
   geometry.planes = cut.piece_taps + kPieceOutputs - 1;
   geometry.pieces = cut.pieces;

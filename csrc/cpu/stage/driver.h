@@ -98,7 +98,7 @@ class Forward {
 
   // First convolution of block b; after it, unless it is the last one, comes the second.
   void hidden(int64_t b, const BlockMaps<Operand>& maps, bool last) {
-    Epilogue<Operand> epilogue{};
+    ConvEpilogue<Operand> epilogue{};
     epilogue.operand = maps.hidden;
     epilogue.fresh = fresh(maps.hidden, true);
     epilogue.round = job_.round_operands;
@@ -108,7 +108,7 @@ class Forward {
 
   // Second convolution of block b and the residual sum; after it, unless it is the last one, comes the next block.
   void stream(int64_t b, const BlockMaps<Operand>& maps, bool last) {
-    Epilogue<Operand> epilogue{};
+    ConvEpilogue<Operand> epilogue{};
     epilogue.operand = maps.next.operand;
     epilogue.out = maps.next.sum;
     epilogue.other = maps.stream.sum;
@@ -120,11 +120,11 @@ class Forward {
 
  private:
   template <Ending kEnding>
-  void phase(int64_t convolution, const Operand* map, bool round_map, Epilogue<Operand>& epilogue, bool last) {
+  void phase(int64_t convolution, const Operand* map, bool round_map, ConvEpilogue<Operand>& epilogue, bool last) {
     const bool own = geometry_.own_banks;
     float* packed_norm = own && !packs_once() ? nullptr : norm_;
     const int64_t prepared = count_of(own ? norm_ != packed_norm : !last, geometry_.channel_blocks);
-    int64_t gathered = -1;
+    LeftPanels left;
     worker_.phase({geometry_.conv_items(), prepared}, [&](int64_t item) {
       if (item < geometry_.conv_items()) {
         const Bank& bank = banks_.of(convolution, item,
@@ -134,7 +134,7 @@ class Forward {
         epilogue.bias = bank.bias;
         convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
                                   {upcoming_weights(job_.v, geometry_, convolution, 1, item), {}}, scratch_,
-                                  *job_.poisoned, reuses_panel(geometry_, item, gathered));
+                                  *job_.poisoned, finds_panel(geometry_, item, left));
       } else if (own) {
         measure_norms(job_.v, geometry_.outputs, geometry_.channels * kTaps, convolution, item - geometry_.conv_items(),
                       norm_, scratch_ + job_.scratch.packing);
@@ -323,13 +323,13 @@ class Backward {
   // From dh of block b + 1 to da, and the second convolution's weight gradient.
   template <class Read>
   void hidden_phase(int64_t b, const BackwardMaps<Operand>& maps, int64_t read_items, const Read& read) {
-    Epilogue<Operand> epilogue{};
+    ConvEpilogue<Operand> epilogue{};
     epilogue.operand = hidden_gradient_;
     epilogue.mask = maps.hidden;
     epilogue.round = job_.round_operands;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
     const int64_t packs = shared_items();
-    gathered_ = -1;
+    left_.forget();
     worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(1, item, maps.hidden, gradient_.operand);
       if ((item -= gradients) < geometry_.conv_items())
@@ -345,14 +345,14 @@ class Backward {
   template <class Read>
   void stream_phase(int64_t b, const BackwardMaps<Operand>& maps, bool pack_next, int64_t read_items,
                     const Read& read) {
-    Epilogue<Operand> epilogue{};
+    ConvEpilogue<Operand> epilogue{};
     epilogue.operand = gradient_.operand;
     epilogue.out = gradient_.sum;
     epilogue.other = gradient_.sum;
     epilogue.factor = job_.skip_scale;
     const int64_t gradients = count_of(job_.parameters, geometry_.wgrad_items()), finish = pending_items();
     const int64_t packs = count_of(pack_next, shared_items());
-    gathered_ = -1;
+    left_.forget();
     worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(0, item, maps.stream, hidden_gradient_);
       if ((item -= gradients) < geometry_.conv_items())
@@ -367,7 +367,6 @@ class Backward {
   // which: 1 for the second convolution, from a (an operand as it is) and dh; 0 for the first, from h (the saved
   // operand, or the stream itself where it was recomputed) and da (an operand as it is).
   void weight_gradient(int which, int64_t item, const Operand* x, const Operand* dy) {
-    gathered_ = -1;
     float* bank = job_.scratch.gradient[which];
     float* bias_gradient = job_.scratch.bias_gradient[which];
     if constexpr (is_pair<Operand>()) {
@@ -377,7 +376,7 @@ class Backward {
       const bool round_gradient = job_.round_operands && which == 1;
       const auto run = round_x ? weight_gradient_item<true, false>
                                : round_gradient ? weight_gradient_item<false, true> : weight_gradient_item<false, false>;
-      run(geometry_, item, x, dy, job_.scratch.zeros, bank, bias_gradient, scratch_);
+      run(geometry_, item, x, dy, job_.scratch.zeros, bank, bias_gradient, left_, scratch_);
     }
   }
 
@@ -395,12 +394,12 @@ class Backward {
   // An item of the data gradient of `convolution`.
   template <Ending kEnding>
   void convolution(int64_t convolution, int64_t item, const Operand* map, bool round_map, const Operand* next,
-                   const Epilogue<Operand>& epilogue) {
+                   const ConvEpilogue<Operand>& epilogue) {
     const Bank& bank = banks_.of(convolution, item,
                                  [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
     convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
                               {upcoming_weights(job_.v, geometry_, convolution, -1, item), upcoming_map(next, item)},
-                              scratch_, *job_.poisoned, reuses_panel(geometry_, item, gathered_));
+                              scratch_, *job_.poisoned, finds_panel(geometry_, item, left_));
   }
 
   // What item `item` of a convolution fetches of the map that the next phase's weight gradient reads: it was saved long
@@ -422,7 +421,7 @@ class Backward {
 
   void finish_pending(int64_t item) {
     const int which = pending_ % 2;
-    gathered_ = -1;
+    left_.forget();
     finish_gradient<1>(job_, pending_, item, factor(pending_), job_.scratch.gradient[which],
                     job_.scratch.bias_gradient[which], scratch_);
   }
@@ -453,7 +452,7 @@ class Backward {
   Operand* hidden_gradient_;     // da
   Banks<Geometry> banks_;
   int64_t pending_ = -1;
-  int64_t gathered_ = -1;  // the chunk whose panel is in scratch memory
+  LeftPanels left_;
 };
 
 template <class Operand>
