@@ -65,6 +65,19 @@ def test_includes_flow_one_way(file: Path) -> None:
     assert not later, f"{file.parent.name} comes before these"
 
 
+def code(file: Path) -> str:
+    return re.sub(r"//.*", "", file.read_text())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_file_knows_a_type_of_a_later_folder(file: Path) -> None:
+    """A header finds them without an include where its includer has brought them."""
+    later = [CPU / folder for folder in FOLDERS[FOLDERS.index(file.parent.name) + 1 :]]
+    plain = [header for folder in later for header in folder.glob("*.h") if "WNFUSED_ISA" not in header.read_text()]
+    types = {name for header in plain for name in re.findall(r"^(?:struct|class|enum class) (\w+)", code(header), re.M)}
+    assert not types & set(re.findall(r"\w+", code(file)))
+
+
 @pytest.mark.parametrize("file", TARGETS, ids=lambda file: file.name)
 def test_targets_compile_nothing_plain(file: Path) -> None:
     assert plain_in_target(file.read_text()) == set()

@@ -1,8 +1,8 @@
 // How a convolution ends: what becomes of its output, one pixel and block of 16 channels at a time.
 #pragma once
 
+#include "cpu/conv/operands.h"
 #include "cpu/layer/layer.h"
-#include "cpu/products/pairs.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
@@ -40,17 +40,7 @@ struct ConvEpilogue {
 };
 
 template <class G>
-WNFUSED_INLINE Block load_operand(const G& geometry, const float* map, int64_t pixel, int64_t channel_block) {
-  return load(map + pixel * geometry.padded_outputs + channel_block * kLanes);
-}
-
-template <class G>
-WNFUSED_INLINE void store_operand(const G& geometry, float* map, int64_t pixel, int64_t channel_block,
-                                  const Block& value) {
-  store(map + pixel * geometry.padded_outputs + channel_block * kLanes, value);
-}
-
-inline void save_block(const Geometry& geometry, const SavedMap& saved, int64_t pixel, int64_t channel_block,
+inline void save_block(const G& geometry, const SavedMap& saved, int64_t pixel, int64_t channel_block,
                        const Block& value) {
   const int64_t left = geometry.outputs - channel_block * kLanes, lanes = left < kLanes ? left : kLanes;
   const int64_t offset = pixel * geometry.outputs + channel_block * kLanes;

@@ -88,8 +88,8 @@ inline void fetch_unit(const Parameter& v, const Shape& shape, int64_t convoluti
 }
 
 // Filters in the bank: plane p of one (depth, output block) at target + p * plane_stride.
-template <class Tap>
-WNFUSED_INLINE void put_filter(const Geometry& geometry, const Tap& tap, float* target) {
+template <class TapAt>
+WNFUSED_INLINE void put_filter(const Geometry& geometry, const TapAt& tap, float* target) {
   if (geometry.method == Method::kWinograd4) {
     filter_transform<4>(tap, target, geometry.plane_stride);
   } else if (geometry.method == Method::kWinograd2) {
@@ -100,8 +100,8 @@ WNFUSED_INLINE void put_filter(const Geometry& geometry, const Tap& tap, float* 
 }
 
 // The filters of depth `depth` and `depth` + 1 in a bank of pairs.
-template <class Tap>
-WNFUSED_INLINE void put_filter_pair(const Geometry& geometry, const Tap& even, const Tap& odd, uint16_t* bank,
+template <class TapAt>
+WNFUSED_INLINE void put_filter_pair(const Geometry& geometry, const TapAt& even, const TapAt& odd, uint16_t* bank,
                                     int64_t output_block, int64_t depth) {
   const bool lines = geometry.method == Method::kLines;
   for (int k = 0; k < kTaps; ++k) {

@@ -155,8 +155,8 @@ WNFUSED_INLINE void output_transform(const float* source, int64_t stride, Block 
 }
 
 // G g G'. tap(k) is the Block of tap k = 3 * row + column.
-template <int M, class Tap>
-WNFUSED_INLINE void filter_transform(const Tap& tap, float* target, int64_t stride) {
+template <int M, class TapAt>
+WNFUSED_INLINE void filter_transform(const TapAt& tap, float* target, int64_t stride) {
   constexpr int kPatch = M + 2;
   Patch<M> columns[3];
   WNFUSED_UNROLL for (int j = 0; j < 3; ++j)

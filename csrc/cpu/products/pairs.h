@@ -65,38 +65,4 @@ WNFUSED_INLINE void store_pairs(uint16_t* target, const Block& even, const Block
   store_bits(target, rounded_pairs(even, odd));
 }
 
-// Operands [N, H, W, C], bfloat16.
-
-WNFUSED_INLINE int64_t lanes_of_block(const Geometry& geometry, int64_t channel_block) {
-  const int64_t left = geometry.channels - channel_block * kLanes;
-  return left < kLanes ? left : kLanes;
-}
-
-WNFUSED_INLINE Block load_operand(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t channel_block) {
-  const uint16_t* source = map + pixel * geometry.channels + channel_block * kLanes;
-  const int64_t lanes = lanes_of_block(geometry, channel_block);
-  if (lanes == kLanes) return load(source);
-  uint16_t values[kLanes] = {};
-  for (int64_t i = 0; i < lanes; ++i) values[i] = source[i];
-  return load(values);
-}
-
-WNFUSED_INLINE void store_operand(const Geometry& geometry, uint16_t* map, int64_t pixel, int64_t channel_block,
-                                  const Block& value) {
-  uint16_t* target = map + pixel * geometry.channels + channel_block * kLanes;
-  const int64_t lanes = lanes_of_block(geometry, channel_block);
-  if (lanes == kLanes) {
-#if defined(WNFUSED_CONVERTS_BFLOAT16)
-    const __m256i converted = (__m256i)_mm512_cvtneps_pbh(value.part[0]);
-    __builtin_memcpy(target, &converted, sizeof converted);
-#else
-    store(target, value);
-#endif
-    return;
-  }
-  uint16_t values[kLanes];
-  store(values, value);
-  for (int64_t i = 0; i < lanes; ++i) target[i] = values[i];
-}
-
 }  // namespace wnfused::cpu::WNFUSED_ISA
