@@ -383,7 +383,7 @@ def test_a_commit_that_git_cannot_tell_is_named_or_missed(tmp_path, monkeypatch,
         assert ("NO COMMIT" in capsys.readouterr().out) == (commit is None)
 
 
-def test_tests_that_may_hang_have_a_process_of_their_own_begun_last() -> None:
+def test_tests_that_may_hang_have_a_process_of_their_own() -> None:
     from bench import gpu
 
     tests = [f"tests/test_gpu.py::test_{i}" for i in range(20)]
@@ -392,7 +392,7 @@ def test_tests_that_may_hang_have_a_process_of_their_own_begun_last() -> None:
     assert len(others) == gpu.TEST_PROCESSES
     assert sorted(item for shard, _, _ in others for item in shard) == sorted(tests)
     assert last == hangs
-    assert patience <= 30 < seconds < gpu.LIMITS["tests"]
+    assert patience < 60 < seconds < gpu.LIMITS["tests"]
     assert gpu._shards([]) == []
     names = (Path(__file__).parent / "test_gpu.py").read_text()
     assert f"def test_stage_by_{gpu.UNTRIED}s(" in names

@@ -231,7 +231,8 @@ def warpgroup_stage():
 def test_stage_by_warpgroups(batch: int, recompute: int | None, warpgroup_stage) -> None:
     """Whole clusters, and blocks of threads that have no image."""
     run = functools.partial(wnfused.functional.residual_stage, recompute=recompute)
-    compare(run, composite_stage, stage_tensors(9, batch, 64, 8), torch.bfloat16, "native")
+    blocks = 9 if batch < 100 else 3  # what it is compared with is computed on the CPU
+    compare(run, composite_stage, stage_tensors(blocks, batch, 64, 8), torch.bfloat16, "native")
 
 
 def test_clusters_of_the_stage_by_warpgroups_fit(warpgroup_stage) -> None:

@@ -113,6 +113,10 @@ def test_refusals_of_sizes():
     assert "2147483648 rows of x" in support.too_large("linear", (big, torch.empty(1, 1), torch.empty(1)))
     assert "4294967296 elements of v" in support.too_large("linear", (torch.empty(1, 2**16), weight, torch.empty(1)))
     assert support.too_large("linear", (torch.empty(5, 3), torch.empty(4, 3), torch.empty(4))) is None
+    columns = torch.empty(512, 2**23, device="meta").t()[:4]
+    given = (columns, torch.empty(4, 512), torch.empty(4))
+    assert "last" in support.too_large("linear", given)
+    assert "last" in support.too_large("linear_backward", (torch.empty(4, 4), torch.empty(4, 4), *given))
     assert support.too_large("weight_norm", (torch.empty(4, 3), torch.empty(4))) is None
 
 

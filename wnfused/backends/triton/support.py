@@ -73,6 +73,10 @@ def too_large(op: str, arguments: Sequence[Any]) -> str | None:
     x, v = arguments[2:4] if backward else arguments[:2]
     if v.dim() == 2:
         counts = [(x.shape[:-1].numel(), MOST, "rows of x")]
+        counts += [
+            (_reach(t), MOST, f"entries from the first feature of {name} to the last")
+            for name, t in (("x", x), ("v", v))
+        ]
     else:
         pixels_out = _pixels(arguments[0]) if backward else _pixels_out(*arguments[:2], *arguments[5:11])
         counts = [(_pixels(x), MOST, "pixels of x"), (pixels_out, MOST, "pixels of y")]
@@ -81,6 +85,11 @@ def too_large(op: str, arguments: Sequence[Any]) -> str | None:
         if count > most:
             return f"its kernels take up to {most}, and there are {count} {what}"
     return None
+
+
+def _reach(t: Tensor) -> int:
+    """In memory, along the last dim."""
+    return (t.shape[-1] - 1) * t.stride(-1) + 1
 
 
 def _pixels(t: Tensor) -> int:
