@@ -195,3 +195,24 @@ def test_a_model_that_is_moved_inside_runs_as_always(layer):
         before = layer(x)
         torch.testing.assert_close(layer.double()(x.double()), before.double(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(layer.float()(x), before)
+
+
+def test_other_parameters_are_seen():
+    """Those of ``torch.func.functional_call`` take the places of a model's own for one call."""
+    net, other, x = model(), model(), torch.randn(2, 3, 6, 6)
+    given = [{name: p.detach() for name, p in m.named_parameters()} for m in (net, other)]
+    with torch.no_grad(), wnfused.frozen(net):
+        torch.testing.assert_close(torch.func.functional_call(net, given[1], (x,)), other(x))
+        both = torch.vmap(lambda p: torch.func.functional_call(net, p, (x,)))(
+            {name: torch.stack([g[name] for g in given]) for name in given[0]}
+        )
+        torch.testing.assert_close(both, torch.stack([net(x), other(x)]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype_runs_frozen(dtype):
+    layer, x = WNLinear(8, 4).to(dtype), torch.randn(3, 8).to(dtype)
+    with torch.no_grad(), wnfused.frozen(layer):
+        before = layer(x)
+        layer.weight_g.data.mul_(2)  # unseen, as documented: so the frozen form is what ran
+        assert torch.equal(layer(x), before)

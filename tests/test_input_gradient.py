@@ -116,23 +116,61 @@ def test_a_critic_with_a_gradient_penalty(taken):
             torch.testing.assert_close(gradient.double(), wanted[there], rtol=1e-4, atol=1e-6)
 
 
-def test_zeros_stay_zeros():
-    """A gradient of zeros is one number in memory, which nobody can write to through it."""
-    x, v, g = tensors((3, 5), (4, 5), (4, 1))
+def two_layers():
+    x, v, g, bias = tensors((3, 5), (5, 5), (5,), (5,))
     function = LAYERS["linear"][0]
+    y = function(function(x, v, g, bias, None), v, g, bias, None)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return (slope.square().sum(), x, v, g, bias)
 
-    def zeros():
-        (first,) = torch.autograd.grad(function(x, v, g, None, None).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-        return second
 
-    with pytest.raises(RuntimeError, match="single memory location"):
-        zeros().add_(1)
-    v.grad = None
-    (first,) = torch.autograd.grad(function(x, v, g, None, None).sum(), x, create_graph=True)
-    first.sum().backward()
-    x.grad.add_(1)
-    assert not zeros().any()
+def test_zeros_belong_to_whom_they_are_given():
+    """A gradient of zeros is one number in memory between layers; that of a leaf can be written to."""
+    loss, x, _, _, bias = two_layers()
+    for zeros in torch.autograd.grad(loss, (x, bias)):
+        assert not zeros.any()
+        assert 0 not in zeros.stride()
+        zeros.add_(1)
+        assert (zeros == 1).all()
+    loss, *leaves = two_layers()
+    for leaf in leaves:
+        leaf.grad = None
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(leaves, 1e-3)
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+def test_zeros_of_one_backward_are_not_those_of_the_next():
+    def zeros_of_the_middle():
+        x, v, g = tensors((3, 5), (5, 5), (5,))
+        middle = LAYERS["linear"][0](x, v, g, None, None)
+        y = LAYERS["linear"][0](middle, v, g, None, None)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (zeros,) = torch.autograd.grad(slope.sum(), middle)
+        return zeros
+
+    spoilt = zeros_of_the_middle()
+    assert not spoilt.any()
+    spoilt.numpy()[:] += 1  # torch guards what lies in one place from its own writes alone
+    assert not zeros_of_the_middle().any()
+
+
+def test_a_parameter_without_a_share_in_the_penalty_is_not_asked():
+    """Hooks see gradients, never None; torch calls none on a bias that is in no derivative."""
+    x, v, g, bias = tensors((3, 5), (5, 5), (5,), (5,))
+    seen = []
+    for tensor in (v, g, bias):
+        tensor.register_hook(lambda gradient: seen.append(gradient))
+    y = wnfused.functional.linear(x, v, g, bias)
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert len(seen) == 3
+    assert all(gradient is not None for gradient in seen)
+    seen.clear()
+    (slope,) = torch.autograd.grad(wnfused.functional.linear(x, v, g, bias).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert len(seen) == 2
+    assert all(gradient is not None for gradient in seen)
 
 
 def test_gradients_by_the_input_alone_leave_those_of_the_parameters_out(monkeypatch):
@@ -165,7 +203,7 @@ def test_a_stage_asked_for_its_inputs_gradient_alone():
 
 def test_zeros_are_where_the_gradient_is_whatever_the_default_device():
     y = torch.ones(3)
-    input_gradient._zero.cache_clear()
+    input_gradient._zeros.clear()
     with torch.device("meta"):
         zeros = input_gradient.zero_gradient(y)
     assert zeros.device == y.device

@@ -5,7 +5,10 @@ import warnings
 import pytest
 import torch
 from samples import BY_NAME
+from torch.autograd import forward_ad
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.library import opcheck
+from torch.utils._pytree import tree_leaves
 
 import wnfused
 from wnfused import WNConv2d, WNLinear, WNResidualStage
@@ -138,6 +141,46 @@ def test_compile_of_volumes_in_channels_last_3d(volumes, kernel):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     for a, b in zip(*(torch.autograd.grad(y.square().sum(), x) for y in (found, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def forward_mode(function, parameters, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(parameters, forward_ad.make_dual(x, x.cos()))).tangent
+
+
+# Functions of a loss of parameters and x.
+TRANSFORMS = {
+    "grad": lambda loss, p, x: grad(loss)(p, x),
+    "vmap": lambda loss, p, x: vmap(lambda one: loss(p, one[None]))(x),
+    "gradients of each sample": lambda loss, p, x: vmap(lambda one: grad(loss)(p, one[None]))(x),
+    "jacrev": lambda loss, p, x: jacrev(loss, 1)(p, x),
+    "jacfwd": lambda loss, p, x: jacfwd(lambda factor: loss(p, factor * x))(torch.ones(())),
+    "jvp": lambda loss, p, x: jvp(lambda x: loss(p, x), (x,), (x.cos(),))[1],
+    "vjp": lambda loss, p, x: vjp(lambda x: loss(p, x), x)[1](torch.ones(())),
+    "forward mode": forward_mode,
+    "product with the Hessian": lambda loss, p, x: jvp(grad(lambda x: loss(p, x)), (x,), (x.cos(),))[1],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", ["linear", "conv", "stage"])
+def test_transforms_in_compiled_functions(name, transform):
+    torch._dynamo.reset()
+    build, shape = MODELS[name]
+    model, x = build(), torch.randn(shape)
+    parameters = {key: parameter.detach() for key, parameter in model.named_parameters()}
+
+    def transformed(parameters, x):
+        def loss(parameters, x):
+            return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+        return TRANSFORMS[transform](loss, parameters, x)
+
+    wanted = tree_leaves(transformed(parameters, x))
+    assert any(tensor.any() for tensor in wanted)
+    compiled = torch.compile(transformed, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(tree_leaves(compiled(parameters, x)), wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 def test_export_keeps_the_function():

@@ -27,7 +27,7 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     """Within this context the weights of ``model`` do not change, and each effective weight is computed once.
 
     For inference on a model that trains again later; ``wnfused.fold`` is the way out for good. Where a gradient of
-    the parameters is recorded, layers run as always. Nothing else can be trusted to tell that weights stayed the same:
+    the parameters is recorded, and on other parameters (``torch.func.functional_call``), layers run as always. Nothing else can be trusted to tell that weights stayed the same:
     writes through ``.data`` leave no trace.
 
     ``load_state_dict`` inside the context brings the layers that it loads up to date. Every other write to a frozen
@@ -97,6 +97,7 @@ def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
     for layer, form in zip(layers, forms, strict=True):
         # The forms are nobody's submodules: they stay as they are where the model is moved.
         form.__dict__["made_for"] = (layer.weight_v.dtype, layer.weight_v.device)
+        form.__dict__["made_of"] = tuple(layer._parameters.values())
     return forms
 
 

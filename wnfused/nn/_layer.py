@@ -6,6 +6,7 @@ tensor that torch assigns to ``weight`` becomes ``weight_v``, and ``weight_g`` i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -212,12 +213,15 @@ class WeightNormalised(nn.Module):
             return self.weight_v, self.weight_g, bias
 
     def _runs_frozen(self, input: Tensor) -> bool:
-        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded or the layer was moved since."""
-        if self._frozen is None or (input.dtype, input.device) != self._frozen.made_for:
+        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded, or the layer was moved or given
+        other parameters since (``torch.func.functional_call``)."""
+        form: Any = self._frozen
+        if form is None or (input.dtype, input.device) != form.made_for:
             return False
-        if not torch.is_grad_enabled():
-            return True
-        return not any(p.requires_grad for p in self._parameters.values() if p is not None)
+        own = list(self._parameters.values())
+        if any(map(operator.is_not, own, form.made_of)):
+            return False
+        return not torch.is_grad_enabled() or not any(p.requires_grad for p in own if p is not None)
 
     def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
         assert self._frozen is not None

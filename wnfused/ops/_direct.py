@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from wnfused import dispatch
 from wnfused.backends import native
-from wnfused.ops._input_gradient import asks_for_input_alone, input_gradient, is_zero_gradient, zero_gradient
+from wnfused.ops._input_gradient import asks_for_input_alone, input_gradient, is_zero_gradient, zeros_through
 from wnfused.ops._registration import no_view, through_reference
 from wnfused.reference import ACTIVATIONS
 
@@ -88,13 +88,13 @@ def layer(
             constants, needs = ctx.constants, ctx.needs_input_grad
             if torch.is_grad_enabled():
                 if asks_for_input_alone(ctx, needs):
-                    dx, dz = gradient(dy, v, g, y, x, bias, residual, norm, needs[4], constants)
+                    constant = [None if t is None else t.detach() for t in (x, bias, residual)]
+                    dx, dz = gradient(dy, v, g, y, *constant, norm, needs[4], constants)
                     dz = dy if needs[4] and y is None else dz
                     return dx, None, None, None, dz, *(None,) * len(constants)
                 return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
             if is_zero_gradient(dy):
-                tensors = (x, v, g, bias, residual, *constants)
-                return tuple(zero_gradient(t) if need else None for t, need in zip(tensors, needs, strict=True))
+                return tuple(zeros_through(ctx, (x, v, g, bias, residual, *constants)))
             products_are_many = dy.numel() * v.numel() >= _WORTH_ASKING * g.numel()
             if products_are_many and needs[0] and asks_for_input_alone(ctx, needs):
                 needs = (True, False, False, False, needs[4])

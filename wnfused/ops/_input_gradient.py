@@ -14,7 +14,6 @@ carries such zeros on through the layers before, in full; here they are one numb
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,25 +26,46 @@ Kernel = Callable[..., Any]
 Reference = Callable[..., tuple[Tensor, ...]]
 
 
-_addresses_of_zeros: set[int] = set()
+_LEAF: type = torch._C._functions.AccumulateGrad
 
-
-@functools.cache
-def _zero(dtype: torch.dtype) -> Tensor:
-    zero = torch.zeros((), dtype=dtype, device="cpu")  # whatever the default device is
-    _addresses_of_zeros.add(zero.data_ptr())
-    return zero
+# The zeros of the running backward in each dtype. Those of another one belong to whoever has them by now.
+_zeros: dict[torch.dtype, tuple[int, Tensor]] = {}
 
 
 def zero_gradient(like: Tensor) -> Tensor:
-    """Zeros in the place of a gradient, all of them one number in memory."""
+    """Zeros in the place of the gradient of a layer's output, all those of one backward one number in memory."""
+    backward = torch._C._current_graph_task_id()
+    known = _zeros.get(like.dtype)
+    if known is None or known[0] != backward:
+        known = _zeros[like.dtype] = backward, torch.zeros((), dtype=like.dtype, device="cpu")  # wherever the default is
     # Of one entry it would be no more guarded from writing in place than any tensor.
-    return _zero(like.dtype).expand(like.shape) if like.numel() > 1 else torch.zeros_like(like)
+    return known[1].expand(like.shape) if like.numel() > 1 else torch.zeros_like(like)
 
 
 def is_zero_gradient(dy: Tensor) -> bool:
-    """Whether ``dy`` comes from ``zero_gradient``, and nothing was added to it."""
-    return dy.data_ptr() in _addresses_of_zeros
+    """Whether ``dy`` comes from this backward's ``zero_gradient``, and nothing was added to it."""
+    known = _zeros.get(dy.dtype)
+    return known is not None and dy.data_ptr() == known[1].data_ptr() and known[0] == torch._C._current_graph_task_id()
+
+
+def zeros_through(node: Any, inputs: Sequence[Any]) -> Sequence[Tensor | None]:
+    """What a layer whose output has a gradient of zeros hands on: zeros of one number to the layers before it.
+
+    Leaves get tensors of their own, for what becomes a parameter's ``.grad`` will be written to.
+
+    Args:
+        node: the layer's.
+        inputs: all that the node was called with.
+    """
+    following = iter(node.next_functions)  # those of tensors alone
+    found: list[Tensor | None] = []
+    for given, needed in zip(inputs, node.needs_input_grad, strict=True):
+        before = next(following)[0] if isinstance(given, Tensor) else None
+        if not needed:
+            found.append(None)
+        else:
+            found.append(torch.zeros_like(given) if isinstance(before, _LEAF) else zero_gradient(given))
+    return found
 
 
 # The last backward that was asked for gradients of leaves by name, which torch tells by an error: at 30 us, that is to

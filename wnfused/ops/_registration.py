@@ -164,7 +164,9 @@ def differentiable(
         if leaves_the_package():
             outputs = reference(*arguments)
         elif torch.compiler.is_compiling():
-            outputs = op(*arguments)
+            # The op's own registration has derivatives of the first order in reverse mode alone.
+            transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+            outputs = reference(*arguments) if transformed else op(*arguments)
         elif torch._C._are_functorch_transforms_active():
             outputs = Transformed.apply(*arguments)
         elif _nothing_to_record(arguments):
