@@ -105,7 +105,8 @@ def test_training_and_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "test accuracy" in capsys.readouterr().out
     says = refused(capsys, "train", "--out", out, "--resume", "--depth", "40")
     assert "is of another configuration; asked for depth: 40, not 16" in says
-    assert "holds a finished run already" in refused(capsys, *TRAIN, "--out", out)
+    says = refused(capsys, *TRAIN, "--out", out)
+    assert "holds a finished run already: choose another folder, or --resume prints its result" in says
 
 
 def test_resuming_nothing_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -45,11 +45,13 @@ def test_convert_and_fold_keep_the_function(form, fuse):
     assert isinstance(model[1], FusedActivation) == fuse
     assert model[2].activation == ("leaky_relu" if fuse else None)
     torch.testing.assert_close(model(x), expected)
+    model[3].eval()
     if form != "plain":
         assert {id(p) for p in model.parameters()} == parameters
     folded = wnfused.fold(model)
     torch.testing.assert_close(folded(x), expected)
     assert [type(m) for m in folded] == kinds
+    assert [m.training for m in folded] == [i != 3 for i in range(len(kinds))]
     assert wnfused.fold(folded) is folded
 
 

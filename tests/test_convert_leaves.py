@@ -238,3 +238,14 @@ def test_that_there_is_nothing_to_convert_is_said(model, keywords, said, caplog)
 def test_flags_are_flags(name, value):
     with pytest.raises(TypeError, match=f"{name}: {value!r} must be True or False"):
         wnfused.convert(nn.Linear(2, 2), **{name: value})
+
+
+def test_fold_leaves_what_computes_its_directions(caplog):
+    model = nn.Sequential(WNLinear(4, 4), WNLinear(4, 4))
+    parametrize.register_parametrization(model[0], "weight_v", Doubled())
+    expected = model(torch.ones(2, 4))
+    with caplog.at_level(logging.WARNING, "wnfused.fold"):
+        wnfused.fold(model)
+    assert [record.getMessage() for record in caplog.records] == ["0: left alone, its weight_v is parametrised"]
+    assert type(model[1]) is nn.Linear
+    torch.testing.assert_close(model(torch.ones(2, 4)), expected)

@@ -73,8 +73,9 @@ def test_an_automatic_choice_falls_back_with_one_warning(monkeypatch, forget_war
     native = dispatch.backend_module("native")
     monkeypatch.setattr(native, "unavailable", lambda: "it was not built")
     x, v, g = arguments()
-    with pytest.warns(wnfused.BackendWarning, match="linear passes over backend 'native': it was not built"):
+    with pytest.warns(wnfused.BackendWarning, match="linear passes over backend 'native': it was not built") as given:
         y = linear(x, v, g)
+    assert given[0].filename == __file__, "the caller's own line"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(linear(x, v, g), y)

@@ -157,3 +157,38 @@ def test_half_scaling_refuses_what_it_cannot_scale():
     block = PlainResidualBlock(4, 4)
     initialize(block, "half_scaling")
     assert block.skip_scale == math.sqrt(0.5)
+
+
+class Upsampled(nn.Module):
+    """A transposed convolution whose second argument is ``given``, between a layer and a head."""
+
+    def __init__(self, layers, given):
+        super().__init__()
+        convolution, transposed = layers
+        self.stem, self.inner = convolution(3, 8, 3, 1, 1), transposed(8, 8, 3, 1, 1)
+        self.up, self.head = transposed(8, 8, 3, 1, 1), convolution(8, 3, 1)
+        self.given = given
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.head(torch.relu(self.up(torch.relu(self.inner(h)), *self.given(x, h))))
+
+
+BOTH = [(nn.Conv2d, nn.ConvTranspose2d), (wnfused.WNConv2d, wnfused.WNConvTranspose2d)]
+
+
+@pytest.mark.parametrize("layers", BOTH, ids=["torch", "wnfused"])
+@pytest.mark.parametrize("given", [lambda x, h: (x.shape,), lambda x, h: (x.size()[2:],), lambda x, h: ()])
+def test_an_output_size_is_no_residual(layers, given):
+    model = Upsampled(layers, given)
+    roles = {entry.layer: entry.role for entry in initialize(model, "zhang2019")}
+    assert roles["up"] == "before an activation"
+    assert (model.up.weight != 0).any()
+
+
+def test_a_residual_by_position_closes_a_branch():
+    roles = [
+        {entry.layer: entry.role for entry in initialize(Upsampled(BOTH[1], given))}["up"]
+        for given in (lambda x, h: (None, h), lambda x, h: (None,))
+    ]
+    assert roles == ["last of branch, block 1 of 1, before an activation", "before an activation"]

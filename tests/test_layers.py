@@ -5,11 +5,13 @@ import inspect
 import io
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import wnfused
@@ -75,6 +77,22 @@ def test_dtype_and_device_arguments():
     meta = WNConv2d(2, 3, 3, device="meta").to_empty(device="cpu")
     meta.reset_parameters()
     assert torch.isfinite(meta(torch.randn(1, 2, 5, 5))).all()
+
+
+def test_layers_without_values():
+    """``FakeTensorMode`` builds a model to ask for its shapes."""
+    with warnings.catch_warnings(), FakeTensorMode():
+        warnings.simplefilter("error")
+        model = torch.nn.Sequential(
+            WNConv2d(3, 4, 3), wnfused.WNConvTranspose2d(4, 4, 3, dim=1), wnfused.WNResidualStage(4, 8, 2),
+            torch.nn.Flatten(), WNLinear(8 * 64, 5),
+        )  # fmt: skip
+        y = model(torch.randn(2, 3, 8, 8))
+        y.sum().backward()
+        assert y.shape == (2, 5)
+        assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+        with pytest.raises(ValueError, match="model: holds meta tensors"):
+            wnfused.init.initialize(model)
 
 
 def test_reset_parameters_draws_again():

@@ -32,6 +32,31 @@ def test_stage_equals_its_blocks(recompute, channels, stride):
         torch.testing.assert_close(stage(x), y)
 
 
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("out_channels", [8, 12])
+def test_an_image_without_a_batch(out_channels, backend):
+    stage, image = WNResidualStage(8, out_channels, 3), torch.randn(8, 5, 4, requires_grad=True)
+    with wnfused.use_backend(backend):
+        y, found = gradients(stage, image, torch.ones(out_channels, 5, 4))
+        expected, wanted = gradients(stage, image[None], torch.ones(1, out_channels, 5, 4))
+    for a, b in zip((y, *found[1:]), (expected[0], *wanted[1:]), strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        torch.testing.assert_close(stage(image), y)
+    with pytest.raises(ValueError, match=r"x: shape \[8, 5\] is not \[N, C, H, W\], nor the same without N"):
+        wnfused.functional.residual_stage(image[..., 0], stage.weight_v, stage.weight_g, stage.bias)
+
+
+def test_reset_parameters_draws_the_whole_stage_again():
+    stage = WNResidualStage(8, 16, 3, 2)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.fill_(7)
+    stage.reset_parameters()
+    assert not any((parameter == 7).any() for parameter in stage.parameters())
+    torch.testing.assert_close(stage.transition.conv2.weight_g.mean(), torch.tensor(math.sqrt(1 / 3)))
+
+
 def test_gradients_of_the_stack_are_those_of_the_blocks():
     stage = WNResidualStage(16, 16, 3)
     blocks = stage.unstack()

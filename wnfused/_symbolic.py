@@ -14,10 +14,20 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def symbolic_run(model: nn.Module, tracer: fx.Tracer, training: bool | None = None) -> fx.Graph:
-    """What ``forward`` computes, by ``tracer``. It is the user's own code, and may raise anything.
+class _Tracer(fx.Tracer):
+    def __init__(self, leaves: tuple[type[nn.Module], ...]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        return isinstance(module, self.leaves) or super().is_leaf_module(module, qualified_name)
+
+
+def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training: bool | None = None) -> fx.Graph:
+    """What ``forward`` computes. It is the user's own code, and may raise anything.
 
     Args:
+        leaves: modules of these classes, and torch's own, are nodes; the run goes through all others.
         training: the mode that all modules are in meanwhile; None for that of each.
     """
     with warnings.catch_warnings(), _untouched(model):
@@ -25,7 +35,12 @@ def symbolic_run(model: nn.Module, tracer: fx.Tracer, training: bool | None = No
         if training is not None:
             for module in model.modules():
                 module.training = training
-        return tracer.trace(model)
+        return _Tracer(leaves).trace(model)
+
+
+def argument(node: fx.Node, name: str, position: int) -> Any:
+    """What a call is given as ``name``, or at ``position``; None if nothing."""
+    return node.kwargs.get(name, node.args[position] if len(node.args) > position else None)
 
 
 @contextlib.contextmanager

@@ -5,20 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from torch import fx, nn
 
 from wnfused._surgery import LAYERS, class_of, has_hooks
-from wnfused._symbolic import symbolic_run
+from wnfused._symbolic import argument, symbolic_run
 from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
 
-_BLOCKS = (WNResidualBlock, WNResidualStage)
-
-
-class _LayerTracer(fx.Tracer):
-    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
-        return isinstance(module, (*LAYERS, *_BLOCKS)) or super().is_leaf_module(module, qualified_name)
+_LEAVES = (*LAYERS, WNResidualBlock, WNResidualStage)
 
 
 def calls(
@@ -32,7 +26,7 @@ def calls(
         level: of that log.
     """
     try:
-        graph = symbolic_run(model, _LayerTracer(), training)
+        graph = symbolic_run(model, _LEAVES, training)
     except Exception as reason:  # the run is of the user's own code, which may raise anything
         logger.log(level, "%s: the model does not trace (%s)", wanted, reason)
         return {}
@@ -94,7 +88,8 @@ def given_a_residual(model: nn.Module, logger: logging.Logger) -> set[nn.Module]
     return {
         layer
         for layer, nodes in seen.items()
-        if isinstance(layer, WeightNormalised) and any(_residual(layer, node) is not None for node in nodes)
+        if isinstance(layer, WeightNormalised)
+        and any(argument(node, "residual", layer.residual_position) is not None for node in nodes)
     }
 
 
@@ -104,8 +99,3 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
         yield child
         if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             yield from _inside(child)
-
-
-def _residual(layer: nn.Module, node: fx.Node) -> Any:
-    position = 2 if isinstance(layer, nn.modules.conv._ConvTransposeNd) else 1
-    return node.kwargs.get("residual", node.args[position] if len(node.args) > position else None)

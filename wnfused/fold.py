@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from wnfused._surgery import LAYERS, OPTIONS, additions, checked, move_hooks, named, replace, twin
 from wnfused._tracing import given_a_residual
@@ -61,6 +62,10 @@ def fold(model: nn.Module) -> nn.Module:
         inside.update(module.modules())
         if any(map(is_lazy, module.parameters())):
             logger.warning("%s: left alone, it has no shape yet; run the model once, then fold", name)
+            continue
+        if parametrize.is_parametrized(module):
+            lists = ", ".join(cast(nn.ModuleDict, module.parametrizations))
+            logger.warning("%s: left alone, its %s is parametrised", name, lists)
             continue
         known = additions(type(module), _FOLDED)
         assert known is not None

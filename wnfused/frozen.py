@@ -27,8 +27,8 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     """Within this context the weights of ``model`` do not change, and each effective weight is computed once.
 
     For inference on a model that trains again later; ``wnfused.fold`` is the way out for good. Where a gradient of
-    the parameters is recorded, and on other parameters (``torch.func.functional_call``), layers run as always. Nothing else can be trusted to tell that weights stayed the same:
-    writes through ``.data`` leave no trace.
+    the parameters is recorded, and for calls on other parameters (``torch.func.functional_call``), layers run as
+    always. Nothing else can be trusted to tell that weights stayed the same: writes through ``.data`` leave no trace.
 
     ``load_state_dict`` inside the context brings the layers that it loads up to date. Every other write to a frozen
     parameter, an optimiser's step say, goes unseen until the context ends.

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from wnfused._numbers import at_least_0
-from wnfused.nn import WNResidualStage
 from wnfused.nn._layer import refuse_shapeless
 
 _GAINS = ("weight_g", "parametrizations.weight.original0")
@@ -42,20 +41,13 @@ def param_groups(model: nn.Module, weight_decay: float, **options: Any) -> list[
     if "params" in options:
         raise TypeError("params: is no option; the parameters are those of the model")
     refuse_shapeless(model)
-    stacked = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, WNResidualStage)
-        for parameter in (module.weight_g, module.bias)
-    }
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         exempt = name.rpartition(".")[2] == "bias" or name.endswith(_GAINS)
-        vector = parameter.dim() < 2 or id(parameter) in stacked
-        (kept if exempt or vector else decayed).append(parameter)
+        (kept if exempt or parameter.dim() < 2 else decayed).append(parameter)
     return [
         {**options, "params": decayed, "weight_decay": float(weight_decay)},
         {**options, "params": kept, "weight_decay": 0.0},

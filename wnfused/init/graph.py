@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from wnfused._symbolic import symbolic_run
+from wnfused._symbolic import argument, symbolic_run
 from wnfused.init.layer import activation_gamma
 from wnfused.nn import WeightNormalised, WNResidualStage
 
@@ -27,8 +27,11 @@ PLAIN_LAYERS = (
 )  # fmt: skip
 
 
+_LAYERS = (WeightNormalised, WNResidualStage, *PLAIN_LAYERS)
+
+
 def is_layer(module: nn.Module) -> bool:
-    return isinstance(module, (WeightNormalised, WNResidualStage, *PLAIN_LAYERS))
+    return isinstance(module, _LAYERS)
 
 
 def activation_module_gamma(module: nn.Module) -> float:
@@ -37,11 +40,6 @@ def activation_module_gamma(module: nn.Module) -> float:
     if isinstance(module, nn.LeakyReLU):
         return activation_gamma("leaky_relu", module.negative_slope)
     return 1.0
-
-
-class LayerTracer(fx.Tracer):
-    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
-        return is_layer(module) or super().is_leaf_module(module, qualified_name)
 
 
 _ADDS = {operator.add, operator.iadd, torch.add}
@@ -71,7 +69,7 @@ class Graph:
     """The questions that the roles are made of."""
 
     def __init__(self, model: nn.Module) -> None:
-        graph = symbolic_run(model, LayerTracer())
+        graph = symbolic_run(model, _LAYERS)
         self.modules = dict(model.named_modules())
         self.nodes = list(graph.nodes)
 
@@ -103,7 +101,8 @@ class Graph:
     def addends(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         """The two nodes that are summed here: by an addition, or by a layer with a residual (itself counts)."""
         if self.is_layer(node):
-            residual = node.args[1] if len(node.args) > 1 else node.kwargs.get("residual")
+            position = getattr(self.module(node), "residual_position", None)
+            residual = None if position is None else argument(node, "residual", position)
             return (node, residual) if isinstance(residual, fx.Node) else None
         summed = [a for a in node.args[:2] if isinstance(a, fx.Node) and a.op != "get_attr"]
         return (summed[0], summed[1]) if _is_addition(node) and len(summed) == 2 else None

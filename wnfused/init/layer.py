@@ -82,7 +82,7 @@ def fill_directions_(
     if kind == "orthogonal":
         matrices = rows_first.reshape(*rows_first.shape[: leading + 1], -1)
         orthogonal_batched(matrices, generator=generator)
-        if matrices.data_ptr() != v.data_ptr():  # no view of v has that shape
+        if not matrices._is_view():  # none of v has that shape
             rows_first.copy_(matrices.view(rows_first.shape))
     elif kind == "he":
         fan_in = math.prod(rows_first.shape[leading + 1 :])

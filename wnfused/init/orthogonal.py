@@ -24,6 +24,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from wnfused import dispatch
 from wnfused._numbers import finite, random_source
@@ -106,7 +107,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
         raise ValueError(f"tensor: shape {list(tensor.shape)} must have at least two dims, [..., r, c]")
     finite(gain=gain)
     random_source(generator=generator)
-    if tensor.numel() == 0 or tensor.device.type == "meta":
+    if tensor.numel() == 0 or tensor.device.type == "meta" or is_fake(tensor):  # there is nothing to fill
         return tensor
     rows, columns = tensor.shape[-2:]
     short, long = min(rows, columns), max(rows, columns)
@@ -119,7 +120,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
         if gain != 1.0:
             q *= gain
         chunk.copy_(q if rows <= columns else q.mT)
-    if matrices.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+    if not matrices._is_view():  # none of the tensor has that shape
         tensor.copy_(matrices.view(tensor.shape))
     return tensor
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 
 from wnfused._numbers import at_least_0, flag, from_0, positive, random_source
@@ -138,7 +139,7 @@ def check_request(model: object, scheme: str, options: Mapping[str, object]) -> 
         raise TypeError(f"{unknown[0]}: no option of scheme {scheme!r}; {takes}")
     if any(getattr(module, "_frozen", None) is not None for module in model.modules()):
         raise RuntimeError("model: cannot be initialised inside wnfused.frozen; leave that context first")
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta or is_fake(parameter) for parameter in model.parameters()):
         raise ValueError("model: holds meta tensors; give it memory first, by model.to_empty(device=...)")
 
 

@@ -26,6 +26,8 @@ class Entry:
     gain: float | None = None
 
 
+_ROOT = "the model"  # which is one layer, and has no name
+
 # A longer table is cut in the middle when it is printed.
 _ROWS = 60
 
@@ -58,7 +60,7 @@ class Report:
             return "" if value is None else f"{value:.4g}"
 
         rows = [("layer", "role", "gamma", "gain")]
-        rows += [(e.layer, e.role, number(e.gamma), number(e.gain)) for e in self.entries]
+        rows += [(e.layer or _ROOT, e.role, number(e.gamma), number(e.gain)) for e in self.entries]
         if len(rows) > _ROWS:
             half = _ROWS // 2
             omitted = (f"... {len(rows) - _ROWS} more, which iterating over the report gives ...", "", "", "")
@@ -69,7 +71,8 @@ class Report:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
         if self.unplaced:
-            lines.append(f"not placed, taken as neither before a ReLU nor last in a branch: {', '.join(self.unplaced)}")
+            names = ", ".join(name or _ROOT for name in self.unplaced)
+            lines.append(f"not placed, taken as neither before a ReLU nor last in a branch: {names}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

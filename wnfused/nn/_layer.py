@@ -81,8 +81,10 @@ class WeightNormalised(nn.Module):
         gamma: the factor of the initial gain, ``g = sqrt(gamma fan_in / fan_out)``; None reads it off ``activation``.
         init: ``"orthogonal"`` or ``"he"``, the distribution of ``weight_v``.
         dim: the dim of ``weight_v`` that numbers the normalised rows; None for one norm over all of it.
+        residual_position: of the residual among the arguments of ``forward``.
     """
 
+    residual_position = 1
     weight_v: nn.Parameter
     weight_g: nn.Parameter
     activation: str | None

@@ -15,6 +15,7 @@ from wnfused.ops.conv import Extent
 class _WNConvTranspose(WeightNormalised):
     """What the three ranks share."""
 
+    residual_position = 2  # torch's own second argument is output_size
     _op: Callable[..., Tensor]
 
     def __init__(

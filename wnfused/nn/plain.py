@@ -32,6 +32,8 @@ def detach_activation(module: nn.Module) -> nn.Module | None:
 class WithResidual(nn.Module):
     """Mixin: ``op(input, w) + b + residual``, for a layer whose model calls it with a residual."""
 
+    residual_position = 1
+
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         y: Tensor = super().forward(input)
         return y if residual is None else y + residual
@@ -39,6 +41,8 @@ class WithResidual(nn.Module):
 
 class _TransposeWithResidual(nn.Module):
     """``WithResidual`` with the further argument of torch's transposed convolutions."""
+
+    residual_position = 2
 
     def forward(self, input: Tensor, output_size: list[int] | None = None, residual: Tensor | None = None) -> Tensor:
         y: Tensor = super().forward(input, output_size)

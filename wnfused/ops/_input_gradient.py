@@ -26,7 +26,7 @@ Kernel = Callable[..., Any]
 Reference = Callable[..., tuple[Tensor, ...]]
 
 
-_LEAF: type = torch._C._functions.AccumulateGrad
+_LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 # The zeros of the running backward in each dtype. Those of another one belong to whoever has them by now.
 _zeros: dict[torch.dtype, tuple[int, Tensor]] = {}
@@ -37,7 +37,8 @@ def zero_gradient(like: Tensor) -> Tensor:
     backward = torch._C._current_graph_task_id()
     known = _zeros.get(like.dtype)
     if known is None or known[0] != backward:
-        known = _zeros[like.dtype] = backward, torch.zeros((), dtype=like.dtype, device="cpu")  # wherever the default is
+        zero = torch.zeros((), dtype=like.dtype, device="cpu")  # whatever the default device is
+        known = _zeros[like.dtype] = backward, zero
     # Of one entry it would be no more guarded from writing in place than any tensor.
     return known[1].expand(like.shape) if like.numel() > 1 else torch.zeros_like(like)
 

@@ -115,7 +115,7 @@ def residual_stage(
     in float32 (float64 for float64) inside.
 
     Args:
-        x: ``[N, C, H, W]``; N may be 0. channels_last is kept.
+        x: ``[N, C, H, W]``, or the same without N, which may be 0. channels_last is kept.
         v: directions ``[B, 2, C, C, 3, 3]``; the dtype of ``x``, or float32 with a half-precision ``x``.
         g, bias: gain and bias ``[B, 2, C]``.
         skip_scale: factor on each block's sum; 1 for a plain residual network.
@@ -124,7 +124,7 @@ def residual_stage(
             one segment of k blocks.
 
     Returns:
-        ``[N, C, H, W]`` in the dtype of ``x``, or autocast's.
+        The shape of ``x``, in its dtype or autocast's.
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
@@ -139,6 +139,7 @@ def residual_stage(
         and (every > 0 or recompute is None)
         and bias is not None
         and is_open(x, v, g, bias, None)
+        and x.dim() == 4
     )
     if not direct:
         return _general(x, v, g, bias, skip_scale, recompute)
@@ -157,21 +158,23 @@ def _general(
     tensors = (x, v, g, bias)
     if arguments.answered_for(tensors):
         return handle_torch_function(residual_stage, tensors, x, v, g, bias, skip_scale=skip_scale, recompute=recompute)
-    x = _checked(x, v, g, bias, skip_scale, recompute)
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, v, g, bias))
+    batch = _checked(x, v, g, bias, skip_scale, recompute)
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (batch, v, g, bias))
     save = recorded and not leaves_the_package()
-    return _call(x, v, g, bias, float(skip_scale), recompute or 0, save)[0]
+    y = _call(batch, v, g, bias, float(skip_scale), recompute or 0, save)[0]
+    return y if x.dim() == y.dim() else y.squeeze(0)
 
 
 @arguments.quiet_in_a_trace
 def _checked(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int | None
 ) -> Tensor:  # fmt: skip
-    """x in the dtype that it is computed in."""
+    """x in the dtype that it is computed in, with a batch."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
-    if x.dim() != 4:
-        raise ValueError(f"x: shape {list(x.shape)} is not [N, C, H, W]")
+    if x.dim() not in (3, 4):
+        raise ValueError(f"x: shape {list(x.shape)} is not [N, C, H, W], nor the same without N")
+    x = x if x.dim() == 4 else x.unsqueeze(0)
     channels = x.shape[1]
     arguments.directions(v, x)
     if v.dim() != 6 or v.shape[1] != 2 or v.shape[2] != v.shape[3] or list(v.shape[4:]) != [3, 3]:

@@ -49,7 +49,8 @@ class RunFolder:
         """
         if any(file.exists() for file in (self.config, self.last, self.best, self.result)):
             state = "a finished run" if self.finished else "a run"
-            right = f"holds {state} already: choose another folder, or continue it with --resume"
+            going_on = "--resume prints its result" if self.finished else "continue it with --resume"
+            right = f"holds {state} already: choose another folder, or {going_on}"
             if resume:
                 right = f"holds parts of {state}, neither config.json nor last.ckpt to go on by: choose another folder"
             raise UsageError("out", self.path, right)
