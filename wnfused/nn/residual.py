@@ -177,7 +177,10 @@ class WNResidualStage(nn.Module):
         self._reset_stack()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [N, in_channels, H, W]`` to ``[N, out_channels, H / stride, W / stride]``, sizes rounded up; or without N."""
+        """``x [N, in_channels, H, W]`` to ``[N, out_channels, H / stride, W / stride]``, sizes rounded up.
+
+        An image without N gives one without.
+        """
         if self.transition is not None:
             x = self.transition(x)
         return functional.residual_stage(
