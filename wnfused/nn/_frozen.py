@@ -20,7 +20,7 @@ class Plain(nn.Module):
         self.plain, self.activation, self.negative_slope = plain, activation, negative_slope
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        y: Tensor = self.plain(input)
+        y: Tensor = self.plain.forward(input)  # it has no hooks
         if residual is not None:
             y = y + residual
         if self.activation == "relu":
