@@ -11,7 +11,7 @@ from torch import nn
 
 import wnfused
 from wnfused.init import initialize
-from wnfused.nn import FixupBlock, PlainResidualBlock
+from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock
 
 
 @pytest.mark.parametrize("norm", ["weight", "none"])
@@ -192,3 +192,50 @@ def test_a_residual_by_position_closes_a_branch():
         for given in (lambda x, h: (None, h), lambda x, h: (None,))
     ]
     assert roles == ["last of branch, block 1 of 1, before an activation", "before an activation"]
+
+
+class Guarded(nn.Module):
+    """What no trace goes through."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x) if x.sum() < 1e9 else x
+        return x
+
+
+def deep(norm):
+    return wnfused.models.wrn(28, in_channels=3, norm=norm, stack=False)
+
+
+def sequence_of_blocks():
+    return nn.Sequential(
+        WNResidualBlock(4, 4), nn.Identity(), WNResidualBlock(4, 4), WNResidualBlock(4, 8), WNResidualBlock(8, 8)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["arpit2019", "hanin2018", "zhang2019"])
+@pytest.mark.parametrize(
+    "build", [lambda: deep("weight"), lambda: deep("none"), lambda: deep("fixup"), sequence_of_blocks]
+)
+def test_stages_are_counted_without_a_trace_too(build, scheme):
+    def branches(model):
+        found = initialize(model, scheme, generator=torch.Generator().manual_seed(0))
+        return {e.layer.removeprefix("parts.0."): (e.role, e.gain) for e in found if "block" in e.role}
+
+    wanted, found = branches(build()), branches(Guarded(build()))
+    assert found.keys() == wanted.keys()
+    for name, (role, gain) in wanted.items():
+        assert found[name][0] == role
+        assert found[name][1] == pytest.approx(gain, rel=0.1)
+
+
+def test_blocks_that_nothing_holds_together_are_named_without_a_trace():
+    model = Guarded(nn.Identity())
+    model.first, model.second = WNResidualBlock(4, 4), WNResidualBlock(4, 4)
+    assert initialize(model).unplaced == ("first.conv2", "second.conv2")
+    del model.second
+    assert initialize(model).unplaced == ()

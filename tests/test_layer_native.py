@@ -5,11 +5,13 @@ eps of the sum's typical size, hence the norm-wise ``64 eps``. bfloat16 operands
 reference runs on the rounded operands, and a mask is read off the same rounded output.
 """
 
+import copy
 import itertools
 
 import pytest
 import torch
 
+import wnfused
 from wnfused import reference
 from wnfused.backends import native
 
@@ -320,3 +322,43 @@ def test_outputs_have_the_range_of_an_un_normalised_layer(isa, rows, x_size, v_s
     expected, _ = reference.conv(*wide, *geometry, 0, "relu", 0.0)
     found, _ = native.conv(*arguments, *geometry, 0, "relu", 0.0)
     assert (found.double() - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()
+
+
+# What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding; transposed ones
+# in float32 with a stride and a dilation.
+MISLEADING = {
+    "one pixel": (lambda: wnfused.WNConv2d(16, 32, 3, 2, 1), (2, 16, 1, 1), torch.bfloat16),
+    "a column": (lambda: wnfused.WNConv2d(16, 32, 3, 2, 1), (2, 16, 8, 1), torch.bfloat16),
+    "one sample": (lambda: wnfused.WNConv1d(16, 1, 5, 2, 3), (2, 16, 1), torch.bfloat16),
+    "a wall": (lambda: wnfused.WNConv3d(32, 16, 3, 3, 1), (2, 32, 6, 4, 1), torch.bfloat16),
+    "transposed": (
+        lambda: wnfused.WNConvTranspose3d(8, 4, 3, (1, 2, 2), (2, 1, 0), (0, 1, 1), groups=4),
+        (2, 8, 4, 7, 6),
+        torch.bfloat16,
+    ),
+    "dilated": (lambda: wnfused.WNConvTranspose1d(32, 1, 8, 3, 15, dilation=3), (2, 32, 31), torch.float32),
+    "groups": (lambda: wnfused.WNConvTranspose1d(64, 64, 8, 2, 18, 1, 4, dilation=3), (2, 64, 35), torch.float32),
+    "channels last": (
+        lambda: wnfused.WNConvTranspose2d(17, 34, (4, 1), groups=17).to(memory_format=torch.channels_last),
+        (1, 17, 3, 3),
+        torch.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("name", MISLEADING)
+def test_gradients_that_the_vendor_gets_wrong(name, backend, create_graph):
+    make, shape, dtype = MISLEADING[name]
+    layer, x = make().to(dtype), torch.randn(shape).to(dtype)
+    exact = copy.deepcopy(layer).double()
+    for _ in range(5):  # of memory that nobody wrote
+        with wnfused.use_backend(backend):
+            y = layer(x)
+            found = torch.autograd.grad(y.sum(), list(layer.parameters()), create_graph=create_graph)
+        wanted = exact(x.double())
+        tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-4
+        pairs = zip((y, *found), (wanted, *torch.autograd.grad(wanted.sum(), list(exact.parameters()))), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * max(1.0, b.abs().max().item()))

@@ -53,6 +53,24 @@ def test_autocast_runs_in_half_precision_over_full_precision_parameters(name, dt
         assert (gradient.float() - wanted.float()).norm() <= 2 * bound * wanted.float().norm() + 1e-3
 
 
+@the_stage_has_no_kernel_for_some
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_autocast_into_one_half_with_parameters_in_the_other(name, dtype):
+    """As torch's own layers have it: the parameters are cast along."""
+    (other,) = HALVES.keys() - {dtype}
+    make, shape = LAYERS[name]
+    layer, x = make().to(other), torch.randn(shape)
+    with torch.autocast("cpu", dtype):
+        y = layer(x)
+    assert y.dtype == dtype
+    y.float().square().sum().backward()
+    assert all(parameter.grad.dtype == other for parameter in layer.parameters())
+    with torch.no_grad():
+        exact = layer.double()(x.double())
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=2**-5 * exact.abs().max().item())
+
+
 def test_autocast_off_within_on_and_residuals():
     layer, x = WNLinear(4, 4), torch.randn(3, 4)
     with torch.autocast("cpu", torch.bfloat16):

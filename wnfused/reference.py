@@ -209,11 +209,55 @@ def conv(
     ``x [N, C_in, *spatial]``; ``v [C_out, C_in / groups, *kernel]``, transposed ``[C_in, C_out / groups, *kernel]``.
     """
     w, norm = _effective_weight(v, g, dim, x.dtype)
+    w = w.contiguous() if transposed and groups > 1 else w  # oneDNN misreads such weights in other formats
     b = None if bias is None else bias.to(x.dtype)
-    y = torch.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    y = torch.convolution(x, w, b, *geometry)
+    if _misleads(x, y, w, stride, padding, dilation, transposed):  # whoever differentiates this
+        y = torch.convolution(x.double(), w.double(), None if b is None else b.double(), *geometry).to(y.dtype)
     if residual is not None:
         y = y + residual
     return activate(y, activation, negative_slope), norm
+
+
+def convolution_backward(
+    dz: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int, needs: list[bool],
+) -> Sequence[Tensor]:  # fmt: skip
+    """torch's ``(dx, dw, db)``, a weight gradient that it would get wrong in float64."""
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    backward = torch.ops.aten.convolution_backward
+    if not (needs[1] and _misleads(x, dz, w, stride, padding, dilation, transposed)):
+        found: Sequence[Tensor] = backward(dz, x, w, bias_sizes, *geometry, needs)
+        return found
+    dx, _, db = backward(dz, x, w, bias_sizes, *geometry, [needs[0], False, needs[2]])
+    dw = backward(dz.double(), x.double(), w.double(), bias_sizes, *geometry, [False, True, False])[1]
+    return dx, dw.to(w.dtype), db
+
+
+def _misleads(
+    x: Tensor, y: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    transposed: bool,
+) -> bool:  # fmt: skip
+    """Whether torch's weight gradient is wrong, by oneDNN 3.x on a CPU (torch 2.13).
+
+    So are those of transposed convolutions with a stride and a dilation above 1; and in bfloat16 those of a kernel one
+    of whose taps meets nothing but padding, which are unwritten memory.
+    """
+    if not x.is_cpu or x.dtype == torch.float64:
+        return False
+    if transposed and max(stride) > 1 and max(dilation) > 1:
+        return True
+    if x.dtype != torch.bfloat16 or torch.compiler.is_compiling():  # a trace of any shape
+        return False
+    read, windows = (y, x) if transposed else (x, y)
+    extents = zip(read.shape[2:], windows.shape[2:], w.shape[2:], stride, padding, dilation, strict=True)
+    for size, count, taps, s, p, d in extents:
+        for shift in range(-p, taps * d - p, d):
+            first = max(0, -(shift // s))  # the window in which the tap is past the padding before
+            if first >= count or first * s + shift >= size:
+                return True
+    return False
 
 
 def conv_backward(
@@ -239,12 +283,13 @@ def conv_backward(
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
     if needs[0] or needs[1]:
         w, _ = _effective_weight(v, g, dim, x.dtype)
+        w = w.contiguous() if transposed and groups > 1 else w
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
-        gradients = torch.ops.aten.convolution_backward(dz, x, w, None, *geometry, [needs[0], needs[1], False])
+        found_dx, dw, _ = convolution_backward(dz, x, w, None, *geometry, [needs[0], needs[1], False])
         if needs[0]:
-            dx = gradients[0]
+            dx = found_dx
         if needs[1]:
-            dv, dg = weight_norm_backward(gradients[1], v, g, norm, dim)
+            dv, dg = weight_norm_backward(dw, v, g, norm, dim)
     if needs[2]:
         db = dz.sum([0, *range(2, dz.dim())], dtype=wide(dy.dtype)).to(v.dtype)
     return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)

@@ -1,8 +1,8 @@
 """MLPs of growing depth: accuracy of the best job of a sweep over learning rates, and of every job.
 
-Settings of the paper (Table 3): MNIST, 2 to 200 hidden layers of 512 or 1,024 units, 150 epochs, batch 128, momentum
-0.9, weight decay 1e-4, rates 1e-1 to 1e-5 divided by 10 after a third and two thirds of the epochs; a tenth held out,
-its best epoch tested, diverged runs count as 0.
+Settings of the paper (Table 3): MNIST, 2 to 200 hidden layers of 512 or 1,024 units (512 here), 150 epochs, batch 128,
+momentum 0.9, weight decay 1e-4, rates 1e-1 to 1e-5 divided by 10 after a third and two thirds of the epochs; a tenth
+held out, its best epoch tested, diverged runs count as 0. 1e-5 is the paper's for depths 100 and 200 alone.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ INITS = {"arpit2019": "proposed", "salimans2016": "data-dependent"}
 TRAINED = 0.5
 
 
+def _rates(settings: Json, depth: int) -> list[float]:
+    return [lr for lr in settings["rates"] if lr >= 1e-4 or depth >= 100]
+
+
 def jobs(settings: Json) -> list[Job]:
     shared = {
         "model": "mlp", "data": settings["data"], "width": settings["width"], "epochs": settings["epochs"],
@@ -48,7 +52,7 @@ def jobs(settings: Json) -> list[Job]:
         for seed in range(settings["seeds"])
         for depth in settings["depths"]
         for init in INITS
-        for lr in settings["rates"]
+        for lr in _rates(settings, depth)
     ]
 
 
@@ -59,7 +63,7 @@ def run(parameters: Json) -> Json:
 def reduce(settings: Json, results: list[Result]) -> Json:
     best, every = [], []
     for (init, depth), rates in by_rate(
-        results, lambda r: (r["init"], r["depth"]), lambda r: settings["rates"]
+        results, lambda r: (r["init"], r["depth"]), lambda r: _rates(settings, r["depth"])
     ).items():
         lr = best_rate(rates)
         tests = Spread.of(r["best_test_accuracy"] for r in rates[lr])

@@ -42,7 +42,8 @@ SETTINGS: dict[str, Json] = {
         "cnn": {"depths": [5, 25, 100], "width": 512, "epochs": 500, "batch_size": 100, "rates": [0.01, 0.001]},
         "wrn": {
             "depths": [10, 100, 1000, 10000], "once": [], "batch_size": 128,
-            "rates": [0.7, 0.3, 0.1, 0.07, 0.03, 0.01, 0.007, 0.003, 0.001, 1e-4, 1e-5, 1e-6, 1e-7],
+            "rates": [0.7, 0.3, 0.1, 0.07, 0.03, 0.01, 0.007, 0.003, 0.001, 7e-4, 3e-4, 1e-4, 7e-5, 3e-5, 1e-5,
+                      1e-6, 1e-7],
         },
     },
 }  # fmt: skip
@@ -55,6 +56,11 @@ INITS = {
 CNN_INITS = ("arpit2019", "salimans2016")
 # Five times chance.
 TRAINED = 0.5
+
+
+def _rates(settings: Json, depth: int) -> list[float]:
+    """The paper goes below 1e-5 for its deepest networks alone."""
+    return [lr for lr in settings["rates"] if lr >= 1e-5 or depth >= 10000]
 
 
 def jobs(settings: Json) -> list[Job]:
@@ -71,11 +77,11 @@ def jobs(settings: Json) -> list[Job]:
     }  # fmt: skip
     cells = []
     for seed in range(settings["seeds"]):
-        cells += [(wrn_shared, d, i, lr, seed) for d in wrn["depths"] for i in INITS for lr in wrn["rates"]]
+        cells += [(wrn_shared, d, i, lr, seed) for d in wrn["depths"] for i in INITS for lr in _rates(wrn, d)]
         # The CNN's curves are the paper's single runs.
         if seed == 0:
-            cells += [(cnn_shared, d, i, lr, seed) for d in cnn["depths"] for i in CNN_INITS for lr in cnn["rates"]]
-            cells += [(wrn_shared, d, i, lr, seed) for d in wrn["once"] for i in INITS for lr in wrn["rates"]]
+            cells += [(cnn_shared, d, i, lr, seed) for d in cnn["depths"] for i in CNN_INITS for lr in _rates(cnn, d)]
+            cells += [(wrn_shared, d, i, lr, seed) for d in wrn["once"] for i in INITS for lr in _rates(wrn, d)]
     return [
         Job(
             f"{shared['model']}-{depth}-{init}-{lr:g}-{seed}",
@@ -92,7 +98,9 @@ def run(parameters: Json) -> Json:
 
 def reduce(settings: Json, results: list[Result]) -> Json:
     points = []
-    cells = by_rate(results, lambda r: (r["model"], r["init"], r["depth"]), lambda r: settings[r["model"]]["rates"])
+    cells = by_rate(
+        results, lambda r: (r["model"], r["init"], r["depth"]), lambda r: _rates(settings[r["model"]], r["depth"])
+    )
     for (model, init, depth), rates in cells.items():
         lr = best_rate(rates)
         accuracy = Spread.of(r["best_test_accuracy"] for r in rates[lr])

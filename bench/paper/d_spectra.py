@@ -59,9 +59,8 @@ def predicted_largest(activation: str, weights: str, depth: int) -> float | None
         return 1.0 if weights == "orthogonal" else (depth + 1) ** (depth + 1) / depth**depth
     if weights == "gaussian" or depth == 1:
         return None
-    edge = (1 - p) / p * depth**depth / (depth - 1) ** (depth - 1)
-    # The mean of the eigenvalues is 1: below it this is not their edge (few units saturate at all).
-    return edge if edge > 1 else None
+    # Where fewer units saturate the largest eigenvalue is an atom beside the bulk, and this is not its edge.
+    return (1 - p) / p * depth**depth / (depth - 1) ** (depth - 1) if depth * (1 - p) >= 1 else None
 
 
 def jobs(settings: Json) -> list[Job]:

@@ -344,7 +344,7 @@ def conv_transpose_backward(
     dz = masked(dy, y, reference.ACTIVATIONS[activation], negative_slope)
     w = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)[0]
     wanted = [bool(needs & 1), bool(needs & 2), bool(needs & 4)]
-    dx, dw, db = torch.ops.aten.convolution_backward.default(
+    dx, dw, db = reference.convolution_backward(
         dz, x, w, [v.shape[1] * groups], stride, padding, dilation, True, output_padding, groups, wanted
     )
     dv = dg = None

@@ -1,7 +1,8 @@
 """Where each layer stands in a model: before a ReLU, at the end of a residual branch, the head, or none of these.
 
 Read off a trace of the model (``wnfused.init.graph``). A model that does not trace is read by its structure: the
-neighbours in every ``nn.Sequential`` and this package's own blocks.
+neighbours in every ``nn.Sequential``, and the residual blocks of ``wnfused.nn``, which are a stage where they follow
+one another in an ``nn.Sequential`` or ``nn.ModuleList``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx, nn
 
 from wnfused.init.graph import Graph, activation_module_gamma, is_layer, places
 from wnfused.init.layer import activation_gamma
-from wnfused.nn import PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
+from wnfused.nn import FixupBlock, PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
 
 
 @dataclass(frozen=True)
@@ -158,21 +159,28 @@ def _fused_gamma(layer: nn.Module) -> float:
 # --------------------------------------------------------------------------------------------- by structure
 
 
+_BLOCKS = (WNResidualBlock, PlainResidualBlock, FixupBlock)
+
+
 def _roles_by_structure(model: nn.Module, reason: Exception) -> list[Role]:
     """This package's blocks, and neighbours in ``nn.Sequential``; every other layer counts as not placed."""
     roles: dict[str, Role] = {}
     branches = 0
+    stages = _places_in_stages(model)
+    alone = {m for m in model.modules() if isinstance(m, _BLOCKS) and m not in stages}
 
     def place(name: str, layer: nn.Module, **place: Any) -> None:
         roles[name] = Role(name, layer, **{"activation_gamma": _fused_gamma(layer), **place})
 
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if isinstance(module, (WNResidualBlock, PlainResidualBlock)) and not _inside_stage(name, model):
+        if isinstance(module, _BLOCKS) and not _inside_stage(name, model):
             branches += 1
-            here = {"block": 1, "branch": branches, "branch_layers": 2}
+            here = {"branch": branches, "branch_layers": 2, "block": 1, **stages.get(module, {})}
             place(f"{prefix}conv1", module.conv1, activation_gamma=2.0, **here)
-            place(f"{prefix}conv2", module.conv2, closes_branch=True, **here)
+            # Several blocks that nothing holds together may be one stage or not.
+            sure = module not in alone or len(alone) == 1
+            place(f"{prefix}conv2", module.conv2, closes_branch=True, placed=sure, **here)
             if is_layer(module.shortcut):
                 place(f"{prefix}shortcut", module.shortcut)
         elif isinstance(module, WNResidualStage):
@@ -191,6 +199,23 @@ def _roles_by_structure(model: nn.Module, reason: Exception) -> list[Role]:
     if ordered and not ordered[-1].branch and ordered[-1].activation_gamma == 1.0:
         ordered[-1] = replace(ordered[-1], head=True)
     return ordered
+
+
+def _places_in_stages(model: nn.Module) -> dict[nn.Module, dict[str, int]]:
+    """``block`` and ``num_blocks`` of every block that a list or a sequence holds; a projecting one begins a stage."""
+    stages: list[list[nn.Module]] = []
+    for holder in model.modules():
+        if not isinstance(holder, (nn.Sequential, nn.ModuleList)):
+            continue
+        stage: list[nn.Module] | None = None
+        for child in holder:
+            if isinstance(child, _BLOCKS):
+                if stage is None or is_layer(child.shortcut):
+                    stages.append(stage := [])
+                stage.append(child)
+            elif any(map(is_layer, child.modules())):
+                stage = None
+    return {block: {"block": i, "num_blocks": len(stage)} for stage in stages for i, block in enumerate(stage, start=1)}
 
 
 def _neighbours(sequence: nn.Sequential) -> Iterator[tuple[str, nn.Module, nn.Module]]:

@@ -146,6 +146,15 @@ def autocast(x: Tensor) -> Tensor:
     return x
 
 
+def beside_autocast(x: Tensor, *parameters: Any) -> tuple[Any, ...]:
+    """Parameters, in float32 where they have another half precision than the one that autocast gave ``x``."""
+    if x.dtype not in _HALVES or not autocast_is_on(x.device.type):
+        return parameters
+    return tuple(
+        p.float() if isinstance(p, Tensor) and p.dtype in _HALVES and p.dtype != x.dtype else p for p in parameters
+    )
+
+
 def residual(r: Tensor, shape: list[int], x: Tensor) -> Tensor:
     """A residual of the output's shape, in the output's dtype."""
     floating("residual", r)

@@ -137,6 +137,7 @@ def _checked(
     """The op's arguments, ``x`` and the residual with a batch."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
+    v, g, bias = arguments.beside_autocast(x, v, g, bias)
     arguments.directions(v, x)
     if v.dim() != spatial + 2:
         raise ValueError(f"v: shape {list(v.shape)} must have {spatial + 2} dims")

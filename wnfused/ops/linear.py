@@ -156,6 +156,7 @@ def _checked(
     """The op's arguments."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
+    v, g, bias = arguments.beside_autocast(x, v, g, bias)
     arguments.directions(v, x)
     if v.dim() != 2:
         raise ValueError(f"v: shape {list(v.shape)} is not [out_features, in_features]")

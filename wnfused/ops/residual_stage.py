@@ -158,7 +158,7 @@ def _general(
     tensors = (x, v, g, bias)
     if arguments.answered_for(tensors):
         return handle_torch_function(residual_stage, tensors, x, v, g, bias, skip_scale=skip_scale, recompute=recompute)
-    batch = _checked(x, v, g, bias, skip_scale, recompute)
+    batch, v, g, bias = _checked(x, v, g, bias, skip_scale, recompute)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (batch, v, g, bias))
     save = recorded and not leaves_the_package()
     y = _call(batch, v, g, bias, float(skip_scale), recompute or 0, save)[0]
@@ -168,10 +168,11 @@ def _general(
 @arguments.quiet_in_a_trace
 def _checked(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int | None
-) -> Tensor:  # fmt: skip
-    """x in the dtype that it is computed in, with a batch."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The tensors; x in the dtype that it is computed in, with a batch."""
     arguments.floating("x", x)
     x = arguments.autocast(x)
+    v, g, bias = arguments.beside_autocast(x, v, g, bias)
     if x.dim() not in (3, 4):
         raise ValueError(f"x: shape {list(x.shape)} is not [N, C, H, W], nor the same without N")
     x = x if x.dim() == 4 else x.unsqueeze(0)
@@ -191,4 +192,4 @@ def _checked(
         raise ValueError(f"skip_scale: {skip_scale} must be finite")
     if recompute is not None:
         positive(recompute=recompute)
-    return x
+    return x, v, g, bias

@@ -35,7 +35,8 @@ def soft(w: Tensor) -> Tensor:
 def gain_adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
     """``||W W^T / gain^2 - I||_F^2``, ``[...]``; gradient ``(4 / gain^2) (W W^T / gain^2 - I) W``.
 
-    Pulls the singular values to ``gain`` instead of 1, so that what a critical initialisation set stays.
+    Pulls the singular values to ``gain`` instead of 1, so that what a critical initialisation set stays. For more rows
+    than columns of ``W^T W``, which is less by the constant ``r - c``.
 
     Args:
         gain: above 0; a number, or a constant tensor ``[...]`` with one for each matrix.
@@ -56,6 +57,8 @@ def double_soft(w: Tensor) -> Tensor:
 def mutual_coherence(w: Tensor) -> Tensor:
     """The largest absolute entry of ``W W^T - I``, ``[...]``. Where several are largest, the gradient is the first's.
 
+    For more rows than columns that of ``W^T W - I``.
+
     Source: Bansal et al. 2018, section 3.3.
     """
     return _penalty(w, 1.0, _MutualCoherence)
@@ -63,6 +66,8 @@ def mutual_coherence(w: Tensor) -> Tensor:
 
 def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
     """The spectral norm of ``E = W W^T - I`` by power iteration, ``||E^steps x|| / ||E^(steps - 1) x||``, ``[...]``.
+
+    For more rows than columns ``E = W^T W - I``.
 
     Spectral restricted isometry property. The gradient is that of this very quotient, for a fixed x.
 
