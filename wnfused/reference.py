@@ -213,7 +213,8 @@ def conv(
     b = None if bias is None else bias.to(x.dtype)
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     y = torch.convolution(x, w, b, *geometry)
-    if _misleads(x, y, w, stride, padding, dilation, transposed):  # whoever differentiates this
+    recorded = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
+    if recorded and _misleads(x, y, w, stride, padding, dilation, transposed):
         y = torch.convolution(x.double(), w.double(), None if b is None else b.double(), *geometry).to(y.dtype)
     if residual is not None:
         y = y + residual
@@ -244,11 +245,11 @@ def _misleads(
     So are those of transposed convolutions with a stride and a dilation above 1; and in bfloat16 those of a kernel one
     of whose taps meets nothing but padding, which are unwritten memory.
     """
-    if not x.is_cpu or x.dtype == torch.float64:
+    if not x.is_cpu or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return False
     if transposed and max(stride) > 1 and max(dilation) > 1:
         return True
-    if x.dtype != torch.bfloat16 or torch.compiler.is_compiling():  # a trace of any shape
+    if x.dtype != torch.bfloat16:
         return False
     read, windows = (y, x) if transposed else (x, y)
     extents = zip(read.shape[2:], windows.shape[2:], w.shape[2:], stride, padding, dilation, strict=True)
