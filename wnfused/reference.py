@@ -213,6 +213,7 @@ def conv(
     b = None if bias is None else bias.to(x.dtype)
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     y = torch.convolution(x, w, b, *geometry)
+    # Whoever differentiates this takes torch's own derivative of it.
     recorded = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
     if recorded and _misleads(x, y, w, stride, padding, dilation, transposed):
         y = torch.convolution(x.double(), w.double(), None if b is None else b.double(), *geometry).to(y.dtype)
