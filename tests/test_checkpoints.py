@@ -236,3 +236,28 @@ def test_files_copies_and_averages(used, tmp_path):
     for twin in (*twins, loaded, safe, whole, averaged, swa.module):
         assert equal(twin.state_dict(), model.state_dict())
         assert torch.equal(twin(x), model(x))
+
+
+class Migrates(nn.Module):
+    """Its first version kept the double of what the second keeps."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.layer = nn.Linear(2, 2)
+
+    def _load_from_state_dict(self, state, prefix, metadata, *arguments):
+        if (metadata.get("version") or 1) < 2:
+            state[f"{prefix}scale"] = state[f"{prefix}scale"] / 2
+        super()._load_from_state_dict(state, prefix, metadata, *arguments)
+
+
+def test_versions_of_modules_are_kept():
+    model = nn.Sequential(Migrates())
+    for given in (model, model.state_dict()):
+        model.load_state_dict(state_dict_to_torch(given, "plain"))
+        assert model[0].scale.item() == 1
+    model.load_state_dict(state_dict_from_torch(model.state_dict(), model))
+    assert model[0].scale.item() == 1

@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -282,3 +283,29 @@ def test_compiled_models_compute_with_the_new_layers(bare):
     torch.testing.assert_close(model(x), layer.bias.expand(2, 4))
     wnfused.fold(model)
     torch.testing.assert_close(model(x), layer.bias.expand(2, 4))
+
+
+class Branches(NamedTuple):
+    first: nn.Module
+    second: nn.Module
+
+
+class HoldsThemBeside(nn.Module):
+    """Calls its layers by containers that torch does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.pair, self.queue = Branches(self.a, self.b), deque([self.b])
+
+    def forward(self, x):
+        return self.queue[0](self.pair.first(x))
+
+
+def test_named_tuples_and_queues_hold_the_new_layers():
+    model = wnfused.convert(HoldsThemBeside(), plain=True)
+    assert isinstance(model.pair, Branches)
+    assert model.pair.first is model.a
+    assert model.queue[0] is model.pair.second is model.b
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

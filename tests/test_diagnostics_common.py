@@ -5,12 +5,21 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from wnfused.diagnostics import jacobian_growth, layer_jacobians, layer_norms, orthogonality, similarity
+from wnfused.diagnostics import (
+    hessian_norm,
+    jacobian_growth,
+    layer_jacobians,
+    layer_norms,
+    orthogonality,
+    parameter_gradient_bounds,
+    similarity,
+)  # fmt: skip
 from wnfused.diagnostics.progress import advancing
 from wnfused.diagnostics.stations import Call, observed
 from wnfused.optional import MissingDependencyError
@@ -80,3 +89,59 @@ def test_progress_of_the_caller() -> None:
         advance()
         advance()
     assert seen == [(1, 3), (2, 3)]
+
+
+def test_flags_of_parameters_survive_an_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'2.weight' has no shape yet"):
+        layer_norms(model, torch.ones(2, 4))
+    assert model[0].weight.requires_grad
+    frozen = nn.Sequential(nn.Linear(4, 3)).requires_grad_(False)
+    with pytest.raises(IndexError):
+        parameter_gradient_bounds(frozen, torch.ones(2, 4), torch.tensor([0, 7]))
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+def test_bounds_of_a_model_with_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    bounds = parameter_gradient_bounds(model, torch.randn(6, 4), torch.arange(6) % 3)
+    assert bounds.names[:2] == ("0", "3")
+
+
+class Windows(nn.Module):
+    """Folds windows into the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = nn.Linear(3, 3), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inside(x.reshape(-1, 3)).reshape(len(x), -1))
+
+
+@pytest.mark.parametrize("measure", [orthogonality, similarity, jacobian_growth, layer_norms])
+def test_stations_that_are_not_by_sample_are_named(measure: Callable) -> None:
+    model, x = Windows(), torch.randn(5, 12)
+    with pytest.raises(
+        ValueError, match=r"filter: the output of 'inside', \[20, 3\], is not one for each of 5 samples"
+    ):
+        measure(model, x)
+    assert len(measure(model, x, filter=lambda name, module: name == "head").names) == 1
+
+
+@pytest.mark.parametrize("measure", [hessian_norm, jacobian_growth, layer_jacobians])
+def test_a_wrong_generator_is_named(measure: Callable) -> None:
+    targets = (torch.zeros(2, dtype=torch.long),) if measure is hessian_norm else ()
+    with pytest.raises(TypeError, match="generator: 3 must be"):
+        measure(nn.Linear(4, 3), torch.ones(2, 4), *targets, generator=3)
+
+
+def test_one_tensor_is_not_several_parameters() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(TypeError, match=r"parameters: expected several tensors"):
+        hessian_norm(model, torch.ones(2, 4), torch.zeros(2, dtype=torch.long), parameters=model.weight)
+
+
+def test_a_picture_of_no_station(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    orthogonality(nn.Sequential(nn.ReLU()), torch.ones(2, 4)).save(tmp_path / "empty.png")

@@ -152,6 +152,33 @@ def test_retractions(retraction, shape):
     assert small.abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    "retraction",
+    [polar_retraction, qr_retraction, lambda w: singular_value_margin(w, 0.0), lambda w: cayley_step(w, w, 0)],
+)
+def test_autocast_leaves_retractions_alone(retraction):
+    w = qr_retraction(drawn((64, 128), dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q = retraction(w)
+        penalty = soft(w)
+        gradient = torch.autograd.grad(soft(x := (2 * w).requires_grad_()), x)[0]
+    assert (q @ q.mT - eye(q)).abs().max() < 1e-5
+    assert penalty < 1e-9
+    torch.testing.assert_close(gradient, 24 * w, rtol=1e-4, atol=1e-5)
+
+
+def test_a_matrix_of_nan_has_no_norm():
+    w = torch.full((3, 5), float("nan"))
+    assert all(penalty(w).isnan() for penalty in (soft, double_soft, mutual_coherence, srip))
+
+
+def test_an_initial_gain_of_zero_names_its_layer():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    nn.init.zeros_(model[2].weight)
+    with pytest.raises(ValueError, match="gain: 'initial' of '2'"):
+        Regularizer("gain_adjusted", gain="initial").loss(model)
+
+
 def test_the_margin_clamps_singular_values():
     w = drawn((5, 3))
     s = torch.linalg.svdvals(w)

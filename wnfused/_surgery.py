@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
+from wnfused._modules import class_of
 from wnfused.nn import (
     WeightNormalised,
     WNConv1d,
@@ -64,12 +65,6 @@ def checked(model: nn.Module, what: str) -> nn.Module:
                 f"built with; wrap anew: DistributedDataParallel(wnfused.{what}({path}.module), ...)"
             )
     return model
-
-
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """A module's class; torch's parametrisation makes a subclass of its own, which does not count."""
-    kind = type(module)
-    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
 def additions(kind: type[nn.Module], known: Collection[type[nn.Module]]) -> tuple[type[nn.Module], list[str]] | None:
@@ -181,10 +176,10 @@ def _replaced_in(value: Any, replaced: dict[nn.Module, nn.Module], seen: set[int
     """A plain container of modules with the replacements in it; all but tuples change in place, each once."""
     if isinstance(value, nn.Module):
         return replaced.get(value, value)
-    if not isinstance(value, (list, dict, set, tuple)) or id(value) in seen:
+    if not isinstance(value, (list, deque, dict, set, tuple)) or id(value) in seen:
         return value
     seen.add(id(value))
-    if isinstance(value, list):
+    if isinstance(value, (list, deque)):
         for i, item in enumerate(value):
             value[i] = _replaced_in(item, replaced, seen)
     elif isinstance(value, dict):
@@ -194,19 +189,10 @@ def _replaced_in(value: Any, replaced: dict[nn.Module, nn.Module], seen: set[int
         for item in [item for item in value if item in replaced]:
             value.remove(item)
             value.add(replaced[item])
-    elif type(value) is tuple:
-        return tuple(_replaced_in(item, replaced, seen) for item in value)
+    elif type(value) is tuple or hasattr(value, "_fields"):
+        items = [_replaced_in(item, replaced, seen) for item in value]
+        return tuple(items) if type(value) is tuple else type(value)(*items)
     return value
-
-
-def holders(model: nn.Module) -> dict[int, set[nn.Module]]:
-    """For each parameter, by id, the modules that hold it themselves."""
-    found: dict[int, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found.setdefault(id(parameter), set()).add(module)
-    return found
 
 
 def shown(name: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
-from wnfused._surgery import LAYERS, class_of, has_hooks
+from wnfused._modules import class_of
+from wnfused._surgery import LAYERS, has_hooks
 from wnfused._symbolic import argument, symbolic_run
 from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
 

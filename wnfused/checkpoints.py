@@ -46,7 +46,7 @@ def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new")
         raise ValueError(f"api: unknown {api!r}; use 'old', 'new' or 'plain'")
     if not isinstance(source, (nn.Module, Mapping)):
         raise TypeError(f"source: expected an nn.Module or a state dict, got {type(source).__name__}")
-    state = OrderedDict(source.state_dict() if isinstance(source, nn.Module) else source)
+    state = _copy(source.state_dict() if isinstance(source, nn.Module) else source)
     _rename(state, _prefixes(state, *ORIGINALS.values()), {new: old for old, new in ORIGINALS.items()})
     stages = [p for p in _prefixes(state, *ORIGINALS) if state[f"{p}weight_v"].dim() == 6 and f"{p}bias" in state]
     for prefix in stages:
@@ -80,11 +80,19 @@ def state_dict_from_torch(state_dict: Mapping[str, Any], model: nn.Module) -> Or
         raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    found = OrderedDict(state_dict)
+    found = _copy(state_dict)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (WeightNormalised, WNResidualStage)):
             module.adopt_keys(found, f"{name}." if name else "")
     return found
+
+
+def _copy(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """The entries, and the versions of the modules that wrote them, which torch keeps beside."""
+    copy = OrderedDict(state)
+    if hasattr(state, "_metadata"):
+        copy._metadata = state._metadata  # type: ignore[attr-defined]
+    return copy
 
 
 def _prefixes(state: Mapping[str, Any], gain: str, direction: str) -> list[str]:

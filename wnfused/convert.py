@@ -15,14 +15,13 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from wnfused._modules import class_of, holders
 from wnfused._numbers import flag
 from wnfused._surgery import (
     LAYERS,
     OPTIONS,
     additions,
     checked,
-    class_of,
-    holders,
     move_hooks,
     named,
     own_attributes,

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wnfused._numbers import random_source
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From (outputs, targets) to the *sum* of the samples' losses: no sample's share depends on how many there are."""
 
@@ -45,4 +47,5 @@ def mini_batches(inputs: Tensor, targets: Tensor, batch_size: int | None) -> Ite
 
 def seeded(generator: torch.Generator | None) -> torch.Generator:
     """The caller's source of randomness, or one that starts from 0: a measurement repeated is the same."""
+    random_source(generator=generator)
     return torch.Generator().manual_seed(0) if generator is None else generator

@@ -152,7 +152,8 @@ def parameter_gradient_bounds(
     if batch_size is not None:
         positive(batch_size=batch_size)
     if sets is None:
-        sets = homogeneous_sets(model, inputs[:1])
+        # Of one sample a batch norm has no statistics.
+        sets = homogeneous_sets(model, inputs[:2])
     elif not isinstance(sets, Mapping):
         raise TypeError(f"sets: expected a mapping from names to parameters' names, got {type(sets).__name__}")
     if not sets:
@@ -182,8 +183,6 @@ def parameter_gradient_bounds(
         gradient = [_length(gradients[name] for name in names) for names in sets.values()]
         few = inputs[: min(len(inputs), batch_size or len(inputs))]
         homogeneous = [_is_homogeneous(model, few, names) for names in sets.values()]
-        for name in chosen:
-            named[name].requires_grad_(False)
     with np.errstate(divide="ignore", invalid="ignore"):
         bound, expected = excess / lengths, (largest - np.log(outputs.shape[1])) / lengths
     return ParameterBounds(tuple(sets), np.array(gradient), bound, expected, np.array(homogeneous, dtype=bool))

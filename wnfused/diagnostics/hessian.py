@@ -118,6 +118,8 @@ def hessian_norm(
         positive(batch_size=batch_size)
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: {tolerance} must be above 0 and below 1")
+    if isinstance(parameters, Tensor):
+        raise TypeError("parameters: expected several tensors, got one; use [tensor]")
     theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad] if parameters is None else [*parameters]
     if not theta or not all(p.requires_grad for p in theta):
         raise ValueError("parameters: none asks for a gradient" if not theta else "parameters: all must require_grad")

@@ -171,7 +171,7 @@ def jacobian_growth(
         for _ in range(probes):
             # Signs: of all probes with E v v^T = I those whose squares scatter least.
             tangent = _gaussian(tuple(inputs.shape), generator, inputs).sign().to(inputs.dtype)
-            with forward_ad.dual_level(), observed(model, observe, filter):
+            with forward_ad.dual_level(), observed(model, observe, filter, len(inputs)):
                 model(forward_ad.make_dual(inputs.detach(), tangent))
     stations = len(names) // probes
     table = torch.stack(lengths).reshape(probes, stations, -1) if lengths else torch.zeros(1, 0, 1).double()

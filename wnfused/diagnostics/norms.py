@@ -196,7 +196,7 @@ def layer_norms(
         if x.is_floating_point():
             x = x.clone().requires_grad_()
             record.leaves.append(x)
-        with observed(model, record.take, filter):
+        with observed(model, record.take, filter, len(x)):
             outputs = model(x)
         if targets is None:
             targets = outputs.detach().argmax(1)

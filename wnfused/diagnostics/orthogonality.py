@@ -102,8 +102,8 @@ class OrthogonalityProfile(Drawable):
     def gap_bound(self) -> np.ndarray | None:
         """Theorem 1's bound ``[L]`` with the largest alpha that the measured layers allow and the smallest width; None
         where some layer's samples are linearly dependent, of which the theorem says nothing."""
-        alpha = float(self.smallest.min())
-        if not alpha > 1e-12:
+        alpha = float(self.smallest.min(initial=np.inf))
+        if not 1e-12 < alpha < np.inf:
             return None
         return gap_bound(np.arange(len(self.gap)), self.samples, int(self.widths.min()), min(alpha, 1 / self.samples))
 
@@ -151,7 +151,7 @@ def orthogonality(
             rows.append((_gap(gram, len(inputs)).item(), _distance(values).item(), values[-1].item(), len(h)))
             advance()
 
-        with observed(model, observe, filter):
+        with observed(model, observe, filter, len(inputs)):
             model(inputs)
     gap, distance, smallest, widths = (np.array([row[i] for row in rows]) for i in range(4))
     return OrthogonalityProfile(tuple(names), gap, distance, smallest, widths, len(inputs))

@@ -80,7 +80,7 @@ def similarity(
             rows.append(torch.cat([cosines.abs().mean()[None], cosines.mean()[None], spread]).cpu())
             advance()
 
-        with observed(model, observe, filter):
+        with observed(model, observe, filter, len(inputs)):
             model(inputs)
     table = torch.stack(rows).numpy() if rows else np.empty((0, 5))
     return SimilarityProfile(tuple(names), table[:, 0], table[:, 1], table[:, 2:], len(inputs))

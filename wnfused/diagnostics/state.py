@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import nn
+
+from wnfused._undisturbed import buffers_kept, forked
+from wnfused.nn._layer import refuse_shapeless
 
 
 @contextlib.contextmanager
@@ -17,26 +19,14 @@ def undisturbed(model: nn.Module, *, freeze: bool = True) -> Iterator[None]:
         freeze: meanwhile no parameter asks for a gradient, so that a backward pass towards activations computes no
             weight gradient.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    asking = [p for p in model.parameters() if p.requires_grad] if freeze else []
-    with forked(model):
-        for p in asking:
-            p.requires_grad_(False)
+    refuse_shapeless(model, "run the model once")
+    asking = [(p, p.requires_grad) for p in model.parameters()]
+    with forked(model), buffers_kept(model):
         try:
+            if freeze:
+                for p, _ in asking:
+                    p.requires_grad_(False)
             yield
         finally:
-            for p in asking:
-                p.requires_grad_(True)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-
-
-@contextlib.contextmanager
-def forked(model: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Random numbers drawn inside (dropout) do not move torch's state, and start from ``seed`` if it is given."""
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield
+            for p, asked in asking:
+                p.requires_grad_(asked)

@@ -48,8 +48,17 @@ Observer = Callable[[Call], Tensor | None]
 
 
 @contextlib.contextmanager
-def observed(model: nn.Module, observe: Observer, filter: Filter | None = None) -> Iterator[None]:
-    """While this holds, ``observe`` sees every call of a station of ``model``; no hook is left behind."""
+def observed(
+    model: nn.Module, observe: Observer, filter: Filter | None = None, samples: int | None = None
+) -> Iterator[None]:
+    """While this holds, ``observe`` sees every call of a station of ``model``; no hook is left behind.
+
+    Args:
+        samples: how many entries the first dim of every output must have; None: any.
+
+    Raises:
+        ValueError: naming a station whose outputs are not one for each sample.
+    """
     function(filter=filter)
     selected = default_filter(model) if filter is None else filter
     busy = False
@@ -59,6 +68,11 @@ def observed(model: nn.Module, observe: Observer, filter: Filter | None = None) 
         nonlocal busy
         if busy:
             return None
+        shape = list(call.output.shape)
+        if samples is not None and shape[:1] != [samples]:
+            raise ValueError(
+                f"filter: the output of {call.name!r}, {shape}, is not one for each of {samples} samples; leave it out"
+            )
         busy = True
         try:
             return observe(call)

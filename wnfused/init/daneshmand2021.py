@@ -85,6 +85,9 @@ def daneshmand2021(
             if visited == 1 and residual:
                 _scale_output_(unit, x, batch_normalised)
             return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
+        if unit.run is not None:
+            context.notes.append(f"{unit.name}: computes by a forward of its own: stays Xavier's")
+            return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
         start = taken.start(unit, x)
 
         def solve(inputs: list[Tensor]) -> list[_Solution]:

@@ -118,11 +118,17 @@ class Graph:
         return found.pop() if len(found) == 1 else 1.0
 
     def spine(self, node: fx.Node) -> Iterator[fx.Node]:
-        """``node`` and what it was computed from, first argument by first argument; parameters are none."""
-        current: Any = node
-        while isinstance(current, fx.Node):
+        """``node`` and what it was computed from, first argument by first argument, in lists too; parameters are none.
+
+        Of a product it is the factor that the other one, a gate, was computed from.
+        """
+        current: fx.Node | None = node
+        while current is not None:
             yield current
-            current = next((a for a in current.args if isinstance(a, fx.Node) and a.op != "get_attr"), None)
+            sources = [a for a in current.all_input_nodes if a.op != "get_attr"]
+            gated = len(sources) == 2 and _call_name(current) in ("mul", "imul", "mul_")
+            paths = _paths_to_fork(self, *sources) if gated else None
+            current = paths[0][-1] if paths and paths[0][-1] in sources else next(iter(sources), None)
 
     def heads(self) -> set[fx.Node]:
         """The layers whose output is the model's, with no layer and no residual sum in between."""
@@ -143,13 +149,13 @@ class Graph:
 
 @dataclass
 class ResidualBlock:
-    """A residual block in the graph: where it ends and begins, its branch's layers from the last to the first, and
-    whether its shortcut has layers."""
+    """A residual block in the graph: where it ends and begins, and the layers of its branch and of its shortcut, each
+    from the last to the first."""
 
     sum: fx.Node
     fork: fx.Node
     layers: list[fx.Node]
-    projects: bool
+    shortcut: list[fx.Node]
 
 
 def _residual_block(graph: Graph, node: fx.Node) -> ResidualBlock | None:
@@ -165,7 +171,23 @@ def _residual_block(graph: Graph, node: fx.Node) -> ResidualBlock | None:
     branch = 0 if len(layers[0]) >= len(layers[1]) else 1
     if not layers[branch]:
         return None
-    return ResidualBlock(node, fork, layers[branch], bool(layers[1 - branch]))
+    return ResidualBlock(node, fork, layers[branch], layers[1 - branch])
+
+
+def _blocks(graph: Graph) -> list[ResidualBlock]:
+    """All of them, in order of execution. Branches side by side, ``x + (f(x) + g(x))``, make one block each."""
+    blocks: list[ResidualBlock] = []
+    for node in graph.nodes:
+        block = _residual_block(graph, node)
+        if block is None:
+            continue
+        before = blocks[-1] if blocks else None
+        if before is not None and before.shortcut and not block.shortcut and before.fork is block.fork:
+            del blocks[-1]
+            blocks += [ResidualBlock(node, block.fork, layers, []) for layers in (before.layers, before.shortcut)]
+        else:
+            blocks.append(block)
+    return blocks
 
 
 def _paths_to_fork(graph: Graph, a: fx.Node, b: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
@@ -187,12 +209,9 @@ def _paths_to_fork(graph: Graph, a: fx.Node, b: fx.Node) -> tuple[list[fx.Node],
 def _stages(graph: Graph) -> Iterator[list[ResidualBlock]]:
     """Blocks that follow one another through identity shortcuts."""
     stage: list[ResidualBlock] = []
-    for node in graph.nodes:
-        block = _residual_block(graph, node)
-        if block is None:
-            continue
-        continues = False
-        if stage and not block.projects:
+    for block in _blocks(graph):
+        continues = bool(stage) and block.sum is stage[-1].sum
+        if stage and not block.shortcut and not continues:
             between = graph.spine(block.fork)
             for n in between:
                 if n is stage[-1].sum:

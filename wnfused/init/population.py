@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wnfused._numbers import random_source
 from wnfused.init.processes import decided_by_first_process
-from wnfused.init.registry import Context, check_request, prepared, run_scheme
+from wnfused.init.registry import Context, check_request, guarded, prepared, run_scheme
 from wnfused.init.report import Report
 
 T = TypeVar("T")
@@ -62,12 +62,14 @@ def initialize_population(
     if len(sources) != len(population):
         raise ValueError(f"generators: {len(sources)} for {len(population)} models; give one for each")
     random_source(**{f"generators[{i}]": generator for i, generator in enumerate(sources)})
-    return decided_by_first_process(
-        nn.ModuleList(population),
-        lambda: _in_step(
-            [prepared(m, scheme, sample, g) for m, g in zip(population, sources, strict=True)], scheme, options
-        ),
-    )
+    together = nn.ModuleList(population)
+    with guarded(together, scheme):
+        return decided_by_first_process(
+            together,
+            lambda: _in_step(
+                [prepared(m, scheme, sample, g) for m, g in zip(population, sources, strict=True)], scheme, options
+            ),
+        )
 
 
 def _in_step(contexts: list[Context], scheme: str, options: dict[str, Any]) -> list[Report]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 
+from wnfused._modules import holders
 from wnfused._numbers import at_least_0, flag, from_0, positive, random_source
+from wnfused._undisturbed import forked
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.report import Entry, Report
 from wnfused.init.roles import Role, find_roles
 from wnfused.init.skip_scale import restore_sums_
-from wnfused.init.trial import arguments_of, try_sample
-from wnfused.init.units import Unit, units_of
+from wnfused.init.trial import arguments_of, as_written, put_back_on_error, try_sample
+from wnfused.init.units import Unit, once, units_of
 from wnfused.nn import WNResidualStage
 from wnfused.nn._layer import refuse_shapeless
 
@@ -40,6 +43,7 @@ class Context:
     Attributes:
         units: the parameters of every layer, in order of execution; stages as stacks.
         sample: a batch of inputs, or None.
+        repeated: layers whose weight is another unit's; only their biases are their own.
         notes: what goes into the report beside the entries.
         together: ``together(x, solve)`` is this model's part of ``solve([x, ...])``, with the x of every model of a
             population that stands at the same layer; of this one alone otherwise.
@@ -49,13 +53,14 @@ class Context:
     units: list[Unit]
     sample: Tensor | tuple[Tensor, ...] | None
     generator: torch.Generator | None
+    repeated: list[Unit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     together: Together = _alone
 
     @property
     def num_branches(self) -> int:
         """L, how many residual branches the model has."""
-        ends = (u for u in self.units if u.role.closes_branch)
+        ends = (u for u in (*self.units, *self.repeated) if u.role.closes_branch)
         return sum(len(u.v) if u.stacked else 1 for u in ends)
 
 
@@ -116,14 +121,26 @@ def initialize(
     Raises:
         ValueError, TypeError: an unknown scheme, option, layer name or attribute; a gamma that is not finite; no
             sample for a scheme that needs one, or one that holds NaN or inf, or on which the model does not run, which
-            is tried before anything is written; a model on the meta device, or that the scheme has no rule for.
+            is tried before anything is written; a model on the meta device, or that the scheme has no rule for. An
+            error leaves the model as it was.
         RuntimeError: inside ``wnfused.frozen``.
     """
     check_request(model, scheme, options)
     random_source(generator=generator)
-    return decided_by_first_process(
-        model, lambda: run_scheme(prepared(model, scheme, sample, generator, gammas, roles), scheme, options)
-    )
+    seeded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if generator is not None and scheme in _data_dependent:  # the forward pass may draw numbers, too
+        seeded = forked(model, generator.initial_seed())
+    with seeded, guarded(model, scheme):
+        return decided_by_first_process(
+            model, lambda: run_scheme(prepared(model, scheme, sample, generator, gammas, roles), scheme, options)
+        )
+
+
+@contextlib.contextmanager
+def guarded(model: nn.Module, scheme: str) -> Iterator[None]:
+    """What holds while a scheme works: compiled parts run as written, and an error leaves the model as it was."""
+    with as_written(), put_back_on_error(model, parameters=scheme in _data_dependent):
+        yield
 
 
 def check_request(model: object, scheme: str, options: Mapping[str, object]) -> None:
@@ -157,16 +174,39 @@ def prepared(
     restore_sums_(model)
     found = find_roles(model)
     units = _stated([unit for role in found for unit in units_of(role)], gammas or {}, roles or {})
-    context = Context(model, units, sample, generator)
-    held = {id(unit.module) for unit in units}
+    units, repeated = once(units)
+    context = Context(model, units, sample, generator, [other for _, others in repeated for other in others])
+    for first, others in repeated:
+        names = ", ".join(other.name for other in others)
+        context.notes.append(f"{first.name}: its weight is that of {names} too, and is initialised for {first.name}")
+    context.notes.extend(_held_elsewhere(context))
+    if not found:
+        context.notes.append("no layer was found")
+    held = {id(unit.module) for unit in (*units, *context.repeated)}
     computed = [r.name for r in found if not isinstance(r.layer, WNResidualStage) and id(r.layer) not in held]
     if computed:
         context.notes.append(f"left alone, their weights are computed by something else: {', '.join(computed)}")
     return context
 
 
+def _held_elsewhere(context: Context) -> Iterator[str]:
+    """Notes on weights that a module which is no layer computes with, too: an embedding tied to the head."""
+    names = {module: name for name, module in context.model.named_modules()}
+    found = holders(context.model)
+    layers = {part for unit in (*context.units, *context.repeated) for part in unit.module.modules()}
+    for unit in context.units:
+        others = found.get(id(unit.v), set()) - layers
+        if others:
+            shown = ", ".join(sorted(names[module] for module in others))
+            yield f"{unit.name}: its weight is that of {shown} too, which changes with it"
+
+
 def run_scheme(context: Context, scheme: str, options: Mapping[str, object]) -> Report:
     entries = tuple(_schemes[scheme](context, **options))
+    biases = {id(unit.bias) for unit in context.units}
+    for unit in context.repeated:
+        if id(unit.bias) not in biases:
+            unit.zero_bias_()
     unplaced = tuple(unit.name for unit in context.units if not unit.role.placed)
     return Report(scheme, entries, unplaced, tuple(context.notes))
 

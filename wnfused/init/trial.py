@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from wnfused._undisturbed import buffers_kept, forked, modes_kept
 from wnfused.dispatch import BackendUnavailableError
+from wnfused.init.skip_scale import put_sums_back_, sums_of
 
 Sample = Tensor | tuple[Tensor, ...] | None
 
@@ -24,9 +27,7 @@ def try_sample(model: nn.Module, sample: Sample, *, settle: bool) -> None:
     Raises:
         ValueError: the model does not run on it; the cause is the model's own error.
     """
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    kept = [buffer for buffer in model.buffers() if not is_lazy(buffer)]
-    with torch.random.fork_rng(devices=devices), buffers_kept(kept), evaluating(model, settle=settle), torch.no_grad():
+    with forked(model), evaluating(model, settle=settle), torch.no_grad():
         try:
             model(*arguments_of(sample))
         except BackendUnavailableError:
@@ -42,26 +43,32 @@ def arguments_of(sample: Sample) -> tuple[Tensor | None, ...]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, *, settle: bool) -> Iterator[None]:
-    """Evaluation mode; where ``settle`` says so, but for batch norms, whose running statistics are put back."""
-    modes = {module: module.training for module in model.modules()}
-    norms = [module for module in model.modules() if settle and isinstance(module, _BatchNorm)]
-    model.eval()
-    for norm in norms:
-        norm.training = True
-    try:
-        with buffers_kept([buffer for norm in norms for buffer in norm.buffers()]):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    """Evaluation mode; where ``settle`` says so, but for batch norms. Afterwards modes and buffers are as before.
+
+    The modes are set by hand: a ``train`` of the user's own may do more than set them (adapters merge their weights),
+    which nothing here could undo.
+    """
+    with modes_kept(model), buffers_kept(model):
+        for module in model.modules():
+            module.training = settle and isinstance(module, _BatchNorm)
+        yield
+
+
+def as_written() -> contextlib.AbstractContextManager[object]:
+    """While this holds, compiled modules run as they were written: what they were compiled to calls no new hooks."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def buffers_kept(buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Afterwards these hold what they held before."""
-    before = [(buffer, buffer.clone()) for buffer in buffers]
+def put_back_on_error(model: nn.Module, *, parameters: bool) -> Iterator[None]:
+    """An error that passes here leaves the factors of residual sums, and the parameters if so asked, as they were."""
+    sums = sums_of(model)
+    values = [(p, p.detach().clone()) for p in model.parameters() if not is_lazy(p)] if parameters else []
     try:
         yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)
+    except BaseException:
+        put_sums_back_(sums)
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
+        raise

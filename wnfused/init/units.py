@@ -8,7 +8,7 @@ directions, gains, weights and biases; a ``Unit`` knows where they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from wnfused._modules import class_of
 from wnfused.init.layer import fan_ratio, fill_directions_
 from wnfused.init.orthogonal import orthogonal_batched
 from wnfused.init.roles import Role
@@ -43,6 +44,7 @@ class Unit:
         bias: None for a layer without.
         dim: the dim of the weight that numbers the normalised rows; None for one norm over all of it.
         stacked: whether the first dim of ``v``, ``g`` and ``bias`` numbers layers.
+        run: ``input -> output``, where the layer's class computes by a ``forward`` of its own; None elsewhere.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Unit:
     bias: Tensor | None
     dim: int | None = 0
     stacked: bool = False
+    run: Callable[[Tensor], Tensor] | None = None
 
     # -------------------------------------------------------------------------------------------------- shape
 
@@ -179,7 +182,16 @@ class Unit:
             yield Unit(name, role, self.module, self.v[i], self.g[i], self.bias[i])
 
     def pre_activation(self, x: Tensor) -> Tensor:
-        """``op(x, w) + b`` of one layer, without its activation and residual, in the dtype of ``x``."""
+        """``op(x, w) + b`` of one layer, without its activation and residual, in the dtype of ``x``.
+
+        Autocast, which keeps copies of weights that change here, has no part in it.
+        """
+        if self.run is not None:
+            return self.run(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self._pre_activation(x)
+
+    def _pre_activation(self, x: Tensor) -> Tensor:
         weight = self.weight().to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         module: Any = self.module
@@ -193,6 +205,16 @@ class Unit:
         return transposed(
             x, weight, bias, module.stride, module.padding, module.output_padding, module.groups, module.dilation
         )
+
+
+def computes_its_own_way(layer: nn.Module) -> bool:
+    """Whether a layer's class, or the layer itself, has a ``forward`` that is neither torch's nor this package's."""
+    kind: Any = class_of(layer)
+    known = next((parent for parent in kind.__mro__ if parent.__module__.startswith(_KNOWN)), kind)
+    return "forward" in vars(layer) or kind.forward is not known.forward
+
+
+_KNOWN = ("torch.nn.", "wnfused.nn.")
 
 
 def parameters_of(layer: nn.Module) -> tuple[Tensor, Tensor | None, int | None] | None:
@@ -227,6 +249,25 @@ def units_of(role: Role) -> Iterator[Unit]:
             yield Unit(
                 part.name, part, stage, stage.weight_v[:, i], stage.weight_g[:, i], stage.bias[:, i], stacked=True
             )
+
+
+def once(units: Sequence[Unit]) -> tuple[list[Unit], list[tuple[Unit, list[Unit]]]]:
+    """The units with each weight once, and those whose weight other layers have too, with these.
+
+    It is initialised for the first layer that neither closes a branch nor is the head: what some schemes set these
+    to, zero, would silence the others.
+    """
+    sharing: dict[tuple[int, int], list[Unit]] = {}
+    for unit in units:
+        sharing.setdefault((id(unit.v), id(unit.g)), []).append(unit)
+    chosen = {}
+    for key, same in sharing.items():
+        chosen[key] = next((u for u in same if not (u.role.closes_branch or u.role.head)), same[0])
+    repeated = [(chosen[key], [u for u in same if u is not chosen[key]]) for key, same in sharing.items()]
+    return (
+        [unit for unit in units if unit is chosen[id(unit.v), id(unit.g)]],
+        [(first, others) for first, others in repeated if others],
+    )
 
 
 def _single(role: Role) -> Iterator[Unit]:

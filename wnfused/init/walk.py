@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 from wnfused.init.registry import Context
 from wnfused.init.report import Entry
 from wnfused.init.trial import arguments_of, evaluating
-from wnfused.init.units import Unit
+from wnfused.init.units import Unit, computes_its_own_way
 from wnfused.nn import WNResidualStage
 from wnfused.nn.residual import run_as
 
@@ -31,6 +33,7 @@ def walk(context: Context, visit: Visit) -> list[Entry]:
     than once is visited the first time. Layers that are never reached are noted.
     """
     entries: list[Entry] = []
+    torch.clear_autocast_cache()
     with evaluating(context.model, settle=True), _stops(context.units, visit, entries) as reached:
         context.model(*arguments_of(context.sample))
     unreached = [unit.name for unit in context.units if id(unit) not in reached]
@@ -47,9 +50,12 @@ def _stops(units: list[Unit], visit: Visit, entries: list[Entry]) -> Iterator[se
 
     def stop(unit: Unit) -> Callable[..., None]:
         def before(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if id(unit) not in reached:
-                reached.add(id(unit))
-                entries.append(visit(unit, arguments[0] if arguments else keywords["input"]))
+            if id(unit) in reached:
+                return
+            reached.add(id(unit))
+            x, run = _call(module, arguments, keywords)
+            entries.append(visit(replace(unit, run=run if computes_its_own_way(module) else None), x))
+            _refresh(module)
 
         return before
 
@@ -59,12 +65,36 @@ def _stops(units: list[Unit], visit: Visit, entries: list[Entry]) -> Iterator[se
                 assert isinstance(unit.module, WNResidualStage)
                 stages.setdefault(unit.module, []).append(unit)
             else:
-                # Before torch's own hook for weight norm, which computes the weight from the parameters.
-                handle = unit.module.register_forward_pre_hook(stop(unit), prepend=True, with_kwargs=True)
+                # The last one: the user's own hooks may change the input.
+                handle = unit.module.register_forward_pre_hook(stop(unit), with_kwargs=True)
                 undo.callback(handle.remove)
         for stage, stacks in stages.items():
             undo.enter_context(_block_by_block(stage, stacks, visit, entries, reached))
         yield reached
+
+
+def _call(
+    module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A layer's input, and the layer as a function of it, without its hooks and with its other arguments held."""
+    name = "input" if "input" in keywords else next(iter(keywords), "input")
+
+    def run(x: Tensor) -> Tensor:
+        _refresh(module)
+        output: Tensor = (
+            module.forward(x, *arguments[1:], **keywords) if arguments else module.forward(**{**keywords, name: x})
+        )
+        return output
+
+    return arguments[0] if arguments else keywords[name], run
+
+
+def _refresh(module: nn.Module) -> None:
+    """What torch keeps of weights that were changed: copies for autocast, and the weight that a hook computed."""
+    torch.clear_autocast_cache()
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            hook(module, None)
 
 
 def _block_by_block(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from wnfused._modules import holders
 from wnfused.init.he2015 import draw_he_
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
@@ -31,6 +32,9 @@ from wnfused.nn import FixupBlock, ScalarBias
 def zhang2019(context: Context) -> Iterator[Entry]:
     branches = context.num_branches
     modules = list(context.model.modules())
+    held_by = holders(context.model)
+    zero = [u.module for u in (*context.units, *context.repeated) if u.role.head or u.role.closes_branch]
+    silent = {part for module in zero for part in module.modules()}
     inside = {id(part) for block in modules if isinstance(block, FixupBlock) for part in block.modules()}
     scalars = False
     for module in modules:
@@ -40,6 +44,10 @@ def zhang2019(context: Context) -> Iterator[Entry]:
         role, words = unit.role, describe_unit(unit)
         draw_he_(unit, context)
         if role.head or role.closes_branch:
+            if not held_by.get(id(unit.v if unit.g is None else unit.g), set()) <= silent:
+                context.notes.append(f"{unit.name}: stays He's, 0 would silence the others that hold its weight")
+                yield Entry(unit.name, words, None, unit.mean_gain())
+                continue
             unit.zero_()
             words += ": zero"
         elif role.branch and role.branch_layers > 1:

@@ -10,9 +10,10 @@ from wnfused._numbers import at_least_0, finite
 from wnfused.init.orthogonal import householder
 from wnfused.nn import WeightNormalised
 from wnfused.reference import wide
-from wnfused.regularize.matrices import check_floating, check_matrices
+from wnfused.regularize.matrices import at_its_own_precision, check_floating, check_matrices
 
 
+@at_its_own_precision
 def qr_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
     """``gain * Q`` of ``W = Q R`` with R's diagonal positive; of ``W^T`` for more columns than rows.
 
@@ -29,6 +30,7 @@ def qr_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
     return (gain * q).to(w.dtype)
 
 
+@at_its_own_precision
 def polar_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
     """``gain * U V^T`` of the SVD ``W = U S V^T``: the orthogonal matrix nearest to W.
 
@@ -44,6 +46,7 @@ def polar_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
     return (gain * u @ vt).to(w.dtype)
 
 
+@at_its_own_precision
 def singular_value_margin(w: Tensor, margin: float, *, gain: float = 1.0) -> Tensor:
     """W with its singular values kept between ``gain (1 - margin)`` and ``gain (1 + margin)``.
 
@@ -58,6 +61,7 @@ def singular_value_margin(w: Tensor, margin: float, *, gain: float = 1.0) -> Ten
     return (u * s.unsqueeze(-2) @ vt).to(w.dtype)
 
 
+@at_its_own_precision
 def cayley_step(w: Tensor, gradient: Tensor, lr: float) -> Tensor:
     """``(I + lr/2 A)^-1 (I - lr/2 A) W`` with ``A = G W^T - W G^T``: a descent step along which ``W^T W`` stays.
 

@@ -6,8 +6,10 @@ group, whatever the layout of the weight. A stage gives two for each of its bloc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,10 @@ from wnfused.init.graph import is_layer
 from wnfused.init.units import parameters_of
 from wnfused.nn import WNResidualStage
 from wnfused.nn._layer import refuse_shapeless
+from wnfused.ops._arguments import autocast_is_on
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Filter = Callable[[str, nn.Module], bool]
 WEIGHTS = ("effective", "direction")
@@ -33,6 +39,20 @@ def check_matrices(w: Tensor) -> None:
     check_floating("w", w)
     if w.dim() < 2 or 0 in w.shape[-2:]:
         raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
+
+
+def at_its_own_precision(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
+    """A function of a tensor whose products autocast leaves alone: rounded ones are not orthogonal."""
+
+    @functools.wraps(function)
+    def wrapped(w: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        device = w.device.type if isinstance(w, Tensor) else "cpu"
+        if not autocast_is_on(device):
+            return function(w, *args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(w, *args, **kwargs)
+
+    return wrapped
 
 
 @dataclass(frozen=True)

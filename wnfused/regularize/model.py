@@ -115,7 +115,9 @@ class Regularizer:
         w = layers.matrices.detach()
         if any(layer not in self._initial for layer in layers.modules):
             now = torch.linalg.matrix_norm(w.to(wide(w.dtype))) / math.sqrt(min(w.shape[-2:]))
-            for layer, gains in zip(layers.modules, now.split(layers.counts), strict=True):
+            for name, layer, gains in zip(layers.names, layers.modules, now.split(layers.counts), strict=True):
+                if layer not in self._initial and not (gains > 0).all():
+                    raise ValueError(f"gain: 'initial' of {name!r} is {gains.tolist()}, and must be finite and above 0")
                 self._initial.setdefault(layer, gains)
         return torch.cat([self._initial[layer].to(w.device) for layer in layers.modules])
 

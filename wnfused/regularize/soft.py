@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wnfused._numbers import above_0, positive, random_source
 from wnfused.reference import wide
-from wnfused.regularize.matrices import check_floating, check_matrices
+from wnfused.regularize.matrices import at_its_own_precision, check_floating, check_matrices
 
 
 def soft(w: Tensor) -> Tensor:
@@ -154,16 +154,16 @@ class _SpectralNorm:
 def _length(x: Tensor) -> Tensor:
     """Of columns ``[..., n, 1]``, ``[..., 1, 1]``; its derivative at 0 is 0."""
     squares = x.square().sum(-2, keepdim=True)
-    return torch.where(squares > 0, _nonzero(squares).sqrt(), 0.0)
+    return torch.where(squares == 0, 0.0, _nonzero(squares).sqrt())
 
 
 def _unit(x: Tensor) -> Tensor:
     length = _length(x)
-    return torch.where(length > 0, x / _nonzero(length), 0.0)
+    return torch.where(length == 0, 0.0, x / _nonzero(length))
 
 
 def _nonzero(t: Tensor) -> Tensor:
-    return torch.where(t > 0, t, torch.ones_like(t))
+    return torch.where(t == 0, torch.ones_like(t), t)
 
 
 # ------------------------------------------------------------------------------------------------------ machinery
@@ -192,8 +192,7 @@ class _OfGram(torch.autograd.Function):
 
     @staticmethod
     def forward(w: Tensor, inverse: Any, kind: Any) -> Tensor:
-        value: Tensor = kind.value(_defect(w, inverse))
-        return value
+        return _value(w, inverse, kind)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
@@ -203,8 +202,19 @@ class _OfGram(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None, None]:
         (w,) = ctx.saved_tensors
-        d = ctx.kind.derivative(_defect(w, ctx.inverse))
-        return dvalue[..., None, None] * ctx.inverse * (d + d.mT) @ w, None, None
+        return dvalue[..., None, None] * _gradient(w, ctx.inverse, ctx.kind), None, None
+
+
+@at_its_own_precision
+def _value(w: Tensor, inverse: Any, kind: Any) -> Tensor:
+    value: Tensor = kind.value(_defect(w, inverse))
+    return value
+
+
+@at_its_own_precision
+def _gradient(w: Tensor, inverse: Any, kind: Any) -> Tensor:
+    d = kind.derivative(_defect(w, inverse))
+    return inverse * (d + d.mT) @ w
 
 
 def _defect(w: Tensor, inverse: Any) -> Tensor:

@@ -1,0 +1,334 @@
+"""Init schemes on models not written for them: autocast, tied weights, layers of their own, errors half-way."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drawn import generator
+from torch import nn
+
+import wnfused
+from wnfused import diagnostics
+from wnfused.init import find_roles, initialize
+
+DATA_DEPENDENT = ("mishkin2016", "salimans2016", "daneshmand2021")
+
+
+def sample(*shape):
+    return 3 * torch.randn(*shape, generator=generator(3))
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_unchanged(model, before):
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+class Autocasts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.b(F.relu(self.a(x)))
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_lsuv_under_autocast(outside):
+    model = Autocasts()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+        report = initialize(model, "mishkin2016", sample=sample(512, 32), generator=generator())
+    assert report.notes == ()
+    assert abs(model(sample(512, 32)).float().var().item() - 1) < 0.1
+
+
+# ----------------------------------------------------------------------------------------------- tied weights
+
+
+class TiedToAnEmbedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.branch = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, i):
+        x = self.embedding(i)
+        return self.head(x + self.branch(x))
+
+
+def test_fixup_does_not_silence_an_embedding():
+    model = TiedToAnEmbedding()
+    report = initialize(model, "zhang2019", generator=generator())
+    assert any(note.startswith("head: stays He's") for note in report.notes)
+    assert "head: its weight is that of embedding too, which changes with it" in report.notes
+    assert (model.branch[2].weight == 0).all()
+    F.cross_entropy(model(torch.arange(50)), torch.arange(50)).backward()
+    assert (model.embedding.weight.grad != 0).any()
+
+
+def test_a_weight_of_two_layers_is_initialised_once():
+    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
+    second.weight = first.weight
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(32, 5))
+    report = initialize(model, "mishkin2016", sample=sample(256, 32), generator=generator())
+    assert report.notes == ("0: its weight is that of 2 too, and is initialised for 0",)
+    assert [entry.layer for entry in report] == ["0", "4"]
+    assert abs(first(sample(256, 32)).var().item() - 1) < 0.1
+    assert (second.bias == 0).all()
+
+
+# ------------------------------------------------------------------------------------- layers of somebody's own
+
+
+class Causal(nn.Conv1d):
+    def forward(self, x):
+        return super().forward(F.pad(x, (self.dilation[0] * (self.kernel_size[0] - 1), 0)))
+
+
+class EqualisedRate(nn.Linear):
+    def forward(self, input, scale=0.1):
+        return F.linear(input, scale * self.weight, self.bias)
+
+
+@pytest.mark.parametrize("norm", [lambda layer: layer, nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+def test_lsuv_measures_what_a_layer_computes(norm):
+    # A kernel that is longer than the input before the class pads it.
+    model = nn.Sequential(norm(Causal(8, 8, 3, dilation=64)), nn.ReLU(), norm(Causal(8, 8, 3)))
+    initialize(model, "mishkin2016", sample=sample(32, 8, 100), generator=generator())
+    assert abs(model(sample(32, 8, 100)).var().item() - 1) < 0.1
+    model = nn.Sequential(norm(EqualisedRate(32, 32)), nn.ReLU(), norm(EqualisedRate(32, 32)))
+    initialize(model, "mishkin2016", sample=sample(256, 32), generator=generator())
+    assert abs(model(sample(256, 32)).var().item() - 1) < 0.1
+
+
+def test_salimans_standardises_what_a_layer_computes():
+    model = nn.Sequential(EqualisedRate(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    initialize(model, "salimans2016", sample=sample(256, 32), generator=generator())
+    y = model[0](sample(256, 32))
+    torch.testing.assert_close(y.mean(0), torch.zeros(32), rtol=0, atol=1e-4)
+    torch.testing.assert_close(y.std(0, correction=0), torch.ones(32), rtol=0, atol=1e-4)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = EqualisedRate(32, 32)
+
+    def forward(self, x):
+        return self.layer(scale=0.01, input=x)
+
+
+def test_a_layer_that_is_called_by_keywords():
+    model = ByKeyword()
+    initialize(model, "mishkin2016", sample=sample(256, 32), generator=generator())
+    assert abs(model(sample(256, 32)).var().item() - 1) < 0.1
+
+
+def test_daneshmand_leaves_a_forward_it_does_not_know():
+    model = nn.Sequential(nn.Linear(32, 32), EqualisedRate(32, 32), nn.Linear(32, 4))
+    report = initialize(model, "daneshmand2021", sample=sample(256, 32), generator=generator())
+    assert "1: computes by a forward of its own: stays Xavier's" in report.notes
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+def test_a_hook_of_the_user_may_change_the_input(prepend):
+    model = nn.Sequential(nn.Linear(32, 32))
+    model[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 5,), prepend=prepend)
+    initialize(model, "mishkin2016", sample=sample(256, 32), generator=generator())
+    assert abs(model(sample(256, 32)).var().item() - 1) < 0.1
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_compiled_model_is_walked(before):
+    inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = torch.compile(inner, backend="eager")
+    if before:
+        model(sample(256, 16))
+    report = initialize(model, "mishkin2016", sample=sample(256, 16), generator=generator())
+    assert report.notes == ()
+    assert abs(inner(sample(256, 16)).var().item() - 1) < 0.1
+    torch._dynamo.reset()
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        mean = self.encoder(x)
+        return self.decoder(mean + torch.randn_like(mean))
+
+
+def test_the_generator_decides_what_a_model_draws():
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model, before = Draws(), torch.get_rng_state()
+        initialize(model, "mishkin2016", sample=sample(64, 16), generator=generator())
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(model.decoder.weight)
+    assert torch.equal(*found)
+
+
+# ------------------------------------------------------------------------------------------ nothing else is moved
+
+
+class MovingBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("ones", torch.ones(1).expand(8))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        return self.layer(x) * self.ones
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model, x: initialize(model, "mishkin2016", sample=x),
+        lambda model, x: diagnostics.layer_norms(model, x),
+        lambda model, x: diagnostics.similarity(model, x),
+        lambda model, x: diagnostics.jacobian_spectrum(model, x),
+    ],
+)
+def test_buffers_that_are_assigned_are_put_back(run):
+    model = MovingBuffers()
+    average = model.average
+    run(model, sample(16, 8))
+    assert model.average is average
+    assert (average == 0).all()
+
+
+class Merges(nn.Linear):
+    """An adapter that merges its weights in evaluation mode, as LoRA's layers do."""
+
+    merged = False
+
+    def train(self, mode=True):
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_modes_are_set_without_running_anybodys_code():
+    model = nn.Sequential(Merges(8, 8), nn.Dropout(0.5))
+    initialize(model, "mishkin2016", sample=sample(64, 8))
+    assert not model[0].merged
+    assert model.training
+    assert model[1].training
+
+
+class FailsTheSecondTime(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, x):
+        x = self.a(x)
+        self.calls += 1
+        if self.calls > 1:
+            raise RuntimeError("once is enough")
+        return self.b(x)
+
+
+@pytest.mark.parametrize("scheme", DATA_DEPENDENT)
+def test_an_error_half_way_leaves_the_parameters(scheme):
+    model = FailsTheSecondTime()
+    before = state(model)
+    with pytest.raises(RuntimeError, match="once is enough"):
+        initialize(model, scheme, sample=sample(64, 8))
+    assert_unchanged(model, before)
+    models = [FailsTheSecondTime(), FailsTheSecondTime()]
+    befores = [state(model) for model in models]
+    with pytest.raises(RuntimeError, match="once is enough"):
+        wnfused.init.initialize_population(models, scheme, sample=sample(64, 8))
+    for model, before in zip(models, befores, strict=True):
+        assert_unchanged(model, before)
+
+
+def test_too_small_a_sample_leaves_the_parameters():
+    model = wnfused.models.mlp(3, 16, in_features=8)
+    before = state(model)
+    with pytest.raises(ValueError, match="use a larger one"):
+        initialize(model, "daneshmand2021", sample=sample(4, 8), deficient="error")
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "wrong"), [("he", {"gammas": {"x": 1.0}}), ("he", {"distribution": "x"}), ("arpit2019", {"v": "x"})]
+)
+def test_an_error_leaves_the_factors_of_sums(scheme, wrong):
+    model = wnfused.models.wrn(10, in_channels=1)
+    initialize(model, "half_scaling", generator=generator())
+    factor, y = model.stages[0].skip_scale, model(torch.ones(1, 1, 8, 8))
+    with pytest.raises(ValueError, match="'x'"):
+        initialize(model, scheme, **wrong)
+    assert model.stages[0].skip_scale == factor
+    assert torch.equal(model(torch.ones(1, 1, 8, 8)), y)
+    initialize(model, "he")
+    assert model.stages[0].skip_scale == 1.0
+
+
+def test_a_model_without_layers_is_said_to_have_none():
+    assert initialize(nn.Sequential(nn.ReLU())).notes == ("no layer was found",)
+
+
+# ------------------------------------------------------------------------------------------------ residual branches
+
+
+class Block(nn.Module):
+    def __init__(self, kind, channels=4):
+        super().__init__()
+        self.kind = kind
+        self.a, self.b = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1)
+        if "gate" in kind:
+            self.squeeze, self.excite = nn.Conv2d(channels, 2, 1), nn.Conv2d(2, channels, 1)
+
+    def forward(self, x):
+        if self.kind == "concatenated shortcut":
+            shortcut = torch.cat((F.avg_pool2d(x, 1)[:, :2], torch.zeros_like(x)[:, :2]), 1)
+            return F.relu(shortcut + self.b(F.relu(self.a(x))))
+        if self.kind == "side by side":
+            return self.a(x) + self.b(x) + x
+        if self.kind == "a sum in brackets":
+            return x + (self.a(x) + self.b(x))
+        y = self.b(F.relu(self.a(x)))
+        gate = torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        return x + (gate * y if self.kind == "gate first" else y * gate)
+
+
+@pytest.mark.parametrize("kind", ["concatenated shortcut", "gate first", "gate last"])
+def test_one_branch_of_two_layers(kind):
+    roles = {role.name: role for role in find_roles(nn.Sequential(nn.Conv2d(3, 4, 3), Block(kind), Block(kind)))}
+    for i, name in enumerate(("1", "2"), start=1):
+        inner, last = roles[f"{name}.a"], roles[f"{name}.b"]
+        assert (inner.closes_branch, inner.branch, inner.branch_layers) == (False, i, 2)
+        assert (last.closes_branch, last.branch, last.branch_layers) == (True, i, 2)
+        assert (last.num_blocks, last.block) == (2, i)
+    assert [role.name for role in roles.values() if role.branch] == ["1.a", "1.b", "2.a", "2.b"]
+
+
+@pytest.mark.parametrize("kind", ["side by side", "a sum in brackets"])
+def test_branches_side_by_side_are_blocks_each(kind):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Block(kind), Block(kind))
+    roles = [role for role in find_roles(model) if role.branch]
+    assert [(r.name, r.closes_branch, r.num_blocks, r.block, r.branch) for r in roles] == [
+        (name, True, 4, i, i) for i, name in enumerate(("1.a", "1.b", "2.a", "2.b"), start=1)
+    ]
+    start = copy.deepcopy(model)
+    initialize(start, "zhang2019", generator=generator())
+    x = sample(2, 3, 8, 8)
+    torch.testing.assert_close(start(x), start[0](x))
