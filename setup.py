@@ -27,6 +27,8 @@ STABLE_ABI = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
     "-DTORCH_STABLE_ONLY",
     "-DPy_LIMITED_API=0x030a0000",
+    "-include",
+    str(ROOT / "csrc" / "torch_errors.h"),
 ]
 # NaN and infinities must come out as torch gives them and results must not depend on the build, so no
 # -ffast-math and no -march: kernels choose their instruction set at run time.

@@ -53,8 +53,12 @@ struct SavedShape {
   ScalarType dtype;
 
   SavedShape(const Tensor& x, int64_t blocks, int64_t recompute)
-      : sizes{recompute ? (blocks + recompute - 1) / recompute : blocks, recompute ? 1 : 2, x.size(0), x.size(2),
-              x.size(3), x.size(1)},
+      : sizes{recompute ? blocks / recompute + (blocks % recompute != 0) : blocks,
+              recompute ? 1 : 2,
+              x.size(0),
+              x.size(2),
+              x.size(3),
+              x.size(1)},
         dtype(recompute ? ScalarType::Float : x.scalar_type()) {}
 
   int64_t numel() const {

@@ -7,15 +7,20 @@ import torch
 from instruction_sets import ISAS
 
 from wnfused import dispatch
+from wnfused.backends import native
 
 
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned():
     torch.manual_seed(0)
-    # Deterministic mode fills every uninitialised tensor with NaN, in C++ too, so an unwritten element fails.
+    # Deterministic mode fills every uninitialised tensor with NaN, and the switch the memory of the C++ kernels that
+    # does not come through torch's dispatcher: an unwritten element fails.
+    deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
+    if native.unavailable() is None:
+        torch.ops.wnfused_native.set_cpu_poison(True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture
@@ -31,9 +36,10 @@ def forget_warnings():
 @pytest.fixture(params=ISAS)
 def isa(request):
     """Each instruction set in turn, in use while the test runs."""
+    before = torch.ops.wnfused_native.cpu_isa()
     torch.ops.wnfused_native.set_cpu_isa(request.param)
     yield request.param
-    torch.ops.wnfused_native.set_cpu_isa("auto")
+    torch.ops.wnfused_native.set_cpu_isa(before)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ And the reference leaves no public name out.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 import shlex
@@ -64,6 +65,10 @@ def test_commands_are_understood(line: str) -> None:
         assert parsed.command == "bench" or not others, f"unknown options: {others}"
     else:
         assert words[0] in ("pip", "python", "torchrun", "git", "cd"), f"not a command of this project: {line}"
+        if words[0] == "python":
+            ran = words[1:][words[1] == "-m" :]
+            exists = importlib.util.find_spec(ran[0]) if words[1] == "-m" else (ROOT / ran[0]).exists()
+            assert exists, f"there is nothing to run: {line}"
 
 
 @pytest.mark.parametrize("page", named(PAGES))

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import wnfused
-from wnfused.optional import MissingDependencyError
+from wnfused.optional import MissingDependencyError, require
 from wnfused.train.errors import UsageError
 from wnfused.train.interruption import signal_of, sigterm_raises
+from wnfused.train.launch import is_first_process
 from wnfused.train.options import add_options, fields_of, from_options
 
 # Wrong input of any kind; 1 is for what went wrong with right input.
@@ -62,13 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(command, str(interrupt) or "stopped", 128 + (signal_of(interrupt) or 0))
 
 
-def _is_first_process() -> bool:
-    """Of several processes the first speaks for all."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _fail(command: str, error: object, status: int) -> int:
-    if _is_first_process():
+    if is_first_process():
         print(f"wnfused {command}: error: {error}", file=sys.stderr)
     return status
 
@@ -82,7 +78,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """One line, without the source line that caused it, which tells a user of the command nothing."""
-    if _is_first_process():
+    if is_first_process():
         print(f"wnfused: warning: {message}", file=file or sys.stderr)
 
 
@@ -160,11 +156,11 @@ def _train(out: Path, resume: bool, data_folder: Path | None, **given: Any) -> i
 
     saved = RunFolder(out).saved_config() if resume else None
     config = from_options(given, saved)
-    if resume and saved is None and _is_first_process():
+    if resume and saved is None and is_first_process():
         print(f"no run in {out}: starting one", flush=True)
     with Console(config.epochs) as console:
         result = train(config, out, resume=resume, data_folder=data_folder, reporter=console)
-    if _is_first_process():
+    if is_first_process():
         print(_verdict(result), f"-> {out / 'result.json'}")
     return 0
 
@@ -244,6 +240,7 @@ def _probe(
     out: Path,
     **given: Any,
 ) -> int:
+    require("numpy", "wnfused probe")
     from wnfused.train.probe import probe
 
     tables = probe(

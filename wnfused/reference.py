@@ -243,8 +243,9 @@ def _misleads(
 ) -> bool:  # fmt: skip
     """Whether torch's weight gradient is wrong, by oneDNN 3.x on a CPU (torch 2.13).
 
-    So are those of transposed convolutions with a stride and a dilation above 1; and in bfloat16 those of a kernel one
-    of whose taps meets nothing but padding, which are unwritten memory.
+    So are those of transposed convolutions with a stride and a dilation above 1. In bfloat16 they are unwritten memory
+    where one of a kernel's taps meets nothing but padding, and over three dims where no window lies within the depth or
+    its padding is more than half of a window, too. (``conv_vendor.cpp`` asks the same of its own calls.)
     """
     if not x.is_cpu or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return False
@@ -254,7 +255,10 @@ def _misleads(
         return False
     read, windows = (y, x) if transposed else (x, y)
     extents = zip(read.shape[2:], windows.shape[2:], w.shape[2:], stride, padding, dilation, strict=True)
-    for size, count, taps, s, p, d in extents:
+    for dim, (size, count, taps, s, p, d) in enumerate(extents):
+        reach, inside = (taps - 1) * d, -(-p // s)  # the first window that begins within
+        if w.dim() == 5 and dim == 0 and (inside >= count or inside * s - p + reach >= size or 2 * p > reach):
+            return True
         for shift in range(-p, taps * d - p, d):
             first = max(0, -(shift // s))  # the window in which the tap is past the padding before
             if first >= count or first * s + shift >= size:
@@ -378,7 +382,7 @@ def residual_stage_backward(
     dtype, blocks = dy.dtype, v.shape[0]
     maps = maps.permute(0, 1, 2, 5, 3, 4)
     dh = dy.to(wide(dtype))
-    dv, dg, dbias = torch.zeros_like(v), torch.zeros_like(g), torch.zeros_like(bias)
+    dv, dg, dbias = (t.new_zeros(t.shape) for t in (v, g, bias))
     operands: dict[int, tuple[Tensor, Tensor]] = {}
 
     def conv_backward_3x3(dz: Tensor, operand: Tensor, b: int, i: int) -> Tensor:

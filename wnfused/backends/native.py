@@ -92,6 +92,8 @@ for _schema in (
     "cpu_isa() -> str",
     "cpu_isas() -> str",
     "set_cpu_isa(str name) -> ()",
+    # Whether the kernels' memory reads as NaN until it is written, for tests.
+    "set_cpu_poison(bool on) -> ()",
     # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
     # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, levels, rows and columns

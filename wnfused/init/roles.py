@@ -8,6 +8,7 @@ one another in an ``nn.Sequential`` or ``nn.ModuleList``.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,8 @@ from torch import fx, nn
 from wnfused.init.graph import Graph, activation_module_gamma, is_layer, places
 from wnfused.init.layer import activation_gamma
 from wnfused.nn import FixupBlock, PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
+
+logger = logging.getLogger("wnfused.init")
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def find_roles(model: nn.Module) -> list[Role]:
     try:
         graph = Graph(model)
     except Exception as reason:  # a trace runs the user's own code, which may raise anything
-        roles = _roles_by_structure(model, reason)
+        logger.info("the model does not trace, roles are read off its structure: %s", reason)
+        roles = _roles_by_structure(model)
     else:
         roles = _roles_by_graph(model, graph)
     blocks = {
@@ -162,7 +166,7 @@ def _fused_gamma(layer: nn.Module) -> float:
 _BLOCKS = (WNResidualBlock, PlainResidualBlock, FixupBlock)
 
 
-def _roles_by_structure(model: nn.Module, reason: Exception) -> list[Role]:
+def _roles_by_structure(model: nn.Module) -> list[Role]:
     """This package's blocks, and neighbours in ``nn.Sequential``; every other layer counts as not placed."""
     roles: dict[str, Role] = {}
     branches = 0

@@ -116,7 +116,7 @@ def activation(name: str | None, negative_slope: float) -> str:
     """The op's own name of the activation."""
     if name is None:
         return "none"
-    if name not in ACTIVATIONS:
+    if name not in ACTIVATIONS[1:]:
         raise ValueError(f"activation: unknown {name!r}; use None, 'relu' or 'leaky_relu'")
     fits = is_between("negative_slope", 0.0, negative_slope)
     # A negative slope would make the output's sign say nothing about the input's.

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from wnfused import dispatch
 from wnfused.backends import native
 from wnfused.ops._input_gradient import asks_for_input_alone, input_gradient, is_zero_gradient, zeros_through
-from wnfused.ops._registration import no_view, through_reference
+from wnfused.ops._registration import is_batch, no_view, through_reference
 from wnfused.reference import ACTIVATIONS
 
 CODES = {None if name == "none" else name: number for number, name in enumerate(ACTIVATIONS)}
@@ -86,6 +86,8 @@ def layer(
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, v, g, bias, residual, norm, y = ctx.saved_tensors
             constants, needs = ctx.constants, ctx.needs_input_grad
+            if is_batch(dy):
+                return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
             if torch.is_grad_enabled():
                 if asks_for_input_alone(ctx, needs):
                     constant = [None if t is None else t.detach() for t in (x, bias, residual)]

@@ -109,7 +109,7 @@ def differentiable(
         inputs = (*saved[:tensors], *ctx.constants)
         # A call through the op's own registration leaves trailing arguments out where they have their defaults.
         needs = (*ctx.needs_input_grad, *(False,) * (arity - len(ctx.needs_input_grad)))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_batch(dy):
             return through_reference(reference, dy, inputs, needs)
         with same_backend(ctx.backend):
             found = backward(dy, inputs, saved[tensors:], needs)
@@ -248,13 +248,27 @@ def _vjp(function: Callable[..., Any], primals: Sequence[Tensor]) -> tuple[Tenso
     return value, pullback
 
 
+def is_batch(dy: Tensor) -> bool:
+    """Whether a backward runs once for many gradients: ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    batch: bool = torch._C._functorch.is_legacy_batchedtensor(dy)
+    return batch
+
+
 def through_reference(
     reference: Callable[..., tuple[Tensor, ...]], dy: Tensor, inputs: Sequence[Any], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The vector-Jacobian product as autograd takes it of the reference, with a graph of its own."""
     positions = [i for i, needed in enumerate(needs) if needed]
-    _, pullback = _vjp(_as_function_of(reference, inputs, positions), [inputs[i] for i in positions])
+    function, given = _as_function_of(reference, inputs, positions), [inputs[i] for i in positions]
+    gradients: Sequence[Tensor]
+    if is_batch(dy):  # which torch.func knows nothing of
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            given = [t.view_as(t) for t in given]  # apart, where one tensor is given twice
+            gradients = torch.autograd.grad(function(*given), given, dy, create_graph=graph)
+    else:
+        gradients = _vjp(function, given)[1](dy)
     found: list[Tensor | None] = [None] * len(inputs)
-    for position, gradient in zip(positions, pullback(dy), strict=True):
+    for position, gradient in zip(positions, gradients, strict=True):
         found[position] = gradient
     return tuple(found)

@@ -151,15 +151,21 @@ def _checked(
     if (not batched and x.dim() != spatial + 1) or x.shape[-spatial - 1] != channels:
         wanted = f"[N, {channels}, {', '.join('DHW'[-spatial:])}]"
         raise ValueError(f"x: shape {list(x.shape)} does not fit; use {wanted}, or the same without N")
+    # In any other layout kernels make a copy, and torch would choose the format of y by it.
+    v = v.contiguous(memory_format=reference.kept_format(v))
     arguments.matches("g", g, x)
     arguments.gain(g, v, dim)
     arguments.bias(bias, features, x)
     strides = _extents("stride", stride, spatial, 1)
     dilations = _extents("dilation", dilation, spatial, 1)
     extra = _extents("output_padding", output_padding, spatial, 0)
+    if any(extra) and any(e >= max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
+        raise ValueError(f"output_padding: {extra} must be below stride {strides} or dilation {dilations}, dim by dim")
     if not batched:
         x = x.unsqueeze(0)
-        residual = None if residual is None else residual.unsqueeze(0)
+        if residual is not None:
+            arguments.floating("residual", residual)
+            residual = residual.unsqueeze(0)
     if isinstance(padding, str) and not transposed:
         x, paddings = _named_padding(padding, x, v, strides, dilations)
     else:

@@ -20,6 +20,7 @@ from wnfused.ops._registration import (
     below_autograd,
     define,
     differentiable,
+    is_batch,
     leaves_the_package,
     no_view,
     through_reference,
@@ -85,7 +86,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, v, g, bias, norm, maps = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_batch(dy):
             return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
         if asks_for_input_alone(ctx, needs):
             needs = (True, False, False, False)

@@ -13,7 +13,14 @@ from wnfused import reference
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import is_open
-from wnfused.ops._registration import below_autograd, define, differentiable, no_view, through_reference
+from wnfused.ops._registration import (
+    below_autograd,
+    define,
+    differentiable,
+    is_batch,
+    no_view,
+    through_reference,
+)  # fmt: skip
 
 
 def _fake(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
@@ -56,7 +63,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> Any:
         v, g, norm = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_batch(dw):
             return through_reference(reference.weight_norm, dw, (v, g), ctx.needs_input_grad)
         dv, dg = native.weight_norm_backward(dw, v, g, norm)
         return dv if ctx.needs_input_grad[0] else None, dg if ctx.needs_input_grad[1] else None

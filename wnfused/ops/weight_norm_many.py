@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function
 
 from wnfused import dispatch, reference
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._registration import below_autograd, define, same_backend, through_reference
+from wnfused.ops._registration import (
+    below_autograd,
+    define,
+    is_batch,
+    leaves_the_package,
+    same_backend,
+    through_reference,
+)  # fmt: skip
 from wnfused.ops.weight_norm import weight_norm
 
 Tensors = Sequence[Tensor]
@@ -61,7 +69,7 @@ def _gradients(ctx: Any, dw: Sequence[Tensor | None], *_: Any) -> tuple[Any, ...
     n, saved = ctx.count, ctx.saved_tensors
     v, g, norm = saved[:n], saved[n : 2 * n], saved[2 * n :]
     given = [torch.zeros_like(t) if d is None else d for d, t in zip(dw, v, strict=True)]
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or any(map(is_batch, given)):
         pairs = [
             through_reference(reference.weight_norm, d, (a, b, ctx.dim), (True, True, False))
             for d, a, b in zip(given, v, g, strict=True)
@@ -77,6 +85,7 @@ def _gradients(ctx: Any, dw: Sequence[Tensor | None], *_: Any) -> tuple[Any, ...
 torch.library.register_autograd(_op, _gradients, setup_context=_setup_context)
 
 
+@arguments.quiet_in_a_trace
 def _check(vs: Tensors, gs: Tensors, dim: int | None) -> None:
     for name, tensors in (("vs", vs), ("gs", gs)):
         if not isinstance(tensors, (list, tuple)):
@@ -113,11 +122,16 @@ def weight_norm_many(vs: Tensors, gs: Tensors, dim: int | None = 0) -> list[Tens
 
     Source: Salimans & Kingma 2016, eq. 2; Arpit, Campos & Bengio 2019, eq. 1.
     """
+    tensors = (*vs, *gs) if isinstance(vs, (list, tuple)) and isinstance(gs, (list, tuple)) else ()
+    if arguments.answered_for(tensors):
+        return handle_torch_function(weight_norm_many, tensors, vs, gs, dim)
     _check(vs, gs, dim)
     if not vs:
         return []
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return [weight_norm(v, g, dim) for v, g in zip(vs, gs, strict=True)]  # transforms know no lists
+    # Transforms know no lists.
+    transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if transformed or leaves_the_package():
+        return [weight_norm(v, g, dim) for v, g in zip(vs, gs, strict=True)]
     return list(_op(list(vs), list(gs), dim)[0])
 
 

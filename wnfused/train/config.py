@@ -8,11 +8,11 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from wnfused.models._common import RESIDUAL_NORMS
 from wnfused.models.resnet import depth_error
 from wnfused.train.errors import UsageError
 
 MODELS = ("wrn", "resnet", "cnn", "mlp")
-NORMS = ("weight", "batch", "none", "fixup")
 PRECISIONS = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 RESIDUAL = ("wrn", "resnet")
 
@@ -36,7 +36,7 @@ class TrainConfig:
         None,
         "wrn, resnet: channels of the first stage over 16; mlp, cnn: units or channels; default: the model's",
     )
-    norm: str = _option("weight", "normalisation of the layers; fixup: its scalars, in wrn and resnet", NORMS)
+    norm: str = _option("weight", "normalisation of the layers; fixup: its scalars, in wrn and resnet", RESIDUAL_NORMS)
     stack: bool = _option(True, "run the blocks of a stage as one op")
     recompute: int | None = _option(
         None,
@@ -66,7 +66,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name, choices in (("model", MODELS), ("norm", NORMS), ("precision", PRECISIONS)):
+        for name, choices in (("model", MODELS), ("norm", RESIDUAL_NORMS), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
                 raise UsageError(name, getattr(self, name), f"must be one of {', '.join(choices)}")
         for name, least in (("depth", 1), ("width", 1), ("recompute", 1), ("epochs", 1), ("batch_size", 1)):

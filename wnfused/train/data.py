@@ -19,7 +19,7 @@ import os
 import warnings
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,18 @@ def names() -> list[str]:
     return list(_LOADERS)
 
 
-def _assemble(name: str, classes: int, rest: Split, test: Split, seed: int) -> Dataset:
-    """Hold out the validation split, and standardise by the training split's mean and standard deviation."""
+def _assemble(
+    name: str, classes: int, rest: Split, test: Split, seed: int, statistics: tuple[Tensor, Tensor] | None = None
+) -> Dataset:
+    """Hold out the validation split, and standardise: by these, or the training split's, mean and deviation."""
     order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))
     held_out = round(HELD_OUT * len(rest))
     # Sorted: an image's index, on which its augmentation depends, then follows the source's order.
     val, train = rest[order[:held_out].sort().values], rest[order[held_out:].sort().values]
-    pixels = train.images.double()
-    mean, std = (x.float().reshape(1, 1, 1) for x in (pixels.mean(), pixels.std(correction=0)))
-    return Dataset(name, classes, train, val, test, mean, std)
+    if statistics is None:
+        pixels = train.images.double()
+        statistics = pixels.mean().float().reshape(1, 1, 1), pixels.std(correction=0).float().reshape(1, 1, 1)
+    return Dataset(name, classes, train, val, test, *statistics)
 
 
 def _digits(seed: int, folder: object) -> Dataset:
@@ -138,9 +141,8 @@ class _Source:
     def __call__(self, seed: int, folder: str | os.PathLike[str] | None) -> Dataset:
         whole = self._whole(folder)
         split = len(whole) - round(len(whole) * self.tested)
-        data = _assemble(self.name, self.classes, whole[:split], whole[split:], seed)
         mean, std = (255 * torch.tensor(x).reshape(-1, 1, 1) for x in (self.mean, self.std))
-        return replace(data, mean=mean, std=std)
+        return _assemble(self.name, self.classes, whole[:split], whole[split:], seed, (mean, std))
 
     def _whole(self, folder: str | os.PathLike[str] | None) -> Split:
         """All rows. Reading the text that OpenML sends takes minutes for CIFAR, so the bytes are kept beside it."""

@@ -43,6 +43,7 @@ from wnfused.train.errors import UsageError
 from wnfused.train.files import remove_leftovers, write_json
 from wnfused.train.folder import RunFolder
 from wnfused.train.interruption import InterruptedRun, signal_of
+from wnfused.train.launch import is_first_process
 from wnfused.train.memory import PeakMemory
 
 # Validation and test hold no activations for a backward pass: larger batches cost no more memory.
@@ -90,7 +91,7 @@ def train(
         raise TypeError(f"config: expected a TrainConfig, got {type(config).__name__}")
     require("lightning.pytorch", "training")
     folder = RunFolder(out)
-    first = _is_first_process()
+    first = is_first_process()
     going_on = resume and folder.check(config)
     if going_on and folder.finished:
         return folder.read_result()
@@ -279,11 +280,6 @@ def _check_device(config: TrainConfig) -> None:
         raise UsageError("device", "cuda", "is not available to this installation of torch; cpu is")
     if config.cuda_graph and (_device(config).type != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         raise UsageError("cuda_graph", True, f"needs one CUDA device; this run is on {_device(config)}")
-
-
-def _is_first_process() -> bool:
-    """Before Lightning has set anything up: torchrun and Lightning's launcher number their processes by these."""
-    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
 def versions() -> dict[str, str]:

@@ -33,7 +33,9 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
   AtenTensorHandle made = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
+  Tensor tensor(made);
+  poison_for_tests(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
+  return tensor;
 }
 
 inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {

@@ -1,5 +1,8 @@
+// Ops, for tests:
+//   set_cpu_poison(bool on) -> ()  whether memory reads as NaN until it is written
 #include "cpu/machine/workspace.h"
 
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #if defined(__linux__)
@@ -7,6 +10,7 @@
 #endif
 
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -147,6 +151,10 @@ struct Slab {
 
 std::atomic<Slab*> filling{nullptr};
 
+std::atomic<bool> poisoning{false};
+
+void set_cpu_poison(bool on) { poisoning.store(on); }
+
 float* aligned(const Tensor& buffer) {
   const auto address = reinterpret_cast<uintptr_t>(buffer.mutable_data_ptr());
   return reinterpret_cast<float*>((address + 63) / 64 * 64);
@@ -163,8 +171,13 @@ Tensor tensor_in(void* data, torch::headeronly::IntHeaderOnlyArrayRef sizes, Sca
 
 }  // namespace
 
+void poison_for_tests(void* data, int64_t bytes) {
+  if (poisoning.load(std::memory_order_relaxed) && bytes > 0) std::memset(data, 0xFF, static_cast<size_t>(bytes));
+}
+
 Workspace::Workspace(int64_t floats) : buffer_(workspace_buffer(floats + kLine)) {
   data_ = aligned(*buffer_);
+  poison_for_tests(buffer_->mutable_data_ptr(), bytes_of(*buffer_));
 }
 
 Workspace::~Workspace() {
@@ -184,6 +197,7 @@ Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType
   std::unique_ptr<Tensor> buffer(tensors.take(floats, 2 * floats));
   if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
   Tensor* owner = buffer.get();
+  poison_for_tests(buffer->mutable_data_ptr(), elements * size_of);
   Tensor tensor = tensor_in(buffer->mutable_data_ptr(), sizes, dtype,
                             [owner](void*) { tensors.put(std::unique_ptr<Tensor>(owner)); });
   buffer.release();
@@ -202,6 +216,7 @@ Tensor lasting_floats(int64_t floats) {
   if (!slab || !slab->has_room(room))
     slab = std::make_unique<Slab>(Slab{std::make_shared<Tensor>(empty_floats(kSlabFloats + kLine)), 0});
   float* data = aligned(*slab->memory) + slab->used;
+  poison_for_tests(data, floats * static_cast<int64_t>(sizeof(float)));
   Tensor tensor = tensor_in(data, {floats}, ScalarType::Float, [memory = slab->memory](void*) {});
   slab->used += room;
   Slab* none = nullptr;
@@ -210,3 +225,7 @@ Tensor lasting_floats(int64_t floats) {
 }
 
 }  // namespace wnfused::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("set_cpu_poison", TORCH_BOX(&wnfused::cpu::set_cpu_poison));
+}

@@ -37,6 +37,10 @@ torch::stable::Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef si
 // planes, each read 4 KB at a time, spends up to a seventh of a call on addresses.
 torch::stable::Tensor lasting_floats(int64_t floats);
 
+// Fills memory that is about to be handed out with NaN (bytes of ones, in every floating dtype) where tests ask for it by
+// set_cpu_poison: an entry that nobody writes then shows.
+void poison_for_tests(void* data, int64_t bytes);
+
 // Hands out aligned pieces of a buffer; over a null buffer it only measures. Under AddressSanitizer a line that must not
 // be touched follows every piece: to the allocator the whole buffer is one object.
 class Arena {

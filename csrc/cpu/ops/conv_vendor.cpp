@@ -25,12 +25,18 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   return Tensor(made);
 }
 
-// Whether some tap of the kernel reads nothing but padding.
-bool has_idle_tap(const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at) {
+// Whether oneDNN 3 leaves the gradient of a bfloat16 weight unwritten, or writes beyond it: some tap of the kernel reads
+// nothing but padding; or over three dims no window lies within the depth, or the padding there is more than half of it.
+// (The same stands in wnfused/reference.py, for torch's own function.)
+bool misleads_vendor(const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at) {
   for (int64_t d = 2; d < w.dim(); ++d) {
-    const int64_t stride = at.stride[d - 2];
+    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2];
+    const int64_t reach = at.dilation[d - 2] * (w.size(d) - 1), inside = divide_up(padding, stride);
+    if (w.dim() == 5 && d == 2 &&
+        (inside >= dz.size(d) || inside * stride - padding + reach >= x.size(d) || 2 * padding > reach))
+      return true;
     for (int64_t tap = 0; tap < w.size(d); ++tap) {
-      const int64_t shift = tap * at.dilation[d - 2] - at.padding[d - 2];
+      const int64_t shift = tap * at.dilation[d - 2] - padding;
       const int64_t first = shift < 0 ? divide_up(-shift, stride) : 0;  // window in which it is past the padding before
       if (first >= dz.size(d) || first * stride + shift >= x.size(d)) return true;
     }
@@ -41,8 +47,7 @@ bool has_idle_tap(const Tensor& dz, const Tensor& x, const Tensor& w, const Slid
 // (dx, dw), each undefined unless asked for.
 std::pair<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at, bool input, bool weight) {
-  if (weight && is_bfloat16(x) && has_idle_tap(dz, x, w, at)) {
-    // oneDNN 3 leaves the gradients of such kernels unwritten in bfloat16.
+  if (weight && is_bfloat16(x) && misleads_vendor(dz, x, w, at)) {
     const auto wide = [](const Tensor& t) { return torch::stable::to(t, ScalarType::Float); };
     std::pair<Tensor, Tensor> found = convolution_backward(wide(dz), wide(x), wide(w), at, false, true);
     if (input) found.first = convolution_backward(dz, x, w, at, true, false).first;

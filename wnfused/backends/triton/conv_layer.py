@@ -163,7 +163,7 @@ def weight_gradient(
         )
         return rows.summed_weight_gradient(*workspace, v, g, norm)
 
-    return configurations.run("conv.weight_gradient", element, pixels, geometry.filters, pixels, x.device, run)
+    return configurations.run("conv.weight_gradient", element, pixels, geometry.filters, geometry.length, x.device, run)
 
 
 # --------------------------------------------------------------------------------------------------- the layer

@@ -22,7 +22,7 @@ class Layer:
     """What the choice may look at.
 
     Args:
-        samples: rows of a linear layer's input, pixels of a convolution's output.
+        samples: rows of a linear layer's input, pixels of a convolution's input.
         rows: filters or output features.
         channels: input channels or features.
         spatial: spatial dims; 0 for a linear layer.

@@ -1,0 +1,69 @@
+"""Many gradients in one backward: ``is_grads_batched``, and vectorised Jacobians and Hessians."""
+
+import pytest
+import torch
+from torch.autograd.functional import hessian, jacobian
+
+import wnfused
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::wnfused.BackendWarning")]
+
+LAYERS = {
+    "linear": (lambda **kind: wnfused.WNLinear(6, 4, **kind), (3, 6)),
+    "linear, relu": (lambda **kind: wnfused.WNLinear(6, 4, activation="relu", **kind), (3, 6)),
+    "conv": (lambda **kind: wnfused.WNConv2d(3, 4, 3, padding=1, activation="leaky_relu", **kind), (2, 3, 4, 4)),
+    "conv_transpose": (lambda **kind: wnfused.WNConvTranspose2d(3, 4, 3, 2, **kind), (2, 3, 3, 3)),
+    "stage": (lambda **kind: wnfused.WNResidualStage(4, 4, 2, **kind), (2, 4, 4, 4)),
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def close(a, b):
+    tolerance = 32 * torch.finfo(a.dtype).eps
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_batch_of_gradients_is_each_of_them(name, dtype):
+    make, shape = LAYERS[name]
+    layer, x = make(dtype=dtype), torch.randn(shape, dtype=dtype, requires_grad=True)
+    y, of = layer(x), [x, *layer.parameters()]
+    dys = torch.randn(3, *y.shape, dtype=dtype)
+    together = torch.autograd.grad(y, of, dys, is_grads_batched=True, retain_graph=True)
+    alone = [torch.autograd.grad(y, of, dy, retain_graph=True) for dy in dys]
+    for found, *each in zip(together, *alone, strict=True):
+        close(found, torch.stack(each))
+    dx, dv = torch.autograd.grad(y, of[:2], dys, is_grads_batched=True, create_graph=True)
+    (twice,) = torch.autograd.grad((dx**2).sum() + (dv**2).sum(), of[2], allow_unused=True)
+    parts = [torch.autograd.grad(y, of[:2], dy, create_graph=True) for dy in dys]
+    (expected,) = torch.autograd.grad(sum((a**2).sum() + (b**2).sum() for a, b in parts), of[2], allow_unused=True)
+    close(twice, expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_vectorised_jacobians_and_hessians(name):
+    make, shape = LAYERS[name]
+    layer, x = make(), torch.randn(shape)
+    close(jacobian(layer, x, vectorize=True), jacobian(layer, x))
+    close(
+        hessian(lambda x: (layer(x) ** 3).sum(), x[:1], vectorize=True), hessian(lambda x: (layer(x) ** 3).sum(), x[:1])
+    )
+
+
+def test_a_tensor_that_is_given_twice():
+    layer, x = wnfused.WNLinear(4, 4), torch.randn(3, 4, requires_grad=True)
+    y = layer(x, residual=x)
+    dys = torch.randn(2, 3, 4)
+    (together,) = torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)
+    close(together, torch.stack([torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in dys]))
+
+
+def test_effective_weights():
+    v, g = torch.randn(4, 3, requires_grad=True), torch.rand(4, requires_grad=True)
+    for w in (wnfused.functional.weight_norm(v, g), wnfused.functional.weight_norm_many([v], [g])[0]):
+        dws = torch.randn(2, 4, 3)
+        together = torch.autograd.grad(w, (v, g), dws, is_grads_batched=True, retain_graph=True)
+        alone = [torch.autograd.grad(w, (v, g), dw, retain_graph=True) for dw in dws]
+        for found, *each in zip(together, *alone, strict=True):
+            close(found, torch.stack(each))
