@@ -185,8 +185,9 @@ def load_json(folder: Path) -> tuple[dict[str, Any], list[Result]]:
     if not path.exists():
         raise ValueError(f"{path}: there is no such run")
     document = json.loads(path.read_text())
-    if document["schema"] != SCHEMA:
-        raise ValueError(f"{path}: schema {document['schema']}, this is {SCHEMA}")
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else None
+        raise ValueError(f"{path}: schema {found}, this is {SCHEMA}")
     return document["machine"], [Result.from_dict(saved) for saved in document["results"]]
 
 

@@ -142,7 +142,7 @@ def test_a_stopped_run_says_how_to_go_on(
     go_on = f"go on with `wnfused train --out {out} --resume`"
     assert cli.main([*arguments, "--epochs", "3"]) == status
     assert capsys.readouterr().err == (
-        f"wnfused train: error: stopped after 0 of 3 epochs; nothing was to be kept yet; {go_on}\n"
+        f"wnfused train: error: stopped after 0 of 3 epochs; no epoch was finished, so nothing is kept; {go_on}\n"
     )
     stop_in = 1
     assert cli.main(["train", "--out", str(out), "--resume"]) == status

@@ -37,6 +37,23 @@ from wnfused.nn import WNLazyLinear
         (lambda: WNLinear(3, 2)(torch.randn(4, 3, device="meta")), ValueError, "x: on device meta, but v"),
         (lambda: WNLinear(3, 2, gamma=torch.tensor([1.0, 2.0])), TypeError, r"gamma: expected a number, .* \[2\]"),
         (lambda: WNLinear(3, 2, negative_slope="x"), TypeError, "negative_slope: expected a number, got str"),
+        (
+            lambda: functional.conv2d(torch.ones(3, 4, 4), torch.ones(2, 3, 1, 1), torch.ones(2), residual=1.0),
+            TypeError,
+            "residual: expected a Tensor, got float",
+        ),
+        (
+            lambda: functional.conv_transpose2d(
+                torch.ones(1, 3, 4, 4), torch.ones(3, 2, 3, 3), torch.ones(3), stride=2, output_padding=3
+            ),
+            ValueError,
+            r"output_padding: \[3, 3\] must be below stride \[2, 2\] or dilation \[1, 1\]",
+        ),
+        (
+            lambda: functional.linear(torch.ones(1, 3), torch.ones(2, 3), torch.ones(2), activation="none"),
+            ValueError,
+            "activation: unknown 'none'; use None, 'relu'",
+        ),
         (lambda: WNLinear(3, 2, dim=True), TypeError, "dim: expected an int or None, got bool"),
         (lambda: WNLinear(3, 2, bias="no"), TypeError, "bias: 'no' must be True or False"),
         (lambda: WNLazyLinear(2, bias="no"), TypeError, "bias: 'no' must be True or False"),

@@ -331,6 +331,8 @@ MISLEADING = {
     "a column": (lambda: wnfused.WNConv2d(16, 32, 3, 2, 1), (2, 16, 8, 1), torch.bfloat16),
     "one sample": (lambda: wnfused.WNConv1d(16, 1, 5, 2, 3), (2, 16, 1), torch.bfloat16),
     "a wall": (lambda: wnfused.WNConv3d(32, 16, 3, 3, 1), (2, 32, 6, 4, 1), torch.bfloat16),
+    "thin volumes": (lambda: wnfused.WNConv3d(16, 16, 3, padding=1), (2, 16, 2, 4, 4), torch.bfloat16),
+    "deep padding": (lambda: wnfused.WNConv3d(2, 16, 5, 2, (4, 2, 2)), (2, 2, 8, 4, 4), torch.bfloat16),
     "transposed": (
         lambda: wnfused.WNConvTranspose3d(8, 4, 3, (1, 2, 2), (2, 1, 0), (0, 1, 1), groups=4),
         (2, 8, 4, 7, 6),

@@ -363,7 +363,9 @@ def test_out_of_memory_raises_and_leaves_a_working_stage():
         try:
             stage(large, v, g, g, 0.5, 0, True)
         except RuntimeError as error:
-            assert "memory" in str(error), error
+            # torch tells its own words from 2.13 on.
+            told = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+            assert ("you tried to allocate" if told else "aten::empty") in str(error), error
         else:
             raise SystemExit("no error")
         assert torch.equal(stage(small, v, g, g, 0.5, 0, True)[0], before)

@@ -143,6 +143,38 @@ def test_compile_of_volumes_in_channels_last_3d(volumes, kernel):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+# Of the shapes that layers have, in layouts that they have not: functions of the user's own weights.
+PERMUTED = {
+    "conv1d": (wnfused.functional.conv1d, (1, 16, 5), (16, 3, 16), (0, 2, 1)),
+    "conv2d": (wnfused.functional.conv2d, (2, 4, 5, 5), (3, 3, 8, 4), (2, 3, 0, 1)),
+    "conv2d, rows": (wnfused.functional.conv2d, (2, 4, 5, 5), (4, 8, 3, 3), (1, 0, 2, 3)),
+    "conv_transpose2d": (wnfused.functional.conv_transpose2d, (1, 1, 5, 5), (3, 3, 1, 4), (2, 3, 0, 1)),
+    "linear": (wnfused.functional.linear, (2, 4), (4, 8), (1, 0)),
+    "stage": (
+        lambda x, v, g: wnfused.functional.residual_stage(x, v, g.reshape(1, 2, 3), g.new_zeros(1, 2, 3)),
+        (2, 3, 4, 4),
+        (3, 3, 3, 3, 2, 1),
+        (5, 4, 0, 1, 2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", PERMUTED)
+@pytest.mark.filterwarnings("ignore::wnfused.BackendWarning")
+def test_compile_of_permuted_parameters(name, dtype):
+    torch._dynamo.reset()
+    function, shape, stored, order = PERMUTED[name]
+    v = torch.randn(stored, dtype=dtype).permute(order).requires_grad_()
+    g = torch.rand(6 if name == "stage" else v.shape[0], dtype=dtype).requires_grad_()
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, wanted = torch.compile(function, fullgraph=True)(x, v * 1, g), function(x, v * 1, g)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        for a, b in zip(*(torch.autograd.grad(y.square().sum(), (x, v, g)) for y in (found, wanted)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 def forward_mode(function, parameters, x):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(function(parameters, forward_ad.make_dual(x, x.cos()))).tangent

@@ -222,6 +222,43 @@ def test_a_field_of_the_wrong_type_is_named(wrong: dict[str, Any], message: str)
         TrainConfig(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": 1e308}, r"--lr 1e\+308: must be a finite number, above 0, of at most 1e38"),
+        ({"weight_decay": 1e300}, r"--weight-decay 1e\+300: must be a finite number, 0 or more, of at most 1e38"),
+        ({"factor": 1e30, "milestones": (0, 0)}, r"--factor 1e\+30: makes rates above 1e38 of lr 0.01"),
+        ({"batch_size": 2**63}, r"--batch-size \d+: must be below 2\*\*31"),
+        ({"cutout": 10**20}, r"--cutout \d+: must be below 2\*\*31"),
+        ({"depth": 10**23}, r"--depth \d+: must be below 2\*\*31"),
+        ({"devices": "²"}, "--devices ²: must be a number of devices or auto"),
+        ({"devices": "9" * 30}, r"--devices \d+: must be a number of devices or auto"),
+        ({"recompute": 2, "stack": False}, "--recompute 2: is for stacked blocks"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"strategy": "ddp_spawn", "devices": "2"},
+            "--strategy ddp_spawn: trains in processes that keep their results",
+        ),
+        ({"strategy": "xla"}, "--strategy xla: cannot be used here"),
+        ({"init_options": {"sample": 3}}, "sample: is no option of scheme 'arpit2019'"),
+        ({"width": 2**31 - 1}, "--model wrn: "),
+    ],
+)
+def test_what_cannot_be_built_is_named_and_leaves_nothing(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        train(replace(SMALL, **wrong), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="config: expected a TrainConfig, got dict"):
         train({"depth": 16}, tmp_path / "run")  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 from small_runs import SMALL, assert_same_weights
 
 from wnfused.train import UsageError, checkpoint, train
+from wnfused.train.interruption import InterruptedRun
 from wnfused.train.run import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread_throughout")
@@ -125,3 +126,55 @@ def test_nothing_is_begun_before_the_arguments_are_known_to_work(tmp_path: Path)
     with pytest.raises(UsageError, match="--init"):
         train(replace(SMALL, init="nonsense"), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    refused = []
+
+    class Second(Silent):
+        """Begins another run in the middle of the first, by another file handle, as another process would."""
+
+        def on_batch(self, epoch: int, done: int, batches: int) -> None:
+            with pytest.raises(UsageError, match="is in use: another process is training there"):
+                train(SMALL, tmp_path, resume=True)
+            refused.append(epoch)
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, reporter=Second())
+    assert refused == [0]
+    train(SMALL, tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_what_is_said_to_be_kept_is_what_the_checkpoint_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int
+) -> None:
+    """Stopped while an epoch's checkpoint is written."""
+
+    def save(path: Path, content: dict[str, Any]) -> None:
+        if Path(path).name == "last.ckpt" and len(content["wnfused"]["history"]) > epochs:
+            raise KeyboardInterrupt
+        checkpoint.save(path, content)
+
+    monkeypatch.setattr("wnfused.train.callbacks.save", save)
+    with pytest.raises(InterruptedRun, match=f"stopped after {epochs} of {SMALL.epochs} epochs"):
+        train(SMALL, tmp_path)
+    assert (tmp_path / "last.ckpt").exists() == (epochs > 0)
+
+
+def test_a_run_without_its_best_checkpoint_can_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wnfused.train.callbacks.best_epoch", lambda history: 0)
+    expected = train(SMALL, tmp_path)
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "best.ckpt").write_bytes(b"cut off")
+    with pytest.warns(UserWarning, match=r"best_test_accuracy is left out: checkpoint .*best\.ckpt: is truncated"):
+        result = train(SMALL, tmp_path, resume=True)
+    assert result["best_test_accuracy"] is None
+    assert result["test_accuracy"] == expected["test_accuracy"]
+
+
+@pytest.mark.parametrize("out", ["", "x" * 300, "a\0b"])
+def test_a_folder_that_cannot_be_is_named(out: str) -> None:
+    with pytest.raises(UsageError, match="--out"):
+        train(SMALL, out)

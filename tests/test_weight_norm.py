@@ -1,5 +1,7 @@
 """Row norms of one tensor and of many at once: every instruction set, dtype, layout and dim against float64."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -222,3 +224,25 @@ def test_wrong_lists_are_named():
         weight_norm_many([v, v.long()], [g, g])
     with pytest.raises(ValueError, match=r"g: shape \[4\] does not fit v of \[3, 4\].*number 1 of the lists"):
         weight_norm_many([v, v], [g, torch.ones(4)])
+
+
+def test_many_leave_the_package_as_torchs_own_ops():
+    class Normalised(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.v, self.g = torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.rand(3))
+
+        def forward(self, x):
+            return x @ weight_norm_many([self.v], [self.g])[0].T
+
+    model, x = Normalised(), torch.randn(2, 4)
+    exported = torch.export.export(model, (x,))
+    assert "wnfused" not in str(exported.graph)
+    torch.testing.assert_close(exported.module()(x), model(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(model, x)
+    assert "wnfused::" not in str(traced.graph)
+    symbolic = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(symbolic(x), model(x))

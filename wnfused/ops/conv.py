@@ -26,16 +26,13 @@ _GEOMETRY = (
 
 
 def _in_kept_format(outputs: tuple[Tensor, Tensor], inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """``y`` over three dims in channels_last_3d where ``x`` or ``v`` is, else contiguous; over fewer in torch's format.
+    """``y`` in channels_last (over three dims channels_last_3d) where ``x`` or ``v`` is, else contiguous.
 
-    torch itself drops channels_last_3d where it unfolds a single small volume.
+    So does torch, but where it unfolds a single small volume, and where it traces a map of one channel.
     """
     y, norm = outputs
-    if y.dim() < 5:
-        return outputs
-    formats = [reference.kept_format(t) for t in inputs[:2]]
-    kept = torch.channels_last_3d if torch.channels_last_3d in formats else torch.contiguous_format
-    return y.contiguous(memory_format=kept), norm
+    formats = {reference.kept_format(t) for t in inputs[:2]} - {torch.contiguous_format}
+    return y.contiguous(memory_format=formats.pop() if formats else torch.contiguous_format), norm
 
 
 def _fake(

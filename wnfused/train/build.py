@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ def build(config: TrainConfig, data: Dataset) -> nn.Module:
     torch.manual_seed(config.seed)
     try:
         model = _network(config, data)
-    except (ValueError, TypeError) as error:
-        raise UsageError("model", config.model, str(error)) from error
+    except (ValueError, TypeError, RuntimeError) as error:  # the last one for want of memory
+        raise UsageError("model", config.model, str(error).partition("\n")[0]) from error
+    reserved = sorted(config.init_options.keys() & inspect.signature(init.initialize).parameters.keys())
+    if reserved:
+        raise UsageError("init_options", reserved[0], f"is no option of scheme {config.init!r}")
     generator = torch.Generator().manual_seed(config.seed)
     try:
         init.initialize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from wnfused.train.checkpoint import load, save
+from wnfused.train.interruption import raises_after
 from wnfused.train.module import TrainingModule
 
 
@@ -43,15 +46,19 @@ class EpochCheckpoint(Checkpoint):
 
     In this order: a process killed between the two resumes at the epoch before, trains the same epoch again and
     finds the same best. Being a ``Checkpoint``, it is called after the module has written its history.
+
+    Attributes:
+        epochs: how many epochs ``last.ckpt`` holds; 0 until it was written.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.epochs = folder, 0
 
     def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
         if best_epoch(module.history) == len(module.history) - 1:
             trainer.save_checkpoint(self.folder / "best.ckpt", weights_only=True)
         trainer.save_checkpoint(self.folder / "last.ckpt", weights_only=False)
+        self.epochs = len(module.history)
 
 
 def best_epoch(history: list[dict[str, float]]) -> int:
@@ -94,6 +101,24 @@ class Clock(Callback):
             self._updates += trainer.global_step - self._before
         if last:
             self._before = trainer.global_step
+
+
+class Interruptions(Callback):
+    """SIGTERM raises at once, as Ctrl-C does.
+
+    Lightning's own handler, which is set when a run starts, broadcasts to the other processes from within whatever it
+    interrupts; where that is another collective, all wait for ever.
+    """
+
+    def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
+        self._before = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, raises_after(self._before))
+
+    def on_test_start(self, trainer: Trainer, module: Any) -> None:
+        self.on_train_start(trainer, module)
 
 
 class Report(Checkpoint):

@@ -16,6 +16,8 @@ MODELS = ("wrn", "resnet", "cnn", "mlp")
 PRECISIONS = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 RESIDUAL = ("wrn", "resnet")
 
+_LARGEST = 38  # decimal exponent of what float32 holds
+
 
 def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     """A field that brings along what the command line says about it."""
@@ -73,6 +75,9 @@ class TrainConfig:
             self._at_least(name, least)
         for name, least in (("accumulate", 1), ("cutout", 0), ("seed", 0)):
             self._at_least(name, least)
+        for name in ("depth", "width", "recompute", "epochs", "batch_size", "accumulate", "cutout"):
+            if (getattr(self, name) or 0) >= 2**31:
+                raise UsageError(name, getattr(self, name), "must be below 2**31")
         if self.seed >= 2**63:
             raise UsageError("seed", self.seed, "must be below 2**63, what torch's generators take")
         for name in ("momentum", "weight_decay", "warmup", "mixup"):
@@ -81,14 +86,20 @@ class TrainConfig:
             self._finite(name, positive=True)
         if any(milestone < 0 for milestone in self.milestones):
             raise UsageError("milestones", self.milestones, "must be epochs, counted from 0")
+        if math.log10(self.lr) + len(self.milestones) * math.log10(self.factor) > _LARGEST:
+            raise UsageError("factor", self.factor, f"makes rates above 1e{_LARGEST} of lr {self.lr}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError("device", self.device, "must be cpu, cuda or auto")
-        if self.devices != "auto" and not (self.devices.isdigit() and int(self.devices) > 0):
+        if self.devices != "auto" and not (
+            self.devices.isascii() and self.devices.isdecimal() and 0 < int(self.devices) < 2**31
+        ):
             raise UsageError("devices", self.devices, "must be a number of devices or auto")
         if self.cuda_graph and (self.device == "cpu" or self.devices not in ("auto", "1")):
             raise UsageError("cuda_graph", True, "needs one CUDA device: device cuda, devices 1")
         if self.recompute is not None and (self.model not in RESIDUAL or self.norm != "weight"):
             raise UsageError("recompute", self.recompute, "is for the weight-normalised stages of wrn and resnet")
+        if self.recompute is not None and not self.stack:
+            raise UsageError("recompute", self.recompute, "is for stacked blocks; leave --no-stack out")
         if self.norm == "fixup" and self.model not in RESIDUAL:
             raise UsageError("norm", self.norm, "is for the residual blocks of wrn and resnet")
         wrong = depth_error(self.model, self.depth) if self.model in RESIDUAL else None
@@ -110,8 +121,9 @@ class TrainConfig:
 
     def _finite(self, name: str, positive: bool) -> None:
         value = getattr(self, name)
-        if not math.isfinite(value) or value < 0 or (positive and value == 0):
-            raise UsageError(name, value, "must be a finite number, " + ("above 0" if positive else "0 or more"))
+        if not 0 <= value <= 10**_LARGEST or (positive and value == 0):
+            least = "above 0" if positive else "0 or more"
+            raise UsageError(name, value, f"must be a finite number, {least}, of at most 1e{_LARGEST}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``from_dict`` undoes it."""

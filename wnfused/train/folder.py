@@ -10,9 +10,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ class RunFolder:
     """Paths and rules; creates and writes nothing until told to."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):
+            raise UsageError("out", path, "is empty; name a folder")
         self.path = Path(path)
         self.config = self.path / "config.json"
         self.last = self.path / "last.ckpt"
@@ -47,7 +51,7 @@ class RunFolder:
         Raises:
             UsageError: if it does not.
         """
-        if any(file.exists() for file in (self.config, self.last, self.best, self.result)):
+        if any(map(_exists, (self.config, self.last, self.best, self.result))):
             state = "a finished run" if self.finished else "a run"
             going_on = "--resume prints its result" if self.finished else "continue it with --resume"
             right = f"holds {state} already: choose another folder, or {going_on}"
@@ -58,8 +62,32 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
-        except OSError as error:
-            raise UsageError("out", self.path, f"cannot be written: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise UsageError("out", self.path, f"cannot be written: {_reason(error)}") from None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While this holds, no other process trains here. The folder exists.
+
+        Raises:
+            UsageError: another one does.
+        """
+        try:
+            import fcntl
+        except ImportError:  # Windows has none
+            yield
+            return
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError("out", self.path, "is in use: another process is training there") from None
+            except OSError:  # a file system without locks
+                pass
+            yield
+        finally:
+            os.close(folder)
 
     def begin(self, config: TrainConfig, versions: dict[str, str]) -> None:
         """Write down that a run begins here. Not before its arguments are known to work."""
@@ -68,6 +96,7 @@ class RunFolder:
     def abandon(self) -> None:
         """Take ``begin`` back where the run turned out to be impossible before it had finished an epoch."""
         if not self.last.exists():
+            self.best.unlink(missing_ok=True)
             self.config.unlink(missing_ok=True)
 
     def saved_config(self) -> TrainConfig | None:
@@ -85,7 +114,7 @@ class RunFolder:
             return TrainConfig.from_dict(content["config"])
         except (FileNotFoundError, NotADirectoryError):
             return self._config_of_checkpoint() if self.last.exists() else None
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError, RecursionError) as error:
             raise UsageError("resume", self.config, f"cannot be read: {_reason(error)}; {right}") from None
 
     def check(self, config: TrainConfig) -> bool:
@@ -132,6 +161,14 @@ class RunFolder:
         if not isinstance(result, dict) or not result.keys() >= _IN_EVERY_RESULT:
             raise UsageError("resume", self.result, f"is no result of `wnfused train`; {right}")
         return result
+
+
+def _exists(file: Path) -> bool:
+    """Whether there is one; a name that is no file's will be told of when the folder is made."""
+    try:
+        return file.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _reason(error: Exception) -> str:

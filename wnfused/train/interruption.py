@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 
 class Terminated(KeyboardInterrupt):
@@ -49,6 +50,23 @@ def signal_of(error: BaseException) -> signal.Signals | None:
     return None
 
 
+def _terminate(number: int, frame: FrameType | None) -> None:
+    # A second one, while the first is being dealt with, ends the process at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated
+
+
+def raises_after(handler: Any) -> Callable[[int, FrameType | None], None]:
+    """A handler of SIGTERM that first does what ``handler`` did, one that ``signal.getsignal`` gave."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if callable(handler):
+            handler(number, frame)
+        _terminate(number, frame)
+
+    return _terminate if handler is _terminate else handle
+
+
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
     """While this holds, SIGTERM raises ``Terminated``. Signals belong to the main thread; elsewhere nothing changes."""
@@ -56,12 +74,7 @@ def sigterm_raises() -> Iterator[None]:
         yield
         return
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        # A second one, while the first is being dealt with, ends the process at once.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:

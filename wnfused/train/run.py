@@ -36,6 +36,7 @@ from wnfused.optional import require
 from wnfused.train.augment import Augmentation
 from wnfused.train.batches import EvalBatches, Plan, TrainBatches
 from wnfused.train.build import build
+from wnfused.train.checkpoint import CorruptCheckpointError
 from wnfused.train.checkpoint import load as load_checkpoint
 from wnfused.train.config import TrainConfig
 from wnfused.train.data import Dataset, load
@@ -95,8 +96,22 @@ def train(
     going_on = resume and folder.check(config)
     if going_on and folder.finished:
         return folder.read_result()
-    if first and not going_on:
+    if not first:
+        return _train(config, folder, going_on, data_folder, reporter, began)
+    if not going_on:
         folder.claim(resume=resume)
+    with folder.locked():
+        if not going_on:
+            folder.claim(resume=resume)  # nobody else has begun meanwhile
+        return _train(config, folder, going_on, data_folder, reporter, began)
+
+
+def _train(
+    config: TrainConfig, folder: RunFolder, going_on: bool, data_folder: str | os.PathLike[str] | None, reporter: Any,
+    began: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The run itself, in a folder that is this process's own."""
+    first = is_first_process()
     checkpoint = folder.checkpoint(config) if going_on else None
     _check_device(config)
     data = load(config.data, config.seed, data_folder)
@@ -139,15 +154,15 @@ class _Run:
     reporter: Any
 
     def __post_init__(self) -> None:
-        from wnfused.train.callbacks import AtomicCheckpoints, Clock, EpochCheckpoint, Report
+        from wnfused.train.callbacks import AtomicCheckpoints, Clock, EpochCheckpoint, Interruptions, Report
         from wnfused.train.module import TrainingModule
 
-        self.clock = Clock()
+        self.clock, self.kept = Clock(), EpochCheckpoint(self.folder.path)
         with _quiet():
             self.trainer = _trainer(
                 self.config,
                 plugins=[AtomicCheckpoints()],
-                callbacks=[self.clock, EpochCheckpoint(self.folder.path), Report(self.reporter)],
+                callbacks=[self.clock, self.kept, Report(self.reporter), Interruptions()],
                 default_root_dir=self.folder.path,
             )
         self.plan = self._plan(len(self.data.train), self.config.batch_size, self.config.accumulate)
@@ -192,10 +207,10 @@ class _Run:
 
     def where_it_stopped(self) -> str:
         """For someone who stopped it: what is kept, and how to go on."""
-        done = len(self.history)
-        if not done and self.folder.last.exists():  # stopped before Lightning had loaded it
+        done = self.kept.epochs
+        if not done and self.folder.last.exists():  # from before, or written this moment
             done = len(load_checkpoint(self.folder.last)["wnfused"]["history"])
-        kept = f"{self.folder.last} is kept" if done else "nothing was to be kept yet"
+        kept = f"{self.folder.last} is kept" if done else "no epoch was finished, so nothing is kept"
         go_on = f"go on with `wnfused train --out {self.folder.path} --resume`"
         return f"stopped after {done} of {self.config.epochs} epochs; {kept}; {go_on}"
 
@@ -210,7 +225,13 @@ class _Run:
         history = self.history
         last, best = len(history) - 1, best_epoch(history)
         loss, accuracy = self._tested()
-        best_accuracy = accuracy if best == last else self._tested(self.folder.best)[1]
+        best_accuracy: float | None = accuracy
+        if best != last:
+            try:
+                best_accuracy = self._tested(self.folder.best)[1]
+            except (CorruptCheckpointError, FileNotFoundError) as error:
+                warnings.warn(f"best_test_accuracy is left out: {error}", stacklevel=2)
+                best_accuracy = None
         self.module.history = history
         return {
             "test_accuracy": accuracy,
@@ -242,6 +263,8 @@ def _json_row(row: dict[str, float]) -> dict[str, float | None]:
 
 def _trainer(config: TrainConfig, **options: Any) -> Any:
     import lightning.pytorch as lightning
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     devices: int | str = int(config.devices) if config.devices.isdigit() else "auto"
     nodes = 1
@@ -250,7 +273,7 @@ def _trainer(config: TrainConfig, **options: Any) -> Any:
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // devices
     try:
-        return lightning.Trainer(
+        trainer = lightning.Trainer(
             accelerator=_device(config).type,
             devices=devices,
             num_nodes=nodes,
@@ -265,8 +288,12 @@ def _trainer(config: TrainConfig, **options: Any) -> Any:
             enable_model_summary=False,
             **options,
         )
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, TypeError, ImportError, MisconfigurationException) as error:
         raise UsageError("strategy", config.strategy, f"cannot be used here: {error}") from error
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        right = "trains in processes that keep their results to themselves; use ddp"
+        raise UsageError("strategy", config.strategy, right)
+    return trainer
 
 
 def _device(config: TrainConfig) -> torch.device:
