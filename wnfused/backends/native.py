@@ -234,7 +234,7 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16)
 _ACTIVATION = native_composed.ACTIVATION_NUMBERS
 
 
-def _is_fused(x: Tensor, v: Tensor, g: Tensor, dim: int | None) -> bool:
+def _is_fused(x: Tensor, v: Tensor, dim: int | None) -> bool:
     """Parameters have the dtype of ``x`` or float32, so what is left to exclude is float16 and float64."""
     return x.dtype in FUSED_DTYPES and (dim == 0 or dim == -v.dim())
 
@@ -252,7 +252,7 @@ def linear(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not _is_fused(x, v, g, dim):
+    if not _is_fused(x, v, dim):
         return native_composed.linear(x, v, g, bias, residual, dim, activation, negative_slope)
     return torch.ops.wnfused_native.linear.default(x, v, g, bias, residual, _ACTIVATION[activation], negative_slope)
 
@@ -261,7 +261,7 @@ def linear_backward(
     dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: list[bool],
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if not _is_fused(x, v, g, dim):
+    if not _is_fused(x, v, dim):
         return native_composed.linear_backward(dy, y, x, v, g, norm, needs, dim, activation, negative_slope)
     found = torch.ops.wnfused_native.linear_backward.default(
         dy, y, x, v, g, norm, _needs(needs), _ACTIVATION[activation], negative_slope
@@ -274,7 +274,7 @@ def conv(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    fused = _is_fused(x, v, g, dim)
+    fused = _is_fused(x, v, dim)
     if fused and transposed:
         y, norm = torch.ops.wnfused_native.conv_transpose.default(
             x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, _ACTIVATION[activation],
@@ -295,7 +295,7 @@ def conv_backward(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    fused = _is_fused(x, v, g, dim)
+    fused = _is_fused(x, v, dim)
     if fused and transposed:
         done, *found = torch.ops.wnfused_native.conv_transpose_backward.default(
             dy, y, x, v, g, norm, _needs(needs), stride, padding, dilation, output_padding, groups,

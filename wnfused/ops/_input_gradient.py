@@ -29,7 +29,8 @@ Reference = Callable[..., tuple[Tensor, ...]]
 
 _LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# The zeros of the running backward in each dtype. Those of another one belong to whoever has them by now.
+# The zeros of the running backward in each dtype. Those of an earlier one may still be held by somebody, so they are
+# never used again.
 _zeros: dict[torch.dtype, tuple[int, Tensor]] = {}
 
 

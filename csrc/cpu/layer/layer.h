@@ -98,8 +98,8 @@ struct SmallLinearBackward {
   float *dgain, *scratch;
 };
 
-// Whether g / ||v|| can wait until after the product. Where it is small, sums may overflow that would not with the scaled
-// weight, which shows, as they are not finite then; where it is large, sums sink into denormals, which does not.
+// Whether g / ||v|| can wait until after the product. A small one lets unscaled sums overflow, which is detected, because
+// they are not finite then; a large one lets them underflow, which is not, hence the limit.
 inline bool can_wait(float scale) {
   constexpr float kLargest = 1 << 12;
   return -kLargest <= scale && scale <= kLargest;

@@ -18,7 +18,7 @@ bool is_worth_keeping(const ConvShape& shape, Method method) {
 
 bool run_kept_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms,
                     KeptBanks* banks) {
-  if (!banks || !is_worth_keeping(layer.shape, layer.method)) return run_conv_layer(layer, residual, y, norms);
+  if (!banks) return run_conv_layer(layer, residual, y, norms);
   const KeptFloats floats = kept_floats(layer);
   const auto suits = [&](const Tensor& bank) { return bank.numel() == floats.sum(); };
   const auto known = std::find_if(banks->known.begin(), banks->known.end(), suits);

@@ -19,7 +19,8 @@ struct KeptBanks {
 // smaller banks are packed into a cache, where they are read.
 bool is_worth_keeping(const ConvShape& shape, Method method);
 
-// run_conv_layer; banks may be null. With them the norms are filled only where a bank is packed.
+// run_conv_layer; banks may be null, and are where nothing is worth keeping. With them the norms are filled only where a
+// bank is packed.
 bool run_kept_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
                     const torch::stable::Tensor& y, float* norms, KeptBanks* banks);
 

@@ -50,9 +50,11 @@ def _milliseconds(launch: Callable[[Any], Any], candidate: Any) -> float:
 
 
 def _save(key: str, choice: str) -> None:
-    _found()[key] = choice
     file = path()
     assert file is not None
+    # What another process found meanwhile stands, so that all run the same.
+    known = json.loads(file.read_text()) if file.exists() else {}
+    _found().update({**_found(), key: choice, **known})
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(_found(), indent=1, sort_keys=True))

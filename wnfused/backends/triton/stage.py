@@ -81,7 +81,7 @@ def residual_stage_backward(
     v = v.contiguous()
     w, _ = _effective_weights(v, g, dtype)
     geometry = _geometry(dy, v)
-    operands = _operands_of(maps, _Blocks(w, bias.contiguous(), geometry, skip_scale), recompute, dtype, blocks)
+    operands = _operands_of(maps, _Blocks(w, bias.contiguous(), geometry, skip_scale), recompute, dtype)
     dv, dg, dbias = (torch.empty_like(t) if parameters else dy.new_empty(0) for t in (v, g, bias))
 
     def through(b: int, i: int, dz: Tensor, x: Tensor, *, relu: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -107,7 +107,7 @@ def residual_stage_backward(
 
 
 def _operands_of(
-    maps: Tensor, stage: _Blocks, recompute: int, dtype: torch.dtype, blocks: int
+    maps: Tensor, stage: _Blocks, recompute: int, dtype: torch.dtype
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """``operands(b)``: the two operand maps of a block, kept or, segment by segment, computed again."""
     if recompute == 0:
