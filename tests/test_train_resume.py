@@ -178,3 +178,11 @@ def test_a_run_without_its_best_checkpoint_can_be_finished(tmp_path: Path, monke
 def test_a_folder_that_cannot_be_is_named(out: str) -> None:
     with pytest.raises(UsageError, match="--out"):
         train(SMALL, out)
+
+
+def test_every_process_refuses_a_folder_that_is_taken(
+    finished: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UsageError, match="holds a finished run already"):
+        train(SMALL, finished[0])

@@ -51,19 +51,31 @@ class RunFolder:
         Raises:
             UsageError: if it does not.
         """
-        if any(map(_exists, (self.config, self.last, self.best, self.result))):
-            state = "a finished run" if self.finished else "a run"
-            going_on = "--resume prints its result" if self.finished else "continue it with --resume"
-            right = f"holds {state} already: choose another folder, or {going_on}"
-            if resume:
-                right = f"holds parts of {state}, neither config.json nor last.ckpt to go on by: choose another folder"
-            raise UsageError("out", self.path, right)
+        self.refuse_run(resume=resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except (OSError, ValueError) as error:
             raise UsageError("out", self.path, f"cannot be written: {_reason(error)}") from None
+
+    def refuse_run(self, *, resume: bool = False, trained: bool = False) -> None:
+        """Make sure that no run lies here.
+
+        Args:
+            resume: as in ``claim``.
+            trained: whether only one that has finished an epoch counts: the first process may be beginning this one.
+
+        Raises:
+            UsageError: if one does.
+        """
+        if any(map(_exists, (self.last, self.best, self.result, *([] if trained else [self.config])))):
+            state = "a finished run" if self.finished else "a run"
+            going_on = "--resume prints its result" if self.finished else "continue it with --resume"
+            right = f"holds {state} already: choose another folder, or {going_on}"
+            if resume:
+                right = f"holds parts of {state}, neither config.json nor last.ckpt to go on by: choose another folder"
+            raise UsageError("out", self.path, right)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -97,6 +97,8 @@ def train(
     if going_on and folder.finished:
         return folder.read_result()
     if not first:
+        if not going_on:  # all processes refuse it, or the others would wait for the first
+            folder.refuse_run(resume=resume, trained=True)
         return _train(config, folder, going_on, data_folder, reporter, began)
     if not going_on:
         folder.claim(resume=resume)
