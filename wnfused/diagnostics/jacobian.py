@@ -51,7 +51,9 @@ class JacobianSpectrum(Drawable):
 
     def _draw(self, axes: Sequence[Any], label: str | None) -> None:
         (axis,) = axes
-        values = np.where(self.singular_values > 0, self.singular_values, np.nan)
+        # Of a rank-deficient J some are 0, or of rounding's size, which no axis should show.
+        largest = self.singular_values.max(axis=1, keepdims=True, initial=0)
+        values = np.where(self.singular_values > 1e-7 * largest, self.singular_values, np.nan)
         side = min(self.outputs, self.inputs)
         x = 100 * (np.arange(values.shape[1]) + 0.5) / side
         (line,) = axis.plot(

@@ -293,7 +293,12 @@ class PhaseDiagram(Drawable):
         (axis,) = axes
         name = label or self.activation
         if np.ptp(self.sw2) < 1e-9:
-            axis.plot(self.sw2[:1], self.sb2[:1], "o", markersize=8, label=f"{name}: critical at one point")
+            alone = not axis.lines
+            words = f"{name}: critical at one point"
+            axis.plot(self.sw2[:1], self.sb2[:1], "o", markersize=8, label=words, clip_on=False)
+            if alone:  # variances begin at 0, whatever matplotlib puts around a single point
+                axis.set_xlim(0, 2 * self.sw2[0], auto=True)
+                axis.set_ylim(0, max(1.0, 2 * self.sb2[0]), auto=True)
         else:
             axis.plot(self.sw2, self.sb2, linewidth=2, label=name)
         if not axis.texts:
