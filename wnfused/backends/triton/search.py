@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def best(name: str, device: torch.device, candidates: Sequence[Any], launch: Cal
     by_name = {str(candidate): candidate for candidate in candidates}
     if _found().get(key) not in by_name:  # never searched, or searched among other configurations
         times = {text: _milliseconds(launch, candidate) for text, candidate in by_name.items()}
-        _save(key, min(times, key=times.__getitem__))
+        _save(key, min(times, key=times.__getitem__), by_name)
     return by_name[_found()[key]]
 
 
@@ -49,12 +49,12 @@ def _milliseconds(launch: Callable[[Any], Any], candidate: Any) -> float:
     return median
 
 
-def _save(key: str, choice: str) -> None:
+def _save(key: str, choice: str, candidates: Container[str]) -> None:
     file = path()
     assert file is not None
     # What another process found meanwhile stands, so that all run the same.
     known = json.loads(file.read_text()) if file.exists() else {}
-    _found().update({**_found(), key: choice, **known})
+    _found().update({**known, key: known[key] if known.get(key) in candidates else choice})
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(_found(), indent=1, sort_keys=True))
