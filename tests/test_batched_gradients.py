@@ -67,3 +67,15 @@ def test_effective_weights():
         alone = [torch.autograd.grad(w, (v, g), dw, retain_graph=True) for dw in dws]
         for found, *each in zip(together, *alone, strict=True):
             close(found, torch.stack(each))
+
+
+def test_a_stage_without_blocks():
+    stage, x = wnfused.WNResidualStage(4, 8, 1, stride=2), torch.randn(2, 4, 4, 4, requires_grad=True)
+    y, of = stage(x), [x, *stage.parameters()]
+    dys = torch.randn(2, *y.shape)
+    together = torch.autograd.grad(y, of, dys, is_grads_batched=True, retain_graph=True, allow_unused=True)
+    alone = [torch.autograd.grad(y, of, dy, retain_graph=True, allow_unused=True) for dy in dys]
+    for found, *each in zip(together, *alone, strict=True):
+        assert (found is None) == (each[0] is None)
+        if found is not None and found.numel():
+            close(found, torch.stack(each))

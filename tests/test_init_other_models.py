@@ -294,6 +294,7 @@ class Block(nn.Module):
         super().__init__()
         self.kind = kind
         self.a, self.b = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1)
+        self.c = nn.Conv2d(channels, channels, 1) if kind in ("a sum inside", "three beside") else None
         if "gate" in kind:
             self.squeeze, self.excite = nn.Conv2d(channels, 2, 1), nn.Conv2d(2, channels, 1)
 
@@ -301,6 +302,10 @@ class Block(nn.Module):
         if self.kind == "concatenated shortcut":
             shortcut = torch.cat((F.avg_pool2d(x, 1)[:, :2], torch.zeros_like(x)[:, :2]), 1)
             return F.relu(shortcut + self.b(F.relu(self.a(x))))
+        if self.kind == "a sum inside":
+            return x + self.c(F.relu(self.a(x) + self.b(x)))
+        if self.kind == "three beside":
+            return x + F.dropout(self.a(x) + self.b(x) + self.c(x))
         if self.kind == "side by side":
             return self.a(x) + self.b(x) + x
         if self.kind == "a sum in brackets":
@@ -321,14 +326,81 @@ def test_one_branch_of_two_layers(kind):
     assert [role.name for role in roles.values() if role.branch] == ["1.a", "1.b", "2.a", "2.b"]
 
 
-@pytest.mark.parametrize("kind", ["side by side", "a sum in brackets"])
-def test_branches_side_by_side_are_blocks_each(kind):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), Block(kind), Block(kind))
+@pytest.mark.parametrize(
+    ("kind", "beside"), [("side by side", "ab"), ("a sum in brackets", "ab"), ("three beside", "abc")]
+)
+def test_branches_side_by_side_are_blocks_each(kind, beside):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Block(kind), Block(kind)).eval()
     roles = [role for role in find_roles(model) if role.branch]
+    names = [f"{i}.{name}" for i in (1, 2) for name in beside]
     assert [(r.name, r.closes_branch, r.num_blocks, r.block, r.branch) for r in roles] == [
-        (name, True, 4, i, i) for i, name in enumerate(("1.a", "1.b", "2.a", "2.b"), start=1)
+        (name, True, len(names), i, i) for i, name in enumerate(names, start=1)
     ]
     start = copy.deepcopy(model)
     initialize(start, "zhang2019", generator=generator())
     x = sample(2, 3, 8, 8)
     torch.testing.assert_close(start(x), start[0](x))
+
+
+def test_a_sum_inside_a_branch_is_no_end_of_it():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Block("a sum inside"), Block("a sum inside"))
+    roles = {role.name: role for role in find_roles(model)}
+    for i in (1, 2):
+        assert roles[f"{i}.c"].closes_branch
+        assert roles[f"{i}.c"].branch_layers == 2
+
+
+class Apart(nn.Module):
+    """Two sums of what comes from one tensor, of which neither is the other's."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        x = self.stem(x)
+        return F.relu(self.a(x) + self.b(x)), x + self.c(F.relu(x))
+
+
+def test_sums_apart_are_not_taken_together():
+    roles = {role.name: role for role in find_roles(Apart())}
+    assert roles["c"].closes_branch
+    assert roles["c"].num_blocks == 1
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = F.relu(self.layer(x))
+        return x * torch.sigmoid(self.gate(x))
+
+
+class Around(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def test_a_long_chain_of_gates_is_walked_once():
+    roles = find_roles(Around(*(Gated() for _ in range(200))))
+    assert [role.name for role in roles if role.closes_branch] == ["199.layer"]
+    assert {role.branch_layers for role in roles if role.branch} == {200}
+
+
+@pytest.mark.parametrize("start", [0.0, 3.0])
+def test_biases_of_tied_layers_are_zero_before_anything_is_measured(start):
+    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
+    second.weight = first.weight
+    nn.init.constant_(second.bias, start)
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(32, 5))
+    initialize(model, "mishkin2016", sample=sample(256, 32), generator=generator())
+    assert abs(model(sample(256, 32)).var().item() - 1) < 0.1
+
+
+def test_a_gamma_that_was_stated_for_a_tied_layer_counts():
+    first, second = wnfused.WNLinear(8, 8), wnfused.WNLinear(8, 8)
+    second.weight_v, second.weight_g = first.weight_v, first.weight_g
+    initialize(nn.Sequential(first, nn.ReLU(), second), gammas={"2": 0.25})
+    torch.testing.assert_close(first.weight_g, torch.full_like(first.weight_g, 0.5))

@@ -10,6 +10,7 @@ from small_runs import SMALL, assert_same_weights
 
 from wnfused.train import UsageError, checkpoint, train
 from wnfused.train.interruption import InterruptedRun
+from wnfused.train.launch import is_first_process
 from wnfused.train.run import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread_throughout")
@@ -186,3 +187,22 @@ def test_every_process_refuses_a_folder_that_is_taken(
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(UsageError, match="holds a finished run already"):
         train(SMALL, finished[0])
+
+
+@pytest.mark.parametrize(
+    ("environment", "first"),
+    [
+        ({}, True),
+        ({"RANK": "1", "LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_NAME": "train"}, False),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "train"}, True),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_NAME": "bash"}, True),
+    ],
+)
+def test_who_is_first(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool) -> None:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_first_process() is first

@@ -72,6 +72,9 @@ class Graph:
         graph = symbolic_run(model, _LAYERS)
         self.modules = dict(model.named_modules())
         self.nodes = list(graph.nodes)
+        self._source: dict[fx.Node, fx.Node | None] = {}
+        for node in self.nodes:
+            self._source[node] = self._find_source(node)
 
     def module(self, node: fx.Node) -> nn.Module | None:
         return self.modules[str(node.target)] if node.op == "call_module" else None
@@ -118,17 +121,45 @@ class Graph:
         return found.pop() if len(found) == 1 else 1.0
 
     def spine(self, node: fx.Node) -> Iterator[fx.Node]:
-        """``node`` and what it was computed from, first argument by first argument, in lists too; parameters are none.
-
-        Of a product it is the factor that the other one, a gate, was computed from.
-        """
+        """``node`` and what it was computed from, source by source."""
         current: fx.Node | None = node
         while current is not None:
             yield current
-            sources = [a for a in current.all_input_nodes if a.op != "get_attr"]
-            gated = len(sources) == 2 and _call_name(current) in ("mul", "imul", "mul_")
-            paths = _paths_to_fork(self, *sources) if gated else None
-            current = paths[0][-1] if paths and paths[0][-1] in sources else next(iter(sources), None)
+            current = self._source[current]
+
+    def _find_source(self, node: fx.Node) -> fx.Node | None:
+        """The first argument, in a list too, that is no parameter; of a product the factor that the other one, a gate,
+        was computed from."""
+        sources = [a for a in node.all_input_nodes if a.op != "get_attr"]
+        if len(sources) == 2 and _call_name(node) in ("mul", "imul", "mul_"):
+            paths = _paths_to_fork(self, *sources)
+            if paths is not None and paths[0][-1] in sources:
+                return paths[0][-1]
+        return next(iter(sources), None)
+
+    def summands(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What is summed here, by this addition and by those that it alone is the sum of; and these."""
+        found: list[fx.Node] = []
+        inner: list[fx.Node] = []
+        waiting = list(reversed(self.addends(node) or ()))
+        while waiting:
+            summand = waiting.pop()
+            before = self._inner_sum(summand)
+            if before is None:
+                found.append(summand)
+            else:
+                inner.append(before)
+                waiting += reversed(self.addends(before) or ())
+        return found, inner
+
+    def _inner_sum(self, node: fx.Node) -> fx.Node | None:
+        """An addition that nobody else sees, and that reaches the one after it with its statistics up to scale."""
+        current: fx.Node | None = node
+        while current is not None and len(current.users) == 1:
+            if not self.is_layer(current) and self.addends(current) is not None:
+                return current
+            current = self._source[current] if self.is_transparent(current) else None
+        return None
 
     def heads(self) -> set[fx.Node]:
         """The layers whose output is the model's, with no layer and no residual sum in between."""
@@ -176,18 +207,33 @@ def _residual_block(graph: Graph, node: fx.Node) -> ResidualBlock | None:
 
 def _blocks(graph: Graph) -> list[ResidualBlock]:
     """All of them, in order of execution. Branches side by side, ``x + (f(x) + g(x))``, make one block each."""
-    blocks: list[ResidualBlock] = []
+    found: dict[fx.Node, list[ResidualBlock]] = {}
     for node in graph.nodes:
-        block = _residual_block(graph, node)
-        if block is None:
-            continue
-        before = blocks[-1] if blocks else None
-        if before is not None and before.shortcut and not block.shortcut and before.fork is block.fork:
-            del blocks[-1]
-            blocks += [ResidualBlock(node, block.fork, layers, []) for layers in (before.layers, before.shortcut)]
+        summands, inner = graph.summands(node)
+        beside = _side_by_side(graph, node, summands) if inner else []
+        if beside:
+            for absorbed in inner:
+                found.pop(absorbed, None)
         else:
-            blocks.append(block)
-    return blocks
+            block = _residual_block(graph, node)
+            beside = [] if block is None else [block]
+        if beside:
+            found[node] = beside
+    return [block for blocks in found.values() for block in blocks]
+
+
+def _side_by_side(graph: Graph, node: fx.Node, summands: list[fx.Node]) -> list[ResidualBlock]:
+    """The blocks of one sum of several branches, and of the tensor that they all begin at; none if it is no such."""
+    for fork in summands:
+        blocks = []
+        for other in summands:
+            paths = None if other is fork else _paths_to_fork(graph, other, fork)
+            if paths is not None and paths[0][-1] is fork:
+                layers = [n for n in paths[0][:-1] if graph.is_layer(n)]
+                blocks += [ResidualBlock(node, fork, layers, [])] if layers else []
+        if blocks:
+            return blocks
+    return []
 
 
 def _paths_to_fork(graph: Graph, a: fx.Node, b: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:

@@ -121,8 +121,8 @@ def initialize(
     Raises:
         ValueError, TypeError: an unknown scheme, option, layer name or attribute; a gamma that is not finite; no
             sample for a scheme that needs one, or one that holds NaN or inf, or on which the model does not run, which
-            is tried before anything is written; a model on the meta device, or that the scheme has no rule for. An
-            error leaves the model as it was.
+            is tried before anything is written; a model on the meta device, or that the scheme has no rule for. A
+            scheme that looks at data leaves the model as it was where it fails.
         RuntimeError: inside ``wnfused.frozen``.
     """
     check_request(model, scheme, options)
@@ -138,7 +138,8 @@ def initialize(
 
 @contextlib.contextmanager
 def guarded(model: nn.Module, scheme: str) -> Iterator[None]:
-    """What holds while a scheme works: compiled parts run as written, and an error leaves the model as it was."""
+    """What holds while a scheme works: compiled parts run as written, and one that looks at data, for which the user's
+    own code runs, leaves the model as it was where that fails."""
     with as_written(), put_back_on_error(model, parameters=scheme in _data_dependent):
         yield
 
@@ -202,13 +203,21 @@ def _held_elsewhere(context: Context) -> Iterator[str]:
 
 
 def run_scheme(context: Context, scheme: str, options: Mapping[str, object]) -> Report:
+    looks = scheme in _data_dependent
+    if looks:
+        _zero_biases_of_repeated(context)  # before anything is measured
     entries = tuple(_schemes[scheme](context, **options))
+    if not looks:
+        _zero_biases_of_repeated(context)  # after options were refused, from which nothing puts back
+    unplaced = tuple(unit.name for unit in context.units if not unit.role.placed)
+    return Report(scheme, entries, unplaced, tuple(context.notes))
+
+
+def _zero_biases_of_repeated(context: Context) -> None:
     biases = {id(unit.bias) for unit in context.units}
     for unit in context.repeated:
         if id(unit.bias) not in biases:
             unit.zero_bias_()
-    unplaced = tuple(unit.name for unit in context.units if not unit.role.placed)
-    return Report(scheme, entries, unplaced, tuple(context.notes))
 
 
 def _materialise(model: nn.Module, sample: Tensor | tuple[Tensor, ...] | None) -> None:

@@ -7,6 +7,7 @@ directions, gains, weights and biases; a ``Unit`` knows where they are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -254,15 +255,17 @@ def units_of(role: Role) -> Iterator[Unit]:
 def once(units: Sequence[Unit]) -> tuple[list[Unit], list[tuple[Unit, list[Unit]]]]:
     """The units with each weight once, and those whose weight other layers have too, with these.
 
-    It is initialised for the first layer that neither closes a branch nor is the head: what some schemes set these
-    to, zero, would silence the others.
+    It is initialised for the layer whose gamma was stated by hand, else for the first that neither closes a branch nor
+    is the head: what some schemes set these to, zero, would silence the others.
     """
     sharing: dict[tuple[int, int], list[Unit]] = {}
     for unit in units:
         sharing.setdefault((id(unit.v), id(unit.g)), []).append(unit)
     chosen = {}
     for key, same in sharing.items():
-        chosen[key] = next((u for u in same if not (u.role.closes_branch or u.role.head)), same[0])
+        by_hand = (unit for unit in same if unit.role.by_hand)
+        others = (unit for unit in same if not (unit.role.closes_branch or unit.role.head))
+        chosen[key] = next(itertools.chain(by_hand, others, same))
     repeated = [(chosen[key], [u for u in same if u is not chosen[key]]) for key, same in sharing.items()]
     return (
         [unit for unit in units if unit is chosen[id(unit.v), id(unit.g)]],

@@ -265,7 +265,13 @@ def through_reference(
         graph = torch.is_grad_enabled()
         with torch.enable_grad():
             given = [t.view_as(t) for t in given]  # apart, where one tensor is given twice
-            gradients = torch.autograd.grad(function(*given), given, dy, create_graph=graph)
+            y = function(*given)
+            if y.requires_grad:
+                gradients = torch.autograd.grad(
+                    y, given, dy, create_graph=graph, allow_unused=True, materialize_grads=True
+                )
+            else:  # a stage without blocks has no use for its parameters
+                gradients = [torch.zeros_like(t) for t in given]
     else:
         gradients = _vjp(function, given)[1](dy)
     found: list[Tensor | None] = [None] * len(inputs)
