@@ -77,7 +77,7 @@ def load(*names: str) -> Rows:
 def tables() -> dict[str, list[str]]:
     """Lines of Markdown by the names of the marks."""
     stages = load("cpu-epyc-2core-networks")
-    layers = load("cpu-epyc-2core-convolutions", "cpu-epyc-2core-layers", "cpu-epyc-2core")
+    layers = load("cpu-epyc-2core-convolutions", "cpu-epyc-2core-linear", "cpu-epyc-2core")
     frozen = load("cpu-epyc-2core-frozen")
     users = [row for row in load("cpu-epyc-2core-converted") if row["group"] == "converted"]
     return {
