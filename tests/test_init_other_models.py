@@ -293,6 +293,7 @@ class Block(nn.Module):
     def __init__(self, kind, channels=4):
         super().__init__()
         self.kind = kind
+        self.shortcut = nn.Identity()
         self.a, self.b = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1)
         self.c = nn.Conv2d(channels, channels, 1) if kind in ("a sum inside", "three beside") else None
         if "gate" in kind:
@@ -304,12 +305,14 @@ class Block(nn.Module):
             return F.relu(shortcut + self.b(F.relu(self.a(x))))
         if self.kind == "a sum inside":
             return x + self.c(F.relu(self.a(x) + self.b(x)))
+        if self.kind == "a sum at the end":
+            return x + F.relu(self.a(x) + self.b(x))
         if self.kind == "three beside":
             return x + F.dropout(self.a(x) + self.b(x) + self.c(x))
         if self.kind == "side by side":
             return self.a(x) + self.b(x) + x
         if self.kind == "a sum in brackets":
-            return x + (self.a(x) + self.b(x))
+            return self.shortcut(x) + (self.a(x) + self.b(x))
         y = self.b(F.relu(self.a(x)))
         gate = torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
         return x + (gate * y if self.kind == "gate first" else y * gate)
@@ -346,8 +349,40 @@ def test_a_sum_inside_a_branch_is_no_end_of_it():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), Block("a sum inside"), Block("a sum inside"))
     roles = {role.name: role for role in find_roles(model)}
     for i in (1, 2):
-        assert roles[f"{i}.c"].closes_branch
-        assert roles[f"{i}.c"].branch_layers == 2
+        last = roles[f"{i}.c"]
+        assert (last.closes_branch, last.branch_layers, last.num_blocks, last.block) == (True, 2, 2, i)
+        for name in "ab":
+            inner = roles[f"{i}.{name}"]
+            assert (inner.closes_branch, inner.branch, inner.branch_layers, inner.num_blocks) == (False, i, 2, 2)
+
+
+def test_a_sum_at_the_end_of_a_branch_is_not_another_block():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Block("a sum at the end"), Block("a sum at the end"))
+    branches = [(r.name, r.branch, r.branch_layers, r.num_blocks) for r in find_roles(model) if r.branch]
+    assert branches == [(f"{i}.{name}", i, 1, 2) for i in (1, 2) for name in "ab"]
+
+
+class Widened(nn.Module):
+    """Two branches and a shortcut of one layer, all summed."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+        self.a, self.b = (nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1)) for _ in range(2))
+        self.shortcut = nn.Conv2d(4, 8, 3)
+
+    def forward(self, x):
+        branches = self.a(x) + self.b(x)
+        return self.shortcut(x) + branches if self.first else branches + self.shortcut(x)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_branches_beside_a_shortcut_of_one_layer(first):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Widened(first))
+    branches = [(r.name, r.branch, r.closes_branch, r.num_blocks) for r in find_roles(model) if r.branch]
+    assert branches == [
+        ("1.a.0", 1, False, 2), ("1.a.2", 1, True, 2), ("1.b.0", 2, False, 2), ("1.b.2", 2, True, 2),
+    ]  # fmt: skip
 
 
 class Apart(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -180,13 +180,15 @@ class Graph:
 
 @dataclass
 class ResidualBlock:
-    """A residual block in the graph: where it ends and begins, and the layers of its branch and of its shortcut, each
-    from the last to the first."""
+    """A residual block in the graph: where it ends and begins, its branch, and the layers of the branch and of the
+    shortcut, each from the last to the first; ``beside`` are layers that are summed into the branch."""
 
     sum: fx.Node
     fork: fx.Node
+    branch: list[fx.Node]
     layers: list[fx.Node]
     shortcut: list[fx.Node]
+    beside: list[fx.Node] = field(default_factory=list)
 
 
 def _residual_block(graph: Graph, node: fx.Node) -> ResidualBlock | None:
@@ -202,11 +204,12 @@ def _residual_block(graph: Graph, node: fx.Node) -> ResidualBlock | None:
     branch = 0 if len(layers[0]) >= len(layers[1]) else 1
     if not layers[branch]:
         return None
-    return ResidualBlock(node, fork, layers[branch], layers[1 - branch])
+    return ResidualBlock(node, fork, paths[branch][:-1], layers[branch], layers[1 - branch])
 
 
 def _blocks(graph: Graph) -> list[ResidualBlock]:
-    """All of them, in order of execution. Branches side by side, ``x + (f(x) + g(x))``, make one block each."""
+    """All of them, in order of execution. Branches side by side, ``x + (f(x) + g(x))``, make one block each; a sum
+    inside a branch, ``x + h(f(x) + g(x))``, makes none of its own."""
     found: dict[fx.Node, list[ResidualBlock]] = {}
     for node in graph.nodes:
         summands, inner = graph.summands(node)
@@ -217,23 +220,41 @@ def _blocks(graph: Graph) -> list[ResidualBlock]:
         else:
             block = _residual_block(graph, node)
             beside = [] if block is None else [block]
+            if block is not None and not block.shortcut:
+                _absorb(block, found)
         if beside:
             found[node] = beside
     return [block for blocks in found.values() for block in blocks]
 
 
+def _absorb(block: ResidualBlock, found: dict[fx.Node, list[ResidualBlock]]) -> None:
+    """Take what was found to be a block with layers in its shortcut, but is a sum inside this branch, into it."""
+    for node in block.branch:
+        inside = found.get(node, [])
+        if inside and all(inner.fork is block.fork and inner.shortcut for inner in inside):
+            for inner in found.pop(node):
+                block.beside += [n for n in (*inner.layers, *inner.shortcut, *inner.beside) if n not in block.layers]
+
+
 def _side_by_side(graph: Graph, node: fx.Node, summands: list[fx.Node]) -> list[ResidualBlock]:
-    """The blocks of one sum of several branches, and of the tensor that they all begin at; none if it is no such."""
-    for fork in summands:
-        blocks = []
+    """The blocks of one sum of several branches and a shortcut that begin at one tensor; none if it is no such. The
+    shortcut is what has the fewest layers; if it has any, all that is summed must begin there."""
+    best: list[ResidualBlock] = []
+    for shortcut in summands:
+        blocks: list[ResidualBlock] = []
         for other in summands:
-            paths = None if other is fork else _paths_to_fork(graph, other, fork)
-            if paths is not None and paths[0][-1] is fork:
-                layers = [n for n in paths[0][:-1] if graph.is_layer(n)]
-                blocks += [ResidualBlock(node, fork, layers, [])] if layers else []
-        if blocks:
-            return blocks
-    return []
+            paths = None if other is shortcut else _paths_to_fork(graph, other, shortcut)
+            if paths is None:
+                continue
+            fork, branch = paths[0][-1], paths[0][:-1]
+            layers, beside = ([n for n in path[:-1] if graph.is_layer(n)] for path in paths)
+            if layers and (not blocks or fork is blocks[0].fork):
+                blocks.append(ResidualBlock(node, fork, branch, layers, beside))
+        complete = len(blocks) == len(summands) - 1
+        if blocks and (complete or not blocks[0].shortcut):
+            if not best or len(blocks[0].shortcut) < len(best[0].shortcut):
+                best = blocks
+    return best
 
 
 def _paths_to_fork(graph: Graph, a: fx.Node, b: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
@@ -290,7 +311,7 @@ def places(graph: Graph) -> dict[fx.Node, dict[str, Any]]:
         else:
             block, n, blocks = what
             here = {"num_blocks": blocks, "block": n, "branch": branches + 1, "branch_layers": len(block.layers)}
-            for layer in block.layers:
+            for layer in (*block.layers, *block.beside):
                 places.setdefault(layer, dict(here))
             places[block.layers[0]].update(here, closes_branch=True)
         branches += count
