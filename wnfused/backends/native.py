@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
+from wnfused._convolution import convolution_backward
 from wnfused.backends import native_composed, native_cuda, tensors_of
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.library import opened
@@ -346,7 +347,7 @@ def conv_transpose_backward(
     dz = masked(dy, y, reference.ACTIVATIONS[activation], negative_slope)
     w = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)[0]
     wanted = [bool(needs & 1), bool(needs & 2), bool(needs & 4)]
-    dx, dw, db = reference.convolution_backward(
+    dx, dw, db = convolution_backward(
         dz, x, w, [v.shape[1] * groups], stride, padding, dilation, True, output_padding, groups, wanted
     )
     dv = dg = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
+from wnfused._convolution import convolution_backward
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.native_norm import weight_norm, weight_norm_backward
 
@@ -81,7 +82,7 @@ def conv_backward(
             return dx, dv, dg, db, dz
     dz = masked(dy, y, activation, negative_slope)
     features = w.shape[1] * groups if transposed else w.shape[0]
-    gradients = reference.convolution_backward(
+    gradients = convolution_backward(
         dz, x, w, [features], stride, padding, dilation, transposed, output_padding, groups, needs[:3]
     )
     dx, dw, db = (dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
