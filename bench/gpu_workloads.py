@@ -1,12 +1,16 @@
 """What ``bench/gpu.py`` measures: whole networks, stages and single layers on a GPU. One table, nothing else.
 
-Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios. The
-vendor's fused ReLUs (``epilogues``) are timed where its products are chosen.
+Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios. Beside the
+way that the strategy's table chooses for a single layer stands the other one, so that a run says where the table is
+wrong; the vendor's fused ReLUs (``epilogues``) are timed where its products are chosen.
 """
 
 from __future__ import annotations
 
+import torch
+
 from bench.workloads import BACKWARD, FORWARD, STEP, ConvLayer, LinearLayer, Network, Stage, Workload
+from wnfused.backends.triton.strategy import Layer, way
 
 PRECISIONS = ("bf16", "tf32", "fp32")
 
@@ -73,6 +77,13 @@ def _warpgroup() -> list[Workload]:
     ]
 
 
+def _ways(samples: int, features: int, precision: str, spatial: int = 0) -> tuple[str, ...]:
+    """The peers that go another way than the table has a layer go."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    layer = Layer(samples, features, features, dtype, spatial=spatial, full=precision == "fp32")
+    return ("vendor *",) if way(layer) == "fused" else ("fused *", "epilogues *")
+
+
 def _linear() -> list[Workload]:
     """In full float32 one of either way: of the fused kernels and of the vendor's product."""
     return [
@@ -82,7 +93,7 @@ def _linear() -> list[Workload]:
             features=features,
             batch=batch,
             ours=_peers(precision, "triton *"),
-            peers=_peers(precision, "triton * graph", *["epilogues *"] * (batch > 512), "eager *", "eager * graph",
+            peers=_peers(precision, "triton * graph", *_ways(batch, features, precision), "eager *", "eager * graph",
                          "plain *", *["compile *"] * ((features, batch) == (1024, 256) and precision != "fp32")),
         )
         for features, batch, precision in (
@@ -104,8 +115,8 @@ def _conv() -> list[Workload]:
             batch=batch,
             channels_last=True,
             ours=_peers(precision, "triton *"),
-            peers=_peers(precision, "triton * graph", *["epilogues *"] * (channels >= 64), "eager *", "plain *",
-                         *["compile *"] * (channels == 64)),
+            peers=_peers(precision, "triton * graph", *_ways(batch * size**2, channels, precision, spatial=2),
+                         "eager *", "plain *", *["compile *"] * (channels == 64)),
         )
         # The last three are those of a WRN-40-10.
         for channels, kernel, size, batch in (

@@ -35,7 +35,7 @@ class Peer:
     ``precision``: ``"fp32"``, ``"tf32"`` (CUDA only) or ``"bf16"``, by autocast with parameters in float32 unless
     ``pure``: then parameters and input are bfloat16 themselves. ``captured``: the pass is recorded as a CUDA graph once
     and replayed. ``warpgroup``: stages by wgmma, ``epilogues``: the vendor's fused ReLUs, which have to be switched on.
-    ``frozen``: inside ``wnfused.frozen``.
+    ``way``: of single layers, whatever the strategy's table says. ``frozen``: inside ``wnfused.frozen``.
     """
 
     form: str
@@ -48,6 +48,7 @@ class Peer:
     pure: bool = False
     warpgroup: bool = False
     epilogues: bool = False
+    way: strategy.Way | None = None
     frozen: bool = False
 
 
@@ -74,6 +75,11 @@ def _on_cuda() -> dict[str, Peer]:
         text = f"this package, ReLUs in the vendor's products, {precision}"
         key = f"cuda epilogues {precision}"
         found[key] = Peer("ours", text, "triton", precision=precision, channels_last=True, epilogues=True)
+        ways: dict[strategy.Way, str] = {"fused": "fused kernels", "vendor": "scaled weights, the vendor's product"}
+        for way, title in ways.items():
+            text = f"this package, Triton backend, {title}, {precision}"
+            key = f"cuda {way} {precision}"
+            found[key] = Peer("ours", text, "triton", precision=precision, channels_last=True, way=way)
         text = f"torch.compile of parametrizations.weight_norm, {precision}"
         found[f"cuda compile {precision}"] = Peer("eager", text, compiled=True, precision=precision, channels_last=True)
     return found
@@ -137,6 +143,8 @@ class Subject:
             if self.peer.warpgroup:
                 native_cuda.use_warpgroup_stage(True)
                 stack.callback(native_cuda.use_warpgroup_stage, False)
+            if self.peer.way:
+                stack.enter_context(strategy.forced(self.peer.way))
             if self.peer.epilogues:
                 strategy.use_vendor_epilogues(True)
                 stack.callback(strategy.use_vendor_epilogues, False)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench is part of
 
 import wnfused
 from bench import __main__ as command
-from bench import cases, deep, gate, initialisation, models, parameters, peers, report, workloads
+from bench import cases, deep, gate, gpu_workloads, initialisation, models, parameters, peers, report, workloads
 from bench.busy import busy
 from bench.ceiling import ceiling
 from bench.measure import Runner, Samples, Spread, interleave
@@ -426,7 +426,7 @@ def test_the_gpu_script_names_what_is_missing(tmp_path, capsys) -> None:
 
 def test_a_pass_that_fails_costs_no_other(tmp_path, monkeypatch) -> None:
     """Each is on disk before the next begins; those after it start anew, the others share what was made."""
-    from bench import gpu_worker, gpu_workloads
+    from bench import gpu_worker
     from bench.supervised import Reporter
 
     first = dataclasses.replace(gpu_workloads.REHEARSAL[0], passes=("one", "two", "three"))
@@ -454,7 +454,7 @@ def test_a_pass_that_fails_costs_no_other(tmp_path, monkeypatch) -> None:
 
 
 def test_every_gpu_workload_has_a_floor() -> None:
-    from bench import gpu_workloads, roofline
+    from bench import roofline
 
     rates = roofline.Rates(4e12, {"fp32": 5e13, "tf32": 4e14, "bf16": 8e14})
     for workload in gpu_workloads.WORKLOADS:
@@ -508,7 +508,6 @@ def test_a_deep_networks_truth_is_that_of_one_that_keeps_all_its_maps(monkeypatc
 @pytest.mark.parametrize("kind", [workloads.LinearLayer, workloads.ConvLayer, workloads.Stage, workloads.Network])
 def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) -> None:
     """Small, on the CPU, with graphs that are plain calls: every line on the host's side runs."""
-    from bench import gpu_workloads
 
     monkeypatch.setattr(peers, "captured", lambda call, results, limit: peers.check_replay(
         results(call()), results(call()), limit) or call)  # fmt: skip
@@ -524,8 +523,19 @@ def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) ->
     for result in cases.run(small, 0.0, "cpu"):
         assert not result.failed
         named = {*whole.ours, *whole.peers}
-        assert set(result.skipped) <= {n for n in named if re.search("triton|warpgroup|epilogues", n)}
+        assert set(result.skipped) <= {n for n in named if re.search("triton|warpgroup|epilogues|fused|vendor", n)}
         assert {name for name in chosen if "triton" not in name} <= {*result.errors, *result.skipped}
+
+
+@pytest.mark.parametrize("group", ["linear", "conv"])
+def test_the_other_way_of_each_single_layer_is_measured_too(group) -> None:
+    ways = [
+        [peer.way for name in workload.peers if (peer := peers.PEERS[name]).way]
+        for workload in gpu_workloads.WORKLOADS
+        if workload.group == group
+    ]
+    assert all(len(others) == 1 for others in ways)
+    assert {others[0] for others in ways} == {"fused", "vendor"}
 
 
 def test_without_memory_for_all_the_graphs_are_gone_before_the_others_are_timed_again(monkeypatch) -> None:

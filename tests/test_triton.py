@@ -243,13 +243,6 @@ def test_the_vendors_fused_relus_are_asked_for_or_not_made(vendor_layers, gpus):
     assert made == ["cuBLASLt"]
 
 
-def test_the_borders_to_measure_lie_on_both_sides():
-    for spatial in (0, 2):
-        ways = {strategy.way(layer) for layer in strategy.borders() if layer.spatial == spatial}
-        assert ways == {"fused", "vendor"}
-    assert all(strategy.can_be_fused(layer) for layer in strategy.borders())
-
-
 def test_every_row_of_the_strategy_decides_something():
     layers = [
         Layer(m, n, c, torch.float32, dim, spatial, groups, full=full)

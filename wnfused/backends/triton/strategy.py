@@ -127,17 +127,6 @@ def vendor_epilogues() -> bool:
     return _epilogues
 
 
-def borders() -> Iterator[Layer]:
-    """Layers on either side of each border of the tables: what a benchmark of both ways should time."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for features in (256, 1024, 4096):
-            for samples in (1, 32, 256, 512, 1024, 4096):
-                for full in (False, True)[: 1 + (dtype == torch.float32)]:
-                    yield Layer(samples, features, features, dtype, full=full)
-        for channels, pixels in ((16, 131072), (32, 32768), (48, 32768), (64, 8192), (128, 8192), (256, 2048)):
-            yield Layer(pixels, channels, channels, dtype, spatial=2)
-
-
 _forced: Way | None = None
 
 
