@@ -276,8 +276,11 @@ def test_helpers():
     assert all_known([]) is None
 
 
-def test_wrong_arguments_are_named(capsys):
-    for arguments in (["--only", "z_figure9"], ["--minutes", "0"], ["--workers", "0"]):
+def test_wrong_arguments_are_named(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    under_a_file = str(tmp_path / "file" / "folder")
+    folders = (["--jobs", under_a_file], ["--results", under_a_file, "--jobs", str(tmp_path)])
+    for arguments in (["--only", "z_figure9"], ["--minutes", "0"], ["--workers", "0"], *folders):
         with pytest.raises(SystemExit) as stopped:
             command.main(arguments)
         assert stopped.value.code == 2

@@ -65,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = options.results or (PUBLISHED if size == "small" else jobs / "results")
     target = ROOT / "RESULTS.md" if results == PUBLISHED else results / "RESULTS.md"
     workers = 0 if options.report else options.workers
+    for option, folder in (("--jobs", jobs), ("--results", results)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser().error(f"{option} {folder}: cannot be made a folder: {error.strerror}")
     return make(names, size, options.minutes, workers, jobs, results, target)
 
 
