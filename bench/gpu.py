@@ -36,13 +36,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-TOTAL = 565
-"""Seconds after which nothing more is begun; the chart takes a few."""
-LIMITS = {"build": 170, "tests": 170, "memcheck": 170, "racecheck": 170, "measure": TOTAL}
+TOTAL = 555
+"""Seconds after which nothing more is begun. Stopping what runs, rooflines and the chart take half a minute more."""
+LIMITS = {
+    "build": 170, "tests": 170, "memcheck": 170, "racecheck": 170, "warpgroup memcheck": 60, "warpgroup synccheck": 60,
+    "measure": TOTAL,
+}  # fmt: skip
 """Seconds a step may take, if as many are left."""
-TOGETHER = (("build",), ("tests", "memcheck", "racecheck"), ("measure",))
+TOGETHER = (("build",), tuple(name for name in LIMITS if name not in ("build", "measure")), ("measure",))
 """Steps that run side by side: nothing but the last is timed."""
-PATIENCE = {"tests": 120.0, "untried": 45.0, "rates": 60.0}
+PATIENCE = {"tests": 120.0, "untried": 50.0, "rates": 60.0}
 """Seconds for one test, with what it imports and Triton compiles for it; for one of a kernel that Triton does not make
 and that may hang; for the machine's ceilings."""
 UNTRIED = "warpgroup"
@@ -79,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     end = time.monotonic() + TOTAL
     options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))  # not every home can be written to
     if not options.rehearse and (missing := _no_gpu()):
         print(f"bench/gpu.py: error: {missing}; --rehearse goes through the steps without one", file=sys.stderr)
         return 2
@@ -277,7 +281,9 @@ def _one_log(path: Path) -> Iterator[Callable[[str], Path]]:
                     whole.write(f"=== {part.name}\n{part.read_text(errors='replace')}")
 
 
-def _sanitizer(tool: str) -> Callable[[Report, float], dict[str, Any]]:
+def _sanitizer(tool: str, part: str) -> Callable[[Report, float], dict[str, Any]]:
+    """A step; ``part`` of the kernels is what ``bench.gpu_small`` calls it."""
+
     def step(report: Report, limit: float) -> dict[str, Any]:
         if report.options.rehearse or (found := _tool("compute-sanitizer")) is None:
             return {"status": "skipped", "why": "a rehearsal" if report.options.rehearse else "no compute-sanitizer"}
@@ -286,19 +292,18 @@ def _sanitizer(tool: str) -> Callable[[Report, float], dict[str, Any]]:
         if "--report-api-errors" in _help(found):
             # Torch asks the driver for functions that it may not have; a refusal is no fault of a kernel.
             options.append("--report-api-errors=no")
-        arguments = []
         if tool == "racecheck":
-            # Triton orders its kernels' accesses itself, and the vendor's are the vendor's. Of what the copy engine
-            # writes, and a barrier in shared memory orders, this tool reports hazards that are none.
+            # Triton orders its kernels' accesses itself, and the vendor's are the vendor's.
             options += _own_kernels(found)
-            arguments = ["--no-warpgroups"]
-        command = [found, *options, sys.executable, "-m", "bench.gpu_small", *arguments]
-        log = report.options.out / f"{tool}.log"
+        command = [found, *options, sys.executable, "-m", "bench.gpu_small", part]
+        log = report.options.out / f"{part}-{tool}.log"
         # Each tensor by itself: in a pool, what is read or written beyond one belongs to the pool.
         wrong = _run(command, limit, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         lines = log.read_text(errors="replace").splitlines()
         if any("Device not supported" in line for line in lines):
             return {"status": "skipped", "why": f"{tool} does not support this device"}
+        if missing := next((line for line in lines if line.startswith("nothing ran: ")), None):
+            return {"status": wrong or "skipped", "why": missing.partition(": ")[2]}
         return {
             "status": wrong or "passed",
             "summary": [line for line in lines if "SUMMARY" in line][-1:],
@@ -327,6 +332,7 @@ def measure(report: Report, limit: float) -> dict[str, Any]:
     chosen = gpu_workloads.REHEARSAL if options.rehearse else gpu_workloads.WORKLOADS
     workloads = {gpu_worker.key(w, name): w for w in chosen if options.match in w.name for name in w.passes}
     so_far: dict[str, Any] = {"status": "cut short", "rates": None, "results": [], "left_out": {}, "wrong": []}
+    measured: list[str] = []  # the item of each of the results
 
     def seen(item: str, outcome: dict[str, Any]) -> None:
         if outcome["status"] != "measured":
@@ -334,9 +340,9 @@ def measure(report: Report, limit: float) -> dict[str, Any]:
         elif item == gpu_worker.RATES:
             so_far.update((name, outcome[name]) for name in ("rates", "warpgroup_clusters"))
         else:
-            rows = [_with_floor(row, workloads[item], so_far["rates"]) for row in outcome["results"]]
-            so_far["results"] += rows
-            so_far["wrong"] += [item for row in rows if row["failed"] or not row["base"]]
+            so_far["results"] += outcome["results"]
+            so_far["wrong"] += [item for row in outcome["results"] if row["failed"] or not row["base"]]
+            measured.extend([item] * len(outcome["results"]))
         print(f"  {item}: {outcome['status']} {outcome.get('why', '')}", file=sys.stderr, flush=True)
         report.has("measure", so_far)
 
@@ -348,6 +354,9 @@ def measure(report: Report, limit: float) -> dict[str, Any]:
     patience = {item: gpu_workloads.patience(workload) for item, workload in workloads.items()}
     patience[gpu_worker.RATES] = PATIENCE["rates"]
     supervised.run([*command, "measure"], items, limit, patience, log, seen=seen)
+    # Last, as those of the deepest networks take seconds.
+    found = zip(so_far["results"], measured, strict=True)
+    so_far["results"] = [_with_floor(row, workloads[item], so_far["rates"]) for row, item in found]
     _print_results(so_far)
     unreached = all(why == "time was up" for why in so_far["left_out"].values())
     status = "failed" if so_far["wrong"] or not unreached else "out of time" if so_far["left_out"] else "passed"
@@ -396,8 +405,12 @@ def _print_summary(steps: dict[str, dict[str, Any]]) -> None:
 STEP_FUNCTIONS: dict[str, Callable[[Report, float], dict[str, Any]]] = {
     "build": build,
     "tests": tests,
-    "memcheck": _sanitizer("memcheck"),
-    "racecheck": _sanitizer("racecheck"),
+    "memcheck": _sanitizer("memcheck", "others"),
+    "racecheck": _sanitizer("racecheck", "others"),
+    # By themselves, as they may hang. No racecheck: of what the copy engine writes, and a barrier in shared memory
+    # orders, it reports hazards that are none.
+    "warpgroup memcheck": _sanitizer("memcheck", "warpgroup"),
+    "warpgroup synccheck": _sanitizer("synccheck", "warpgroup"),
     "measure": measure,
 }
 

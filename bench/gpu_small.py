@@ -14,16 +14,21 @@ from wnfused.dispatch import BackendWarning
 
 
 def main() -> None:
-    """Every width of the CUDA stage in its three precisions, whole and ragged batches, with and without recomputation.
-
-    Layers are made on the CPU: on the GPU the vendor's kernels would initialise them, and take the sanitizer's time.
-    """
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_small", description=__doc__)
-    parser.add_argument("--no-warpgroups", action="store_true", help="without the stage by wgmma")
+    parser.add_argument("part", choices=PARTS, help="of the kernels: the stage by wgmma, or all others")
     options = parser.parse_args()
     torch.manual_seed(0)
-    # On the Triton backend instead the stage would pass, and prove nothing.
+    # On the Triton backend instead a stage would pass, and prove nothing.
     warnings.simplefilter("error", BackendWarning)
+    PARTS[options.part]()
+
+
+def others() -> None:
+    """Every width of the CUDA stage in its three precisions, whole and ragged batches, with and without recomputation;
+    and layers.
+
+    All are made on the CPU: on the GPU the vendor's kernels would initialise them, and take the sanitizer's time.
+    """
     shapes = ((16, 8), (32, 4), (64, 2), (64, 8), (32, 16), (16, 32))
     for batch, recompute in ((3, 2), (1, None)):
         for precision in ("bf16", "tf32", "fp32"):
@@ -40,20 +45,26 @@ def main() -> None:
     conv = wnfused.WNConv2d(5, 7, 3, padding=1, activation="relu").to("cuda")
     conv(torch.randn(3, 5, 9, 9).to("cuda")).sum().backward()
     _ran("layers by Triton")
-    # Last: what has hung takes nothing else along.
-    if torch.cuda.get_device_capability() == (9, 0) and not options.no_warpgroups:
-        native_cuda.use_warpgroup_stage(True)
-        for batch, recompute in ((6, 2), (2, None)):
-            stage = wnfused.WNResidualStage(64, 64, 5, recompute=recompute).to("cuda", torch.bfloat16)
-            stage(torch.randn(batch, 64, 8, 8).to("cuda", torch.bfloat16)).sum().backward()
-            _ran(f"a stage by warpgroups, batch {batch}")
-        native_cuda.use_warpgroup_stage(False)
+
+
+def warpgroup() -> None:
+    """The stage by wgmma."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        print("nothing ran: no device of capability 9.0", flush=True)
+        return
+    native_cuda.use_warpgroup_stage(True)
+    for batch, recompute in ((6, 2), (2, None)):
+        stage = wnfused.WNResidualStage(64, 64, 5, recompute=recompute).to("cuda", torch.bfloat16)
+        stage(torch.randn(batch, 64, 8, 8).to("cuda", torch.bfloat16)).sum().backward()
+        _ran(f"a stage by warpgroups, batch {batch}")
 
 
 def _ran(what: str) -> None:
     torch.cuda.synchronize()
     print("ran", what, flush=True)
 
+
+PARTS = {"others": others, "warpgroup": warpgroup}
 
 if __name__ == "__main__":
     main()

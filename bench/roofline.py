@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -77,6 +77,7 @@ class Floor:
 
 def floor(workload: Workload, pass_name: str, precision: str, rates: Rates) -> Floor:
     """The floor of a fused layer, stage or network in ``precision``; float32 parameters."""
+    workload = replace(workload, name="", ours=(), peers=())  # in every precision counted once
     flops = models.flops(workload)[0 if pass_name == FORWARD else 1]
     moved = bytes_moved(workload, pass_name, 2 if precision == "bf16" else 4)
     rate, way = rates.fastest(precision)

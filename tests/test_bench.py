@@ -415,6 +415,30 @@ def test_the_race_checker_looks_at_this_packages_kernels(tmp_path, known, option
     assert gpu._own_kernels(str(script)) == options
 
 
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        (["ran a stage", "== ERROR SUMMARY: 0 errors"], {"status": "passed", "ran": ["ran a stage"]}),
+        (["nothing ran: no device of capability 9.0"], {"status": "skipped", "why": "no device of capability 9.0"}),
+        (["Device not supported"], {"status": "skipped"}),
+    ],
+)
+def test_the_sanitizers_look_at_either_part_of_the_kernels(tmp_path, monkeypatch, said, outcome) -> None:
+    from bench import gpu, gpu_small
+
+    script = tmp_path / "compute-sanitizer"
+    script.write_text(f"#!{sys.executable}\nimport sys\nprint(sys.argv[-1], *{said!r}, sep='\\n')\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(gpu, "_tool", lambda name: str(script))
+    report = SimpleNamespace(options=SimpleNamespace(rehearse=False, out=tmp_path))
+    for name in gpu.STEPS:
+        if "check" in name:
+            found = gpu.STEP_FUNCTIONS[name](report, 30.0)
+            assert found.items() >= outcome.items()
+    parts = {log.read_text().split()[0] for log in tmp_path.glob("*check.log")}
+    assert parts == set(gpu_small.PARTS)
+
+
 def test_the_gpu_script_names_what_is_missing(tmp_path, capsys) -> None:
     from bench import gpu
 

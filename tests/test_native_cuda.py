@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import re
 import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +131,35 @@ def test_tf32_follows_torch(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA out of memory. Tried to allocate 45.00 GiB.",
+        'torch_call_dispatcher("aten::new_empty", "", stack.data()) failed at ops.h, line 70',
+    ],
+)
+def test_running_out_of_memory_is_torchs_own_error(monkeypatch, said):
+    def raises(*_):
+        raise RuntimeError(said)
+
+    ops = SimpleNamespace(cuda_residual_stage=raises, cuda_residual_stage_backward=raises)
+    monkeypatch.setattr(torch.ops, "wnfused_native", ops)
+    with pytest.raises(torch.OutOfMemoryError, match=re.escape(said)):
+        native_cuda.residual_stage(*[None] * 7)
+    with pytest.raises(torch.OutOfMemoryError, match=re.escape(said)):
+        native_cuda.residual_stage_backward(*[None] * 9)
+
+
+def test_other_errors_of_the_stage_stay_what_they_are(monkeypatch):
+    def raises(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.ops, "wnfused_native", SimpleNamespace(cuda_residual_stage=raises))
+    with pytest.raises(RuntimeError, match="illegal") as raised:
+        native_cuda.residual_stage(*[None] * 7)
+    assert raised.type is RuntimeError
+
+
 def test_without_a_device_the_reason_is_told():
     reason = native.cuda_unavailable()
     assert reason in ("torch is a CPU build", "torch finds no CUDA device")

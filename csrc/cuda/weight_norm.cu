@@ -5,6 +5,7 @@
 
 #include "cuda/row_norm.h"
 #include "cuda/torch.h"
+#include "layout.h"
 
 namespace wnfused::gpu {
 namespace {
@@ -23,7 +24,8 @@ Rows rows_of(const Tensor& v, int64_t dim) {
   return shape;
 }
 
-void check_gain(const Tensor& g, const Tensor& v, const Rows& shape) {
+void check_arguments(const Tensor& g, const Tensor& v, const Rows& shape, int64_t dim) {
+  STD_TORCH_CHECK(v.is_contiguous() || (dim <= 0 && has_dense_rows(v)), "weight_norm: v must be dense");
   STD_TORCH_CHECK(g.numel() == shape.rows && g.scalar_type() == v.scalar_type() && g.is_contiguous(),
                   "weight_norm: g must be contiguous, in v's dtype, with ", shape.rows, " entries");
 }
@@ -69,7 +71,7 @@ void enqueue(const Tensor& v, const Tensor& g, const Tensor* dw, const Tensor& w
 std::tuple<Tensor, Tensor> weight_norm(const Tensor& v, const Tensor& g, int64_t dim) {
   check_devices("weight_norm", {&v, &g});
   const Rows shape = rows_of(v, dim);
-  check_gain(g, v, shape);
+  check_arguments(g, v, shape, dim);
   const ScalarType wide = v.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   Tensor w = torch::stable::empty_like(v);
   Tensor norm = dim < 0 ? empty_like_on(v, {}, wide) : empty_like_on(v, {shape.rows}, wide);
@@ -81,8 +83,8 @@ std::tuple<Tensor, Tensor> weight_norm_backward(const Tensor& dw, const Tensor& 
                                                 int64_t dim) {
   check_devices("weight_norm_backward", {&dw, &v, &g, &norm});
   const Rows shape = rows_of(v, dim);
-  check_gain(g, v, shape);
-  STD_TORCH_CHECK(dw.numel() == v.numel() && dw.scalar_type() == v.scalar_type(),
+  check_arguments(g, v, shape, dim);
+  STD_TORCH_CHECK(dw.numel() == v.numel() && dw.scalar_type() == v.scalar_type() && same_layout(dw, v),
                   "weight_norm_backward: dw must match v");
   const ScalarType wide = v.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   STD_TORCH_CHECK(norm.numel() == shape.rows && norm.is_contiguous() && norm.scalar_type() == wide,

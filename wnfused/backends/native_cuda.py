@@ -6,8 +6,10 @@ It has the row norm and the whole residual stage; single layers are the Triton b
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -150,16 +152,33 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
     return dv, dg.to(g.dtype).reshape(g.shape)
 
 
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Running out of memory inside an op is torch's own error: no C++ library can throw that type.
+
+    Before torch 2.13 all that is known is the call that failed; one that makes a tensor fails for nothing else.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if "out of memory" in said or re.search(r"empty.* failed at ", said):
+            raise torch.OutOfMemoryError(said) from error
+        raise
+
+
 def residual_stage(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.wnfused_native.cuda_residual_stage(x, v, g, bias, skip_scale, recompute, save, allows_tf32())
+    with _memory_errors():
+        return torch.ops.wnfused_native.cuda_residual_stage(x, v, g, bias, skip_scale, recompute, save, allows_tf32())
 
 
 def residual_stage_backward(
     dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float, recompute: int,
     parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.ops.wnfused_native.cuda_residual_stage_backward(
-        dy, v, g, bias, norm, maps, skip_scale, recompute, parameters, allows_tf32()
-    )
+    with _memory_errors():
+        return torch.ops.wnfused_native.cuda_residual_stage_backward(
+            dy, v, g, bias, norm, maps, skip_scale, recompute, parameters, allows_tf32()
+        )

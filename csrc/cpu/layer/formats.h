@@ -3,18 +3,9 @@
 
 #include "cpu/layer/layer.h"
 #include "cpu/layer/tensor.h"
+#include "layout.h"
 
 namespace wnfused::cpu {
-
-// v as the kernels read it: rows along dim 0, each one run of memory.
-inline bool has_dense_rows(const Tensor& v) {
-  if (v.is_contiguous()) return true;
-  if (v.dim() < 4 || v.numel() == 0 || v.stride(1) != 1) return false;
-  int64_t entries = v.size(1);
-  for (int64_t d = v.dim() - 1; d > 1; entries *= v.size(d--))
-    if (v.stride(d) != entries) return false;
-  return v.stride(0) == entries;
-}
 
 // torch's rule for the format of a result: strides that grow in the order C, W, H, D, N, be the map dense or not. Where
 // sizes of 1 leave both orders open it is NCHW.

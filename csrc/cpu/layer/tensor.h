@@ -11,6 +11,7 @@
 
 #include "cpu/machine/workspace.h"
 #include "cpu/vec/lanes.h"
+#include "layout.h"
 
 namespace wnfused::cpu {
 
@@ -80,10 +81,6 @@ inline Tensor viewed_as(const Tensor& t, const Tensor& like) {
   TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       t.get(), like.dim(), like.sizes().data(), like.strides().data(), 0, &made));
   return Tensor(made);
-}
-
-inline bool same_layout(const Tensor& a, const Tensor& b) {
-  return std::equal(a.strides().begin(), a.strides().end(), b.strides().begin(), b.strides().end());
 }
 
 // A tensor in the layout of `like`, copied only where it has another.
