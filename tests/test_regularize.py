@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import wnfused
 from wnfused import WNConv2d, WNLinear
@@ -124,6 +125,45 @@ def test_vmap():
     torch.testing.assert_close(torch.func.vmap(soft)(w), soft(w))
     gradients = torch.func.vmap(torch.func.grad(soft))(w)
     torch.testing.assert_close(gradients, 4 * (w @ w.mT - eye(w)) @ w)
+
+
+PENALTIES = {
+    "soft": soft, "gain_adjusted": lambda w: gain_adjusted(w, 1.3), "double_soft": double_soft,
+    "mutual_coherence": mutual_coherence, "srip": lambda w: srip(w, start=torch.ones(3, dtype=w.dtype)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_every_transform_gives_the_same_derivatives(name):
+    penalty, w, tangent = PENALTIES[name], drawn((3, 5)), drawn((3, 5), 2)
+    first = torch.autograd.functional.jacobian(penalty, w)
+    second = torch.autograd.functional.hessian(penalty, w)
+    func = torch.func
+    for transform in (func.grad, func.jacrev, func.jacfwd):
+        torch.testing.assert_close(transform(penalty)(w), first)
+    for inner in (func.jacrev, func.jacfwd):
+        for outer in (func.jacrev, func.jacfwd):
+            torch.testing.assert_close(outer(inner(penalty))(w), second)
+    torch.testing.assert_close(func.jvp(penalty, (w,), (tangent,))[1], (first * tangent).sum())
+    with forward_ad.dual_level():
+        dual = penalty(forward_ad.make_dual(w, tangent))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, (first * tangent).sum())
+    torch.testing.assert_close(torch.autograd.functional.hessian(penalty, w, vectorize=True), second)
+
+
+def test_a_start_and_a_gain_for_every_matrix_of_a_vmap():
+    w, start, gains = drawn((6, 3, 5)), drawn((6, 3), 2), torch.rand(6, dtype=torch.float64) + 0.5
+    found = torch.func.vmap(lambda w, start: srip(w, start=start))(w, start)
+    torch.testing.assert_close(found, srip(w, start=start))
+    torch.testing.assert_close(torch.func.vmap(gain_adjusted)(w, gains), gain_adjusted(w, gains))
+    drawn_apart = torch.func.vmap(srip, randomness="different")(w[:1].expand(6, 3, 5))
+    assert drawn_apart.unique().numel() == 6
+
+
+def test_the_first_of_several_largest_entries_has_the_gradient():
+    w = torch.eye(2, dtype=torch.float64).mul(2).requires_grad_()
+    for differentiate in (lambda w: torch.autograd.grad(mutual_coherence(w), w)[0], torch.func.grad(mutual_coherence)):
+        torch.testing.assert_close(differentiate(w), torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
 
 
 # ------------------------------------------------------------------------------------------------------ retractions
@@ -340,6 +380,24 @@ def test_a_model_is_retracted(method):
         retract_(nn.Sequential(wnfused.WNConvTranspose2d(2, 2, 2)))
 
 
+def test_a_retraction_says_what_it_cannot_do_and_changes_nothing():
+    computed = orthogonal_proxy(wnfused.WNLinear(4, 4))
+    with pytest.raises(ValueError, match="the weight of '1' is computed by something else"):
+        retract_(nn.Sequential(nn.Linear(4, 4), computed))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        model[2].weight[0, 0] = math.nan
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="the weight of '2' has NaN or inf"):
+        retract_(model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("retraction", [qr_retraction, polar_retraction])
+def test_retractions_can_be_differentiated(retraction):
+    torch.autograd.gradcheck(retraction, drawn((3, 3)).requires_grad_())
+
+
 def test_a_regularised_network_becomes_orthogonal():
     model = nn.Sequential(WNLinear(6, 10), nn.ReLU(), nn.Linear(10, 4))
     regularizer = Regularizer(strength=1.0)
@@ -386,10 +444,13 @@ def test_a_regularised_network_becomes_orthogonal():
         (lambda: qr_retraction([1.0]), TypeError, "w: expected a floating-point tensor, got list"),
         (lambda: Regularizer("hard"), ValueError, "penalty: unknown 'hard'; use one of soft"),
         (lambda: Regularizer(strength=-1.0), ValueError, "strength: -1.0 must be"),
+        (lambda: Regularizer("gain_adjusted", gain=True - 1), ValueError, "gain: 0 must be"),
         (lambda: Regularizer(gain=2.0), ValueError, "gain: 2.0 is for penalty='gain_adjusted'"),
         (lambda: Regularizer("gain_adjusted", gain="final"), ValueError, "gain: 'final' must be"),
         (lambda: Regularizer(weight="v"), ValueError, "weight: unknown 'v'"),
         (lambda: Regularizer().loss(3), TypeError, "model: expected an nn.Module, got int"),
+        (lambda: gain_adjusted(drawn((2, 3)), torch.tensor(math.inf)), ValueError, "gain: inf must be finite"),
+        (lambda: singular_value_margin(drawn((2, 3)), 0.1, gain=-1.0), ValueError, "gain: -1.0 must be"),
         (lambda: retract_(nn.Linear(2, 2), "svd"), ValueError, "method: unknown 'svd'; use 'polar' or 'qr'"),
     ],
 )

@@ -149,8 +149,8 @@ def householder(a: Tensor) -> Tensor:
     """By torch.linalg, for any shape and condition."""
     q, r = torch.linalg.qr(a.mT)
     # sign(0) would erase a row; a zero on R's diagonal has probability 0 but costs nothing to survive.
-    q *= torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2).to(q.dtype)
-    return q.mT
+    sign = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2).to(q.dtype)
+    return (q * sign if q.requires_grad else q.mul_(sign)).mT
 
 
 def native(a: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from wnfused.regularize.hard import (
     singular_value_margin,
 )
 from wnfused.regularize.model import Regularizer, retract_
-from wnfused.regularize.soft import double_soft, gain_adjusted, mutual_coherence, soft, srip
+from wnfused.regularize.penalties import double_soft, gain_adjusted, mutual_coherence, soft, srip
 
 __all__ = [
     "Regularizer",

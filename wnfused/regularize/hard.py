@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from wnfused._numbers import at_least_0, finite
+from wnfused._numbers import above_0, at_least_0, finite
 from wnfused.init.orthogonal import householder
 from wnfused.nn import WeightNormalised
 from wnfused.reference import wide
@@ -50,11 +50,16 @@ def polar_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
 def singular_value_margin(w: Tensor, margin: float, *, gain: float = 1.0) -> Tensor:
     """W with its singular values kept between ``gain (1 - margin)`` and ``gain (1 + margin)``.
 
+    Args:
+        w: ``[..., r, c]``, floating point.
+        margin: at least 0; the lower end is 0 from 1 on.
+        gain: above 0.
+
     Source: Vorontsov, Trabelsi, Kadoury & Pal 2017, "On orthogonality and learning recurrent networks with long term
     dependencies"; Hlav 2019, where letting go of the margin works best.
     """
     check_matrices(w)
-    finite(gain=gain)
+    above_0(gain=gain)
     at_least_0(margin=margin)
     u, s, vt = torch.linalg.svd(w.to(wide(w.dtype)), full_matrices=False)
     s = s.clamp(gain * max(1 - margin, 0.0), gain * (1 + margin))

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from wnfused._numbers import at_least_0, finite, function, random_source
 from wnfused.init.units import parameters_of
 from wnfused.nn import WNResidualStage
 from wnfused.reference import wide
-from wnfused.regularize import hard, soft
+from wnfused.regularize import hard, penalties
 from wnfused.regularize.matrices import WEIGHTS, Filter, Layers, from_matrices, matrices, of_layer
 from wnfused.regularize.matrices import layers as layers_of
 
 _PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "soft": soft.soft,
-    "double_soft": soft.double_soft,
-    "mutual_coherence": soft.mutual_coherence,
-    "srip": soft.srip,
+    "soft": penalties.soft,
+    "double_soft": penalties.double_soft,
+    "mutual_coherence": penalties.mutual_coherence,
+    "srip": penalties.srip,
 }
 
 
@@ -56,7 +58,7 @@ class Regularizer:
         if penalty not in (*_PENALTIES, "gain_adjusted"):
             raise ValueError(f"penalty: unknown {penalty!r}; use one of {', '.join((*_PENALTIES, 'gain_adjusted'))}")
         at_least_0(strength=strength)
-        if gain != "initial" and not (isinstance(gain, (int, float)) and math.isfinite(gain) and gain > 0):
+        if gain != "initial" and not (isinstance(gain, numbers.Real) and math.isfinite(gain) and gain > 0):
             raise ValueError(f"gain: {gain!r} must be finite and above 0, or 'initial'")
         if penalty != "gain_adjusted" and gain != 1.0:
             raise ValueError(f"gain: {gain!r} is for penalty='gain_adjusted'; {penalty!r} takes none")
@@ -104,13 +106,13 @@ class Regularizer:
 
     def _values(self, layers: Layers) -> Tensor:
         if self.penalty == "srip":
-            return soft.srip(layers.matrices, generator=self.generator)
+            return penalties.srip(layers.matrices, generator=self.generator)
         if self.penalty != "gain_adjusted":
             return _PENALTIES[self.penalty](layers.matrices)
-        return soft.gain_adjusted(layers.matrices, self._gains(layers))
+        return penalties.adjusted(layers.matrices, self._gains(layers))
 
     def _gains(self, layers: Layers) -> float | Tensor:
-        if isinstance(self.gain, (int, float)):
+        if not isinstance(self.gain, str):
             return float(self.gain)
         w = layers.matrices.detach()
         if any(layer not in self._initial for layer in layers.modules):
@@ -143,7 +145,7 @@ def retract_(
     Raises:
         TypeError: ``model`` is not a module, ``gain`` not a number or ``filter`` not a function.
         ValueError: an unknown method; a gain that is not finite; a lazy layer without a shape; a weight that something
-            else computes, or normalised over other rows.
+            else computes, or normalised over other rows; NaN or inf in a weight. Nothing has been changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -152,19 +154,25 @@ def retract_(
         raise ValueError(f"method: unknown {method!r}; use 'polar' or 'qr'")
     finite(gain=gain)
     function(filter=filter)
-    shapes: dict[tuple[object, ...], list[tuple[nn.Module, Tensor, Tensor, float]]] = {}
+    shapes: dict[tuple[float, Any, torch.dtype, torch.device], list[tuple[str, nn.Module, Tensor, Tensor]]] = {}
     for name, layer in layers_of(model):
         if filter is not None and not filter(name, layer):
             continue
         for v, matrix, factor in _retractable(name, layer, gain):
-            key = (matrix.shape[-2:], matrix.dtype, matrix.device, factor)
-            shapes.setdefault(key, []).append((layer, v, matrix, factor))
-    for same in shapes.values():
-        factor = same[0][3]
-        result = methods[method](torch.cat([matrix for _, _, matrix, _ in same]), gain=factor)
-        for (layer, v, _, _), part in zip(same, result.split([len(m) for _, _, m, _ in same]), strict=True):
+            key = (factor, matrix.shape[-2:], matrix.dtype, matrix.device)
+            shapes.setdefault(key, []).append((name, layer, v, matrix))
+    retracted: list[tuple[Tensor, Tensor]] = []
+    for (factor, *_), same in shapes.items():
+        together = torch.cat([matrix for *_, matrix in same])
+        if not together.isfinite().all():
+            name = next(name for name, *_, matrix in same if not matrix.isfinite().all())
+            raise ValueError(f"model: the weight of {name!r} has NaN or inf; no orthogonal matrix is nearest to that")
+        result = methods[method](together, gain=factor)
+        for (_, layer, v, _), part in zip(same, result.split([len(m) for *_, m in same]), strict=True):
             stage = isinstance(layer, WNResidualStage)
-            v.copy_(part.view(v.shape) if stage else from_matrices(layer, part, v.shape))
+            retracted.append((v, part.view(v.shape) if stage else from_matrices(layer, part, v.shape)))
+    for v, new in retracted:
+        v.copy_(new)
     return model
 
 
@@ -174,7 +182,7 @@ def _retractable(name: str, layer: nn.Module, gain: float) -> list[tuple[Tensor,
     if isinstance(layer, WNResidualStage):
         weight, factor = layer.weight_v, 1.0
     else:
-        held = parameters_of(layer)
+        held = None if is_parametrized(layer, "weight_v") else parameters_of(layer)
         if held is None:
             raise ValueError(f"model: the weight of {name!r} is computed by something else; leave it out by filter")
         weight, g, dim = held

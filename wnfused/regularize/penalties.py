@@ -5,8 +5,9 @@ be reached. With ``D = dP/dE`` the gradient is
 
     dP/dW = (D + D^T) W / s^2,
 
-which is computed from W again in the backward: nothing but W is kept, and it can be differentiated again. Norms and
-sums of half-precision matrices are taken in float32.
+which is computed from W again in the backward: nothing but W is kept, and it can be differentiated again. Inside the
+transforms of ``torch.func`` and in forward mode, which look into the function, autograd differentiates P instead. Norms
+and sums of half-precision matrices are taken in float32.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
+from torch.autograd import forward_ad
 
 from wnfused._numbers import above_0, positive, random_source
 from wnfused.reference import wide
@@ -29,6 +32,7 @@ def soft(w: Tensor) -> Tensor:
 
     Source: Hlav 2019, eq. 8; Bansal et al. 2018, section 3.1.
     """
+    check_matrices(w)
     return _penalty(w, 1.0, _Soft)
 
 
@@ -43,7 +47,21 @@ def gain_adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
 
     Source: Hlav 2019, eq. 10.
     """
-    return _penalty(w, gain, _Soft)
+    check_matrices(w)
+    if not isinstance(gain, Tensor):
+        above_0(gain=gain)
+    elif gain.dim() and gain.shape != w.shape[:-2]:
+        raise ValueError(f"gain: shape {list(gain.shape)} does not fit; use {list(w.shape[:-2])}")
+    elif not is_batchedtensor(gain) and not ((gain > 0) & gain.isfinite()).all():
+        raise ValueError(f"gain: {gain} must be finite and above 0")
+    return adjusted(w, gain)
+
+
+def adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
+    """``gain_adjusted`` of arguments that are known to be right."""
+    if isinstance(gain, Tensor):
+        return _penalty(w, gain.detach().to(wide(w.dtype)).square().reciprocal()[..., None, None], _Soft)
+    return _penalty(w, 1 / gain**2, _Soft)
 
 
 def double_soft(w: Tensor) -> Tensor:
@@ -61,6 +79,7 @@ def mutual_coherence(w: Tensor) -> Tensor:
 
     Source: Bansal et al. 2018, section 3.3.
     """
+    check_matrices(w)
     return _penalty(w, 1.0, _MutualCoherence)
 
 
@@ -83,7 +102,7 @@ def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: t
     check_matrices(w)
     wanted = (*w.shape[:-2], min(w.shape[-2:]))
     if start is None:
-        start = torch.empty(wanted, dtype=wide(w.dtype), device=w.device).normal_(generator=generator)
+        start = torch.randn(wanted, dtype=wide(w.dtype), device=w.device, generator=generator)
     else:
         check_floating("start", start)
         if tuple(start.shape) != wanted:
@@ -111,14 +130,19 @@ class _MutualCoherence:
 
     @staticmethod
     def value(e: Tensor) -> Tensor:
-        return e.abs().amax((-2, -1))
+        flat = e.flatten(-2)
+        return flat.gather(-1, _largest(flat)).abs().squeeze(-1)
 
     @staticmethod
     def derivative(e: Tensor) -> Tensor:
         flat = e.flatten(-2)
-        where = flat.detach().abs().argmax(-1, keepdim=True)
+        where = _largest(flat)
         sign = flat.detach().gather(-1, where).sign()
         return torch.zeros_like(flat).scatter(-1, where, sign).view_as(e)
+
+
+def _largest(entries: Tensor) -> Tensor:
+    return entries.detach().abs().argmax(-1, keepdim=True)
 
 
 class _SpectralNorm:
@@ -169,26 +193,18 @@ def _nonzero(t: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ machinery
 
 
-def _penalty(w: Tensor, gain: float | Tensor, kind: Any) -> Tensor:
-    check_matrices(w)
-    if isinstance(gain, Tensor):
-        if gain.dim() and gain.shape != w.shape[:-2]:
-            raise ValueError(f"gain: shape {list(gain.shape)} does not fit; use {list(w.shape[:-2])}")
-        inverse: Any = gain.detach().to(wide(w.dtype)).square().reciprocal()[..., None, None]
-        if not (gain > 0).all():
-            raise ValueError(f"gain: {gain} must be finite and above 0")
-    else:
-        above_0(gain=gain)
-        inverse = 1 / gain**2
+def _penalty(w: Tensor, inverse: Any, kind: Any) -> Tensor:
+    """``P(W W^T inverse - I)``, ``inverse`` a number or ``[..., 1, 1]``."""
     matrix = w.to(wide(w.dtype))
-    result: Tensor = _OfGram.apply(matrix.mT if w.shape[-2] > w.shape[-1] else matrix, inverse, kind)
+    matrix = matrix.mT if w.shape[-2] > w.shape[-1] else matrix
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return _value(matrix, inverse, kind)
+    result: Tensor = _OfGram.apply(matrix, inverse, kind)
     return result
 
 
 class _OfGram(torch.autograd.Function):
     """``P(W W^T / s^2 - I)`` with its explicit gradient."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(w: Tensor, inverse: Any, kind: Any) -> Tensor:
