@@ -7,6 +7,7 @@ reference runs on the rounded operands, and a mask is read off the same rounded 
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -364,3 +365,15 @@ def test_gradients_that_the_vendor_gets_wrong(name, backend, create_graph):
         pairs = zip((y, *found), (wanted, *torch.autograd.grad(wanted.sum(), list(exact.parameters()))), strict=True)
         for a, b in pairs:
             torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+def test_a_slope_of_0_stops_an_infinite_gradient(groups):
+    x, v, g = torch.randn(1, 16, 8, 8), torch.randn(16, 16 // groups, 3, 3), torch.ones(16)
+    geometry = ([1, 1], [1, 1], [1, 1], groups)
+    ops = torch.ops.wnfused_native
+    y, norm = ops.conv(x, v, g, None, None, *geometry, 2, 0.0)
+    dy = torch.randn(y.shape).where(y > 0, math.inf)
+    for needs in (1, 15):  # dx alone, and everything
+        found = ops.conv_backward(dy, y, x, v, g, norm, needs, *geometry, 2, 0.0)
+        assert all(t.isfinite().all() for t in found if t is not None)

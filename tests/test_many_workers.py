@@ -54,3 +54,72 @@ def test_kernels_with_nine_workers(sixteen_processors, name):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+_REPEATED = """
+import torch
+from wnfused.backends import native
+assert native.unavailable() is None
+ops = torch.ops.wnfused_native
+generator = torch.Generator().manual_seed(0)
+def drawn(*shape): return torch.randn(shape, generator=generator)
+c, images, blocks = 100, 16, 3
+x, v, g = drawn(images, c, 8, 8), drawn(blocks, 2, c, c, 3, 3), drawn(blocks, 2, c)
+bias, dy = drawn(blocks, 2, c), drawn(images, c, 8, 8)
+def run():
+    y, norm, maps = ops.residual_stage(x, v, g, bias, 0.9, 0, True)
+    return [y, norm, *ops.residual_stage_backward(dy, v, g, bias, norm, maps, 0.9, 0, True)]
+torch.set_num_threads(1)
+alone = run()
+torch.set_num_threads(6)
+for _ in range(60):
+    assert all(map(torch.equal, run(), alone))
+"""
+
+
+def test_workers_that_help_each_other_leave_what_they_keep(sixteen_processors):
+    """Six of them share a bank of weights, whose rows, of 100 channels, are staged on the way, and each may find the
+    panels of its last weight gradient: which of them takes what is chance, so repeatedly."""
+    done = subprocess.run(
+        [sys.executable, "-c", _REPEATED],
+        env=os.environ | {"LD_PRELOAD": str(sixteen_processors)},
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+_GROWTH = """
+import resource, sys, torch
+from wnfused.backends import native
+assert native.unavailable() is None
+c = 256
+x = torch.randn(1, c, 8, 16, 16).contiguous(memory_format=torch.channels_last_3d)
+v, g, bias = torch.randn(c, c, 3, 3, 3), torch.ones(c), torch.zeros(c)
+torch.set_num_threads(int(sys.argv[1]))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+torch.ops.wnfused_native.conv(x, v, g, bias, None, [1] * 3, [1] * 3, [1] * 3, 1, 0, 0.0)
+print((peak() - before) * 1024)
+"""
+
+
+def test_banks_do_not_grow_with_the_workers(sixteen_processors):
+    """Workers that each pack the weights of some outputs have room for these alone."""
+
+    def growth(threads):
+        done = subprocess.run(
+            [sys.executable, "-c", _GROWTH, str(threads)],
+            env=os.environ | {"LD_PRELOAD": str(sixteen_processors)},
+            cwd=HERE.parent,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        return int(done.stdout)
+
+    bank = 3 * 16 * 256 * 256 * 4  # bytes, by F(2x2, 3x3) of three levels
+    assert growth(12) < growth(1) + bank

@@ -33,7 +33,7 @@ class Banks {
       const int64_t blocks = geometry_.weights_stay ? geometry_.conv_group_blocks : geometry_.output_blocks;
       const int64_t begin = group * blocks, end = smaller(begin + blocks, geometry_.output_blocks);
       // A group's blocks are addressed as if all those before them were there, too.
-      if (geometry_.group_banks) own_.weights = memory_ - begin * geometry_.block_floats();
+      if (geometry_.narrow_banks) own_.weights = memory_ - begin * geometry_.block_floats();
       for (int64_t block = begin; block < end; ++block) pack(block, own_);
       convolution_ = convolution;
       group_ = group;

@@ -20,7 +20,9 @@ void divide_gradient(const Work& work, int64_t units, int64_t slice_units, Divis
   division.wgrad_rows = 32;
   division.wgrad_group_blocks = std::min(
       kMaxGroupBlocks, division.weights_stay ? division.conv_group_blocks : work.output_blocks);
-  const int64_t slices = std::clamp<int64_t>(units / slice_units, 1, kMaxSlices);
+  constexpr int64_t kGradients = int64_t{1} << 27;  // floats of all slices
+  const int64_t most = std::clamp<int64_t>(kGradients / std::max<int64_t>(work.gradient, 1), 1, kMaxSlices);
+  const int64_t slices = std::clamp<int64_t>(units / slice_units, 1, most);
   division.wgrad_slice_units =
       std::max<int64_t>(1, divide_up(divide_up(units, slices), division.wgrad_rows)) * division.wgrad_rows;
   division.wgrad_slices = std::max<int64_t>(1, divide_up(units, division.wgrad_slice_units));

@@ -12,6 +12,7 @@ constexpr int kMapPixels = 128;     // pixels that an item moves from one layout
 constexpr int kMaxPanelRows = 64;
 constexpr int64_t kMaxGroupBlocks = 2;  // output blocks of a weight gradient's item
 constexpr int64_t kMaxSlices = 16;  // of a weight gradient: each costs a bank and one more term of the final sum
+constexpr int64_t kFinishRows = kLanes + 2;  // that finishing a block holds: its rows of dW, and one of v and of dv
 
 // A piece of a phase's work: a part of the maps (a chunk, or a slice) and a group of output blocks.
 struct Item {
@@ -38,8 +39,9 @@ struct Division {
   // Every worker packs banks of its own (banks.h); in how many parts the items of one worker fetch v ahead.
   bool own_banks;
   int64_t fetch_parts;
-  // A worker's bank holds the blocks of one group at a time: packed, read once and packed over, they never leave its cache.
-  bool group_banks;
+  // A worker's bank has room for the blocks of one group. `group_banks`: of so few that they never leave its cache, packed,
+  // read once and packed over.
+  bool narrow_banks, group_banks;
   // A convolution: chunks of panel rows x groups of output blocks.
   int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
   // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
@@ -63,6 +65,7 @@ void choose_banks(int64_t output_blocks, int64_t workers, Division& division);
 struct Work {
   int64_t output_blocks;
   int64_t bank, map;  // floats of the bank, and of the map that is read
+  int64_t gradient;   // floats that a slice of the weight gradient sums
   int64_t most_rows, staying_rows;  // of a panel; where weights stay
   int64_t workers;
   // Weights stay with a worker where a bank is so many times as much memory as a map: all workers read all inputs then,
@@ -95,6 +98,15 @@ void divide_convolution(const Work& work, const Chunks& chunks_of, Division& div
   choose_banks(work.output_blocks, work.workers, division);
 }
 
+// Banks of workers that each pack some blocks alone have room for those: of all of them, and of many workers, they would
+// be gigabytes.
+template <class G>
+void narrow_banks(G& geometry) {
+  if (!geometry.weights_stay || !geometry.own_banks) return;
+  geometry.plane_stride = geometry.conv_group_blocks * geometry.block_floats() + kLanes;
+  geometry.narrow_banks = true;
+}
+
 // Groups of at least so many blocks of a layer whose workers' banks are larger than their caches, so that each is packed,
 // read and packed over there. False, and nothing is changed, where they fit.
 template <class G>
@@ -105,8 +117,8 @@ bool divide_groups(int64_t least, G& geometry) {
   const int64_t most = geometry.conv_group_blocks;
   geometry.conv_group_blocks = std::clamp(kCache / block, std::min(least, most), most);
   geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
-  geometry.plane_stride = geometry.conv_group_blocks * geometry.block_floats() + kLanes;
   geometry.weights_stay = geometry.own_banks = geometry.group_banks = true;
+  narrow_banks(geometry);
   return true;
 }
 

@@ -20,7 +20,7 @@ void lay_out_common(Arena& arena, const G& geometry, int64_t shared, int64_t wor
   }
   // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
   // its sets.
-  scratch.worker_stride = worker_floats / kLanes * kLanes + 3 * kLanes;
+  scratch.worker_stride = ((worker_floats / kLanes + 2) | 1) * kLanes;
   scratch.worker = arena.take(scratch.worker_stride * workers);
   scratch.packing = 0;
 }

@@ -342,7 +342,8 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   multiply_rows(taps, touching, depth, rows, blocks, col_stride, product.at(0, 0, 0), product.rows * kLanes);
 }
 
-// What a worker's item left in its scratch memory for the next one: the panel of a chunk, or those of a slice.
+// What a worker's item left in its scratch memory for the next one: the panel of a chunk, or those of a slice. Whatever
+// else writes to that memory must have it forget.
 class LeftPanels {
  public:
   enum class Of { kNothing, kChunk, kSlice };

@@ -1,16 +1,9 @@
-// How a stage is cut into panels, chunks, slices and groups. See stage.h for the terms.
+// How 3x3 convolutions are cut into panels, chunks, slices and groups; see division.h for the terms.
 #include <algorithm>
 
 #include "cpu/conv3x3/geometry.h"
 
 namespace wnfused::cpu {
-namespace {
-
-// Fewer items than this a phase leave cores idle: cut the output channels too.
-constexpr int64_t kEnoughItems = 8;
-
-}  // namespace
-
 Method preferred_method(int64_t images, int64_t height, int64_t width) {
   // Multiply-adds in units of C^2, and what a plane of the bank costs to pack and to finish, as if it were rows more. A
   // panel of one pixel of many images skips the taps that fall outside the map; a panel that mixes pixels multiplies by
@@ -64,7 +57,8 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
   const int64_t rows = geometry.channel_blocks <= 1 || geometry.tile == 4 ? 16 : 32;
   // Gathering transforms what it reads.
   constexpr int64_t kStay = 6;
-  const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), rows, 16, workers, kStay};
+  const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), geometry.gradient_size(),
+                  rows,                   16,                   workers,             kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels, geometry);
   // To read panels again from the last level of cache is cheaper than to transform their inputs again for every group.
@@ -78,11 +72,13 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
 }
 
 void pack_by_groups(Geometry& geometry) {
-  if (!geometry.is_winograd() || geometry.level_taps > 1 || geometry.units == 0) return;
+  if (!geometry.is_winograd() || geometry.level_taps > 1 || geometry.units == 0) return narrow_banks(geometry);
   // A panel is used again by every group of one chunk.
   if (divide_groups(1, geometry)) {
     geometry.conv_rows = std::min<int64_t>(kMaxPanelRows, divide_up(geometry.units, kLanes) * kLanes);
     geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
+  } else {
+    narrow_banks(geometry);
   }
 }
 
@@ -94,6 +90,9 @@ Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t
 }
 
 namespace {
+
+// Fewer items than this a phase leave cores idle: cut the output channels too.
+constexpr int64_t kEnoughItems = 8;
 
 int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 

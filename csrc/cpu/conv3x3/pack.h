@@ -241,7 +241,7 @@ inline void sum_slices(const Geometry& geometry, const float* bank, float* targe
 inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.padded_channels * geometry.taps(); }
 
 // dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
-// `scratch`: a unit and 18 rows.
+// `scratch`: a unit and kFinishRows rows.
 template <int kLevelTaps, class Job>
 void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, float factor, const float* bank,
                      const float* bias_gradient, float* scratch) {

@@ -39,7 +39,7 @@ int64_t packing_offset(const Geometry& geometry) { return geometry.group_banks ?
 
 int64_t worker_floats(const Geometry& geometry) {
   const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_channels * geometry.taps();
-  const int64_t pack = 2 * unit + row, finish = unit + 18 * row;
+  const int64_t pack = 2 * unit + row, finish = unit + kFinishRows * row;
   const int64_t conv = geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry);
   return std::max({conv, packing_offset(geometry) + pack, finish});
 }

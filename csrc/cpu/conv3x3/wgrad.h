@@ -1,4 +1,4 @@
-// The weight gradient of one convolution of the stage, as a bank: dW[plane] = panel' x gradient panel.
+// The weight gradient of one convolution of a stage, or of a layer, as a bank: dW[plane] = panel' x gradient panel.
 //
 //   a slice (consecutive units), a group of output blocks:
 //        x map    --gather-->  panel     [plane][input block][rows][16]  --+

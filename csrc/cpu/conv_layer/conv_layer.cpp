@@ -155,9 +155,8 @@ void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
   }
 }
 
-// Banks of a wide layer, unless they are kept.
-template <class G>
-void pack_by_groups(G&) {}
+void pack_by_groups(Pieces& geometry) { narrow_banks(geometry); }
+void pack_by_groups(Depthwise&) {}
 
 template <class G>
 int64_t packing_of(const G&) {
@@ -278,6 +277,8 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   ConvBackward<G> job{};
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, true);
+  // Not 0 * dy, which is NaN where dy is infinite.
+  if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
   job.transposed = geometry_of<G>(layer, true, true);
   // A transposed layer's is its weight gradient's, too, whose planes hold all blocks.
   if (!layer.transposed) pack_by_groups(job.transposed);

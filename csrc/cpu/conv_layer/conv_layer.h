@@ -3,7 +3,7 @@
 //   forward    read x | y = act(conv(x, w) + b + residual), norms | write y
 //   backward   dz = act'(y) dy, read x | dW = x * dz, dx = conv'(dz, w) | dv, dg, db from dW, write dx
 //
-// '|' are phase boundaries. A map that has the kernels' own layout (stage.h), a channels_last tensor of a multiple of
+// '|' are phase boundaries. A map that has the kernels' own layout (memory.h), a channels_last tensor of a multiple of
 // 16 channels, is read and written where it is; others are converted on the way in and out, but for channels_last ones
 // of any number of channels that a window reads or writes.
 //

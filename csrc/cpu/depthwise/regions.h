@@ -72,8 +72,6 @@ WNFUSED_INLINE void clear_pixels(float* data, int64_t count) {
   for (int64_t t = 0; t < count; ++t) store(data + t * kLanes, zero());
 }
 
-WNFUSED_INLINE int64_t greater(int64_t a, int64_t b) { return a < b ? b : a; }
-
 // The part of a padded region that the map has.
 WNFUSED_INLINE Region inside_of(const MapShape& shape, const Region& region) {
   const int64_t begin = smaller(greater(region.columns.begin, 0), region.columns.end);

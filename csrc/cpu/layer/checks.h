@@ -1,8 +1,10 @@
 // What layers ask of their arguments; the words that a user reads are Python's.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
+#include <vector>
 
 #include "cpu/layer/tensor.h"
 

@@ -1,6 +1,8 @@
 // How the entries of v and of maps lie in memory.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/layer/layer.h"
 #include "cpu/layer/tensor.h"
 #include "layout.h"

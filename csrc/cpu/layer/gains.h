@@ -1,6 +1,9 @@
 // Numbers a row, gains, biases, norms and scales, as floats whatever the parameters' dtype.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "cpu/layer/layer.h"
 #include "cpu/layer/tensor.h"
 

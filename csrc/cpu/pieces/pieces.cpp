@@ -138,8 +138,9 @@ Pieces make_pieces(const ConvShape& given, bool back, int64_t workers) {
 
   constexpr int64_t kStay = 2, kStayingRows = 32;
   const int64_t most = rows_that_stay(geometry);
-  const Work work{geometry.output_blocks,       geometry.bank_size(), geometry.source.map_size(), most,
-                  std::min(most, kStayingRows), workers,              kStay};
+  const Work work{geometry.output_blocks,   geometry.bank_size(), geometry.source.map_size(),
+                  geometry.gradient_size(), most,                 std::min(most, kStayingRows),
+                  workers,                  kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, 2 * kLanes * geometry.depth_blocks(), geometry);
   geometry.sums_stride = geometry.wgrad_group_blocks * geometry.block_floats() + kLanes;
@@ -155,7 +156,7 @@ int64_t worker_floats(const Pieces& geometry) {
   const int64_t conv = panels(geometry.line_taps, geometry.conv_rows, geometry.conv_group_blocks);
   const int64_t wgrad = panels(1, geometry.wgrad_rows, geometry.wgrad_group_blocks) +
                         geometry.line_taps * geometry.line_planes() * geometry.sums_stride;
-  const int64_t finish = 18 * divide_up(geometry.direct.planes * geometry.direct.depth, kLanes) * kLanes;
+  const int64_t finish = kFinishRows * divide_up(geometry.direct.planes * geometry.direct.depth, kLanes) * kLanes;
   return std::max({conv, wgrad, geometry.direct_floats(), finish});
 }
 

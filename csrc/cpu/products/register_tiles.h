@@ -1,4 +1,4 @@
-// The two register tiles in which all the stage's multiply-adds happen.
+// The two register tiles in which the multiply-adds of float convolutions by planes happen.
 //
 // rows_tile: rows of a panel times a bank (convolution, forward and data gradient)
 //

@@ -388,6 +388,7 @@ class Backward {
   void pack_shared(int64_t convolution, int64_t item) { pack(convolution, item, job_.scratch.bank[convolution % 2]); }
 
   void pack(int64_t convolution, int64_t block, const Bank& bank) {
+    if (job_.scratch.packing == 0) left_.forget();  // rows of v are staged where panels lie
     pack_backward<1>(job_, geometry_, convolution, block, factor(convolution), bank, scratch_ + job_.scratch.packing);
   }
 

@@ -32,6 +32,7 @@ struct Block {
 };
 
 WNFUSED_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+WNFUSED_INLINE int64_t greater(int64_t a, int64_t b) { return a < b ? b : a; }
 
 WNFUSED_INLINE Native native_splat(float value) {
 #if WNFUSED_VECTOR_BITS == 512

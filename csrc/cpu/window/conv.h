@@ -27,7 +27,7 @@ WNFUSED_INLINE Triple least(const Triple& a, const Triple& b) {
 }
 
 WNFUSED_INLINE Triple greatest(const Triple& a, const Triple& b) {
-  return {-smaller(-a.level, -b.level), -smaller(-a.row, -b.row), -smaller(-a.column, -b.column)};
+  return {greater(a.level, b.level), greater(a.row, b.row), greater(a.column, b.column)};
 }
 
 inline void locate_units(const Window& window, const Grid& grid, const float* map, int64_t first, int64_t count,
@@ -106,7 +106,7 @@ WNFUSED_INLINE bool all_meet(const Window& window, const Units& units, const Tap
 }
 
 // Which units meet a pixel of the map at a tap, asked one by one. 32 bits hold every place in a map that is small enough
-// for these kernels (conv_layer.cpp).
+// for these kernels (conv_choice.cpp).
 class Meeting {
  public:
   Meeting(const Window& window, const Units& units, const Tap& tap)

@@ -119,7 +119,7 @@ WNFUSED_INLINE Block load_entry(const Window& window, int64_t output_block, cons
 }
 
 // dv, dg and, where it is there, dbias of one output block, whose part of the first slice's bank begins at `bank`.
-// window: the one whose weight gradient it is. `scratch`: 18 rows of whole Blocks.
+// window: the one whose weight gradient it is. `scratch`: kFinishRows rows of whole Blocks.
 template <class Job>
 void finish_window_gradient(const Job& job, const Window& window, int64_t output_block, const float* bank,
                             const Parameter& dbias, const float* bias_gradient, float* scratch) {

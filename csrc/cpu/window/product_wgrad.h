@@ -27,7 +27,6 @@ inline void product_gradient_item(const Window& window, int64_t item, const floa
 
   const int64_t begin = slice * window.wgrad_slice_units;
   const int64_t end = smaller(begin + window.wgrad_slice_units, window.units(window.grids[0]));
-  if (begin >= end) __builtin_memset(bank, 0, blocks * col_stride * sizeof(float));
   for (int64_t first = begin; first < end; first += kDepthChunk) {
     const int64_t pixels = smaller(kDepthChunk, end - first);
     const Runs<float> outputs{dy + first * window.padded_outputs, pixels, window.padded_outputs, nullptr};

@@ -78,8 +78,8 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
   window.lines = window.before.row + size.row + window.after.row;
   window.pitch = window.before.column + size.column + window.after.column;
   constexpr int64_t kStay = 2;
-  const Work work{window.output_blocks, window.bank_size(), window.source.map_size(), kMaxPanelRows, kMaxPanelRows,
-                  workers, kStay};
+  const Work work{window.output_blocks, window.bank_size(), window.source.map_size(), window.gradient_size(),
+                  kMaxPanelRows,        kMaxPanelRows,      workers,                    kStay};
   const auto chunks_before = [&](int64_t grids, int64_t rows) {
     int64_t chunks = 0;
     for (int64_t i = 0; i < grids; ++i) chunks += divide_up(window.units(window.grids[i]), rows);
@@ -192,7 +192,7 @@ Window backward_window(const ConvShape& shape, int64_t workers) {
 }
 
 int64_t worker_floats(const Window& window) {
-  const int64_t row = divide_up(window.planes * window.depth, kLanes) * kLanes, finish = 18 * row;
+  const int64_t row = divide_up(window.planes * window.depth, kLanes) * kLanes, finish = kFinishRows * row;
   // Of a panel: what is read, added and written, and a row that is not read.
   const int64_t outputs = window.conv_group_blocks * kLanes;
   const int64_t panel = window.conv_rows * (window.source.padded_channels + 2 * outputs) + outputs;

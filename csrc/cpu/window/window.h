@@ -13,7 +13,7 @@
 // A source of few channels ("thin": an image, a waveform) has no padding between its pixels, so that the taps of one
 // row of the kernel read one run of memory. They count as one tap then, of so many channels more.
 //
-// Layout of a bank as in stage.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are
+// Layout of a bank as in memory.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are
 // those of the block's group. Groups whose outputs are no whole blocks share theirs, two of 8 outputs, four of 4, each
 // with zeros for the others' channels. Depthwise layers (depthwise.h), groups of one channel, do not: a tap has one entry
 // a lane, [tap][block][16 lanes].
@@ -175,7 +175,7 @@ Window backward_window(const ConvShape& shape, int64_t workers);
 // Divides a wide layer's convolution anew, so that it packs its banks group by group.
 inline void pack_by_groups(Window& window) {
   constexpr int64_t kPair = 2;  // of blocks, which a register tile is made of
-  divide_groups(kPair, window);
+  if (!divide_groups(kPair, window)) narrow_banks(window);
 }
 
 // Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line of
