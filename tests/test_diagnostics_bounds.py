@@ -55,6 +55,11 @@ def test_growths_count(call, message) -> None:
         call()
 
 
+def test_widths_are_numbers() -> None:
+    with pytest.raises(TypeError, match="widths: expected numbers, got 'wide'"):
+        mlp_growth("wide")
+
+
 def test_a_stage_stays_in_its_band() -> None:
     growth = [stage_growth(b) for b in (1, 2, 40, 10**6)]
     assert growth == sorted(growth)
@@ -145,6 +150,44 @@ def test_torch_s_weight_norm_has_one_station_a_layer() -> None:
     assert profile.names == ("0", "2")
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_torch_s_weight_norm_is_no_head() -> None:
+    def layers() -> tuple[nn.Module, ...]:
+        return nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)
+
+    for weight_norm in (torch.nn.utils.weight_norm, torch.nn.utils.parametrizations.weight_norm):
+        model = nn.Sequential(*layers())
+        weight_norm(model[0])
+        weight_norm(model[2])
+        assert layer_norms(model, torch.randn(2, 4)).heads == 1
+
+
+class Backbone(nn.Module):
+    """Frozen the way that feature extractors are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.neck, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.frozen(x)
+        return self.head(self.neck(x.relu()))
+
+
+def test_gradients_begin_after_a_cut() -> None:
+    model, x, targets = Backbone().double(), gaussian(4, 5), torch.arange(4) % 3
+    found = layer_norms(model, x, targets).gradients
+    h = model.neck(model.frozen(x).relu()).detach().requires_grad_()
+    F.cross_entropy(model.head(h), targets, reduction="sum").backward()
+    assert np.isnan(found[0]).all()
+    assert found[1] == pytest.approx(h.grad.norm(dim=1).numpy(), rel=1e-12)
+    assert np.isnan(activation_gradient_bounds(model, x, targets).gradients[0]).all()
+    wholly = nn.Sequential(model, nn.Identity())
+    wholly[1].register_forward_hook(lambda module, inputs, output: output.detach())
+    assert np.isnan(layer_norms(wholly, x, targets).gradients).all()
+
+
 # --------------------------------------------------------------------------------------------- lower bounds
 
 
@@ -207,6 +250,12 @@ def test_sets_that_are_not_homogeneous_are_found_out() -> None:
     assert mine.homogeneous.tolist() == [False]  # its bias is not 0
     with pytest.raises(ValueError, match="sets: the model has no parameter 'x'"):
         parameter_gradient_bounds(model, IMAGES, TARGETS, sets={"half": ["x"]})
+
+
+def test_dropout_is_homogeneous() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 40), nn.ReLU(), nn.Dropout(0.5), nn.Linear(40, 10)).double()
+    nn.init.zeros_(model[-1].bias)
+    assert parameter_gradient_bounds(model.train(), IMAGES, TARGETS).homogeneous.all()
 
 
 def test_logits_that_overflow_a_softmax() -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wnfused.diagnostics import (
+    activation_gradient_bounds,
     hessian_norm,
     jacobian_growth,
+    jacobian_spectrum,
     layer_jacobians,
     layer_norms,
     orthogonality,
@@ -145,3 +148,102 @@ def test_one_tensor_is_not_several_parameters() -> None:
 def test_a_picture_of_no_station(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     orthogonality(nn.Sequential(nn.ReLU()), torch.ones(2, 4)).save(tmp_path / "empty.png")
+
+
+TARGETS = torch.tensor([0, 1, 2, 0])
+MEASUREMENTS: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "layer_norms": lambda model, x: layer_norms(model, x, TARGETS).gradients,
+    "hessian_norm": lambda model, x: hessian_norm(model, x, TARGETS, batch_size=2, max_iterations=3).norm,
+    "jacobian_spectrum": lambda model, x: jacobian_spectrum(model, x).singular_values,
+    "layer_jacobians": lambda model, x: layer_jacobians(model, x).mean,
+    "jacobian_growth": lambda model, x: jacobian_growth(model, x).growth,
+    "orthogonality": lambda model, x: orthogonality(model, x).gap,
+    "similarity": lambda model, x: similarity(model, x).cosine,
+    "activation_gradient_bounds": lambda model, x: activation_gradient_bounds(model, x, TARGETS).bounds,
+    "parameter_gradient_bounds": lambda model, x: parameter_gradient_bounds(model, x, TARGETS).gradient,
+}
+DERIVATIVES = sorted(MEASUREMENTS.keys() - {"orthogonality", "similarity"})
+
+
+class Halved(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5) if self.inplace else x * 0.5
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_a_model_may_write_its_inputs(name: str) -> None:
+    layers = nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
+    x = torch.randn(4, 5)
+    before = x.clone()
+    found, expected = (MEASUREMENTS[name](nn.Sequential(Halved(inplace), *layers), x) for inplace in (True, False))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [(name, train) for name in MEASUREMENTS for train in (False, True) if not (train and "jacobian" in name)],
+)
+def test_a_graph_that_the_caller_holds_survives(name: str, train: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).train(train), torch.randn(4, 5)
+    loss = F.cross_entropy(model(x), TARGETS)
+    expected = torch.autograd.grad(loss, model[0].weight, retain_graph=True)[0]
+    MEASUREMENTS[name](model, x)
+    assert torch.equal(torch.autograd.grad(loss, model[0].weight)[0], expected)
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_the_weight_of_the_old_weight_norm_stays(name: str) -> None:
+    model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(5, 3)))
+    weight = model[0].weight
+    MEASUREMENTS[name](model, torch.randn(4, 5))
+    assert model[0].weight is weight
+    assert weight.requires_grad
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_inference_mode_has_no_derivatives(name: str) -> None:
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"torch\.inference_mode: nothing can be"):
+        MEASUREMENTS[name](nn.Linear(5, 3), torch.randn(4, 5))
+
+
+class Pair(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize("measure", [layer_norms, hessian_norm, activation_gradient_bounds, parameter_gradient_bounds])
+def test_wrong_outputs_and_losses_are_named(measure: Callable) -> None:
+    x = torch.randn(4, 5)
+    with pytest.raises(TypeError, match=r"model: expected logits \[n, classes\] for the cross-entropy, got tuple"):
+        measure(Pair(5, 3), x, TARGETS)
+    if measure not in (layer_norms, hessian_norm):
+        return
+    with pytest.raises(ValueError, match=r"loss: must return the sum over the samples, not a tensor of shape \[4, 3\]"):
+        measure(nn.Linear(5, 3), x, TARGETS, loss=lambda outputs, targets: outputs)
+    with pytest.raises(TypeError, match="loss: must return a Tensor, not float"):
+        measure(nn.Linear(5, 3), x, TARGETS, loss=lambda outputs, targets: outputs.sum().item())
+    if measure is layer_norms:
+        with pytest.raises(TypeError, match=r"model: expected logits .* got a tensor of shape \[15\]"):
+            measure(nn.Sequential(nn.Linear(5, 3), nn.Flatten(0)), torch.randn(5, 5))
+
+
+def test_a_wrong_progress_is_named() -> None:
+    with pytest.raises(TypeError, match="progress: 'x' must be True, False or a function"):
+        similarity(nn.Linear(5, 3), torch.randn(4, 5), progress="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
+def test_pictures_of_zeros_and_of_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).requires_grad_(False), torch.zeros(4, 5)
+    for p in model.parameters():
+        p.zero_()
+    for measure in (layer_norms, layer_jacobians, jacobian_spectrum, jacobian_growth):
+        measure(model, x).save(tmp_path / "zeros.png")
+    jacobian_growth(nn.ReLU(), x)

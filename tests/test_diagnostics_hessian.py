@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wnfused
-from wnfused.diagnostics import hessian_norm
+from wnfused.diagnostics import HessianNorm, hessian_norm
 from wnfused.optional import MissingDependencyError
 
 IMAGES = torch.randn(10, 2, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -173,6 +173,26 @@ def test_it_says_that_it_did_not_converge_and_reports_progress() -> None:
     assert seen == [(1, None), (2, None), (3, None)]
 
 
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_torch_s_weight_norm_has_right_second_derivatives(old: bool, dim: int | None) -> None:
+    weight_norm = torch.nn.utils.weight_norm if old else torch.nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(nn.Flatten(), nn.Linear(18, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    weight_norm(model[1], dim=dim)
+    gain, direction = ("weight_g", "weight_v") if old else (f"parametrizations.weight.original{i}" for i in (0, 1))
+
+    def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        g, v = p[f"1.{gain}"], p[f"1.{direction}"]
+        norm = v.norm() if dim is None else v.norm(dim=1 - dim, keepdim=True)
+        return F.linear(F.linear(x.flatten(1), v * g / norm, p["1.bias"]).tanh(), p["3.weight"], p["3.bias"])
+
+    found = eigenvalues(model, function).abs().max().item()
+    assert hessian_norm(model, IMAGES, TARGETS, tolerance=1e-9).norm == pytest.approx(found, rel=1e-6)
+    steps = [*model[1]._forward_pre_hooks.values()] if old else [*model[1].parametrizations.weight]
+    assert not any("forward" in step.__dict__ or "compute_weight" in step.__dict__ for step in steps)
+
+
 def test_two_generators_find_the_same_norm() -> None:
     model, _ = plain()
     norms = [
@@ -192,6 +212,12 @@ def test_picture_and_json(tmp_path: Path) -> None:
     plain_types = measured.as_json()
     assert plain_types["norm"] == measured.norm
     assert plain_types["estimates"] == measured.estimates.tolist()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("estimates", [[math.nan], [1.0, math.inf], [0.0]])
+def test_pictures_of_what_no_logarithm_shows(tmp_path: Path, estimates: list[float]) -> None:
+    HessianNorm(estimates[-1], 0.0, 0.0, False, np.array(estimates), 4, 5).save(tmp_path / "hessian.png")
 
 
 def test_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -230,3 +256,8 @@ def test_wrong_types() -> None:
         hessian_norm(plain()[0], [1], TARGETS)
     with pytest.raises(TypeError, match="targets: expected a Tensor, got int"):
         hessian_norm(plain()[0], IMAGES, 3)
+    with pytest.raises(TypeError, match="tolerance: expected a number, got str"):
+        hessian_norm(plain()[0], IMAGES, TARGETS, tolerance="x")
+    for parameters, culprit in (["a"], "'a'"), (3, "3"):
+        with pytest.raises(TypeError, match=f"parameters: expected tensors, got {culprit}"):
+            hessian_norm(plain()[0], IMAGES, TARGETS, parameters=parameters)

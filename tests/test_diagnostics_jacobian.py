@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +119,9 @@ def test_orthogonal_layers_are_isometries() -> None:
     x = gaussian(2, 12)
     assert jacobian_spectrum(model, x).singular_values == pytest.approx(1, rel=1e-12)
     # The Krylov space is exhausted after one step.
-    assert jacobian_spectrum(model, x, method="lanczos", count=1).singular_values == pytest.approx(1, rel=1e-12)
+    for count in (1, 10):
+        found = jacobian_spectrum(model, x, method="lanczos", count=count).singular_values
+        assert found == pytest.approx(np.ones((2, count)), rel=1e-12)
     assert jacobian_growth(model, x).growth == pytest.approx(1, rel=1e-12)
     assert layer_jacobians(model, x).largest == pytest.approx(1, rel=1e-12)
 
@@ -133,15 +136,22 @@ def test_lanczos_on_known_matrices(shape: tuple[int, int]) -> None:
     assert torch.allclose(found, torch.linalg.svdvals(a)[:, :5], rtol=1e-8)
 
 
-def test_lanczos_with_equal_and_missing_singular_values() -> None:
-    """A Krylov space holds one direction of each; what is exhausted leaves zeros."""
-    a = torch.diag(torch.tensor([3.0, 3.0, 2.0, 0.0, 0.0], dtype=torch.float64))[None]
-
-    def multiply(v: torch.Tensor) -> torch.Tensor:
-        return (a @ v[..., None])[..., 0]
-
-    found = largest_singular_values(multiply, multiply, gaussian(1, 5), 3)
-    assert found[0].tolist() == pytest.approx([3, 2, 0], abs=1e-12)
+@pytest.mark.parametrize(
+    "a",
+    [
+        torch.diag(torch.tensor([3.0, 3.0, 2.0, 0.0, 0.0], dtype=torch.float64)),
+        torch.block_diag(*[gaussian(5, 5)] * 10),
+        torch.ones(15, 12, dtype=torch.float64),
+        torch.zeros(6, 5, dtype=torch.float64),
+        torch.full((6, 5), math.nan, dtype=torch.float64),
+    ],
+    ids=["diagonal", "ten copies", "rank 1", "zero", "nan"],
+)
+def test_lanczos_with_equal_and_missing_singular_values(a: Tensor) -> None:
+    """A Krylov space holds one direction of each: what is exhausted begins anew."""
+    expected = torch.full((5,), math.nan) if a.isnan().any() else torch.linalg.svdvals(a)[:5]
+    found = largest_singular_values(lambda v: v @ a.T, lambda u: u @ a, gaussian(1, a.shape[1], seed=1), 5)
+    assert found[0].tolist() == pytest.approx(expected.tolist(), abs=1e-6, nan_ok=True)
 
 
 def test_nothing_is_left_behind() -> None:
@@ -185,6 +195,34 @@ def test_wrong_arguments() -> None:
         jacobian_growth(nn.Embedding(3, 3), torch.tensor([[1]]))
     with pytest.raises(TypeError, match="name a module as start"):
         jacobian_spectrum(nn.Embedding(3, 3), torch.tensor([[1]]))
+    untracked = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False)).eval()
     for measure in (jacobian_spectrum, layer_jacobians, jacobian_growth):
+        with pytest.raises(ValueError, match="model: batch norm '0' keeps no statistics"):
+            measure(untracked, IMAGES)
         with pytest.raises(ValueError, match="model: batch norm 'norm' is in train mode"):
             measure(model.train(), IMAGES)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][-1])
+
+
+def test_what_is_not_one_for_each_sample_is_named() -> None:
+    folded = nn.Sequential(nn.Linear(2, 12), nn.Unflatten(1, (2, 6)), nn.Flatten(0, 1))
+    with pytest.raises(ValueError, match=r"end: the output of 'the model', \[8, 6\], is not one for each of 4 samples"):
+        jacobian_spectrum(folded, torch.randn(4, 2))
+    with pytest.raises(ValueError, match=r"start: the output of '2', \[8, 6\], is not one"):
+        jacobian_spectrum(nn.Sequential(*folded, nn.Linear(6, 3)), torch.randn(4, 2), start="2")
+    with pytest.raises(ValueError, match="start: 'rnn' was not called, or its output is no floating-point tensor"):
+        jacobian_spectrum(Recurrent(), torch.randn(5, 2, 3), start="rnn")
+    with pytest.raises(ValueError, match=r"filter: the output of 'head', \[2, 2\], is not one for each of 5 samples"):
+        layer_jacobians(Recurrent(), torch.randn(5, 2, 3), filter=lambda name, module: name == "head")
+    with pytest.raises(ValueError, match=r"filter: the input of '3', \[8, 6\], is not one for each of 4 samples"):
+        layer_jacobians(
+            nn.Sequential(*folded, nn.Unflatten(0, (4, 2))), torch.randn(4, 2), filter=lambda name, module: name == "3"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -179,6 +180,15 @@ def test_torchs_own_activations_are_known(name, function) -> None:
     assert np.array_equal(order_chaos_boundary(function, [0.5, 2]), order_chaos_boundary(name, [0.5, 2]))
 
 
+@pytest.mark.parametrize("q", [0.0, 1e-3, 1.0, 1e4])
+def test_a_kink_at_0_is_between_nodes(q: float) -> None:
+    leaky, size = (
+        float(order_chaos_boundary(f, q)[0]) for f in (functools.partial(F.leaky_relu, negative_slope=0.2), abs)
+    )
+    assert 1 / leaky == pytest.approx((1 + 0.2**2) / 2, rel=1e-12)
+    assert size == pytest.approx(1, rel=1e-12)
+
+
 def test_another_range_is_another_function() -> None:
     assert fixed_point(nn.Hardtanh(-2, 2), 1.7, 0.1) > fixed_point("hard_tanh", 1.7, 0.1)
 
@@ -229,3 +239,15 @@ def test_wrong_arguments() -> None:
         jacobian_theory("relu", 1.5, sw2=2)
     with pytest.raises(ValueError, match="largest_q, points: 0, 100"):
         phase_diagram("tanh", largest_q=0)
+    with pytest.raises(TypeError, match="largest_q: expected a number, got str"):
+        phase_diagram("tanh", largest_q="a")
+    with pytest.raises(ValueError, match=r"points: 2\.5 must be an int of at least 1"):
+        phase_diagram("tanh", points=2.5)
+    with pytest.raises(TypeError, match="q: expected numbers, got 'a'"):
+        order_chaos_boundary("tanh", "a")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_boundary_is_quiet_and_a_module_has_its_class_s_name() -> None:
+    assert phase_diagram(F.gelu).activation == "gelu"
+    assert phase_diagram(nn.SiLU()).activation == "SiLU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,14 @@ def test_batches_of_matrices() -> None:
         assert torch.allclose(function(h), loop, rtol=1e-13)
 
 
+def test_one_matrix_of_zeros_among_others() -> None:
+    h = gaussian(3, 6, 4)
+    h[1] = 0
+    expected = [math.nan if i == 1 else gaussian_distance(h[i]).item() for i in range(3)]
+    assert gaussian_distance(h).tolist() == pytest.approx(expected, nan_ok=True)
+    assert torch.vmap(gaussian_distance)(h).tolist() == pytest.approx(expected, nan_ok=True)
+
+
 def test_the_distance_is_that_of_the_two_laws() -> None:
     """Wasserstein between Gaussians from their covariances, by the Bures formula that does not assume they commute."""
     h = gaussian(6, 3)
@@ -88,6 +97,8 @@ def test_theorem_1_as_printed_and_as_a_bound() -> None:
         gap_bound(3, 0, 10, 0.1)
     with pytest.raises(ValueError, match="width: -10 must be an int of at least 1"):
         gap_bound(3, 2, -10, 0.1)
+    with pytest.raises(TypeError, match="layers: expected numbers, got 'a'"):
+        gap_bound("a", 2, 10, 0.1)
 
 
 class BatchNorm(nn.Module):
@@ -165,6 +176,13 @@ def test_a_stage_is_seen_block_by_block() -> None:
 def test_a_representation_of_zero_is_like_nothing() -> None:
     profile = similarity(nn.Linear(2, 2, bias=False), torch.zeros(2, 2))
     assert profile.cosine.tolist() == [0.0]
+
+
+def test_more_pairs_than_torch_takes_quantiles_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = torch.ones(2**24 + 1, dtype=torch.float64)
+    monkeypatch.setattr(sys.modules["wnfused.diagnostics.similarity"], "_cosines", lambda output: pairs)
+    profile = similarity(nn.Linear(1, 1), torch.ones(2, 1))
+    assert profile.quantiles == pytest.approx(np.ones((1, 3)))
 
 
 def test_batch_norm_keeps_its_statistics_and_no_hook_is_left() -> None:

@@ -21,9 +21,9 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         for module, buffers in tables:
             module._buffers.clear()
             module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+        for buffer, value in values:
+            # Not seen by autograd: a graph that saved the buffer, and that the caller still holds, goes on to fit it.
+            buffer.data.copy_(value)
 
 
 def _is_expanded(buffer: Tensor) -> bool:

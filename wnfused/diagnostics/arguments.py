@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from wnfused._numbers import random_source
@@ -16,7 +19,29 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The default loss, summed over the samples."""
+    check_logits(outputs)
     return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def checked_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """``loss(outputs, targets)``, one number."""
+    total = loss(outputs, targets)
+    if not isinstance(total, Tensor):
+        raise TypeError(f"loss: must return a Tensor, not {type(total).__name__}")
+    if total.dim() != 0:
+        raise ValueError(f"loss: must return the sum over the samples, not a tensor of shape {list(total.shape)}")
+    return total
+
+
+def check_logits(outputs: Any) -> None:
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2:
+        what = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise TypeError(f"model: expected logits [n, classes] for the cross-entropy, got {what}; give a loss")
+
+
+def check_differentiable() -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("torch.inference_mode: nothing can be differentiated inside of it; measure outside")
 
 
 def check_model(model: nn.Module) -> None:
@@ -29,6 +54,11 @@ def check_inputs(inputs: Tensor) -> None:
         raise TypeError(f"inputs: expected a Tensor, got {type(inputs).__name__}")
     if inputs.dim() == 0 or inputs.shape[0] == 0:
         raise ValueError(f"inputs: shape {list(inputs.shape)} has no sample to measure; use [n, ...] with n >= 1")
+
+
+def check_by_sample(what: str, x: Tensor, samples: int) -> None:
+    if list(x.shape[:1]) != [samples]:
+        raise ValueError(f"{what}, {list(x.shape)}, is not one for each of {samples} samples")
 
 
 def check_targets(targets: Tensor, inputs: Tensor) -> None:
@@ -45,7 +75,21 @@ def mini_batches(inputs: Tensor, targets: Tensor, batch_size: int | None) -> Ite
         yield inputs[begin : begin + size], targets[begin : begin + size]
 
 
+def floats(name: str, values: ArrayLike) -> np.ndarray:
+    """One number or an array of them as an array of floats."""
+    try:
+        return np.asarray(values, dtype=float)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected numbers, got {values!r}") from None
+
+
 def seeded(generator: torch.Generator | None) -> torch.Generator:
     """The caller's source of randomness, or one that starts from 0: a measurement repeated is the same."""
     random_source(generator=generator)
     return torch.Generator().manual_seed(0) if generator is None else generator
+
+
+def gaussian(shape: Sequence[int], generator: torch.Generator, like: Tensor) -> Tensor:
+    """Standard normal numbers on ``like``'s device, in its dtype or in float32 where that is the wider."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return torch.randn(tuple(shape), generator=generator, device=generator.device, dtype=wide).to(like.device)

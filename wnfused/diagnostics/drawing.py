@@ -129,13 +129,19 @@ def over_stations(axis: Any, values: np.ndarray, label: str | None, *, log: bool
     )
     line.set_gid("stations")
     if log:
-        axis.set_yscale("log")
+        logarithmic(axis, values)
     from matplotlib import ticker
 
     axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axis.set_xlabel("layer or block, from input to output")
     axis.margins(x=0.02)
     return line
+
+
+def logarithmic(axis: Any, values: np.ndarray) -> None:
+    """A logarithmic axis of y, if any value has a place on it."""
+    if (np.isfinite(values) & (values > 0)).any():
+        axis.set_yscale("log")
 
 
 def key(axis: Any, name: str, linestyle: Any = ":", marker: str = "") -> None:

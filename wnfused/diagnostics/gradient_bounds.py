@@ -23,11 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wnfused._numbers import positive
-from wnfused.diagnostics.arguments import check_inputs, check_model, check_targets, cross_entropy, mini_batches
-from wnfused.diagnostics.drawing import Drawable, key, over_stations
+from wnfused.diagnostics.arguments import (
+    check_differentiable,
+    check_inputs,
+    check_model,
+    check_targets,
+    cross_entropy,
+    mini_batches,
+)
+from wnfused.diagnostics.drawing import Drawable, key, logarithmic, over_stations
 from wnfused.diagnostics.norms import layer_norms
 from wnfused.diagnostics.progress import Progress, advancing
-from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.state import forked, outputs_of, undisturbed
 from wnfused.diagnostics.stations import Filter
 
 
@@ -69,6 +76,7 @@ def activation_gradient_bounds(
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work.
+        RuntimeError: inside of ``torch.inference_mode()``.
     """
     check_model(model)
     check_inputs(inputs)
@@ -76,8 +84,9 @@ def activation_gradient_bounds(
     excess: list[Tensor] = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        total = cross_entropy(outputs, targets)
         excess.append(_excess(outputs.detach(), targets))
-        return cross_entropy(outputs, targets)
+        return total
 
     norms = layer_norms(model, inputs, targets, loss=loss, filter=filter, progress=progress)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -114,7 +123,7 @@ class ParameterBounds(Drawable):
         axis.plot(x, below, "x", markersize=6, color=points.get_color())
         key(axis, "lower bound $G$", "", "_")
         key(axis, r"$(E \max z - \log c)/\|\theta\|$", "", "x")
-        axis.set_yscale("log")
+        logarithmic(axis, self.gradient)
         axis.set_xticks(x, [self._tick(i) for i in range(len(self.names))], fontsize=8)
         axis.set_ylabel(r"$\|\partial\ell_{avg}/\partial\theta\|$")
         axis.margins(x=0.15)
@@ -145,9 +154,11 @@ def parameter_gradient_bounds(
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work.
+        RuntimeError: inside of ``torch.inference_mode()``.
     """
     check_model(model)
     check_inputs(inputs)
+    check_differentiable()
     check_targets(targets, inputs)
     if batch_size is not None:
         positive(batch_size=batch_size)
@@ -171,7 +182,7 @@ def parameter_gradient_bounds(
         gradients = {name: torch.zeros_like(named[name], dtype=torch.float64) for name in chosen}
         excess = largest = 0.0
         for batch, classes in mini_batches(inputs, targets, batch_size):
-            outputs = model(batch)
+            outputs = outputs_of(model, batch)
             loss = cross_entropy(outputs, classes) / len(inputs)
             parts = torch.autograd.grad(loss, [named[name] for name in chosen], materialize_grads=True)
             for name, part in zip(chosen, parts, strict=True):
@@ -204,7 +215,7 @@ def homogeneous_sets(model: nn.Module, inputs: Tensor) -> dict[str, tuple[str, .
     ]
     try:
         with undisturbed(model), torch.no_grad():
-            model(inputs)
+            outputs_of(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -247,9 +258,13 @@ def _length(tensors: Any) -> float:
 
 @torch.no_grad()
 def _is_homogeneous(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> bool:
-    before = model(inputs)
     parameters = dict(model.named_parameters())
-    doubled = torch.func.functional_call(model, {name: 2 * parameters[name] for name in names}, (inputs,))
+    twice = {name: 2 * parameters[name] for name in names}
+    # Of dropout the same units are kept in both.
+    with forked(model, seed=0):
+        before = outputs_of(model, inputs)
+    with forked(model, seed=0):
+        doubled = outputs_of(lambda x: torch.func.functional_call(model, twice, x), inputs)
     scale = before.abs().max().item()
     return bool(
         (doubled - 2 * before).abs().max().item() <= 64 * torch.finfo(before.dtype).eps * len(parameters) * scale

@@ -8,28 +8,35 @@ It limits the learning rate of gradient descent (to ``2 / ||H||_2`` on a quadrat
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused._numbers import function, positive
+from wnfused._numbers import function, number, positive
 from wnfused.diagnostics.arguments import (
     Loss,
+    check_differentiable,
     check_inputs,
     check_model,
     check_targets,
+    checked_loss,
     cross_entropy,
+    gaussian,
     mini_batches,
     seeded,
 )
-from wnfused.diagnostics.drawing import Drawable
+from wnfused.diagnostics.drawing import Drawable, logarithmic
 from wnfused.diagnostics.progress import Progress, advancing
-from wnfused.diagnostics.state import forked, undisturbed
+from wnfused.diagnostics.state import forked, outputs_of, undisturbed
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +70,12 @@ class HessianNorm(Drawable):
         (axis,) = axes
         value = f"{self.norm:.3g}" + ("" if self.converged else ", not converged")
         name = f"{label}: {value}" if label else value
-        (line,) = axis.plot(np.arange(1, self.iterations + 1), self.estimates, linewidth=2, label=name)
-        axis.plot([self.iterations], self.estimates[-1:], "o" if self.converged else "x", color=line.get_color())
+        # Of a loss that overflows the last ones are not finite.
+        estimates = np.where(np.isfinite(self.estimates) & (self.estimates > 0), self.estimates, np.nan)
+        (line,) = axis.plot(np.arange(1, self.iterations + 1), estimates, linewidth=2, label=name)
+        axis.plot([self.iterations], estimates[-1:], "o" if self.converged else "x", color=line.get_color())
         axis.set_xscale("log")
-        axis.set_yscale("log")
+        logarithmic(axis, estimates)
         axis.set_xlabel("power iteration")
         axis.set_ylabel(r"$\|H v\|_2$, growing towards $\|H\|_2$")
 
@@ -88,7 +97,8 @@ def hessian_norm(
     """``||H||_2`` of the mean loss by ``v <- H v / ||H v||`` from a Gaussian start.
 
     ``H v`` is the gradient of ``<dl/dtheta, v>`` (Pearlmutter 1994), through the layers' own second derivatives; for a
-    symmetric H the estimates ``||H v||`` never fall. The model is measured in the mode (train or eval) it is in, and
+    symmetric H the estimates ``||H v||`` never fall. ``torch.nn.utils``' weight norms, whose second derivatives are
+    wrong, are computed by their formula meanwhile. The model is measured in the mode (train or eval) it is in, and
     left as it is. In train mode batch norm takes its statistics from each mini-batch: ``batch_size=None`` for
     statistics over all samples, as in the paper.
 
@@ -106,28 +116,64 @@ def hessian_norm(
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work.
+        RuntimeError: inside of ``torch.inference_mode()``.
 
     A loss whose derivatives overflow ends the iteration with a norm of inf or NaN and ``converged`` False.
     """
     check_model(model)
     check_inputs(inputs)
+    check_differentiable()
     check_targets(targets, inputs)
     function(loss=loss)
     positive(samples=samples, max_iterations=max_iterations)
     if batch_size is not None:
         positive(batch_size=batch_size)
+    number(tolerance=tolerance)
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: {tolerance} must be above 0 and below 1")
     if isinstance(parameters, Tensor):
         raise TypeError("parameters: expected several tensors, got one; use [tensor]")
-    theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad] if parameters is None else [*parameters]
+    if parameters is None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    theta = [*parameters] if isinstance(parameters, Iterable) else [parameters]
+    for p in theta:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"parameters: expected tensors, got {p!r}")
     if not theta or not all(p.requires_grad for p in theta):
         raise ValueError("parameters: none asks for a gradient" if not theta else "parameters: all must require_grad")
     inputs, targets = inputs[:samples], targets[:samples]
-    with undisturbed(model, freeze=False), torch.enable_grad():
+    with undisturbed(model, freeze=False), torch.enable_grad(), _by_the_formula(model):
         product = _HessianProduct(model, theta, inputs, targets, loss or cross_entropy, batch_size)
         with advancing(progress, "power iteration", None) as advance:
             return _iterate(product, theta, tolerance, max_iterations, seeded(generator), advance)
+
+
+@contextlib.contextmanager
+def _by_the_formula(model: nn.Module) -> Iterator[None]:
+    """While this holds, torch's two weight norms compute ``v g / ||v||`` by operations that have right second
+    derivatives; those of torch's own are wrong."""
+    steps = [module for module in model.modules() if isinstance(module, _WeightNorm)]
+    hooks = [h for module in model.modules() for h in module._forward_pre_hooks.values() if isinstance(h, WeightNorm)]
+    # Attributes of an instance hide the methods of its class.
+    for step in steps:
+        step.__dict__["forward"] = functools.partial(_normalised, dim=step.dim)
+    for hook in hooks:
+        hook.__dict__["compute_weight"] = functools.partial(_hooked_weight, hook)
+    try:
+        yield
+    finally:
+        for step in steps:
+            del step.__dict__["forward"]
+        for hook in hooks:
+            del hook.__dict__["compute_weight"]
+
+
+def _normalised(g: Tensor, v: Tensor, dim: int) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _hooked_weight(hook: WeightNorm, module: nn.Module) -> Tensor:
+    return _normalised(getattr(module, f"{hook.name}_g"), getattr(module, f"{hook.name}_v"), hook.dim)
 
 
 class _HessianProduct:
@@ -154,9 +200,7 @@ class _HessianProduct:
     def _gradient(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         # The same random numbers every time: a dropped unit stays dropped, or there would be no one Hessian.
         with forked(self.model, seed=0):
-            total = self.loss(self.model(inputs), targets) / self.samples
-        if total.dim() != 0:
-            raise ValueError(f"loss: must return the sum over the samples, not a tensor of shape {list(total.shape)}")
+            total = checked_loss(self.loss, outputs_of(self.model, inputs), targets) / self.samples
         return torch.autograd.grad(total, self.theta, create_graph=True, materialize_grads=True)
 
     def _of(self, gradient: tuple[Tensor, ...], v: list[Tensor], keep: bool) -> list[Tensor]:
@@ -176,7 +220,7 @@ def _iterate(
     generator: torch.Generator,
     advance: Callable[[], None],
 ) -> HessianNorm:
-    v = [_gaussian(p, generator) for p in theta]
+    v = [gaussian(p.shape, generator, p) for p in theta]
     v = _scaled(v, 1 / _norm(v))
     estimates: list[float] = []
     converged = False
@@ -201,17 +245,17 @@ def _iterate(
     )  # fmt: skip
 
 
-def _gaussian(p: Tensor, generator: torch.Generator) -> Tensor:
-    wide = torch.promote_types(p.dtype, torch.float32)
-    return torch.randn(p.shape, generator=generator, device=generator.device, dtype=wide).to(p.device)
-
-
 def _dot(a: list[Tensor], b: list[Tensor]) -> float:
-    return sum(torch.sum(x.double() * y.double()).item() for x, y in zip(a, b, strict=True))
+    return sum(_together([torch.sum(x.double() * y.double()) for x, y in zip(a, b, strict=True)]))
 
 
 def _norm(a: list[Tensor]) -> float:
-    return math.hypot(*(torch.linalg.vector_norm(x, dtype=torch.float64).item() for x in a))
+    return math.hypot(*_together([torch.linalg.vector_norm(x, dtype=torch.float64) for x in a]))
+
+
+def _together(numbers: list[Tensor]) -> list[float]:
+    """From a device at once: it is waited for a single time."""
+    return torch.stack([x.to(numbers[0].device) for x in numbers]).tolist()
 
 
 def _scaled(a: list[Tensor], factor: float) -> list[Tensor]:

@@ -8,7 +8,6 @@ network of L layers (``wnfused.diagnostics.mean_field``). Source: Hlav (2019), e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from wnfused._numbers import positive
-from wnfused.diagnostics.arguments import check_inputs, check_model, seeded
-from wnfused.diagnostics.drawing import THEORY, Drawable
-from wnfused.diagnostics.lanczos import Product, largest_singular_values
+from wnfused.diagnostics.arguments import (
+    check_by_sample,
+    check_differentiable,
+    check_inputs,
+    check_model,
+    gaussian,
+    seeded,
+)
+from wnfused.diagnostics.drawing import THEORY, Drawable, logarithmic
+from wnfused.diagnostics.lanczos import Product, finite_svdvals, largest_singular_values
 from wnfused.diagnostics.progress import Progress, advancing
-from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.state import outputs_of, undisturbed
 
 METHODS = ("auto", "exact", "lanczos")
 # Up to so many products, and so many numbers in all matrices together, a Jacobian is written out.
@@ -64,7 +70,7 @@ class JacobianSpectrum(Drawable):
             x, _quiet(np.nanmin, values), _quiet(np.nanmax, values), color=line.get_color(), alpha=0.15, linewidth=0
         )
         axis.axhline(1, color=THEORY, linewidth=1, linestyle=":")
-        axis.set_yscale("log")
+        logarithmic(axis, values)
         axis.set_xlabel(f"rank among the {side} singular values (%)")
         axis.set_ylabel("singular value of $J$\n(median; band: all samples)")
 
@@ -87,21 +93,23 @@ def jacobian_spectrum(
         start: name of the module whose output is x; default: the model's input, which must be floating point.
         end: name of the module whose output is f(x); default: the model's output.
         method: ``"exact"`` writes J out by ``min(d_out, d_in)`` products and finds all singular values; ``"lanczos"``
-            finds the largest ``count`` by products alone, as networks with large maps need; ``"auto"``: exact up to
-            512 products.
+            finds the largest ``count`` by products alone, as networks with large maps need (of equal ones among many
+            others perhaps one alone); ``"auto"``: exact up to 512 products.
         probes: random vectors that estimate mean and variance with ``"lanczos"``.
         generator: of the probes; default: seeded with 0.
         progress: True for a bar on the terminal, or a function of (products done, products in all or None).
 
     Raises:
-        TypeError, ValueError: naming the argument that cannot work; a model whose batch norm is in train mode, where
-            samples have no Jacobians of their own.
+        TypeError, ValueError: naming the argument that cannot work; a model whose batch norm takes its statistics from
+            the batch, where samples have no Jacobians of their own; x or f(x) that are not one for each sample.
+        RuntimeError: inside of ``torch.inference_mode()``.
 
     Source: eq. 1 of Hlav (2019); Golub & Kahan (1965) for the bidiagonalisation.
     """
     check_model(model)
     check_inputs(inputs)
     check_independent(model)
+    check_differentiable()
     positive(count=count, probes=probes)
     if method not in METHODS:
         raise ValueError(f"method: unknown {method!r}; use one of {', '.join(METHODS)}")
@@ -120,7 +128,7 @@ def spectrum(
     small = side <= _EXACT_SIDE and n * d_out * d_in <= _EXACT_NUMBERS
     if method == "exact" or (method == "auto" and small):
         with advancing(progress, "Jacobian", side) as advance:
-            values = _finite_svdvals(products.matrix(advance))
+            values = finite_svdvals(products.matrix(advance))
         squares = values.square()
         mean = squares.sum(1) / d_out
         variance = squares.square().sum(1) / d_out - mean.square()
@@ -132,9 +140,9 @@ def spectrum(
         transposed: Product = products.transposed
         if d_in > d_out:
             forward, transposed = transposed, forward
-        start = _gaussian((n, side), generator, products.like)
+        start = gaussian((n, side), generator, products.like)
         values = largest_singular_values(
-            forward, transposed, start, min(count, side), tolerance=tolerance, advance=advance
+            forward, transposed, start, min(count, side), tolerance=tolerance, generator=generator, advance=advance
         )
         mean, variance = _probed(products, probes, generator, advance)
     return JacobianSpectrum(values.cpu().numpy(), False, d_out, d_in, mean.cpu().numpy(), variance.cpu().numpy())
@@ -142,10 +150,17 @@ def spectrum(
 
 def check_independent(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        if module.training:
             raise ValueError(
                 f"model: batch norm {name!r} is in train mode, where a sample's output depends on the others; "
                 "call model.eval(), after a pass in train mode that sets its statistics"
+            )
+        if module.running_mean is None or module.running_var is None:
+            raise ValueError(
+                f"model: batch norm {name!r} keeps no statistics, so that a sample's output depends on the others even "
+                "in eval mode; build it with track_running_stats=True"
             )
 
 
@@ -203,7 +218,9 @@ def _ends(model: nn.Module, inputs: Tensor, start: str | None, end: str | None) 
             raise ValueError(f"{argument}: the model has no module {name!r}")
     hooks = []
 
-    def begin(module: nn.Module, _: Any, output: Any) -> Tensor:
+    def begin(module: nn.Module, _: Any, output: Any) -> Tensor | None:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
         found["x"] = output.detach().requires_grad_()
         return found["x"].clone()  # which may be written in place
 
@@ -219,28 +236,23 @@ def _ends(model: nn.Module, inputs: Tensor, start: str | None, end: str | None) 
             if not inputs.is_floating_point():
                 raise TypeError(f"inputs: {inputs.dtype} has no derivatives; name a module as start")
             found["x"] = inputs.detach().clone().requires_grad_()
-            output = model(found["x"])
+            output = outputs_of(model, found["x"])
         else:
-            output = model(inputs)
+            output = outputs_of(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
     if end is None:
         found["y"] = output
     for argument, name, key in (("start", start, "x"), ("end", end, "y")):
+        source = repr(name or "the model")
         if not isinstance(found.get(key), Tensor):
-            raise ValueError(f"{argument}: {name or 'the model'!r} was not called, or its output is no tensor")
+            raise ValueError(f"{argument}: {source} was not called, or its output is no floating-point tensor")
+        check_by_sample(f"{argument}: the output of {source}", found[key], len(inputs))
     x, y = found["x"], found["y"]
     if not y.requires_grad:
         raise ValueError(f"end: the output of {end or 'the model'!r} does not depend on {start or 'its input'!r}")
     return x, y
-
-
-def _finite_svdvals(matrices: Tensor) -> Tensor:
-    """NaN for a matrix that is not finite, where LAPACK would raise."""
-    finite = matrices.isfinite().flatten(1).all(1)
-    values = torch.linalg.svdvals(torch.where(finite[:, None, None], matrices, 0.0))
-    return torch.where(finite[:, None], values, math.nan)
 
 
 def _probed(
@@ -251,18 +263,13 @@ def _probed(
     n, d = products.samples, products.outputs
     traces = torch.zeros(2, n, dtype=torch.float64)
     for _ in range(probes):
-        u = _gaussian((n, d), generator, products.like).sign()
+        u = gaussian((n, d), generator, products.like).sign()
         back = products.transposed(u)
         there = products.forward(back)
         traces[0] += back.double().square().sum(1).cpu() / (d * probes)
         traces[1] += there.double().square().sum(1).cpu() / (d * probes)
         advance()
     return traces[0], (traces[1] - traces[0].square()).clamp(min=0)
-
-
-def _gaussian(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=wide).to(like.device)
 
 
 def _quiet(reduce: Callable[..., np.ndarray], values: np.ndarray) -> np.ndarray:

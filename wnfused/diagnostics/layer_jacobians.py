@@ -20,11 +20,18 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from wnfused._numbers import positive
-from wnfused.diagnostics.arguments import check_inputs, check_model, seeded
+from wnfused.diagnostics.arguments import (
+    check_by_sample,
+    check_differentiable,
+    check_inputs,
+    check_model,
+    gaussian,
+    seeded,
+)
 from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
-from wnfused.diagnostics.jacobian import METHODS, Products, _gaussian, check_independent, spectrum
+from wnfused.diagnostics.jacobian import METHODS, Products, check_independent, spectrum
 from wnfused.diagnostics.progress import Progress, advancing
-from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.state import outputs_of, undisturbed
 from wnfused.diagnostics.stations import Call, Filter, observed
 
 # Of the largest singular value where J is too large to write out: a picture over many layers needs no more.
@@ -76,11 +83,12 @@ def layer_jacobians(
         progress: True for a bar on the terminal, or a function of (stations done, None).
 
     Raises:
-        TypeError, ValueError: as ``wnfused.diagnostics.jacobian_spectrum``.
+        TypeError, ValueError, RuntimeError: as ``wnfused.diagnostics.jacobian_spectrum``.
     """
     check_model(model)
     check_inputs(inputs)
     check_independent(model)
+    check_differentiable()
     positive(probes=probes)
     if method not in METHODS:
         raise ValueError(f"method: unknown {method!r}; use one of {', '.join(METHODS)}")
@@ -91,8 +99,9 @@ def layer_jacobians(
     with undisturbed(model), torch.no_grad(), advancing(progress, "layers' Jacobians", None) as advance:
 
         def observe(call: Call) -> None:
-            if not call.input.is_floating_point():
+            if not (call.input.is_floating_point() and call.output.is_floating_point()):
                 return
+            check_by_sample(f"filter: the input of {call.name!r}", call.input, len(inputs))
             with torch.enable_grad():
                 x = call.input.detach().clone().requires_grad_()
                 # A copy for the call: a layer may write its input in place.
@@ -103,8 +112,8 @@ def layer_jacobians(
             rows.append((values[:, 0].mean(), smallest, found.mean.mean(), found.variance.mean()))
             advance()
 
-        with observed(model, observe, filter):
-            model(inputs)
+        with observed(model, observe, filter, len(inputs)):
+            outputs_of(model, inputs)
     table = np.array(rows, dtype=float).reshape(-1, 4)
     return LayerJacobians(tuple(names), *table.T)
 
@@ -145,11 +154,12 @@ def jacobian_growth(
         progress: True for a bar on the terminal, or a function of (stations done, None).
 
     Raises:
-        TypeError, ValueError: naming the argument that cannot work; a model whose batch norm is in train mode.
+        TypeError, ValueError, RuntimeError: as ``wnfused.diagnostics.jacobian_spectrum``.
     """
     check_model(model)
     check_inputs(inputs)
     check_independent(model)
+    check_differentiable()
     positive(probes=probes)
     if not inputs.is_floating_point():
         raise TypeError(f"inputs: {inputs.dtype} has no derivatives; use a floating-point tensor")
@@ -170,10 +180,10 @@ def jacobian_growth(
 
         for _ in range(probes):
             # Signs: of all probes with E v v^T = I those whose squares scatter least.
-            tangent = _gaussian(tuple(inputs.shape), generator, inputs).sign().to(inputs.dtype)
+            tangent = gaussian(inputs.shape, generator, inputs).sign().to(inputs.dtype)
             with forward_ad.dual_level(), observed(model, observe, filter, len(inputs)):
-                model(forward_ad.make_dual(inputs.detach(), tangent))
+                outputs_of(model, forward_ad.make_dual(inputs.detach(), tangent))
     stations = len(names) // probes
     table = torch.stack(lengths).reshape(probes, stations, -1) if lengths else torch.zeros(1, 0, 1).double()
-    flat = table.transpose(0, 1).flatten(1)
-    return JacobianGrowth(tuple(names[:stations]), flat.mean(1).numpy(), flat.std(1, correction=0).numpy())
+    flat = table.transpose(0, 1).flatten(1).numpy()
+    return JacobianGrowth(tuple(names[:stations]), flat.mean(1), flat.std(1))

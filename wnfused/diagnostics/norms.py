@@ -22,12 +22,23 @@ from typing import Any, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from wnfused._numbers import function
-from wnfused.diagnostics.arguments import Loss, check_inputs, check_model, cross_entropy
+from wnfused.diagnostics.arguments import (
+    Loss,
+    check_differentiable,
+    check_inputs,
+    check_logits,
+    check_model,
+    checked_loss,
+    cross_entropy,
+)
 from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
-from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.state import outputs_of, undisturbed
 from wnfused.diagnostics.stations import Call, Filter, observed
 
 _FLOAT32_LARGEST = 3.4e38
@@ -51,8 +62,8 @@ class NormProfile(Drawable):
         activations: ``||h^l_i||`` ``[L, n]``.
         gradients: ``||d l_i / d h^l_i||`` ``[L, n]``; NaN where the loss does not depend on the station.
         inputs: ``||x_i||`` ``[n]``.
-        channels: of each output ``[L]``.
-        positions: of each output ``[L]``, which has channels x positions elements.
+        channels: second dimension of each output ``[n, channels, ...]``, 1 where there is none ``[L]``.
+        positions: product of each output's further dimensions ``[L]``.
         blocks: ``B_k`` where the station is a residual block of a stage of so many, else 0 ``[L]``.
         heads: stations at the end that the theory leaves out: plain layers after normalised ones or blocks.
     """
@@ -186,9 +197,11 @@ def layer_norms(
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work.
+        RuntimeError: inside of ``torch.inference_mode()``.
     """
     check_model(model)
     check_inputs(inputs)
+    check_differentiable()
     function(loss=loss)
     record = _Record(model)
     with undisturbed(model), torch.enable_grad(), advancing(progress, "norms", None) as record.advance:
@@ -197,12 +210,14 @@ def layer_norms(
             x = x.clone().requires_grad_()
             record.leaves.append(x)
         with observed(model, record.take, filter, len(x)):
-            outputs = model(x)
+            outputs = outputs_of(model, x)
         if targets is None:
+            check_logits(outputs)
             targets = outputs.detach().argmax(1)
-        total = (loss or cross_entropy)(outputs, targets)
+        total = checked_loss(loss or cross_entropy, outputs, targets)
         # Towards activations alone: no parameter's .grad is touched.
-        torch.autograd.grad(total, record.leaves, allow_unused=True)
+        if total.requires_grad:
+            torch.autograd.grad(total, record.leaves, allow_unused=True)
     return record.profile(inputs)
 
 
@@ -226,10 +241,11 @@ class _Record:
         self.shapes.append((channels, output[0].numel() // max(channels, 1)))
         self.activations.append(_norms(output))
         self.advance()
-        if not output.requires_grad and output.is_floating_point() and not self.leaves:
-            # Nothing before it can have a gradient: it starts here. A copy, which may be written in place.
+        if not output.requires_grad and output.is_floating_point():
+            # Nothing before it has a gradient, integers or what a model cuts off: one starts here, from a copy, which
+            # may be written in place.
             self.leaves.append(output.detach().requires_grad_())
-            output, replaced = self.leaves[0].clone(), True
+            output, replaced = self.leaves[-1].clone(), True
         if output.requires_grad:
 
             def measure(gradient: Tensor) -> None:
@@ -254,7 +270,6 @@ class _Record:
         """How many blocks the stage of each station has, and how many plain layers end the network."""
         from wnfused.diagnostics.stations import BLOCKS
         from wnfused.nn import WNResidualBlock, WNResidualStage
-        from wnfused.nn._layer import WeightNormalised
 
         blocks, heads = [], 0
         for name in self.names:
@@ -267,9 +282,19 @@ class _Record:
                 blocks.append(sum(isinstance(sibling, BLOCKS) for sibling in siblings))
             else:
                 blocks.append(0)
-            inner = blocks[-1] > 0 or isinstance(module, WeightNormalised)
+            inner = blocks[-1] > 0 or _is_weight_normalised(module)
             heads = 0 if inner else heads + 1
         return blocks, heads if heads < len(self.names) else 0
+
+
+def _is_weight_normalised(module: nn.Module) -> bool:
+    """By this package or by either way of torch's."""
+    from wnfused.nn._layer import WeightNormalised
+
+    steps = list(module._forward_pre_hooks.values())
+    if parametrize.is_parametrized(module):
+        steps += module.parametrizations.modules()  # type: ignore[union-attr]
+    return isinstance(module, WeightNormalised) or any(isinstance(step, (WeightNorm, _WeightNorm)) for step in steps)
 
 
 def _norms(x: Tensor) -> Tensor:

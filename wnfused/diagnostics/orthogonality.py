@@ -25,10 +25,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from wnfused._numbers import number, positive
-from wnfused.diagnostics.arguments import check_inputs, check_model
+from wnfused.diagnostics.arguments import check_inputs, check_model, floats
 from wnfused.diagnostics.drawing import THEORY, Drawable, key, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
-from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.state import outputs_of, undisturbed
 from wnfused.diagnostics.stations import Call, Filter, observed
 
 
@@ -55,7 +55,7 @@ def gap_bound(layers: ArrayLike, samples: int, width: int, alpha: float) -> np.n
     number(alpha=alpha)
     if not 0 < alpha <= 1 / samples:
         raise ValueError(f"alpha: {alpha} must be above 0 and at most 1/samples = {1 / samples:.3g}, as s_n^2 is")
-    l = np.asarray(layers, dtype=float)  # noqa: E741
+    l = floats("layers", layers)  # noqa: E741
     return 2 * (1 - 2 * alpha / 3) ** l + 3 * samples / (alpha * width**0.5)
 
 
@@ -152,7 +152,7 @@ def orthogonality(
             advance()
 
         with observed(model, observe, filter, len(inputs)):
-            model(inputs)
+            outputs_of(model, inputs)
     gap, distance, smallest, widths = (np.array([row[i] for row in rows]) for i in range(4))
     return OrthogonalityProfile(tuple(names), gap, distance, smallest, widths, len(inputs))
 
@@ -184,10 +184,10 @@ def _gap(gram: Tensor, n: int) -> Tensor:
 
 def _squared_singular_values(gram: Tensor, n: int) -> Tensor:
     """All n of them, falling, with sum 1; NaN for ``H = 0`` or one that is not finite."""
-    if not gram.isfinite().all():
-        return gram.new_full((*gram.shape[:-2], n), float("nan"))
-    values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(-1)
-    return torch.nn.functional.pad(values, (0, n - values.shape[-1]))
+    finite = gram.isfinite().flatten(-2).all(-1)[..., None]
+    values = torch.linalg.eigvalsh(torch.where(finite[..., None], gram, 0.0)).clamp(min=0).flip(-1)
+    values = torch.nn.functional.pad(values, (0, n - values.shape[-1]))
+    return torch.where(finite, values, float("nan"))
 
 
 def _distance(values: Tensor) -> Tensor:

@@ -16,13 +16,15 @@ def advancing(progress: Progress, description: str, total: int | None) -> Iterat
     """A function to call once after each of ``total`` steps (None: it is not known how many there will be).
 
     Raises:
-        MissingDependencyError: for ``progress=True`` without ``rich``.
+        TypeError: for anything else; MissingDependencyError: for ``progress=True`` without ``rich``.
     """
     done = 0
     show: Callable[[int, int | None], None] | None
     with contextlib.ExitStack() as stack:
         if callable(progress):
             show = progress
+        elif not isinstance(progress, bool):
+            raise TypeError(f"progress: {progress!r} must be True, False or a function")
         elif progress:
             rich = require("rich.progress", "the progress bar")
             columns = (

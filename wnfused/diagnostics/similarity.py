@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from wnfused.diagnostics.arguments import check_inputs, check_model
 from wnfused.diagnostics.drawing import Drawable, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
-from wnfused.diagnostics.state import undisturbed
+from wnfused.diagnostics.state import outputs_of, undisturbed
 from wnfused.diagnostics.stations import Call, Filter, observed
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -68,21 +68,21 @@ def similarity(
     if len(inputs) < 2:
         raise ValueError("inputs: 1 sample has nothing to be like; use at least 2")
     names: list[str] = []
-    rows: list[Tensor] = []
-    quantiles = torch.tensor(QUANTILES, dtype=torch.float64)
+    rows: list[tuple[float, ...]] = []
 
     with undisturbed(model), advancing(progress, "similarity", None) as advance:
 
         def observe(call: Call) -> None:
-            cosines = _cosines(call.output)
-            spread = torch.quantile(cosines.abs(), quantiles.to(cosines.device))
+            cosines = _cosines(call.output).cpu().numpy()
+            sizes = np.abs(cosines)
             names.append(call.name)
-            rows.append(torch.cat([cosines.abs().mean()[None], cosines.mean()[None], spread]).cpu())
+            # torch.quantile takes no more than 2^24 numbers, the pairs of 5793 samples.
+            rows.append((sizes.mean(), cosines.mean(), *np.quantile(sizes, QUANTILES)))
             advance()
 
         with observed(model, observe, filter, len(inputs)):
-            model(inputs)
-    table = torch.stack(rows).numpy() if rows else np.empty((0, 5))
+            outputs_of(model, inputs)
+    table = np.array(rows, dtype=float).reshape(-1, 5)
     return SimilarityProfile(tuple(names), table[:, 0], table[:, 1], table[:, 2:], len(inputs))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from wnfused._numbers import function
+from wnfused.diagnostics.arguments import check_by_sample
 from wnfused.models.resnet import BatchNormBlock
 from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock, WNResidualStage
 from wnfused.nn.residual import run_as
@@ -68,11 +69,8 @@ def observed(
         nonlocal busy
         if busy:
             return None
-        shape = list(call.output.shape)
-        if samples is not None and shape[:1] != [samples]:
-            raise ValueError(
-                f"filter: the output of {call.name!r}, {shape}, is not one for each of {samples} samples; leave it out"
-            )
+        if samples is not None:
+            check_by_sample(f"filter: the output of {call.name!r}", call.output, samples)
         busy = True
         try:
             return observe(call)

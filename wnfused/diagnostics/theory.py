@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from wnfused._numbers import positive
+from wnfused.diagnostics.arguments import floats
 
 
 def layer_constant(n: int) -> float:
@@ -50,7 +51,7 @@ def mlp_growth(widths: Sequence[int], *, proposed: bool = True) -> tuple[np.ndar
             ``n_l / n_L``; False: g = 1, where a layer multiplies the squares by ``n_l / (2 n_{l-1})`` forward and 1/2
             backward.
     """
-    n = np.asarray(widths, dtype=float)
+    n = floats("widths", widths)
     if n.ndim != 1 or len(n) < 2 or not n.min() >= 1:
         raise ValueError(f"widths: {widths} must be at least two numbers of units, each at least 1")
     if proposed:
