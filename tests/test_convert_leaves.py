@@ -233,6 +233,14 @@ def test_that_there_is_nothing_to_convert_is_said(model, keywords, said, caplog)
     )
 
 
+def test_that_no_layer_is_known_is_said(caplog):
+    unknown = "nothing to convert: no layer is one of torch's linear or convolutional ones"
+    for model in (nn.LSTM(4, 4), nn.Sequential(nn.ReLU())):
+        assert left_alone(model, caplog, plain=True) == [unknown]
+        caplog.clear()
+    assert left_alone(WNLinear(4, 4), caplog, plain=True) == []
+
+
 @pytest.mark.parametrize("name", ["plain", "fuse_activation"])
 @pytest.mark.parametrize("value", [None, 1, "no"])
 def test_flags_are_flags(name, value):

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import wnfused
@@ -160,6 +162,84 @@ def test_scripting_names_the_other_ways(layer):
     with pytest.raises(RuntimeError, match=r"cannot read WN\w+; use torch.export or torch.jit.trace"):
         torch.jit.script(model)
     torch.jit.script(wnfused.fold(model))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [wnfused.WNConv1d(4, 4, 1), wnfused.WNConv1d(4, 4, 3, padding=1), wnfused.WNConvTranspose1d(4, 4, 4, 2, 1)],
+    ids=["1", "3", "transposed"],
+)
+def test_a_length_that_depends_on_data_is_exported(layer):
+    class Upsampled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, length):
+            return self.layer(torch.ones(1, 4, length.item()))
+
+    exported = torch.export.export(Upsampled(), (torch.tensor(5),)).module()
+    for n in (5, 9):
+        torch.testing.assert_close(exported(torch.tensor(n)), layer(torch.ones(1, 4, n)))
+
+
+# ------------------------------------------------------------------------------------ weight, where something is traced
+
+READS = {
+    "dtype": lambda x, w: x.to(w.dtype),
+    "t": lambda x, w: x @ w.t(),
+    "sum": lambda x, w: x * w.sum(),
+    "view": lambda x, w: x @ w.view(3, 3),
+    "einsum": lambda x, w: torch.einsum("...i,oi->...o", x, w),
+}
+
+
+class Reads(nn.Module):
+    """A forward that reads the weight of its layer, as many models do for its dtype alone."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.layer, self.read = wnfused.WNLinear(3, 3), READS[read]
+
+    def forward(self, x):
+        return self.layer(self.read(x, self.layer.weight))
+
+
+class Formula(Reads):
+    """The same in torch's own operations."""
+
+    def forward(self, x):
+        v, g = self.layer.weight_v, self.layer.weight_g
+        w = v * (g / v.norm(dim=1, keepdim=True))
+        return F.linear(self.read(x, w), w, self.layer.bias)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_forward_that_reads_the_weight(read):
+    model, formula, x, tangent = Reads(read), Formula(read), torch.randn(2, 3), torch.randn(2, 3)
+    formula.load_state_dict(model.state_dict())
+    parameters = dict(model.named_parameters())
+    expected = formula(x)
+
+    def gradients(model):
+        def loss(parameters, x):
+            return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+        return torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+
+    for transform in (
+        gradients,
+        lambda model: torch.func.vmap(model)(x),
+        lambda model: torch.func.jvp(model, (x,), (tangent,)),
+        lambda model: torch.func.jacrev(model)(x),
+    ):
+        torch.testing.assert_close(transform(model), transform(formula), rtol=1e-4, atol=1e-5)
+    for strict in (False, True):
+        exported = torch.export.export(model, (x,), strict=strict).module()
+        torch.testing.assert_close(exported(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(make_fx(model)(x)(x), expected, rtol=1e-4, atol=1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert model(fake.from_tensor(x)).shape == (2, 3)
 
 
 # ---------------------------------------------------------------------------------------------- weight, when compiled

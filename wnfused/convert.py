@@ -128,6 +128,8 @@ def convert(
             candidates[module] = candidate
     if not found and filter is None and _is_plain(model):
         logger.warning("nothing to convert: no layer is under torch's weight norm; plain=True takes layers without")
+    if not found and filter is None and plain and not any(isinstance(m, WeightNormalised) for m in model.modules()):
+        logger.warning("nothing to convert: no layer is one of torch's linear or convolutional ones")
     _leave_tied_to_others(model, candidates)
     fusable = fusable_activations(model, logger) if fuse_activation else {}
     gains: dict[tuple[int, int | None], nn.Parameter] = {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 if TYPE_CHECKING:
     from wnfused.nn._layer import WeightNormalised
@@ -46,7 +47,7 @@ class EffectiveWeight(Tensor):
 
     @staticmethod
     def of(layer: WeightNormalised, tensor: Tensor, root: Tensor | None = None) -> Tensor:
-        if not isinstance(tensor, Tensor):  # a proxy of torch.fx
+        if not _can_be_watched(tensor):
             return tensor
         weight = tensor.as_subclass(EffectiveWeight)
         weight._layer = layer
@@ -90,6 +91,24 @@ class EffectiveWeight(Tensor):
         return copy.deepcopy(_plain(self), memo)
 
 
+_REAL = (Tensor, nn.Parameter, EffectiveWeight)
+_PROXIES = torch._C._TorchDispatchModeKey.PROXY
+
+
+def _can_be_watched(tensor: Any) -> bool:
+    """Not what stands for a tensor: a proxy of torch.fx, a fake one of an export, a level of a transform of torch.func.
+
+    What is written to these in a forward is written to them alone, as it is under torch's own weight norm.
+    """
+    if not isinstance(tensor, Tensor):
+        return False
+    if torch.compiler.is_dynamo_compiling():  # there writes are refused
+        return True
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._C._get_dispatch_mode(_PROXIES) is not None:
+        return False
+    return type(tensor) in _REAL or not is_fake(tensor)
+
+
 def _is_parameter(weight: EffectiveWeight) -> bool:
     """Whether somebody made an ``nn.Parameter`` of it, which torch marks in this way where the type is a subclass."""
     return getattr(weight, "_is_param", False)
@@ -129,7 +148,7 @@ def _followed(result: Any, source: EffectiveWeight) -> Any:
     """A result that shares the weight's memory goes on telling the layer; any other is a plain tensor."""
     if isinstance(result, (tuple, list)):
         return type(result)(_followed(item, source) for item in result)
-    if not isinstance(result, Tensor) or isinstance(result, EffectiveWeight):
+    if not isinstance(result, Tensor) or isinstance(result, EffectiveWeight) or not _can_be_watched(result):
         return result
     if result.layout == torch.strided and source._root.untyped_storage()._cdata == result.untyped_storage()._cdata:
         return EffectiveWeight.of(source._layer, result, source._root)

@@ -170,7 +170,7 @@ def _checked(
             raise ValueError(f"padding: {padding!r} must be an int or {spatial} ints for a transposed convolution")
         paddings = _extents("padding", padding, spatial, 0)
     sizes = _output_sizes(x, v, strides, paddings, dilations, transposed, extra)
-    if any(size < 1 for size in sizes):
+    if any(_is_below_1(size) for size in sizes):
         raise ValueError(
             f"x: spatial size {list(x.shape[2:])} is too small for a kernel of {list(v.shape[2:])} "
             f"with padding {paddings} and dilation {dilations}"
@@ -196,6 +196,15 @@ def _output_sizes(
     if transposed:
         return [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in geometry]
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in geometry]
+
+
+def _is_below_1(size: Any) -> bool:
+    """Of a size that an export knows nothing of, as it depends on data: no."""
+    if not isinstance(size, torch.SymInt):
+        return bool(size < 1)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size < 1)
 
 
 def _kernel(v: Tensor) -> list[int]:
