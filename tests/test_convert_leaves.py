@@ -233,6 +233,16 @@ def test_that_there_is_nothing_to_convert_is_said(model, keywords, said, caplog)
     )
 
 
+def test_layers_left_for_one_reason_are_named_together(caplog):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(*[Scaled(2, 2) for _ in range(3)], nn.Linear(2, 2))
+    reason = "left alone, Scaled is a subclass of Linear with its own forward"
+    assert left_alone(model, caplog, plain=True) == [f"0, 1, 2: {reason}"]
+
+
 def test_that_no_layer_is_known_is_said(caplog):
     unknown = "nothing to convert: no layer is one of torch's linear or convolutional ones"
     for model in (nn.LSTM(4, 4), nn.Sequential(nn.ReLU())):

@@ -116,20 +116,19 @@ def convert(
     if filter is not None and not callable(filter):
         raise TypeError(f"filter: expected a function of a name and a module, got {type(filter).__name__}")
     candidates: dict[nn.Module, _Candidate] = {}
-    found = False
+    left: dict[str, list[str]] = {}
     for name, module in named(model):
         candidate = _candidate(module, plain)
         if candidate is None or (filter is not None and not filter("" if module is model else name, module)):
             continue
-        found = True
         if isinstance(candidate, str):
-            logger.warning("%s: left alone, %s", name, candidate)
+            left.setdefault(candidate, []).append(name)
         else:
             candidates[module] = candidate
-    if not found and filter is None and _is_plain(model):
-        logger.warning("nothing to convert: no layer is under torch's weight norm; plain=True takes layers without")
-    if not found and filter is None and plain and not any(isinstance(m, WeightNormalised) for m in model.modules()):
-        logger.warning("nothing to convert: no layer is one of torch's linear or convolutional ones")
+    for reason, names in left.items():
+        logger.warning("%s: left alone, %s", ", ".join(names), reason)
+    if not candidates and not left and filter is None:
+        _warn_of_nothing(model, plain)
     _leave_tied_to_others(model, candidates)
     fusable = fusable_activations(model, logger) if fuse_activation else {}
     gains: dict[tuple[int, int | None], nn.Parameter] = {}
@@ -156,10 +155,15 @@ def _note_sequences(model: nn.Module) -> None:
                 stage.stand_in(module)
 
 
-def _is_plain(model: nn.Module) -> bool:
-    """Whether there are layers here, and none of them is of this package."""
+def _warn_of_nothing(model: nn.Module, plain: bool) -> None:
+    """Where nothing could be taken, unless the layers are of this package already."""
     layers = [module for module in model.modules() if isinstance(module, tuple(LAYERS))]
-    return bool(layers) and not any(isinstance(layer, WeightNormalised) for layer in layers)
+    if any(isinstance(layer, WeightNormalised) for layer in layers):
+        return
+    if plain:
+        logger.warning("nothing to convert: no layer is one of torch's linear or convolutional ones")
+    elif layers:
+        logger.warning("nothing to convert: no layer is under torch's weight norm; plain=True takes layers without")
 
 
 # ------------------------------------------------------------------------------------------------ what can be taken
