@@ -82,10 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     end = time.monotonic() + TOTAL
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))  # not every home can be written to
     if not options.rehearse and (missing := _no_gpu()):
         print(f"bench/gpu.py: error: {missing}; --rehearse goes through the steps without one", file=sys.stderr)
         return 2
+    os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))  # not every home can be written to
     report = Report(options, end)
     if report.content["machine"]["commit"] is None:
         print("NO COMMIT: git does not know these files; --commit NAME says which they are", flush=True)
@@ -289,7 +289,7 @@ def _sanitizer(tool: str, part: str) -> Callable[[Report, float], dict[str, Any]
             return {"status": "skipped", "why": "a rehearsal" if report.options.rehearse else "no compute-sanitizer"}
         # Triton starts compilers, which are none of the sanitizer's business.
         options = [f"--tool={tool}", "--error-exitcode=9", "--target-processes=application-only"]
-        if "--report-api-errors" in _help(found):
+        if tool == "memcheck" and "--report-api-errors" in _help(found):
             # Torch asks the driver for functions that it may not have; a refusal is no fault of a kernel.
             options.append("--report-api-errors=no")
         if tool == "racecheck":

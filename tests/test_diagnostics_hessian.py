@@ -261,3 +261,11 @@ def test_wrong_types() -> None:
     for parameters, culprit in (["a"], "'a'"), (3, "3"):
         with pytest.raises(TypeError, match=f"parameters: expected tensors, got {culprit}"):
             hessian_norm(plain()[0], IMAGES, TARGETS, parameters=parameters)
+
+
+def test_modules_that_share_a_hook_of_the_old_weight_norm():
+    first = nn.utils.weight_norm(nn.Linear(3, 3))
+    model = nn.Sequential(first, nn.Tanh(), copy.copy(first))
+    x, y = torch.randn(4, 3), torch.randint(3, (4,))
+    assert hessian_norm(model, x, y, max_iterations=2).norm > 0
+    assert all("compute_weight" not in vars(hook) for hook in first._forward_pre_hooks.values())

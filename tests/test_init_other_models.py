@@ -362,6 +362,21 @@ def test_a_sum_at_the_end_of_a_branch_is_not_another_block():
     assert branches == [(f"{i}.{name}", i, 1, 2) for i in (1, 2) for name in "ab"]
 
 
+class Projecting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.shortcut = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        return self.shortcut(x) + self.b(F.relu(self.a(x)))
+
+
+def test_a_block_inside_a_branch_stays_one():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Around(Projecting(), Projecting(), nn.Conv2d(4, 4, 1)))
+    roles = {role.name: role for role in find_roles(model)}
+    assert all(roles[name].closes_branch for name in ("1.0.b", "1.1.b", "1.2"))
+
+
 class Widened(nn.Module):
     """Two branches and a shortcut of one layer, all summed."""
 

@@ -72,7 +72,7 @@ def run():
 torch.set_num_threads(1)
 alone = run()
 torch.set_num_threads(6)
-for _ in range(60):
+for _ in range(300):
     assert all(map(torch.equal, run(), alone))
 """
 
@@ -92,14 +92,15 @@ def test_workers_that_help_each_other_leave_what_they_keep(sixteen_processors):
 
 
 _GROWTH = """
-import resource, sys, torch
+import re, sys, torch
 from wnfused.backends import native
 assert native.unavailable() is None
 c = 256
 x = torch.randn(1, c, 8, 16, 16).contiguous(memory_format=torch.channels_last_3d)
 v, g, bias = torch.randn(c, c, 3, 3, 3), torch.ones(c), torch.zeros(c)
 torch.set_num_threads(int(sys.argv[1]))
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # of this process alone: ru_maxrss begins with its parent's
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 before = peak()
 torch.ops.wnfused_native.conv(x, v, g, bias, None, [1] * 3, [1] * 3, [1] * 3, 1, 0, 0.0)
 print((peak() - before) * 1024)
@@ -122,4 +123,4 @@ def test_banks_do_not_grow_with_the_workers(sixteen_processors):
         return int(done.stdout)
 
     bank = 3 * 16 * 256 * 256 * 4  # bytes, by F(2x2, 3x3) of three levels
-    assert growth(12) < growth(1) + bank
+    assert growth(12) < growth(1) + 8 * bank  # one each would be 11 more

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,14 +11,14 @@ import torch
 def positive(**values: int) -> None:
     """Each an int of at least 1."""
     for name, value in values.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: {value!r} must be an int of at least 1")
 
 
 def from_0(**values: int) -> None:
     """Each an int of at least 0."""
     for name, value in values.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name}: {value!r} must be an int of at least 0")
 
 

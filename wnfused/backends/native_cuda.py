@@ -156,13 +156,17 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
 def _memory_errors() -> Iterator[None]:
     """Running out of memory inside an op is torch's own error: no C++ library can throw that type.
 
-    Before torch 2.13 all that is known is the call that failed; one that makes a tensor fails for nothing else.
+    Before torch 2.13 all that is known is the call that failed. One that makes a tensor fails for that, or for what an
+    earlier kernel did, which the device then says itself.
     """
     try:
         yield
     except RuntimeError as error:
         said = str(error)
-        if "out of memory" in said or re.search(r"empty.* failed at ", said):
+        unnamed = re.search(r"empty.* failed at ", said)
+        if unnamed:
+            torch.cuda.synchronize()
+        if unnamed or "out of memory" in said:
             raise torch.OutOfMemoryError(said) from error
         raise
 

@@ -28,9 +28,9 @@ def checked_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     total = loss(outputs, targets)
     if not isinstance(total, Tensor):
         raise TypeError(f"loss: must return a Tensor, not {type(total).__name__}")
-    if total.dim() != 0:
+    if total.numel() != 1:
         raise ValueError(f"loss: must return the sum over the samples, not a tensor of shape {list(total.shape)}")
-    return total
+    return total.reshape(())
 
 
 def check_logits(outputs: Any) -> None:

@@ -152,20 +152,21 @@ def hessian_norm(
 def _by_the_formula(model: nn.Module) -> Iterator[None]:
     """While this holds, torch's two weight norms compute ``v g / ||v||`` by operations that have right second
     derivatives; those of torch's own are wrong."""
-    steps = [module for module in model.modules() if isinstance(module, _WeightNorm)]
-    hooks = [h for module in model.modules() for h in module._forward_pre_hooks.values() if isinstance(h, WeightNorm)]
-    # Attributes of an instance hide the methods of its class.
-    for step in steps:
-        step.__dict__["forward"] = functools.partial(_normalised, dim=step.dim)
-    for hook in hooks:
-        hook.__dict__["compute_weight"] = functools.partial(_hooked_weight, hook)
+    # Attributes of an instance hide the methods of its class. Copies of a module share its hooks.
+    hidden: dict[int, tuple[dict[str, Any], str]] = {}
+    for module in model.modules():
+        if isinstance(module, _WeightNorm) and "forward" not in module.__dict__:
+            hidden[id(module)] = module.__dict__, "forward"
+            module.__dict__["forward"] = functools.partial(_normalised, dim=module.dim)
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm) and id(hook) not in hidden:
+                hidden[id(hook)] = hook.__dict__, "compute_weight"
+                hook.__dict__["compute_weight"] = functools.partial(_hooked_weight, hook)
     try:
         yield
     finally:
-        for step in steps:
-            del step.__dict__["forward"]
-        for hook in hooks:
-            del hook.__dict__["compute_weight"]
+        for attributes, name in hidden.values():
+            del attributes[name]
 
 
 def _normalised(g: Tensor, v: Tensor, dim: int) -> Tensor:

@@ -231,7 +231,8 @@ def _absorb(block: ResidualBlock, found: dict[fx.Node, list[ResidualBlock]]) -> 
     """Take what was found to be a block with layers in its shortcut, but is a sum inside this branch, into it."""
     for node in block.branch:
         inside = found.get(node, [])
-        if inside and all(inner.fork is block.fork and inner.shortcut for inner in inside):
+        # A shortcut has fewer layers than its branch.
+        if inside and all(inner.fork is block.fork and len(inner.shortcut) == len(inner.layers) for inner in inside):
             for inner in found.pop(node):
                 block.beside += [n for n in (*inner.layers, *inner.shortcut, *inner.beside) if n not in block.layers]
 
@@ -253,6 +254,8 @@ def _side_by_side(graph: Graph, node: fx.Node, summands: list[fx.Node]) -> list[
         usable = blocks and (not blocks[0].shortcut or len(blocks) == len(summands) - 1)
         if usable and (not best or len(blocks[0].shortcut) < len(best[0].shortcut)):
             best = blocks
+        if best and not best[0].shortcut:
+            break
     return best
 
 

@@ -117,25 +117,13 @@ class WeightNormalised(nn.Module):
         check_dtype(dtype)
         self.__dict__.update(activation=activation, negative_slope=negative_slope, gamma=gamma, init=init, dim=dim)
 
-    def _effective_weight(self) -> Tensor:
-        """Inside ``wnfused.frozen`` computed once: models read ``layer.weight.dtype`` on every call."""
-        if torch.compiler.is_compiling() or not self._runs_frozen(self.weight_v):
-            return functional.weight_norm(self.weight_v, self.weight_g, self.dim)
-        kept: dict[str, Any] = self._frozen.__dict__
-        weight, version = kept.get("weight_read", (None, 0))
-        if weight is None or weight._version != version:  # a write raises, but has been done to this tensor
-            with torch.no_grad():
-                weight = functional.weight_norm(self.weight_v, self.weight_g, self.dim)
-            kept["weight_read"] = weight, weight._version
-        return weight
-
     @property
     def weight(self) -> Tensor:
         """The effective weight ``w``; writing to it sets ``v <- w``, ``g <- ||w||``. ``forward`` does not use it."""
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-            return EffectiveWeight.of(self, self._effective_weight())
+            return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
         with torch.inference_mode(False), torch.no_grad():  # torch counts no writes to a tensor made in that mode
-            return EffectiveWeight.of(self, self._effective_weight())
+            return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
 
     @weight.setter
     def weight(self, value: Tensor) -> None:

@@ -145,7 +145,8 @@ def retract_(
     Raises:
         TypeError: ``model`` is not a module, ``gain`` not a number or ``filter`` not a function.
         ValueError: an unknown method; a gain that is not finite; a lazy layer without a shape; a weight that something
-            else computes, or normalised over other rows; NaN or inf in a weight. Nothing has been changed then.
+            else computes, or normalised over other rows; NaN or inf in a weight. Nothing has been changed then: all new
+            weights are there before the first is written.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
