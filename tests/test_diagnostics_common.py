@@ -148,6 +148,7 @@ def test_one_tensor_is_not_several_parameters() -> None:
 def test_a_picture_of_no_station(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     orthogonality(nn.Sequential(nn.ReLU()), torch.ones(2, 4)).save(tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
 
 
 TARGETS = torch.tensor([0, 1, 2, 0])
@@ -245,5 +246,7 @@ def test_pictures_of_zeros_and_of_nothing(tmp_path: Path) -> None:
     for p in model.parameters():
         p.zero_()
     for measure in (layer_norms, layer_jacobians, jacobian_spectrum, jacobian_growth):
-        measure(model, x).save(tmp_path / "zeros.png")
-    jacobian_growth(nn.ReLU(), x)
+        picture = tmp_path / f"{measure.__name__}.png"
+        measure(model, x).save(picture)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert jacobian_growth(nn.ReLU(), x).names == ()

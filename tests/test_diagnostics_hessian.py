@@ -218,6 +218,7 @@ def test_picture_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("estimates", [[math.nan], [1.0, math.inf], [0.0]])
 def test_pictures_of_what_no_logarithm_shows(tmp_path: Path, estimates: list[float]) -> None:
     HessianNorm(estimates[-1], 0.0, 0.0, False, np.array(estimates), 4, 5).save(tmp_path / "hessian.png")
+    assert (tmp_path / "hessian.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

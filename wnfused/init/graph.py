@@ -248,9 +248,9 @@ def _side_by_side(graph: Graph, node: fx.Node, summands: list[fx.Node]) -> list[
             if paths is None:
                 continue
             fork, branch = paths[0][-1], paths[0][:-1]
-            layers, beside = ([n for n in path[:-1] if graph.is_layer(n)] for path in paths)
+            layers, skipped = ([n for n in path[:-1] if graph.is_layer(n)] for path in paths)
             if layers and (not blocks or fork is blocks[0].fork):
-                blocks.append(ResidualBlock(node, fork, branch, layers, beside))
+                blocks.append(ResidualBlock(node, fork, branch, layers, skipped))
         usable = blocks and (not blocks[0].shortcut or len(blocks) == len(summands) - 1)
         if usable and (not best or len(blocks[0].shortcut) < len(best[0].shortcut)):
             best = blocks
