@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from bench import deep, gate, initialisation, models, peers
+from bench import deep, flat, gate, initialisation, models, peers
 from bench.ceiling import ceiling
 from bench.measure import Runner, interleave
 from bench.moment import moments
 from bench.result import Result
-from bench.workloads import DIGITS, EPOCH, FORWARD, DeepStep, Network, Orthogonal, Workload
+from bench.workloads import DIGITS, EPOCH, FORWARD, DeepStep, Depths, Network, Orthogonal, Workload
 
 
 def run(workload: Workload, budget: float, device: str = "cpu") -> Iterator[Result]:
@@ -21,6 +21,8 @@ def run(workload: Workload, budget: float, device: str = "cpu") -> Iterator[Resu
         yield from initialisation.run(workload, budget)
     elif isinstance(workload, DeepStep):
         yield from deep.run(workload, budget)
+    elif isinstance(workload, Depths):
+        yield from flat.run(workload, budget)
     else:
         yield from _run_module(workload, budget, device)
 

@@ -68,6 +68,10 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    def over(self, divisor: float) -> Spread:
+        """The spread of values that are so many times smaller."""
+        return Spread(self.median / divisor, self.low / divisor, self.high / divisor)
+
     def uncertainty(self, count: int) -> float:
         """Half the 95% confidence interval of the median of ``count`` values, relative to it (McGill et al. 1978)."""
         return 1.57 * (self.high - self.low) / math.sqrt(count) / self.median
@@ -82,6 +86,7 @@ def interleave(
     clock: Callable[[], float] = time.perf_counter,
     min_rounds: int = MIN_ROUNDS,
     max_rounds: int = MAX_ROUNDS,
+    sample_seconds: float = SAMPLE_SECONDS,
 ) -> Samples:
     """Times all runners round by round.
 
@@ -91,8 +96,9 @@ def interleave(
         budget: seconds after which no further round begins, once ``min_rounds`` are done.
         beside: measured once a round too, such as the machine's peak.
         clock: seconds, monotonic.
+        sample_seconds: a call is repeated until a sample lasts as long.
     """
-    repeats = {runner.name: _repeats(runner, clock) for runner in runners}
+    repeats = {runner.name: _repeats(runner, clock, sample_seconds) for runner in runners}
     samples = Samples({runner.name: [] for runner in runners})
     collecting = gc.isenabled()
     gc.collect()
@@ -132,11 +138,11 @@ def _time(runner: Runner, repeats: int, clock: Callable[[], float]) -> float:
         return (clock() - start) / repeats
 
 
-def _repeats(runner: Runner, clock: Callable[[], float]) -> int:
+def _repeats(runner: Runner, clock: Callable[[], float], sample_seconds: float) -> int:
     """How many calls make a sample; the calls that find out warm the caches up."""
     _time(runner, 1, clock)
     once = _time(runner, 1, clock)
-    return max(1, min(MAX_REPEATS, math.ceil(SAMPLE_SECONDS / once))) if once > 0 else MAX_REPEATS
+    return max(1, min(MAX_REPEATS, math.ceil(sample_seconds / once))) if once > 0 else MAX_REPEATS
 
 
 def _precise(samples: Samples, base: str) -> bool:

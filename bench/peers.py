@@ -104,6 +104,7 @@ PEERS: dict[str, Peer] = {
     **_on_cuda(),
     "batched": Peer("init", "wnfused.init.orthogonal_batched"),
     "loop": Peer("init", "a loop of nn.init.orthogonal_"),
+    "flat": Peer("ours", "as many layers at the cost of one in WRN-1000"),
 }
 
 

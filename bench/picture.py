@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.flat import FLAT
 from bench.measure import Spread
 from bench.report import PASSES
 from bench.result import Result
@@ -103,32 +104,40 @@ def _ratio_axis(axis: Any, lowest: float, highest: float) -> None:
 
 
 def cost_per_layer(results: Sequence[Result], facts: dict[str, Any], folder: Path) -> list[Path]:
-    """``cost_per_layer.png``: forward and backward of a network divided by its depth. Needs two depths at least."""
+    """``cost_per_layer.png``: forward and backward of a network divided by its depth. Needs two depths at least.
+
+    Ours are the networks that took turns (group ``flat``) where the run has them.
+    """
     from matplotlib.figure import Figure
 
-    depths = {w.name: w.depth for w in WORKLOADS if isinstance(w, Network) and w.group in ("depth", "deep")}
-    points = [r for r in results if r.group in ("depth", "deep") and r.pass_name == BACKWARD and r.base]
-    if len(points) < 2:
+    networks = {(w.group, w.name): w for whole in WORKLOADS for w in whole.parts() if isinstance(w, Network)}
+    groups = ("depth", "deep", "flat")
+    points = [r for r in results if r.group in groups and r.pass_name == BACKWARD and r.base]
+    lines: dict[tuple[str, int], dict[int, Spread]] = {}
+    for result in points:
+        network = networks[result.group, result.workload]
+        for peer, spread in result.seconds.items():
+            if peer != FLAT:
+                lines.setdefault((peer, network.batch), {})[network.depth] = spread.over(network.depth * 1e-6)
+    depths = sorted({depth for line in lines.values() for depth in line})
+    if len(depths) < 2:
         return []
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axis = figure.subplots()
-    for peer in dict.fromkeys(name for r in points for name in r.seconds):
-        ours = any(r.base == peer for r in points)
-        line = [(depths[r.workload], r.seconds[peer]) for r in points if peer in r.seconds]
-        x = [depth for depth, _ in line]
-        y = [spread.median / depth * 1e6 for depth, spread in line]
-        spans = [[(s.median - s.low) / d * 1e6 for d, s in line], [(s.high - s.median) / d * 1e6 for d, s in line]]
-        colour = "#2b8a3e" if ours else COLOURS.get(peer, "#495057")
-        title = f"ours ({peer})" if ours else peer
-        axis.errorbar(x, y, yerr=spans, marker="o", capsize=3, color=colour, label=title)
+    bases = {result.base for result in points}
+    for (peer, batch), line in lines.items():
+        x, spreads = list(line), list(line.values())
+        spans = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
+        colour = ("#2b8a3e" if batch == 1 else "#8ce99a") if peer in bases else COLOURS.get(peer, "#495057")
+        label = f"{f'ours ({peer})' if peer in bases else peer}, batch {batch}"
+        axis.errorbar(x, [s.median for s in spreads], yerr=spans, marker="o", capsize=3, color=colour, label=label)
     axis.set_xscale("log")
-    shown = sorted({depths[r.workload] for r in points})
-    axis.set_xticks(shown, [f"{depth:,}" for depth in shown])
+    axis.set_xticks(depths, [f"{depth:,}" for depth in depths])
     axis.minorticks_off()
     axis.set_ylim(0)
     axis.set_xlabel("layers")
     axis.set_ylabel("forward + backward, microseconds a layer")
-    axis.set_title(f"WRN of width 1, 32x32, batch 1 ({facts['cpu']}, {facts['threads']} threads)", fontsize=9)
+    axis.set_title(f"WRN of width 1, 32x32 ({facts['cpu']}, {facts['threads']} threads)", fontsize=9)
     axis.grid(color="#dee2e6", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)

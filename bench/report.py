@@ -60,7 +60,7 @@ class _Column:
 _BESIDE = (
     _Column(
         "a layer",
-        lambda result: result.group in ("depth", "deep"),
+        lambda result: result.group in ("depth", "deep", "flat"),
         lambda result: result.layers and duration(result.seconds[result.base].median / result.layers),
     ),
     _Column(
@@ -202,5 +202,6 @@ def merged(folder: Path, facts: dict[str, Any], results: Sequence[Result]) -> li
         if before[name] != facts[name]:
             raise ValueError(f"--add: {folder} was measured with {name} {before[name]!r}, this is {facts[name]!r}")
     by_key = {result.key: result for result in (*saved, *results)}
-    order = {(w.group, w.name, p): i for i, (w, p) in enumerate((w, p) for w in WORKLOADS for p in w.passes)}
+    keys = ((one.group, one.name, name) for w in WORKLOADS for one in w.parts() for name in one.passes)
+    order = {key: number for number, key in enumerate(keys)}
     return sorted(by_key.values(), key=lambda result: order.get(result.key, len(order)))

@@ -35,6 +35,10 @@ class Workload:
     channels_last: bool = False
     quick: bool = False
 
+    def parts(self) -> tuple[Workload, ...]:
+        """Those that have results of their own."""
+        return (self,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearLayer(Workload):
@@ -109,6 +113,18 @@ class Converted(Workload):
 @dataclass(frozen=True, kw_only=True)
 class DeepStep(Network):
     """A WRN too large to stand beside its peers: each in a process of its own, with its peak memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depths(Workload):
+    """WRNs of several depths beside each other in one process."""
+
+    depths: tuple[int, ...]
+    batch: int
+
+    def parts(self) -> tuple[Network, ...]:
+        shared = {"group": self.group, "batch": self.batch, "passes": self.passes, "ours": self.ours, "peers": ()}
+        return tuple(Network(name=f"WRN-{n}, batch {self.batch}", depth=n, **shared) for n in self.depths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,6 +408,20 @@ def _depth() -> list[Workload]:
     ]
 
 
+def _flat() -> list[Workload]:
+    return [
+        Depths(
+            group="flat",
+            name=f"all depths, batch {batch}",
+            depths=(100, 304, 1000, 3004, 10000),
+            batch=batch,
+            passes=(BACKWARD,),
+            peers=(),
+        )
+        for batch in (1, 8)
+    ]
+
+
 def _init() -> list[Workload]:
     return [
         Orthogonal(
@@ -427,6 +457,7 @@ WORKLOADS: tuple[Workload, ...] = (
         passes=(BACKWARD, "SGD", STEP),
         peers=("eager",),
     ),
+    *_flat(),
     *_init(),
 )
 

@@ -21,7 +21,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench is part of
 
 import wnfused
 from bench import __main__ as command
-from bench import cases, deep, gate, gpu_workloads, initialisation, models, parameters, peers, report, workloads
+from bench import (
+    cases,
+    deep,
+    flat,
+    gate,
+    gpu_workloads,
+    initialisation,
+    models,
+    parameters,
+    peers,
+    picture,
+    report,
+    workloads,
+)
 from bench.busy import busy
 from bench.ceiling import ceiling
 from bench.measure import Runner, Samples, Spread, interleave
@@ -32,6 +45,7 @@ from wnfused.backends import native
 LAYER = workloads.LinearLayer(group="linear", name="tiny", features=8, batch=4, peers=("eager", "plain"))
 CONV = workloads.ConvLayer(group="conv3x3", name="tiny", channels=4, kernel=3, size=5, batch=2, channels_last=True)
 STAGE = workloads.Stage(group="stage", name="tiny", channels=4, size=4, batch=2, blocks=3)
+LARGE = ("deep", "flat")  # groups of 10,000 layers
 NETWORK = workloads.Network(group="network", name="tiny", depth=16, size=8, batch=2)
 
 
@@ -244,6 +258,52 @@ def test_a_line_crosses_between_cores_in_a_moment():
     assert math.isnan(seconds) or 1e-9 < seconds < 1e-3
 
 
+def test_depths_take_turns_and_are_compared_by_the_layer(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(flat, "TYPICAL", 16)
+    monkeypatch.setattr(flat, "SAMPLE_SECONDS", 0.0)
+    whole = workloads.Depths(group="flat", name="tiny", depths=(10, 16), batch=2, passes=(workloads.BACKWARD,))
+    shallow, typical = cases.run(whole, 0.0)
+    assert (shallow.workload, typical.workload) == ("WRN-10, batch 2", "WRN-16, batch 2")
+    assert (shallow.layers, typical.layers) == (10, 16)
+    assert shallow.errors
+    assert typical.errors
+    assert set(typical.seconds) == {shallow.base}
+    assert shallow.seconds["flat"].median == pytest.approx(typical.seconds[typical.base].median * 10 / 16)
+    assert shallow.rounds == typical.rounds >= 5
+    assert report.table([shallow, typical])[0][2:6] == ["ours", "backend", "flat / ours", "a layer"]
+
+
+def test_depths_whose_network_is_wrong_have_no_numbers(monkeypatch) -> None:
+    monkeypatch.setattr(flat, "TYPICAL", 16)
+    check = gate.check
+    monkeypatch.setattr(gate, "check", lambda module, forward, problem, *rest: check(
+        module, (lambda x: forward(x) * 1.1) if problem.workload.depth == 10 else forward, problem, *rest))  # fmt: skip
+    whole = workloads.Depths(group="flat", name="tiny", depths=(10, 16), batch=2, passes=(workloads.BACKWARD,))
+    wrong, right = cases.run(whole, 0.0)
+    assert wrong.failed
+    assert not wrong.seconds
+    assert right.seconds
+
+
+def test_the_cost_of_a_layer_is_drawn_by_peer_and_batch(tmp_path) -> None:
+    spread = Spread(2.0, 1.0, 3.0)
+    results = [
+        Result(group, f"WRN-{depth}, batch {batch}", workloads.BACKWARD, base="native", rounds=5, seconds=seconds)
+        for group, batch, seconds in (
+            ("depth", 1, {"native": spread, "eager": spread}),
+            ("flat", 8, {"native": spread, "flat": spread}),
+        )
+        for depth in (100, 1000)
+    ]
+    facts = {"cpu": "a processor", "threads": 2}
+    (drawn,) = picture.cost_per_layer(results, facts, tmp_path)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (less,) = picture.cost_per_layer(results[:2], facts, alone)
+    assert drawn.read_bytes() != less.read_bytes()
+    assert not picture.cost_per_layer(results[:1], facts, tmp_path)
+
+
 # ----------------------------------------------------------------------------------------------------- command
 
 
@@ -332,10 +392,10 @@ def test_wrong_arguments_are_named_in_one_line(arguments, says, capsys):
 
 
 def test_every_workload_names_known_peers_and_is_named_once():
-    names = [(w.group, w.name) for w in workloads.WORKLOADS]
+    names = [(part.group, part.name) for w in workloads.WORKLOADS for part in w.parts()]
     assert len(set(names)) == len(names)
     assert all(name in peers.PEERS for w in workloads.WORKLOADS for name in (*w.ours, *w.peers))
-    assert all(any(w.quick for w in workloads.WORKLOADS if w.group == g) for g in workloads.GROUPS if g != "deep")
+    assert all(any(w.quick for w in workloads.WORKLOADS if w.group == g) for g in workloads.GROUPS if g not in LARGE)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(1.234, "1.23 s"), (0.01234, "12.3 ms"), (123.4e-6, "123 us")])
