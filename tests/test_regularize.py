@@ -317,6 +317,15 @@ def test_srip_of_a_model_is_seeded():
     assert values[0] == values[1] > 0
 
 
+@pytest.mark.parametrize("wide_first", [False, True])
+def test_the_loss_of_layers_of_several_dtypes_is_summed_in_the_widest(wide_first):
+    narrow, wide = WNLinear(6, 6), WNLinear(8, 8, dtype=torch.float64)
+    loss = Regularizer(strength=1.0).loss(nn.Sequential(*((wide, narrow) if wide_first else (narrow, wide))))
+    assert loss.dtype == torch.float64
+    parts = [Regularizer(strength=1.0).loss(layer).double() for layer in (narrow, wide)]
+    torch.testing.assert_close(loss, sum(parts), rtol=1e-12, atol=0)
+
+
 def test_gains_are_kept_or_left_free():
     """A network with gain sqrt(2) everywhere: soft pulls it down, gain-adjusted holds it, directions do not see it."""
     model = nn.Sequential(*(WNLinear(12, 12, activation="relu") for _ in range(3)))

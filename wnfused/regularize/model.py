@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -78,13 +79,15 @@ class Regularizer:
         self.__dict__.update(state, _initial=WeakKeyDictionary())
 
     def loss(self, model: nn.Module) -> Tensor:
-        """``strength`` times the sum of all penalties: a scalar with its graph to the parameters.
+        """``strength`` times the sum of all penalties: a scalar with its graph to the parameters, on the first layer's
+        device, in the widest dtype of all.
 
         Raises:
             ValueError: the model has no layer to regularise, or a lazy one without a shape.
         """
         values = [self._values(layers).sum() for layers in self._layers(model)]
-        total: Tensor = torch.stack([v.to(values[0].device, values[0].dtype) for v in values]).sum()
+        dtype = reduce(torch.promote_types, (value.dtype for value in values))
+        total: Tensor = torch.stack([value.to(values[0].device, dtype) for value in values]).sum()
         return self.strength * total
 
     @torch.no_grad()
