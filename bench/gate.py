@@ -112,10 +112,6 @@ class Problem:
             self._truths[takes_loss] = Truth.of(self, takes_loss)
         return self._truths[takes_loss]
 
-    def forget(self) -> None:
-        """Lets go of what float64 made; a later check computes it anew."""
-        self._truths.clear()
-
     def differentiated(self, y: Tensor, takes_loss: bool) -> Tensor:
         """The number whose gradients are taken."""
         if takes_loss:
