@@ -16,7 +16,7 @@ LEVELS = (
     {"dispatch"},
     {"ops", "functional"},
     {"nn", "init"},
-    {"_surgery", "_tracing", "convert", "fold", "frozen", "checkpoints", "parameter_groups", "models"},
+    {"_surgery", "_tracing", "convert", "fold", "frozen", "checkpoints", "parameter_groups", "memory", "models"},
     {"diagnostics", "regularize"},
     {"train"},
     {"information", "cli"},

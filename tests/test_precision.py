@@ -139,13 +139,27 @@ def test_gradients_by_grad_vmap_and_jvp(name):
     torch.testing.assert_close(along, sum((expected[n] * tangents[n]).sum() for n in parameters))
 
 
-def test_an_ensemble_runs_as_one():
-    models = [nn.Sequential(WNLinear(4, 6, activation="relu"), WNLinear(6, 2)) for _ in range(3)]
+_ENSEMBLES = {
+    "linear": (lambda: nn.Sequential(WNLinear(4, 6, activation="relu"), WNLinear(6, 2)), (5, 4)),
+    "channels_last": (lambda: WNConv2d(4, 6, 3).to(memory_format=torch.channels_last), (2, 4, 9, 9)),
+    "channels_last_3d": (lambda: WNConv3d(4, 6, 3).to(memory_format=torch.channels_last_3d), (2, 4, 5, 5, 5)),
+    "stage": (lambda: WNResidualStage(4, 6, 2, 2).to(memory_format=torch.channels_last), (2, 4, 9, 9)),
+}
+
+
+@pytest.mark.parametrize("kind", _ENSEMBLES)
+def test_an_ensemble_runs_as_one(kind):
+    build, shape = _ENSEMBLES[kind]
+    models = [build() for _ in range(3)]
     parameters, buffers = stack_module_state(models)
-    x = torch.randn(5, 4)
+    x = torch.randn(shape)
     found = vmap(lambda p, b: functional_call(models[0], (p, b), (x,)))(parameters, buffers)
-    for y, model in zip(found, models, strict=True):
+    gradients = vmap(grad(lambda p, b: functional_call(models[0], (p, b), (x,)).square().sum()))(parameters, buffers)
+    for i, (y, model) in enumerate(zip(found, models, strict=True)):
         torch.testing.assert_close(y, model(x))
+        model(x).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name][i], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_hessians_forward_over_reverse_and_back():

@@ -348,6 +348,60 @@ def test_fork_after_use(call):
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_kept_for_the_next_step_until_it_is_given_back():
+    script = """
+        import resource, torch, wnfused
+        assert wnfused.backend_status()["native"] is None
+        stage = wnfused.WNResidualStage(16, 16, 128)
+        x = torch.randn(8, 16, 32, 32)
+
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+        def step():
+            stage.zero_grad()
+            stage(x).sum().backward()
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            step()
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        maps = 128 * 2 * x.nbytes
+        before = resident()
+        step()
+        assert resident() > before + maps // 2
+        step()
+        assert faults() < 1000  # of maps // 4096 small pages, or a 512th of that large ones and all the rest
+        y = stage(x).sum()
+        wnfused.empty_cache()  # what is in use stays in use
+        y.backward()
+        wnfused.empty_cache()
+        assert resident() < before + maps // 2
+        step()
+        assert all(p.grad.isfinite().all() for p in stage.parameters())
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")
+def test_what_is_kept_is_given_up_where_memory_runs_out():
+    script = """
+        import resource, torch
+        from wnfused.backends import native
+        assert native.unavailable() is None
+        stage = torch.ops.wnfused_native.residual_stage
+        v, g = torch.randn(64, 2, 16, 16, 3, 3), torch.rand(64, 2, 16)
+        images = [torch.randn(n, 16, 32, 32) for n in (48, 56)]
+        stage(images[0], v, g, g, 0.5, 0, True)  # 384 MB are kept, too few for the others' 448
+        in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 256 * 2**20, resource.RLIM_INFINITY))
+        stage(images[1], v, g, g, 0.5, 0, True)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")
 def test_out_of_memory_raises_and_leaves_a_working_stage():
     script = """

@@ -10,6 +10,7 @@ wnfused.convert, wnfused.fold                    in from torch's weight norm, ou
 wnfused.state_dict_to_torch, ..._from_torch      checkpoints in torch's forms
 wnfused.param_groups                             weights that an optimiser decays, gains and biases that it does not
 wnfused.use_backend, wnfused.backend_status      which kernels run, and why
+wnfused.empty_cache                              gives back CPU memory that is kept for the next step
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,7 @@ from wnfused.convert import convert
 from wnfused.dispatch import BackendUnavailableError, BackendWarning, backend_status, use_backend
 from wnfused.fold import fold
 from wnfused.frozen import frozen
+from wnfused.memory import empty_cache
 from wnfused.nn import (
     WNConv1d,
     WNConv2d,
@@ -53,6 +55,7 @@ __all__ = [
     "__version__",
     "backend_status",
     "convert",
+    "empty_cache",
     "fold",
     "frozen",
     "functional",

@@ -35,10 +35,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def kept_format(t: Tensor) -> torch.memory_format:
-    """The memory format that an op keeps from ``t``: channels_last in two or three dims; all else is contiguous."""
+    """The memory format that an op keeps from ``t``: channels_last in two or three dims; all else is contiguous.
+
+    Inside a transform of ``torch.func`` it is not asked for: a sample of ``vmap`` has none of its own.
+    """
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     format = formats.get(t.dim(), torch.contiguous_format)
-    kept = not t.is_contiguous() and t.is_contiguous(memory_format=format)
+    if t.is_contiguous() or torch._C._are_functorch_transforms_active():
+        return torch.contiguous_format
+    kept = t.is_contiguous(memory_format=format)
     return format if kept else torch.contiguous_format
 
 

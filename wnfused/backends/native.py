@@ -93,6 +93,8 @@ for _schema in (
     "cpu_isa() -> str",
     "cpu_isas() -> str",
     "set_cpu_isa(str name) -> ()",
+    # Gives back the memory that is kept for the next call.
+    "release_cpu_memory() -> ()",
     # Whether the kernels' memory reads as NaN until it is written, for tests.
     "set_cpu_poison(bool on) -> ()",
     # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.

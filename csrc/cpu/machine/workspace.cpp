@@ -1,5 +1,6 @@
-// Ops, for tests:
-//   set_cpu_poison(bool on) -> ()  whether memory reads as NaN until it is written
+// Ops:
+//   release_cpu_memory() -> ()     gives back what is kept for the next call
+//   set_cpu_poison(bool on) -> ()  whether memory reads as NaN until it is written, for tests
 #include "cpu/machine/workspace.h"
 
 #include <torch/csrc/stable/library.h>
@@ -9,11 +10,15 @@
 #include <sys/mman.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
+
+#include "cpu/machine/memory_size.h"
 
 namespace wnfused::cpu {
 namespace {
@@ -41,8 +46,18 @@ void prefer_huge_pages(const Tensor& tensor) {
 #endif
 }
 
+void release_cpu_memory();
+
 Tensor empty_floats(int64_t floats) {
-  Tensor buffer = torch::stable::empty({floats}, ScalarType::Float);
+  const auto empty = [&] { return torch::stable::empty({floats}, ScalarType::Float); };
+  Tensor buffer = [&] {
+    try {
+      return empty();
+    } catch (const std::exception&) {
+      release_cpu_memory();
+      return empty();
+    }
+  }();
   prefer_huge_pages(buffer);
   return buffer;
 }
@@ -52,7 +67,8 @@ Tensor empty_floats(int64_t floats) {
 template <int kSlots>
 class Shelf {
  public:
-  explicit constexpr Shelf(int64_t kept_floats) : kept_floats_(kept_floats) {}
+  // kept_floats: how many it keeps at most, asked when the first buffer comes.
+  explicit constexpr Shelf(int64_t (*kept_floats)()) : kept_floats_(kept_floats) {}
 
   // The smallest buffer of at least `floats` and at most `most`, else null.
   Tensor* take(int64_t floats, int64_t most) {
@@ -77,15 +93,19 @@ class Shelf {
   // Keeps the buffer in an empty slot, else in the place of smaller ones, the smallest first, as long as the sum of all
   // stays in bounds.
   void put(std::unique_ptr<Tensor> buffer) {
-    const int64_t size = buffer->numel();
-    if (size > kept_floats_) return;
+    const int64_t size = buffer->numel(), kept = kept_floats_();
+    if (size > kept) return;
     for (int attempt = 0; attempt <= kSlots; ++attempt) {
-      if (floats_.fetch_add(size) + size <= kept_floats_)
+      if (floats_.fetch_add(size) + size <= kept)
         for (Slot& slot : slots_)
           if (slot.fill(buffer)) return;
       floats_.fetch_sub(size);
       if (!drop_smallest(size)) return;
     }
+  }
+
+  void clear() {
+    for (Slot& slot : slots_) slot.empty(floats_);
   }
 
  private:
@@ -123,13 +143,20 @@ class Shelf {
     return smallest && smallest->empty(floats_) != nullptr;
   }
 
-  int64_t kept_floats_;
+  int64_t (*kept_floats_)();
   std::atomic<int64_t> floats_{0};
   Slot slots_[kSlots];
 };
 
-Shelf<6> workspaces(int64_t{1} << 25);  // 128 MB
-Shelf<64> tensors(int64_t{1} << 28);    // 1 GB
+// What a step of a deep network frees it takes again in the next one, and as much as that the process has had at once: a
+// quarter of the memory there is, but at least 1 GB.
+int64_t kept_tensor_floats() {
+  constexpr int64_t kLeast = int64_t{1} << 28;
+  return std::max(kLeast, memory_size() / 4 / static_cast<int64_t>(sizeof(float)));
+}
+
+Shelf<6> workspaces([] { return int64_t{1} << 25; });  // 128 MB
+Shelf<64> tensors(kept_tensor_floats);
 
 constexpr int64_t kLargeTensor = int64_t{1} << 18;  // floats; smaller ones the allocator itself recycles
 
@@ -154,6 +181,11 @@ std::atomic<Slab*> filling{nullptr};
 std::atomic<bool> poisoning{false};
 
 void set_cpu_poison(bool on) { poisoning.store(on); }
+
+void release_cpu_memory() {
+  workspaces.clear();
+  tensors.clear();
+}
 
 float* aligned(const Tensor& buffer) {
   const auto address = reinterpret_cast<uintptr_t>(buffer.mutable_data_ptr());
@@ -227,5 +259,6 @@ Tensor lasting_floats(int64_t floats) {
 }  // namespace wnfused::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("release_cpu_memory", TORCH_BOX(&wnfused::cpu::release_cpu_memory));
   m.impl("set_cpu_poison", TORCH_BOX(&wnfused::cpu::set_cpu_poison));
 }

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import importlib.metadata
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,9 +32,14 @@ def unavailable() -> str | None:
         return "the package triton is not installed"
     if tuple(int(part) for part in version.split(".")[:2]) < LEAST_TRITON:
         return f"it needs triton 3.6 or newer, and {version} is installed"
-    if not interpreted() and not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not _may_interpret():
         return "there is no CUDA device"
     return None
+
+
+def _may_interpret() -> bool:
+    """``interpreted()``, but triton is not imported to be told no: it takes 75 MB."""
+    return ("triton" in sys.modules or "TRITON_INTERPRET" in os.environ) and interpreted()
 
 
 @functools.cache
