@@ -328,6 +328,22 @@ def test_outputs_have_the_range_of_an_un_normalised_layer(isa, rows, x_size, v_s
 # What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding; transposed ones
 # in float32 with a stride and a dilation.
 MISLEADING = {
+    "outputs of a group": (
+        lambda: wnfused.WNConv2d(96, 288, 5, (1, 5), 2, groups=96),
+        (8, 96, 3, 3),
+        torch.bfloat16,
+    ),
+    "a thin volume": (
+        lambda: wnfused.WNConv3d(5, 80, (7, 7, 2), 1, (6, 7, 1), groups=5),
+        (1, 5, 1, 14, 3),
+        torch.bfloat16,
+    ),
+    "one voxel": (lambda: wnfused.WNConv3d(24, 24, (1, 5, 3), 1, "same", groups=24), (4, 24, 1, 1, 1), torch.bfloat16),
+    "transposed from a voxel": (
+        lambda: wnfused.WNConvTranspose3d(48, 16, (3, 9, 3), 3, (1, 4, 1), groups=16),
+        (5, 48, 1, 1, 1),
+        torch.bfloat16,
+    ),
     "one pixel": (lambda: wnfused.WNConv2d(16, 32, 3, 2, 1), (2, 16, 1, 1), torch.bfloat16),
     "a column": (lambda: wnfused.WNConv2d(16, 32, 3, 2, 1), (2, 16, 8, 1), torch.bfloat16),
     "one sample": (lambda: wnfused.WNConv1d(16, 1, 5, 2, 3), (2, 16, 1), torch.bfloat16),
@@ -351,19 +367,24 @@ MISLEADING = {
 
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
 @pytest.mark.parametrize("name", MISLEADING)
-def test_gradients_that_the_vendor_gets_wrong(name, backend, create_graph):
+def test_what_the_vendor_gets_wrong(name, last, backend, create_graph):
     make, shape, dtype = MISLEADING[name]
     layer, x = make().to(dtype), torch.randn(shape).to(dtype)
+    if last and x.dim() > 3:
+        x = x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
     exact = copy.deepcopy(layer).double()
+    x64 = x.double().requires_grad_()
+    x.requires_grad_()
     for _ in range(5):  # of memory that nobody wrote
         with wnfused.use_backend(backend):
             y = layer(x)
-            found = torch.autograd.grad(y.sum(), list(layer.parameters()), create_graph=create_graph)
-        wanted = exact(x.double())
+            found = torch.autograd.grad(y.sum(), [x, *layer.parameters()], create_graph=create_graph)
+        wanted = exact(x64)
         tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-4
-        pairs = zip((y, *found), (wanted, *torch.autograd.grad(wanted.sum(), list(exact.parameters()))), strict=True)
-        for a, b in pairs:
+        gradients = torch.autograd.grad(wanted.sum(), [x64, *exact.parameters()])
+        for a, b in zip((y, *found), (wanted, *gradients), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * max(1.0, b.abs().max().item()))
 
 

@@ -119,6 +119,18 @@ def test_zero_rows_take_no_gradient_even_from_an_infinite_one(dim):
     assert (dg[zero if dim is not None else ...] == 0).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("shape", "dim"), [((4, 31, 0), 1), ((31, 5, 0, 4), 1), ((5, 0), 0), ((0, 4), 1), ((3, 0), 1)])
+def test_rows_without_an_entry_have_a_norm_of_0(shape, dim, backend):
+    v, g = torch.empty(shape, requires_grad=True), torch.ones(shape[dim], requires_grad=True)
+    for _ in range(3):
+        torch.full((shape[dim],), torch.nan)  # for whoever reads memory that nobody wrote
+        with wnfused.use_backend(backend):
+            dv, dg = torch.autograd.grad(weight_norm(v, g, dim).sum(), (v, g))
+        assert dv.shape == v.shape
+        assert dg.tolist() == [0] * shape[dim]
+
+
 @needs_native
 @pytest.mark.parametrize("shape", [(4096, 300), (3, 70000), (300, 4096)])
 @pytest.mark.parametrize("dim", [0, 1, None])

@@ -15,7 +15,32 @@
 namespace wnfused::cpu {
 namespace {
 
+// Whether oneDNN 3 leaves results in bfloat16 unwritten, y and the gradients, or reads and writes beyond its memory: some
+// tap of the kernel reads nothing but padding; or over three dims no window lies within the depth, or the padding there is
+// more than half of it. (The same stands in wnfused/_convolution.py, for torch's own functions.)
+bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
+  for (int64_t d = 2; is_bfloat16(x) && d < w.dim(); ++d) {
+    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], windows = output_extent(x, w, at, d).value_or(0);
+    const int64_t reach = at.dilation[d - 2] * (w.size(d) - 1), inside = divide_up(padding, stride);
+    if (w.dim() == 5 && d == 2 &&
+        (inside >= windows || inside * stride - padding + reach >= x.size(d) || 2 * padding > reach))
+      return true;
+    for (int64_t tap = 0; tap < w.size(d); ++tap) {
+      const int64_t shift = tap * at.dilation[d - 2] - padding;
+      const int64_t first = shift < 0 ? divide_up(-shift, stride) : 0;  // window in which it is past the padding before
+      if (first >= windows || first * stride + shift >= x.size(d)) return true;
+    }
+  }
+  return false;
+}
+
+Tensor widened(const Tensor& t) { return torch::stable::to(t, ScalarType::Float); }
+
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Sliding& at) {
+  if (misleads_vendor(x, w, at)) {
+    const std::optional<Tensor> wide = bias ? std::optional(widened(*bias)) : std::nullopt;
+    return torch::stable::to(convolution(widened(x), widened(w), wide, at), x.scalar_type());
+  }
   AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
   const Extents none(at.stride.size(), 0);
   const int64_t dims = static_cast<int64_t>(at.stride.size());
@@ -25,33 +50,13 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   return Tensor(made);
 }
 
-// Whether oneDNN 3 leaves the gradient of a bfloat16 weight unwritten, or writes beyond it: some tap of the kernel reads
-// nothing but padding; or over three dims no window lies within the depth, or the padding there is more than half of it.
-// (The same stands in wnfused/reference.py, for torch's own function.)
-bool misleads_vendor(const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at) {
-  for (int64_t d = 2; d < w.dim(); ++d) {
-    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2];
-    const int64_t reach = at.dilation[d - 2] * (w.size(d) - 1), inside = divide_up(padding, stride);
-    if (w.dim() == 5 && d == 2 &&
-        (inside >= dz.size(d) || inside * stride - padding + reach >= x.size(d) || 2 * padding > reach))
-      return true;
-    for (int64_t tap = 0; tap < w.size(d); ++tap) {
-      const int64_t shift = tap * at.dilation[d - 2] - padding;
-      const int64_t first = shift < 0 ? divide_up(-shift, stride) : 0;  // window in which it is past the padding before
-      if (first >= dz.size(d) || first * stride + shift >= x.size(d)) return true;
-    }
-  }
-  return false;
-}
-
 // (dx, dw), each undefined unless asked for.
 std::pair<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at, bool input, bool weight) {
-  if (weight && is_bfloat16(x) && misleads_vendor(dz, x, w, at)) {
-    const auto wide = [](const Tensor& t) { return torch::stable::to(t, ScalarType::Float); };
-    std::pair<Tensor, Tensor> found = convolution_backward(wide(dz), wide(x), wide(w), at, false, true);
-    if (input) found.first = convolution_backward(dz, x, w, at, true, false).first;
-    found.second = torch::stable::to(found.second, x.scalar_type());
+  if (misleads_vendor(x, w, at)) {
+    std::pair<Tensor, Tensor> found = convolution_backward(widened(dz), widened(x), widened(w), at, input, weight);
+    if (input) found.first = torch::stable::to(found.first, x.scalar_type());
+    if (weight) found.second = torch::stable::to(found.second, x.scalar_type());
     return found;
   }
   AtenTensorHandle dx = nullptr, dw = nullptr, db = nullptr;
