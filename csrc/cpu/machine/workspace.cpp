@@ -148,8 +148,8 @@ class Shelf {
   Slot slots_[kSlots];
 };
 
-// What a step of a deep network frees it takes again in the next one, and as much as that the process has had at once: a
-// quarter of the memory there is, but at least 1 GB.
+// A step of a deep network takes again what the last one freed, and no more is kept than a step has had: up to a quarter
+// of the memory there is, or 1 GB where that is more.
 int64_t kept_tensor_floats() {
   constexpr int64_t kLeast = int64_t{1} << 28;
   return std::max(kLeast, memory_size() / 4 / static_cast<int64_t>(sizeof(float)));

@@ -20,7 +20,8 @@ namespace {
 // more than half of it. (The same stands in wnfused/_convolution.py, for torch's own functions.)
 bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
   for (int64_t d = 2; is_bfloat16(x) && d < w.dim(); ++d) {
-    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], windows = output_extent(x, w, at, d).value_or(0);
+    const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2];
+    const int64_t windows = output_extent(x, w, at, d).value_or(0);
     const int64_t reach = at.dilation[d - 2] * (w.size(d) - 1), inside = divide_up(padding, stride);
     if (w.dim() == 5 && d == 2 &&
         (inside >= windows || inside * stride - padding + reach >= x.size(d) || 2 * padding > reach))

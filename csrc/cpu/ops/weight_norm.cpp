@@ -100,7 +100,8 @@ void run_columns(const Task<T, W>& task) {
   const int64_t outer = task.shape.outer, rows = task.shape.rows, inner = task.shape.inner;
   const int64_t length = rows * inner;  // rows without an entry have a norm, 0, too
   constexpr int64_t kMaxChunks = 64;
-  const int64_t chunk = std::max<int64_t>({kGrain / std::max<int64_t>(length, 1), (outer + kMaxChunks - 1) / kMaxChunks, 1});
+  const int64_t least = (outer + kMaxChunks - 1) / kMaxChunks;
+  const int64_t chunk = std::max<int64_t>({kGrain / std::max<int64_t>(length, 1), least, 1});
   const int64_t chunks = std::max<int64_t>((outer + chunk - 1) / chunk, 1);
   std::vector<double> sums(chunks * length, 0);
   const auto in_chunks = [&](const auto& run) {
