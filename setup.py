@@ -155,14 +155,16 @@ def build_ext_class():
         """A library that does not compile is left out, with its reason recorded."""
 
         def run(self):
+            # setuptools forgets that it builds in place if the build fails.
+            root = ROOT if self.inplace else Path(self.build_lib)
             try:
                 super().run()
             except Exception as error:
                 if os.environ.get("WNFUSED_REQUIRE_EXTENSIONS") == "1":
                     raise
-                reasons["cpu"] = f"the C++ build failed: {str(error).strip().splitlines()[0]}"
+                reasons["cpu"] = f"the C++ build failed: {first_line(error)}"
                 self.warn(f"{reasons['cpu']}; wnfused will run in plain torch")
-            root = ROOT if self.inplace else Path(self.build_lib)
+                (root / "wnfused" / "_cpu.abi3.so").unlink(missing_ok=True)  # one of another build would be loaded
             # Before the minutes of nvcc, and again however they end: without its record the C++ library is not opened.
             reasons["cuda"] = "the CUDA build did not come to its end"
             record(root)
@@ -180,7 +182,7 @@ def build_ext_class():
                     build_cuda(library, Path(self.build_temp) / "cuda")
                     del reasons["cuda"]
                 except Exception as error:
-                    reasons["cuda"] = f"the CUDA build failed: {(str(error).strip().splitlines() or [error])[0]}"
+                    reasons["cuda"] = f"the CUDA build failed: {first_line(error)}"
                     if forced:
                         raise
                     self.warn(reasons["cuda"])
@@ -199,6 +201,10 @@ class BuildPy(build_py):
     def run(self):
         super().run()
         record(ROOT if self.editable_mode else Path(self.build_lib))
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def record(root: Path) -> None:

@@ -187,7 +187,7 @@ def test_build_leaves_the_cuda_library_out(build, monkeypatch, wanted, reason):
         (None, False, None),
         (RuntimeError("a.cu: no\nluck"), False, "the CUDA build failed: a.cu: no"),
         (RuntimeError("a.cu: no\nluck"), True, "the CUDA build failed: a.cu: no"),
-        (RuntimeError(), True, "the CUDA build failed: "),
+        (RuntimeError(), True, "the CUDA build failed: RuntimeError"),
         (KeyboardInterrupt(), True, "the CUDA build did not come to its end"),
     ],
 )
@@ -219,6 +219,34 @@ def test_however_the_cuda_build_ends_the_other_library_keeps_its_record(
         made.run()
     assert json.loads(file.read_text()) == {
         "not_built": {} if reason is None else {"cuda": reason}, "declarations": build["declarations"](),
+    }  # fmt: skip
+
+
+def test_a_library_that_fails_to_build_leaves_none_of_an_older_build_in_place(build, monkeypatch, tmp_path):
+    from setuptools.command.build_ext import build_ext
+    from setuptools.dist import Distribution
+
+    def fails(self):
+        self.inplace = 0  # as setuptools' own does until it is done
+        raise RuntimeError("Error compiling objects\na.cpp: no luck")
+
+    command = build["build_ext_class"]()
+    names = command.run.__globals__
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    monkeypatch.setitem(names, "cuda_left_out", lambda: "no CUDA here")
+    monkeypatch.setitem(names, "declarations", lambda: "sources")
+    monkeypatch.setitem(names, "reasons", {})
+    monkeypatch.setattr(build_ext, "run", fails)
+    monkeypatch.delenv("WNFUSED_REQUIRE_EXTENSIONS", raising=False)
+    older = tmp_path / "wnfused" / "_cpu.abi3.so"
+    older.parent.mkdir()
+    older.write_bytes(b"a library")
+    made = command(Distribution())
+    made.build_lib, made.build_temp, made.inplace = str(tmp_path / "lib"), str(tmp_path / "temp"), True
+    made.run()
+    assert not older.exists()
+    assert json.loads((older.parent / "_build.json").read_text())["not_built"] == {
+        "cpu": "the C++ build failed: Error compiling objects", "cuda": "no CUDA here",
     }  # fmt: skip
 
 
