@@ -157,9 +157,9 @@ def assert_only_what_is_needed(case: Case, needs: Sequence[bool], tolerance: flo
         assert_close(*both(case, tensors, activation, wanted), tolerance)
 
 
-def assert_not_finite_as_torch(case: Case, which: int, value: float) -> None:
+def assert_not_finite_as_torch(case: Case, which: int, value: float, prepared: Any = list) -> None:
     """One entry of one argument is ``value``: infinities and NaN come out where torch has them."""
-    tensors = sample(case)
+    tensors = prepared(sample(case))
     tensors[which].view(-1)[7] = value
     found = native.conv(*tensors, *case.geometry, 0, "leaky_relu", 0.1)[0]
     wanted = reference.conv(*(t.double() for t in tensors), *case.geometry, 0, "leaky_relu", 0.1)[0]

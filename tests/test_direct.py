@@ -9,7 +9,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import wnfused
 from wnfused import dispatch
-from wnfused.functional import conv1d, conv2d, conv_transpose1d, conv_transpose2d, conv_transpose3d, linear, weight_norm
+from wnfused.functional import (
+    conv1d,
+    conv2d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+    linear,
+    residual_stage,
+    weight_norm,
+)
 from wnfused.ops import _direct
 
 pytestmark = pytest.mark.skipif(not dispatch.prefers_native(), reason="the C++ kernels are not what runs here")
@@ -126,14 +135,43 @@ def test_what_watches_a_call_takes_the_long_way(taken):
     inputs = tensors(*shapes)
     with wnfused.use_backend("reference"):
         function(*inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert function(*inputs).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert function(*inputs).dtype == torch.float16
     torch.func.grad(lambda x: function(x, *inputs[1:]).sum())(inputs[0])
     torch.func.jvp(lambda x: function(x, *inputs[1:]), (inputs[0],), (inputs[0],))
     with FlopCounterMode(display=False):
         function(*inputs)
     function(*(t.double() for t in inputs))
     assert taken == [False] * 6
+
+
+STAGE = (residual_stage, ((2, 3, 5, 5), (2, 2, 3, 3, 3, 3), (2, 2, 3), (2, 2, 3)))
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "stage"])
+@pytest.mark.parametrize("within", [True, False])
+def test_autocast_casts_as_on_the_long_way(name, within, monkeypatch):
+    """Whose kernels see no autocast, whether the backward runs within the context or outside."""
+    function, shapes = {**LAYERS, "stage": STAGE}[name]
+    inputs = tensors(*shapes)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(*inputs)
+            if within:
+                return y, torch.autograd.grad(y.square().sum(), inputs)
+        return y, torch.autograd.grad(y.square().sum(), inputs)
+
+    y, found = run()
+    assert "Direct" in type(y.grad_fn).__name__
+    for module in ("linear", "conv", "residual_stage"):
+        monkeypatch.setattr(f"wnfused.ops.{module}.is_open", lambda *_: False)
+    long_y, wanted = run()
+    assert y.dtype == long_y.dtype
+    assert torch.equal(y, long_y)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
 
 
 def test_checkpointing_and_inference_mode(taken):

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from wnfused import dispatch
 from wnfused.backends import native
+from wnfused.ops._arguments import autocast
 from wnfused.ops._input_gradient import asks_for_input_alone, input_gradient, is_zero_gradient, zeros_through
 from wnfused.ops._registration import is_batch, no_view, through_reference
 from wnfused.reference import ACTIVATIONS
@@ -43,12 +44,28 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
         and x.dtype in native.FUSED_DTYPES
         and x.is_cpu
         and dispatch.prefers_native()
-        and not torch._C._is_any_autocast_enabled()
+        and (not torch._C._is_any_autocast_enabled() or _casts_to_open(v, g, bias))
         and forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
     )
+
+
+def _casts_to_open(*parameters: Any) -> bool:
+    """Whether autocast casts inputs to a dtype of the kernels, and the parameters go with that."""
+    return not torch.is_autocast_enabled("cpu") or (
+        torch.get_autocast_dtype("cpu") in native.FUSED_DTYPES
+        and all(p is None or p.dtype in native.FUSED_DTYPES for p in parameters)
+    )
+
+
+def below_autocast(run: Callable[..., Any], *arguments: Any) -> Any:
+    """``run(*arguments)``, whose dtypes are settled: autocast must not touch what a kernel does inside."""
+    if not torch._C._is_any_autocast_enabled():
+        return run(*arguments)
+    with torch._C._DisableAutocast():
+        return run(*arguments)
 
 
 def layer(
@@ -84,33 +101,42 @@ def layer(
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
-            x, v, g, bias, residual, norm, y = ctx.saved_tensors
-            constants, needs = ctx.constants, ctx.needs_input_grad
-            if is_batch(dy):
-                return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
-            if torch.is_grad_enabled():
-                if asks_for_input_alone(ctx, needs):
-                    constant = [None if t is None else t.detach() for t in (x, bias, residual)]
-                    dx, dz = gradient(dy, v, g, y, *constant, norm, needs[4], constants)
-                    dz = dy if needs[4] and y is None else dz
-                    return dx, None, None, None, dz, *(None,) * len(constants)
-                return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
-            if is_zero_gradient(dy):
-                return tuple(zeros_through(ctx, (x, v, g, bias, residual, *constants)))
-            products_are_many = dy.numel() * v.numel() >= _WORTH_ASKING * g.numel()
-            if products_are_many and needs[0] and asks_for_input_alone(ctx, needs):
-                needs = (True, False, False, False, needs[4])
-            wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
-            *gradients, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
-            if needs[4] and y is None:
-                dresidual = dy
-            return *gradients, dresidual, *(None,) * len(constants)
+            return below_autocast(gradients, ctx, dy)
+
+    def gradients(ctx: Any, dy: Tensor) -> Any:
+        x, v, g, bias, residual, norm, y = ctx.saved_tensors
+        constants, needs = ctx.constants, ctx.needs_input_grad
+        if is_batch(dy):
+            return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
+        if torch.is_grad_enabled():
+            if asks_for_input_alone(ctx, needs):
+                constant = [None if t is None else t.detach() for t in (x, bias, residual)]
+                dx, dz = gradient(dy, v, g, y, *constant, norm, needs[4], constants)
+                dz = dy if needs[4] and y is None else dz
+                return dx, None, None, None, dz, *(None,) * len(constants)
+            return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
+        if is_zero_gradient(dy):
+            return tuple(zeros_through(ctx, (x, v, g, bias, residual, *constants)))
+        products_are_many = dy.numel() * v.numel() >= _WORTH_ASKING * g.numel()
+        if products_are_many and needs[0] and asks_for_input_alone(ctx, needs):
+            needs = (True, False, False, False, needs[4])
+        wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
+        *gradients, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
+        if needs[4] and y is None:
+            dresidual = dy
+        return *gradients, dresidual, *(None,) * len(constants)
 
     Direct.__name__ = Direct.__qualname__ = name
     # torch.autograd.Function.apply itself: a look for functorch transforms, which is_open has seen to, and this.
     record = super(torch.autograd.Function, Direct).apply
 
-    def call(*arguments: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         return record(*arguments) if torch.is_grad_enabled() else kernel(*arguments)[0]
+
+    def call(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, *constants: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return run(x, v, g, bias, residual, *constants)
+        residual = None if residual is None else autocast(residual)
+        return below_autocast(run, autocast(x), v, g, bias, residual, *constants)
 
     return call

@@ -330,6 +330,7 @@ def _conv_transpose(
         or not is_open(x, v, g, bias, residual)
         or not (x.dim() == v.dim() == spatial + 2)
         or not _is_plain(x, v, g, bias, residual)
+        or torch._C._is_any_autocast_enabled()  # it would give x another dtype than v has
         or not slope_fits
     ):
         if arguments.answered_for(tensors):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.ops._direct import is_open
+from wnfused.ops._arguments import autocast
+from wnfused.ops._direct import below_autocast, is_open
 
 
 def kept_kernel(transposed: bool) -> Callable[..., Any]:
@@ -35,7 +36,8 @@ def kept_conv(
     if recorded or x.dim() != v.dim() or not is_open(x, v, g, bias, residual):
         return None
     try:
-        y, bank = kernel(x, v, g, bias, residual, banks, *constants)
+        residual = None if residual is None else autocast(residual)
+        y, bank = below_autocast(kernel, autocast(x), v, g, bias, residual, banks, *constants)
     except (RuntimeError, TypeError):
         return None  # run as always, the layer says which argument does not fit
     if bank is not None:

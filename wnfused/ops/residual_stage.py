@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function
 from wnfused import reference
 from wnfused._numbers import positive
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import is_open
+from wnfused.ops._direct import below_autocast, is_open
 from wnfused.ops._input_gradient import asks_for_input_alone
 from wnfused.ops._registration import (
     below_autograd,
@@ -84,16 +84,20 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, v, g, bias, norm, maps = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled() or is_batch(dy):
-            return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
-        if asks_for_input_alone(ctx, needs):
-            needs = (True, False, False, False)
-        found = torch.ops.wnfused_native.residual_stage_backward.default._op(
-            dy, v, g, bias, norm, maps, *ctx.constants, any(needs[1:4])
-        )
-        return *(gradient if needed else None for gradient, needed in zip(found, needs[:4], strict=True)), None, None
+        return below_autocast(_gradients, ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> Any:
+    x, v, g, bias, norm, maps = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    if torch.is_grad_enabled() or is_batch(dy):
+        return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
+    if asks_for_input_alone(ctx, needs):
+        needs = (True, False, False, False)
+    found = torch.ops.wnfused_native.residual_stage_backward.default._op(
+        dy, v, g, bias, norm, maps, *ctx.constants, any(needs[1:4])
+    )
+    return *(gradient if needed else None for gradient, needed in zip(found, needs[:4], strict=True)), None, None
 
 
 _Direct.__name__ = _Direct.__qualname__ = "residual_stage"
@@ -145,12 +149,17 @@ def residual_stage(
     if not direct:
         return _general(x, v, g, bias, skip_scale, recompute)
     try:
-        if torch.is_grad_enabled() and (x.requires_grad or v.requires_grad or g.requires_grad or bias.requires_grad):
-            return _record(x, v, g, bias, skip_scale, every)
-        return torch.ops.wnfused_native.residual_stage.default._op(x, v, g, bias, skip_scale, every, False)[0]
+        y: Tensor = below_autocast(_run_direct, arguments.autocast(x), v, g, bias, skip_scale, every)
+        return y
     except (RuntimeError, TypeError):
         _checked(x, v, g, bias, skip_scale, recompute)
         raise
+
+
+def _run_direct(x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, every: int) -> Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or v.requires_grad or g.requires_grad or bias.requires_grad):
+        return _record(x, v, g, bias, skip_scale, every)
+    return torch.ops.wnfused_native.residual_stage.default._op(x, v, g, bias, skip_scale, every, False)[0]
 
 
 def _general(

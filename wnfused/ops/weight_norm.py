@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function
 from wnfused import reference
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import is_open
+from wnfused.ops._direct import below_autocast, is_open
 from wnfused.ops._registration import (
     below_autograd,
     define,
@@ -62,11 +62,15 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> Any:
-        v, g, norm = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batch(dw):
-            return through_reference(reference.weight_norm, dw, (v, g), ctx.needs_input_grad)
-        dv, dg = native.weight_norm_backward(dw, v, g, norm)
-        return dv if ctx.needs_input_grad[0] else None, dg if ctx.needs_input_grad[1] else None
+        return below_autocast(_gradients, ctx, dw)
+
+
+def _gradients(ctx: Any, dw: Tensor) -> Any:
+    v, g, norm = ctx.saved_tensors
+    if torch.is_grad_enabled() or is_batch(dw):
+        return through_reference(reference.weight_norm, dw, (v, g), ctx.needs_input_grad)
+    dv, dg = native.weight_norm_backward(dw, v, g, norm)
+    return dv if ctx.needs_input_grad[0] else None, dg if ctx.needs_input_grad[1] else None
 
 
 _Direct.__name__ = _Direct.__qualname__ = "weight_norm"

@@ -9,7 +9,7 @@
 #include "cpu/conv/epilogue.h"
 #include "cpu/conv/memory.h"
 #include "cpu/conv/parameter_rows.h"
-#include "cpu/vec/vec.h"
+#include "cpu/vec/runs.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
@@ -36,6 +36,29 @@ WNFUSED_INLINE int64_t element(const ExternalMap& map, const MapShape& shape, in
          pixel % shape.width * map.column_stride;
 }
 
+// Where the pixels of a run lie, one after the other.
+class PixelPlace {
+ public:
+  PixelPlace(const ExternalMap& map, const MapShape& shape, const PixelRun& run)
+      : at_(element(map, shape, run.image, run.begin, 0)),
+        left_(shape.width - run.begin % shape.width),
+        width_(shape.width),
+        step_(map.column_stride),
+        turn_(map.row_stride - shape.width * map.column_stride) {}
+
+  int64_t entry() const { return at_; }
+
+  void advance() {
+    at_ += step_;
+    if (--left_ > 0) return;
+    left_ = width_;
+    at_ += turn_;
+  }
+
+ private:
+  int64_t at_, left_, width_, step_, turn_;
+};
+
 // Pixels of an image lie one after another.
 WNFUSED_INLINE bool planar(const ExternalMap& map, const MapShape& shape) {
   return map.column_stride == 1 && (map.row_stride == shape.width || shape.height == 1);
@@ -44,17 +67,14 @@ WNFUSED_INLINE bool planar(const ExternalMap& map, const MapShape& shape) {
 // Channels of a pixel lie one after another.
 WNFUSED_INLINE bool interleaved(const ExternalMap& map) { return map.channel_stride == 1; }
 
-WNFUSED_INLINE Block load_elements(const ExternalMap& map, int64_t offset) {
-  return map.bfloat16 ? load(static_cast<const uint16_t*>(map.data) + offset)
-                      : load(static_cast<const float*>(map.data) + offset);
+// use(entries) with those of the map in their own type.
+template <class Use>
+WNFUSED_INLINE void with_entries(const ExternalMap& map, const Use& use) {
+  if (map.bfloat16) use(static_cast<uint16_t*>(map.data));
+  else use(static_cast<float*>(map.data));
 }
 
-WNFUSED_INLINE void store_elements(const ExternalMap& map, int64_t offset, const Block& value) {
-  if (map.bfloat16) store(static_cast<uint16_t*>(map.data) + offset, value);
-  else store(static_cast<float*>(map.data) + offset, value);
-}
-
-// The first `lanes` channels of a pixel.
+// The first `lanes` < 16 channels of a pixel.
 WNFUSED_INLINE void copy_lanes(float* target, const float* source, int64_t lanes) {
   const auto copy = [&](auto count) {
     __builtin_memcpy(target, source, count * sizeof(float));
@@ -65,43 +85,55 @@ WNFUSED_INLINE void copy_lanes(float* target, const float* source, int64_t lanes
   for (; lanes > 0; --lanes) *target++ = *source++;
 }
 
+WNFUSED_INLINE void copy_lanes(float* target, const uint16_t* source, int64_t lanes) {
+  for (int64_t i = 0; i < lanes; ++i) target[i] = from_bfloat16(source[i]);
+}
+
+WNFUSED_INLINE void copy_lanes(uint16_t* target, const float* source, int64_t lanes) {
+  for (int64_t i = 0; i < lanes; ++i) target[i] = to_bfloat16(source[i]);
+}
+
 // Pixels of one image to `target`, one after another.
-inline void read_pixels(const MapShape& shape, const ExternalMap& source, const PixelRun& run, float* target) {
+template <class T>
+WNFUSED_INLINE void read_entries(const MapShape& shape, const ExternalMap& source, const T* entries,
+                                 const PixelRun& run, float* target) {
   const int64_t padded = shape.padded_channels, count = run.end - run.begin;
-  for (int64_t b = 0; b < shape.channel_blocks; ++b) {
-    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, shape.channels - channel0);
-    int64_t t = 0;
-    if (lanes == kLanes && interleaved(source)) {
-      for (; t < count; ++t)
-        store(target + t * padded + channel0,
-              load_elements(source, element(source, shape, run.image, run.begin + t, channel0)));
-    } else if (interleaved(source) && !source.bfloat16) {
-      for (; t < count; ++t) {
-        float* values = target + t * padded + channel0;
-        store(values, zero());
-        copy_lanes(values, static_cast<const float*>(source.data) +
-                               element(source, shape, run.image, run.begin + t, channel0), lanes);
-      }
-    } else if (planar(source, shape) && count >= kLanes) {
-      // What is left over is part of a last block that begins earlier.
-      for (; t < count; t += kLanes) {
-        t = smaller(t, count - kLanes);
-        Block block[kLanes];
-        const int64_t corner = element(source, shape, run.image, 0, channel0) + run.begin + t;
-        for (int i = 0; i < kLanes; ++i)
-          block[i] = i < lanes ? load_elements(source, corner + i * source.channel_stride) : zero();
-        transpose(block);
-        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(target + (t + i) * padded + channel0, block[i]);
-      }
+  PixelPlace place(source, shape, run);
+  if (interleaved(source)) {
+    const int64_t whole = shape.channels / kLanes * kLanes;
+    for (int64_t t = 0; t < count; ++t, place.advance(), target += padded) {
+      const T* pixel = entries + place.entry();
+      for (int64_t k = 0; k < whole; k += kLanes) store(target + k, load(pixel + k));
+      if (whole == padded) continue;
+      store(target + whole, zero());
+      copy_lanes(target + whole, pixel + whole, shape.channels - whole);
     }
-    for (; t < count; ++t) {
-      float* values = target + t * padded + channel0;
-      for (int64_t i = 0; i < kLanes; ++i)
-        values[i] = i < lanes ? read({source.data, source.bfloat16},
-                                     element(source, shape, run.image, run.begin + t, channel0 + i))
-                              : 0.0f;
+    return;
+  }
+  const bool blocks = planar(source, shape) && count >= kLanes;
+  for (int64_t b = 0; b < shape.channel_blocks && blocks; ++b) {
+    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, shape.channels - channel0);
+    const T* corner = entries + place.entry() + channel0 * source.channel_stride;
+    // What is left over is part of a last block that begins earlier.
+    for (int64_t t = 0; t < count; t += kLanes) {
+      t = smaller(t, count - kLanes);
+      Block block[kLanes];
+      for (int i = 0; i < kLanes; ++i) block[i] = i < lanes ? load(corner + t + i * source.channel_stride) : zero();
+      transpose(block);
+      WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(target + (t + i) * padded + channel0, block[i]);
     }
   }
+  for (int64_t t = 0; t < count && !blocks; ++t, place.advance(), target += padded) {
+    for (int64_t k = shape.channels; k < padded; ++k) target[k] = 0.0f;
+    for (int64_t k = 0; k < shape.channels; ++k)
+      copy_lanes(target + k, entries + place.entry() + k * source.channel_stride, 1);
+  }
+}
+
+inline void read_pixels(const MapShape& shape, const ExternalMap& source, const PixelRun& run, float* target) {
+  with_entries(source, [&](const auto* entries) __attribute__((always_inline)) {
+    read_entries(shape, source, entries, run, target);
+  });
 }
 
 // Blocks [first, first + blocks) of a map's channels, as if there were no others.
@@ -114,9 +146,7 @@ inline MapShape some_blocks(const MapShape& shape, int64_t first, int64_t blocks
 }
 
 inline ExternalMap some_blocks(const ExternalMap& map, int64_t first) {
-  ExternalMap some = map;
-  some.data = static_cast<float*>(map.data) + first * kLanes * map.channel_stride;
-  return some;
+  return map.from(first * kLanes * map.channel_stride);
 }
 
 inline void read_map(const MapShape& shape, const ExternalMap& source, int64_t item, float* map) {
@@ -126,35 +156,41 @@ inline void read_map(const MapShape& shape, const ExternalMap& source, int64_t i
 }
 
 // The other way.
-inline void write_pixels(const MapShape& shape, const float* source, const PixelRun& run, const ExternalMap& target) {
-  const int64_t padded = shape.padded_channels;
-  source -= run.begin * padded;
-  for (int64_t b = 0; b < shape.channel_blocks; ++b) {
-    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, shape.channels - channel0);
-    int64_t pixel = run.begin;
-    if (lanes == kLanes && interleaved(target)) {
-      for (; pixel < run.end; ++pixel)
-        store_elements(target, element(target, shape, run.image, pixel, channel0),
-                       load(source + pixel * padded + channel0));
-    } else if (interleaved(target) && !target.bfloat16) {
-      for (; pixel < run.end; ++pixel)
-        copy_lanes(static_cast<float*>(target.data) + element(target, shape, run.image, pixel, channel0),
-                   source + pixel * padded + channel0, lanes);
-    } else if (planar(target, shape) && run.end - run.begin >= kLanes) {
-      for (; pixel < run.end; pixel += kLanes) {
-        pixel = smaller(pixel, run.end - kLanes);
-        Block block[kLanes];
-        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(source + (pixel + i) * padded + channel0);
-        transpose(block);
-        const int64_t corner = element(target, shape, run.image, 0, channel0) + pixel;
-        for (int i = 0; i < lanes; ++i) store_elements(target, corner + i * target.channel_stride, block[i]);
-      }
+template <class T>
+WNFUSED_INLINE void write_entries(const MapShape& shape, const float* source, const PixelRun& run,
+                                  const ExternalMap& target, T* entries) {
+  const int64_t padded = shape.padded_channels, count = run.end - run.begin;
+  PixelPlace place(target, shape, run);
+  if (interleaved(target)) {
+    const int64_t whole = shape.channels / kLanes * kLanes;
+    for (int64_t t = 0; t < count; ++t, place.advance(), source += padded) {
+      T* pixel = entries + place.entry();
+      for (int64_t k = 0; k < whole; k += kLanes) store(pixel + k, load(source + k));
+      if (whole < shape.channels) copy_lanes(pixel + whole, source + whole, shape.channels - whole);
     }
-    for (; pixel < run.end; ++pixel)
-      for (int64_t i = 0; i < lanes; ++i)
-        write({target.data, target.bfloat16}, element(target, shape, run.image, pixel, channel0 + i),
-              source[pixel * padded + channel0 + i]);
+    return;
   }
+  const bool blocks = planar(target, shape) && count >= kLanes;
+  for (int64_t b = 0; b < shape.channel_blocks && blocks; ++b) {
+    const int64_t channel0 = b * kLanes, lanes = smaller(kLanes, shape.channels - channel0);
+    T* corner = entries + place.entry() + channel0 * target.channel_stride;
+    for (int64_t t = 0; t < count; t += kLanes) {
+      t = smaller(t, count - kLanes);
+      Block block[kLanes];
+      WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(source + (t + i) * padded + channel0);
+      transpose(block);
+      for (int i = 0; i < lanes; ++i) store(corner + t + i * target.channel_stride, block[i]);
+    }
+  }
+  for (int64_t t = 0; t < count && !blocks; ++t, place.advance(), source += padded)
+    for (int64_t k = 0; k < shape.channels; ++k)
+      copy_lanes(entries + place.entry() + k * target.channel_stride, source + k, 1);
+}
+
+inline void write_pixels(const MapShape& shape, const float* source, const PixelRun& run, const ExternalMap& target) {
+  with_entries(target, [&](auto* entries) __attribute__((always_inline)) {
+    write_entries(shape, source, run, target, entries);
+  });
 }
 
 inline void write_map(const MapShape& shape, const float* map, int64_t item, const ExternalMap& target) {

@@ -18,6 +18,13 @@ struct ExternalMap {
   void* data;
   bool bfloat16;
   int64_t image_stride, channel_stride, row_stride, column_stride;
+
+  // The same map from entry `offset` on.
+  ExternalMap from(int64_t offset) const {
+    ExternalMap rest = *this;
+    rest.data = static_cast<char*>(data) + offset * (bfloat16 ? 2 : 4);
+    return rest;
+  }
 };
 
 struct Parameter {

@@ -92,7 +92,9 @@ LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool
     return dense_map(given, shape);
   }
   const int64_t last = t.dim() - 1, columns = t.stride(last), rows = line_stride(t);
-  const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, t.stride(0), t.stride(1), rows, columns};
+  const ExternalMap given{const_cast<void*>(t.const_data_ptr()), is_bfloat16(t), t.stride(0), t.stride(1), rows,
+                          columns};
+  if (given.bfloat16) return {given, nullptr, Access::kCopy, false};
   const auto lies = [](int64_t size, int64_t stride, int64_t expected) { return size == 1 || stride == expected; };
   const bool dense = lies(shape.channels, given.channel_stride, 1) && lies(shape.width, columns, shape.channels) &&
                      lies(shape.height, rows, shape.width * shape.channels) &&

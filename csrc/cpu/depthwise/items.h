@@ -109,14 +109,18 @@ inline void depthwise_gradient(const TileRows& rows, const float* source, const 
 inline const float* padded_input(const ExternalMap& given, const MapShape& shape, int64_t image, const Span& blocks,
                            const Region& held, int64_t room, float* scratch) {
   const Region inside = inside_of(shape, held);
-  const auto pad = [&](const Pixels& x, int64_t count, float* target) {
-    return pad_regions(held, inside, count, room, target, [&](int64_t row) {
-      const float* source = x.at(row, 0);
+  const auto pad = [&](const auto& x, int64_t count, float* target) __attribute__((always_inline)) {
+    pad_regions(held, inside, count, room, target, [&](int64_t row) {
+      const auto* source = x.at(row, 0);
       return [source, step = x.step](int64_t t, int64_t b) { return load(source + t * step + b * kLanes); };
     });
   };
-  if (lies_open(given, shape, blocks.end - 1))
-    return pad(open_pixels(given, image, blocks.begin, inside), blocks.count(), scratch), scratch;
+  if (lies_open(given, shape, blocks.end - 1)) {
+    with_entries(given, [&](auto* entries) __attribute__((always_inline)) {
+      pad(open_pixels(given, entries, image, blocks.begin, inside), blocks.count(), scratch);
+    });
+    return scratch;
+  }
   float* copy = scratch + blocks.count() * room * kLanes;
   for (int64_t b = 0; b < blocks.count(); ++b)
     pad(read_region(given, shape, image, blocks.begin + b, inside, copy), 1, scratch + b * room * kLanes);
@@ -133,8 +137,8 @@ inline void depthwise_forward_item(const ConvForward<Depthwise>& job, const Dept
   const TileRows rows(layer, held, region, layer.plane_stride);
   float *y_copy = scratch + (blocks.count() + 1) * room.x * kLanes, *added_copy = y_copy + room.y * kLanes;
   const ExternalMap &given = job.y.given, &residual = job.residual.given;
-  const bool open = lies_open(given, layer.target, blocks.end - 1) &&
-                    (!residual.data || lies_open(residual, layer.target, blocks.end - 1));
+  const bool open = is_in_floats(given, layer.target, blocks.end - 1) &&
+                    (!residual.data || is_in_floats(residual, layer.target, blocks.end - 1));
   const int64_t at_once = open ? blocks.count() : 1;
   for (int64_t b = 0; b < blocks.count(); b += at_once) {
     const int64_t block = blocks.begin + b;
@@ -156,7 +160,7 @@ inline Pixels padded_gradient(const ConvBackward<Depthwise>& job, int64_t image,
   const Region inside = inside_of(shape, held);
   const Block slope = splat(job.activation == Activation::kLeakyRelu ? job.slope : 0.0f);
   const bool masked = job.activation != Activation::kNone, leaky = job.activation == Activation::kLeakyRelu;
-  const auto pad = [&](const Pixels& dy, const Pixels& y, int64_t count, float* target) {
+  const auto pad = [&](const auto& dy, const auto& y, int64_t count, float* target) __attribute__((always_inline)) {
     pad_regions(held, inside, count, room, target, [&](int64_t row) {
       return [&, gradient = dy.at(row, 0), passed = masked ? y.at(row, 0) : nullptr](int64_t t, int64_t b) {
         const Block value = load(gradient + t * dy.step + b * kLanes);
@@ -168,9 +172,13 @@ inline Pixels padded_gradient(const ConvBackward<Depthwise>& job, int64_t image,
   };
   const int64_t last = blocks.end - 1;
   if (lies_open(job.dy.given, shape, last) && (!masked || lies_open(job.y.given, shape, last))) {
-    Pixels y{};
-    if (masked) y = open_pixels(job.y.given, image, blocks.begin, inside);
-    pad(open_pixels(job.dy.given, image, blocks.begin, inside), y, blocks.count(), scratch);
+    with_entries(job.dy.given, [&](auto* entries) __attribute__((always_inline)) {
+      const auto dy = open_pixels(job.dy.given, entries, image, blocks.begin, inside);
+      auto* signs = static_cast<decltype(entries)>(job.y.given.data);
+      auto y = dy;
+      if (masked) y = open_pixels(job.y.given, signs, image, blocks.begin, inside);
+      pad(dy, y, blocks.count(), scratch);
+    });
     return packed_pixels(scratch, held);
   }
   float* copy = scratch + blocks.count() * room * kLanes;
@@ -218,7 +226,7 @@ inline void depthwise_backward_item(const ConvBackward<Depthwise>& job, const De
     }
   }
   if (!input) return;
-  const int64_t at_once = lies_open(job.dx.given, job.input, blocks.end - 1) ? blocks.count() : 1;
+  const int64_t at_once = is_in_floats(job.dx.given, job.input, blocks.end - 1) ? blocks.count() : 1;
   for (int64_t b = 0; b < blocks.count(); b += at_once) {
     const int64_t block = blocks.begin + b;
     const Pixels dx = target_region(job.dx.given, job.input, image, block, region, dx_copy);

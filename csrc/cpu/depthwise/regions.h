@@ -6,28 +6,41 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Pixels of one block of channels, of a map of the caller's or a worker's own: `step` floats from one to the next.
-struct Pixels {
-  float* data;
+// Pixels of one block of channels, of a map of the caller's or a worker's own: `step` entries from one to the next.
+template <class T>
+struct PixelsOf {
+  T* data;
   int64_t row_step, step;
 
-  float* at(int64_t row, int64_t column) const { return data + row * row_step + column * step; }
+  T* at(int64_t row, int64_t column) const { return data + row * row_step + column * step; }
 };
+using Pixels = PixelsOf<float>;
 
 // The pixels of a region, one row after another.
 WNFUSED_INLINE Pixels packed_pixels(float* data, const Region& region) {
   return {data, region.columns.count() * kLanes, kLanes};
 }
 
-// Whether a block of a map can be read and written where it is.
+// Whether a block of a map is whole and can be read where it is, converted or not ..
 WNFUSED_INLINE bool lies_open(const ExternalMap& map, const MapShape& shape, int64_t block) {
   return interleaved(map) && shape.channels - block * kLanes >= kLanes;
 }
 
-WNFUSED_INLINE Pixels open_pixels(const ExternalMap& map, int64_t image, int64_t block, const Region& region) {
+// .. and written, too.
+WNFUSED_INLINE bool is_in_floats(const ExternalMap& map, const MapShape& shape, int64_t block) {
+  return lies_open(map, shape, block) && !map.bfloat16;
+}
+
+// entries: the map's.
+template <class T>
+WNFUSED_INLINE PixelsOf<T> open_pixels(const ExternalMap& map, T* entries, int64_t image, int64_t block,
+                                       const Region& region) {
   const int64_t first = region.rows.begin * map.row_stride + region.columns.begin * map.column_stride;
-  return {static_cast<float*>(map.data) + image * map.image_stride + block * kLanes + first, map.row_stride,
-          map.column_stride};
+  return {entries + image * map.image_stride + block * kLanes + first, map.row_stride, map.column_stride};
+}
+
+WNFUSED_INLINE Pixels open_floats(const ExternalMap& map, int64_t image, int64_t block, const Region& region) {
+  return open_pixels(map, static_cast<float*>(map.data), image, block, region);
 }
 
 // Calls use(run, pixel) for the runs of consecutive pixels that a region consists of; `pixel` counts through them.
@@ -45,7 +58,7 @@ WNFUSED_INLINE void for_runs(const MapShape& shape, int64_t image, const Region&
 // A region of a map, within the map: where it is, or a copy.
 inline Pixels read_region(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t block,
                           const Region& region, float* copy) {
-  if (lies_open(map, shape, block)) return open_pixels(map, image, block, region);
+  if (is_in_floats(map, shape, block)) return open_floats(map, image, block, region);
   const MapShape one = some_blocks(shape, block, 1);
   for_runs(shape, image, region, [&](const PixelRun& run, int64_t pixel) {
     read_pixels(one, some_blocks(map, block), run, copy + pixel * kLanes);
@@ -56,12 +69,12 @@ inline Pixels read_region(const ExternalMap& map, const MapShape& shape, int64_t
 // Where to write a region, and what is left to do once it is written.
 inline Pixels target_region(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t block,
                             const Region& region, float* copy) {
-  return lies_open(map, shape, block) ? open_pixels(map, image, block, region) : packed_pixels(copy, region);
+  return is_in_floats(map, shape, block) ? open_floats(map, image, block, region) : packed_pixels(copy, region);
 }
 
 inline void write_region(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t block,
                          const Region& region, const float* copy) {
-  if (lies_open(map, shape, block)) return;
+  if (is_in_floats(map, shape, block)) return;
   const MapShape one = some_blocks(shape, block, 1);
   for_runs(shape, image, region, [&](const PixelRun& run, int64_t pixel) {
     write_pixels(one, copy + pixel * kLanes, run, some_blocks(map, block));

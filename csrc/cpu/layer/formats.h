@@ -42,7 +42,7 @@ inline Tensor in_lines(const Tensor& z) {
 // A map over three dims whose lines, numbered through all levels, lie at equal distances; a copy where they do not.
 inline Tensor with_even_lines(const Tensor& t) {
   if (t.dim() < 5 || t.size(2) == 1 || t.size(3) == 1 || t.stride(2) == t.size(3) * t.stride(3)) return t;
-  Tensor copy = empty_map(sizes_of(t), suggests_channels_last(t));
+  Tensor copy = empty_map(sizes_of(t), suggests_channels_last(t), t.scalar_type());
   torch::stable::copy_(copy, t);
   return copy;
 }

@@ -65,14 +65,14 @@ inline Tensor matrix(const Tensor& t, int64_t offset, int64_t rows, int64_t colu
   return Tensor(made);
 }
 
-// A float32 map. Formats are those that torch gives outputs and gradients.
-inline Tensor empty_map(const std::vector<int64_t>& sizes, bool channels_last) {
-  if (!channels_last) return empty(sizes, ScalarType::Float);
+// A map. Formats are those that torch gives outputs and gradients.
+inline Tensor empty_map(const std::vector<int64_t>& sizes, bool channels_last, ScalarType dtype) {
+  if (!channels_last) return empty(sizes, dtype);
   std::vector<int64_t> strides(sizes.size(), 1);
   int64_t entries = sizes[1];
   for (size_t d = sizes.size(); d-- > 2; entries *= sizes[d]) strides[d] = entries;
   strides[0] = entries;
-  return empty_strided(sizes, strides, ScalarType::Float);
+  return empty_strided(sizes, strides, dtype);
 }
 
 // The whole memory of a dense tensor, with the sizes and strides of another.
@@ -89,6 +89,11 @@ inline Tensor laid_out_as(const Tensor& t, const Tensor& like) {
   Tensor copy = empty_as(like, t.scalar_type());
   torch::stable::copy_(copy, t);
   return copy;
+}
+
+// A tensor in that dtype, copied only where it has another.
+inline Tensor as_dtype(const Tensor& t, ScalarType dtype) {
+  return t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
 }
 
 inline void mm(const Tensor& out, const Tensor& a, const Tensor& b) {

@@ -4,7 +4,9 @@
 
 #include <string>
 
+#include "cpu/layer/tensor.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/parallel.h"
 
 namespace wnfused::cpu {
 namespace {
@@ -143,6 +145,22 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
   const bool grouped = method == Method::kDirect && !transposed && shape.groups == 1;
   const bool packs = kept || is_worth_packing(weights, output.pixels(), false, grouped);
   return packs ? std::optional(method) : std::nullopt;
+}
+
+bool is_vendors_bfloat16(const ConvLayer& layer) {
+  if (!is_bfloat16(layer.x)) return false;
+  const PairProducts products = active_pair_products();
+  if (products != PairProducts::kDots && products != PairProducts::kTiles) return false;
+  // What a call of the vendor's costs beside its products, in multiply-adds of a worker.
+  constexpr int64_t kCall = 5'000'000;
+  const ConvShape& shape = layer.shape;
+  const int64_t each = output_floats(shape) * (shape.inputs / shape.groups) * shape.taps() / worker_limit();
+  if (each <= kCall) return false;
+  // Tiles make sixteen times as many products as float32 has, dot products twice as many: Winograd's method in two dims
+  // saves more than that, along lines about as many, and depthwise layers move more than they multiply.
+  if (products == PairProducts::kTiles) return true;
+  if (layer.method == Method::kPieces) return each > 6 * kCall;
+  return layer.method == Method::kDirect && !shape.is_depthwise();
 }
 
 bool is_vendors(const ConvLayer& layer, bool last, bool passes) {

@@ -15,4 +15,7 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
 bool is_vendors(const ConvLayer& layer, bool last, bool passes);
 bool is_vendors_backward(const ConvLayer& layer, bool last, bool input);
 
+// .. and for one in bfloat16, which these kernels multiply as float32.
+bool is_vendors_bfloat16(const ConvLayer& layer);
+
 }  // namespace wnfused::cpu

@@ -16,21 +16,20 @@ std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Slidi
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
 }
 
-// v in an order of rows that the method knows: the stage's Winograd is particular.
+// v in floats, and in an order of rows that the method knows: the stage's Winograd is particular.
 Tensor rows_for(const ConvLayer& layer) {
   const Tensor& v = layer.v;
   const bool flat = v.dim() < 5 && v.size(1) % kLanes == 0;
   const bool known = v.is_contiguous() || flat || layer.method == Method::kDirect ||
                      layer.method == Method::kPieces;
-  return known ? v : torch::stable::contiguous(v);
+  return as_dtype(known ? v : torch::stable::contiguous(v), ScalarType::Float);
 }
 
 }  // namespace
 
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const bool known = x.size(1) == v.size(1) * at.groups && x.scalar_type() == ScalarType::Float &&
-                     v.scalar_type() == ScalarType::Float;
-  if (!known) return std::nullopt;
+  const auto is_known = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float || is_bfloat16(t); };
+  if (x.size(1) != v.size(1) * at.groups || !is_known(x) || !is_known(v)) return std::nullopt;
   return ConvShape{x.size(0),
                    x.size(1),
                    v.size(0),
@@ -74,8 +73,8 @@ std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
   const bool passes = conv.activation != Activation::kNone || residual;
-  if (is_vendors(*found, last, passes)) return std::nullopt;
-  const Tensor y = empty_map(map_sizes(shape.images, shape.outputs, shape.output_size(), v.dim()), last);
+  if (is_vendors_bfloat16(*found) || is_vendors(*found, last, passes)) return std::nullopt;
+  const Tensor y = empty_map(map_sizes(shape.images, shape.outputs, shape.output_size(), v.dim()), last, x.scalar_type());
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   check_residual(residual, y);
   const std::optional<Tensor> added = residual ? std::optional(with_even_lines(*residual)) : std::nullopt;
@@ -92,20 +91,21 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
-  if (is_vendors_backward(*found, last, needs.x)) return std::nullopt;
+  if (is_vendors_bfloat16(*found) || is_vendors_backward(*found, last, needs.x)) return std::nullopt;
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};
   LayerGradients made;
-  if (needs.x) made.dx = empty_map(sizes_of(x), last);
+  if (needs.x) made.dx = empty_map(sizes_of(x), last, x.scalar_type());
   if (needs.v) made.dv = empty_as(rows);
   if (needs.bias) made.dbias = empty({shape.outputs}, ScalarType::Float);
   if (needs.residual && conv.activation != Activation::kNone)
-    made.dz = empty_map(sizes_of(y), is_channels_last(y));
+    made.dz = empty_map(sizes_of(y), is_channels_last(y), x.scalar_type());
   float* dbias = made.dbias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr;
   const ConvGradients gradients{made.dx, made.dv, made.dz, dgain, dbias};
   const Tensor signs = conv.activation == Activation::kNone ? dy : with_even_lines(y);
   if (!run_conv_layer_backward(layer, with_even_lines(dy), signs, norms, gradients)) return std::nullopt;
-  if (made.dv) made.dv = laid_out_as(*made.dv, v);
+  if (made.dv) made.dv = laid_out_as(as_dtype(*made.dv, v.scalar_type()), v);
+  if (made.dbias) made.dbias = as_dtype(*made.dbias, v.scalar_type());
   return made;
 }
 

@@ -76,7 +76,7 @@ std::tuple<Gradient, Gradient> forward(
   const bool few = !keeps && suits_unfolding(call);
   if (!few && !keeps && !conv_layer_method(*shape, true)) return {};
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
-                             suggests_channels_last(x) || suggests_channels_last(v));
+                             suggests_channels_last(x) || suggests_channels_last(v), ScalarType::Float);
   check_residual(residual, y);
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
@@ -138,11 +138,11 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   check_norm(norm, v.size(0));
   Rounded dgain(sizes_of(g), g.scalar_type());
   Gradient dx, dv, db, dz;
-  if (need_x) dx = empty_map(sizes_of(x), last);
+  if (need_x) dx = empty_map(sizes_of(x), last, ScalarType::Float);
   if (need_v) dv = empty_as(v);
   if (need_bias) db = empty({shape->inputs}, ScalarType::Float);
   if (need_residual && masked)
-    dz = empty_map(sizes, is_channels_last(y));
+    dz = empty_map(sizes, is_channels_last(y), ScalarType::Float);
   float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
   const float* norms = entries<float>(norm);
   bool found;

@@ -22,7 +22,8 @@ Layout layout_of(const ConvShape& shape, const ConvCall& conv) {
 
 // The layer, if it is float32 and weight-normalised and can go this way.
 std::optional<ConvShape> open_shape(const ConvCall& conv) {
-  const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
+  const bool is_float = conv.x.scalar_type() == ScalarType::Float;
+  const std::optional<ConvShape> shape = is_float ? conv_shape(conv.x, conv.v, conv.at) : std::nullopt;
   return shape && conv.gain && can_unfold(*shape) ? shape : std::nullopt;
 }
 
@@ -57,7 +58,7 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
   if (!suits_unfolding(*shape, layout_of(*shape, conv), own)) return std::nullopt;
   const Tensor &x = conv.x, &v = conv.v;
   const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), v.dim()),
-                             gives_channels_last(conv));
+                             gives_channels_last(conv), ScalarType::Float);
   check_residual(residual, y);
   const ConvShape pixels = pointwise(y);
   const Tensor rows = unfolded(x, *shape, order_of(v, shape->taps()));
@@ -86,7 +87,7 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
   LayerGradients made;
   std::optional<Tensor> rows, input;
   if (needs.x) {
-    made.dx = empty_map(sizes_of(x), gives_channels_last(conv));
+    made.dx = empty_map(sizes_of(x), gives_channels_last(conv), ScalarType::Float);
     input = rows_to_fold(*made.dx, *shape);
   }
   if (needs.v) rows = unfolded(x, *shape, order);
@@ -107,7 +108,7 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
                                                        conv.activation, conv.slope, needs.residual, dbias);
   if (needs.x) fold(*call.dx, *shape, order, *made.dx);
   if (dz) {
-    made.dz = empty_map(sizes_of(y), is_channels_last(y));
+    made.dz = empty_map(sizes_of(y), is_channels_last(y), ScalarType::Float);
     fold(*dz, pointwise(*made.dz), kPixels, *made.dz);
   }
   return made;

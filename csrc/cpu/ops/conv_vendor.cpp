@@ -35,12 +35,12 @@ bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
   return false;
 }
 
-Tensor widened(const Tensor& t) { return torch::stable::to(t, ScalarType::Float); }
+Tensor widened(const Tensor& t) { return as_dtype(t, ScalarType::Float); }
 
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Sliding& at) {
   if (misleads_vendor(x, w, at)) {
     const std::optional<Tensor> wide = bias ? std::optional(widened(*bias)) : std::nullopt;
-    return torch::stable::to(convolution(widened(x), widened(w), wide, at), x.scalar_type());
+    return as_dtype(convolution(widened(x), widened(w), wide, at), x.scalar_type());
   }
   AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
   const Extents none(at.stride.size(), 0);
@@ -56,8 +56,8 @@ std::pair<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at, bool input, bool weight) {
   if (misleads_vendor(x, w, at)) {
     std::pair<Tensor, Tensor> found = convolution_backward(widened(dz), widened(x), widened(w), at, input, weight);
-    if (input) found.first = torch::stable::to(found.first, x.scalar_type());
-    if (weight) found.second = torch::stable::to(found.second, x.scalar_type());
+    if (input) found.first = as_dtype(found.first, x.scalar_type());
+    if (weight) found.second = as_dtype(found.second, x.scalar_type());
     return found;
   }
   AtenTensorHandle dx = nullptr, dw = nullptr, db = nullptr;
@@ -116,8 +116,7 @@ Tensor vendor_conv(const ConvCall& conv, const std::optional<Tensor>& bias, cons
     }
   }
   const Tensor w = scaled_weight(v, conv.gain, norms, x.scalar_type());
-  std::optional<Tensor> shift = bias;
-  if (bias && bias->scalar_type() != x.scalar_type()) shift = torch::stable::to(*bias, x.scalar_type());
+  const std::optional<Tensor> shift = bias ? std::optional(as_dtype(*bias, x.scalar_type())) : std::nullopt;
   const Tensor y = convolution(x, w, shift, conv.at);
   check_residual(residual, y);
   if (passes) finish(conv, y, residual, std::vector<float>(channels, 1.0f), std::vector<float>(channels, 0.0f));

@@ -41,23 +41,34 @@ inline void clear_border(const Window& window, int64_t image, float* map) {
   clear_lines(window.after.level * window.lines);
 }
 
+WNFUSED_INLINE void copy_run(const float* source, int64_t count, float* target) {
+  __builtin_memcpy(target, source, count * sizeof(float));
+}
+
+WNFUSED_INLINE void copy_run(const uint16_t* source, int64_t count, float* target) {
+  for_blocks(count, [&](int64_t i, auto move) { move.store(target + i, move.load(source + i)); });
+}
+
+WNFUSED_INLINE float as_float(float value) { return value; }
+WNFUSED_INLINE float as_float(uint16_t value) { return from_bfloat16(value); }
+
 // `count` pixels of a line to `target`, their channels without padding. Channels: as many, or 0 for any number.
-template <int Channels>
-inline void pack_pixels(const float* source, int64_t channel_stride, int64_t column_stride, int64_t channels,
-                        int64_t count, float* target) {
+template <int Channels, class T>
+inline void pack_pixels(const T* source, int64_t channel_stride, int64_t column_stride, int64_t channels, int64_t count,
+                        float* target) {
   const int64_t all = Channels ? Channels : channels;
   for (int64_t t = 0; t < count; ++t) {
-    for (int64_t k = 0; k < all; ++k) target[t * all + k] = source[k * channel_stride + t * column_stride];
+    for (int64_t k = 0; k < all; ++k) target[t * all + k] = as_float(source[k * channel_stride + t * column_stride]);
   }
 }
 
-// Pixels of one line to a thin source.
-inline void read_thin(const MapShape& shape, const ExternalMap& given, const PixelRun& run, float* target) {
-  const int64_t count = run.end - run.begin, channels = shape.channels;
-  const float* source = static_cast<const float*>(given.data) + element(given, shape, run.image, run.begin, 0);
+// Pixels of one line to a thin source, from the first one's channels.
+template <class T>
+inline void read_thin(const MapShape& shape, const ExternalMap& given, const T* source, int64_t count, float* target) {
+  const int64_t channels = shape.channels;
   const bool dense = channels == 1 || given.channel_stride == 1;
   if (dense && given.column_stride == channels) {
-    __builtin_memcpy(target, source, count * channels * sizeof(float));
+    copy_run(source, count * channels, target);
   } else if (channels == 3 && given.column_stride == 1) {
     pack_pixels<3>(source, given.channel_stride, 1, 3, count, target);
   } else {
@@ -71,7 +82,11 @@ inline void read_source(const Window& window, const ExternalMap& given, int64_t 
   if (!window.thin) return read_map(shape, given, item, map);
   const PixelRun run = map_run(shape, item);
   if (run.begin == 0) clear_border(window, run.image, map);
-  for_lines(window, run, map, [&](const PixelRun& piece, float* target) { read_thin(shape, given, piece, target); });
+  for_lines(window, run, map, [&](const PixelRun& piece, float* target) {
+    const int64_t at = element(given, shape, piece.image, piece.begin, 0), count = piece.end - piece.begin;
+    if (given.bfloat16) read_thin(shape, given, static_cast<const uint16_t*>(given.data) + at, count, target);
+    else read_thin(shape, given, static_cast<const float*>(given.data) + at, count, target);
+  });
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

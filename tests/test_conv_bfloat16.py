@@ -1,0 +1,129 @@
+"""Convolutions in bfloat16 on this library's own CPU kernels, which multiply them as float32.
+
+So nothing is rounded but what is handed out: y, dx and dz differ from float64 by that rounding, gradients of float32
+parameters by float32's errors. The vendor's bfloat16 products would be off by a hundred times as much.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from instruction_sets import ISAS
+from own_conv import LAYOUTS, Case, assert_not_finite_as_torch, both, method_of, same3x3, sample
+
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+ROUNDING = 2.0**-8
+FLOAT = 256 * 2.0**-24
+
+CASES = [
+    ("winograd4", same3x3(2, 16, 32, 8, 9)),
+    ("winograd4", same3x3(1, 20, 23, 12, 7)),
+    ("winograd4", same3x3(2, 160, 160, 13, 10)),  # packed group by group
+    ("winograd4", same3x3(2, 32, 48, 3, 8, 7)),
+    ("winograd2", same3x3(3, 32, 16, 6, 5)),
+    ("pieces", Case(2, 16, 24, (19,), (7,), (1,), (3,), (1,))),
+    ("pieces", Case(2, 20, 16, (9, 12), (5, 5), (1, 1), (2, 2), (1, 1))),
+    ("direct", Case(2, 24, 40, (9, 11), (3, 3), (2, 2), (1, 1), (1, 1))),
+    ("direct", Case(2, 24, 40, (9, 8), (1, 1), (1, 1), (0, 0), (1, 1))),
+    ("direct", Case(2, 32, 40, (9, 8), (1, 1), (1, 1), (0, 0), (1, 1))),
+    ("direct", Case(2, 3, 20, (13, 12), (7, 7), (2, 2), (3, 3), (1, 1))),
+    ("direct", Case(2, 1, 16, (33,), (9,), (2,), (4,), (1,))),
+    ("direct", Case(2, 48, 48, (9, 21), (3, 3), (1, 1), (1, 1), (1, 1), groups=48)),
+    ("direct", Case(2, 20, 20, (12, 9), (3, 3), (2, 2), (1, 1), (1, 1), groups=20)),
+    ("direct", Case(1, 32, 32, (9, 9), (3, 3), (2, 2), (1, 1), (1, 1), groups=2)),
+]
+
+
+def in_bfloat16(tensors, parameters=torch.float32):
+    x, *parts, residual = tensors
+    return [x.bfloat16(), *(None if p is None else p.to(parameters) for p in parts),
+            None if residual is None else residual.bfloat16()]  # fmt: skip
+
+
+def assert_only_rounded(found, wanted, parameters=torch.float32):
+    dtypes = dict.fromkeys(("y", "dx", "dz"), torch.bfloat16)
+    dtypes |= {"norm": torch.float32} | dict.fromkeys(("dv", "dg", "db"), parameters)
+    for name, dtype in dtypes.items():
+        actual, expected = found[name], wanted[name]
+        if actual.numel() == 0 == expected.numel():
+            continue
+        assert (actual.dtype, actual.shape) == (dtype, expected.shape), name
+        error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+        assert error <= (ROUNDING if dtype == torch.bfloat16 else FLOAT), f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize(("method", "case"), CASES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_method_and_layout(isa, method, case, layout):
+    assert method_of(case) == method
+    for activation in ("none", "relu", "leaky_relu"):
+        tensors = in_bfloat16(sample(case, layout))
+        found, wanted = both(case, tensors, activation)
+        assert_only_rounded(found, wanted)
+    if len(case.size) == 2:
+        assert found["y"].stride() == torch.convolution(*sample(case, layout)[:2], None, *case.geometry).stride()
+    assert found["dv"].stride() == tensors[1].stride()
+
+
+@pytest.mark.parametrize(("method", "case"), CASES, ids=str)
+def test_parameters_in_bfloat16_too(isa, method, case):
+    found, wanted = both(case, in_bfloat16(sample(case), torch.bfloat16))
+    assert_only_rounded(found, wanted, torch.bfloat16)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.tuples(st.integers(1, 4), st.integers(8, 40), st.integers(8, 40)),
+    size=st.lists(st.integers(5, 17), min_size=1, max_size=2),
+    kernel=st.integers(2, 6),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    strided=st.booleans(),
+    activation=st.sampled_from(["none", "relu", "leaky_relu"]),
+    isa_name=st.sampled_from(ISAS),
+    seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_drawn_layers(counts, size, kernel, stride, padding, layout, strided, activation, isa_name, seed):
+    ones = (1,) * len(size)
+    window = ((min(kernel, *size),) * len(size), (stride,) * len(size), (padding,) * len(size), ones)
+    case = Case(*counts, tuple(size), *window)
+    if method_of(case) == "vendor":
+        return
+    tensors = in_bfloat16(sample(case, layout, seed))
+    if strided:
+        tensors[0] = tensors[0].mT.contiguous().mT
+        tensors[4] = torch.stack([tensors[4]] * 2, -1).flatten(-2)[..., ::2]
+    torch.ops.wnfused_native.set_cpu_isa(isa_name)
+    try:
+        found, wanted = both(case, tensors, activation)
+    finally:
+        torch.ops.wnfused_native.set_cpu_isa("auto")
+    assert_only_rounded(found, wanted)
+
+
+@pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
+@pytest.mark.parametrize(("method", "case"), CASES[:1] + CASES[5:8] + CASES[12:13], ids=str)
+def test_what_is_not_finite_is_the_vendors(isa, method, case, which):
+    for value in (float("inf"), float("nan")):
+        assert_not_finite_as_torch(case, which, value, in_bfloat16)
+
+
+def test_large_layers_are_the_vendors_where_it_has_instructions_for_them():
+    """Dot products of bfloat16 are twice as many as float32's; Winograd's method saves more."""
+    if torch.ops.wnfused_native.cpu_isa() not in ("avx512_bf16", "amx"):
+        pytest.skip("no such instructions")
+    ones, twos = (1, 1), (2, 2)
+    threads = torch.get_num_threads()
+    for case, ours in [
+        (Case(8 * threads, 64, 64, (32, 32), (3, 3), twos, ones, ones), False),
+        (same3x3(8 * threads, 64, 64, 32, 32), torch.ops.wnfused_native.cpu_isa() == "avx512_bf16"),
+    ]:
+        found, wanted = both(case, in_bfloat16(sample(case)))
+        error = (found["dv"].double() - wanted["dv"]).norm() / wanted["dv"].norm()
+        assert (error <= FLOAT) == ours, case
