@@ -28,9 +28,10 @@ class Banks {
   template <class Pack>
   const Bank& of(int64_t convolution, int64_t item, const Pack& pack) {
     if (!geometry_.own_banks) return shared_[convolution % 2];
-    const int64_t group = geometry_.weights_stay ? geometry_.conv_item(item).group : 0;
+    const bool divided = geometry_.divides_banks();
+    const int64_t group = divided ? geometry_.conv_item(item).group : 0;
     if (convolution != convolution_ || group != group_) {
-      const int64_t blocks = geometry_.weights_stay ? geometry_.conv_group_blocks : geometry_.output_blocks;
+      const int64_t blocks = divided ? geometry_.conv_group_blocks : geometry_.output_blocks;
       const int64_t begin = group * blocks, end = smaller(begin + blocks, geometry_.output_blocks);
       // A group's blocks are addressed as if all those before them were there, too.
       if (geometry_.narrow_banks) own_.weights = memory_ - begin * geometry_.block_floats();

@@ -39,9 +39,11 @@ struct Division {
   // Every worker packs banks of its own (banks.h); in how many parts the items of one worker fetch v ahead.
   bool own_banks;
   int64_t fetch_parts;
-  // A worker's bank has room for the blocks of one group. `group_banks`: of so few that they never leave its cache, packed,
-  // read once and packed over.
-  bool narrow_banks, group_banks;
+  // A worker's bank has room for the blocks of one group alone.
+  bool narrow_banks;
+  // .. of so few that they never leave its cache: they are packed, read and packed over. A chunk's panel stays for all
+  // groups.
+  bool by_groups;
   // A convolution: chunks of panel rows x groups of output blocks.
   int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
   // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
@@ -50,6 +52,8 @@ struct Division {
   int64_t conv_items() const { return conv_chunks * conv_groups; }
   int64_t wgrad_items() const { return wgrad_slices * wgrad_groups; }
   Item conv_item(int64_t index) const { return item(index, conv_chunks, conv_groups); }
+  // Blocks of outputs that a worker's bank holds at once.
+  bool divides_banks() const { return weights_stay || by_groups; }
   Item wgrad_item(int64_t index) const { return item(index, wgrad_slices, wgrad_groups); }
 
  private:
@@ -102,7 +106,7 @@ void divide_convolution(const Work& work, const Chunks& chunks_of, Division& div
 // be gigabytes.
 template <class G>
 void narrow_banks(G& geometry) {
-  if (!geometry.weights_stay || !geometry.own_banks) return;
+  if (!geometry.divides_banks() || !geometry.own_banks) return;
   geometry.plane_stride = geometry.conv_group_blocks * geometry.block_floats() + kLanes;
   geometry.narrow_banks = true;
 }
@@ -113,11 +117,11 @@ template <class G>
 bool divide_groups(int64_t least, G& geometry) {
   constexpr int64_t kCache = 3 << 16;  // floats
   const int64_t block = geometry.planes * geometry.block_floats();
-  if (!geometry.weights_dominate || geometry.conv_group_blocks * block <= kCache) return false;
+  if (geometry.conv_group_blocks * block <= kCache) return false;
   const int64_t most = geometry.conv_group_blocks;
   geometry.conv_group_blocks = std::clamp(kCache / block, std::min(least, most), most);
   geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
-  geometry.weights_stay = geometry.own_banks = geometry.group_banks = true;
+  geometry.weights_stay = geometry.own_banks = geometry.by_groups = true;
   narrow_banks(geometry);
   return true;
 }

@@ -365,7 +365,7 @@ class LeftPanels {
 
 // Whether the panel of a convolution's item is there.
 WNFUSED_INLINE bool finds_panel(const Geometry& geometry, int64_t item, LeftPanels& left) {
-  if (geometry.group_banks) return left.hold(LeftPanels::Of::kChunk, geometry.conv_item(item).part);
+  if (geometry.by_groups) return left.hold(LeftPanels::Of::kChunk, geometry.conv_item(item).part);
   left.forget();
   return false;
 }

@@ -4,6 +4,12 @@
 #include "cpu/conv3x3/geometry.h"
 
 namespace wnfused::cpu {
+namespace {
+
+int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+}  // namespace
+
 Method preferred_method(int64_t images, int64_t height, int64_t width) {
   // Multiply-adds in units of C^2, and what a plane of the bank costs to pack and to finish, as if it were rows more. A
   // panel of one pixel of many images skips the taps that fall outside the map; a panel that mixes pixels multiplies by
@@ -71,15 +77,20 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
   return geometry;
 }
 
-void pack_by_groups(Geometry& geometry) {
-  if (!geometry.is_winograd() || geometry.level_taps > 1 || geometry.units == 0) return narrow_banks(geometry);
-  // A panel is used again by every group of one chunk.
-  if (divide_groups(1, geometry)) {
-    geometry.conv_rows = std::min<int64_t>(kMaxPanelRows, divide_up(geometry.units, kLanes) * kLanes);
-    geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
-  } else {
-    narrow_banks(geometry);
-  }
+void pack_by_groups(Geometry& geometry, int64_t workers) {
+  // Floats of a bank that is packed sooner in a worker's cache, and once more for every chunk, than read from further away.
+  constexpr int64_t kFar = 1 << 19;
+  const bool takes_panels = geometry.is_winograd() && geometry.level_taps == 1 && geometry.units > 0;
+  const bool wide = geometry.weights_dominate || geometry.bank_size() > kFar;
+  if (!takes_panels || !wide || !divide_groups(1, geometry)) return narrow_banks(geometry);
+  // A chunk for every worker, if that leaves enough rows for what it costs to pack.
+  constexpr int64_t kRows = 48, kLeastRows = 24;
+  int64_t chunks = geometry.units <= kMaxPanelRows ? 1 : divide_up(geometry.units, kRows);
+  const int64_t even = round_up(chunks, workers);
+  if (even * kLeastRows <= geometry.units) chunks = even;
+  geometry.conv_rows = round_up(divide_up(geometry.units, chunks), kLanes);
+  geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
+  geometry.weights_stay = geometry.conv_chunks == 1;
 }
 
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
@@ -93,8 +104,6 @@ namespace {
 
 // Fewer items than this a phase leave cores idle: cut the output channels too.
 constexpr int64_t kEnoughItems = 8;
-
-int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 // Rows of a product of `lines` lines: each line padded to whole register tiles, or the lines with their borders as one
 // run; whichever is shorter. Returns the rows from one line to the next.

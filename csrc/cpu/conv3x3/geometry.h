@@ -92,7 +92,7 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
                               int64_t width, Method method, int64_t workers);
 
 // Divides a wide layer's convolution anew, so that it packs its banks group by group.
-void pack_by_groups(Geometry& geometry);
+void pack_by_groups(Geometry& geometry, int64_t workers);
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile, int64_t workers);

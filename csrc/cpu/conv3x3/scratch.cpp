@@ -35,7 +35,7 @@ int64_t float_worker_floats(const Geometry& geometry) {
 
 }  // namespace
 
-int64_t packing_offset(const Geometry& geometry) { return geometry.group_banks ? conv_floats(geometry) : 0; }
+int64_t packing_offset(const Geometry& geometry) { return geometry.by_groups ? conv_floats(geometry) : 0; }
 
 int64_t worker_floats(const Geometry& geometry) {
   const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_channels * geometry.taps();

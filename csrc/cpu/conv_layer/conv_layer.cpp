@@ -157,8 +157,15 @@ void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
   }
 }
 
-void pack_by_groups(Pieces& geometry) { narrow_banks(geometry); }
-void pack_by_groups(Depthwise&) {}
+void pack_by_groups(Pieces& geometry, int64_t) { narrow_banks(geometry); }
+void pack_by_groups(Depthwise&, int64_t) {}
+
+// A kept bank, of this layout, has room for all groups, and is every worker's.
+template <class G>
+void share_bank(G& geometry, int64_t plane_stride) {
+  geometry.own_banks = geometry.narrow_banks = false;
+  geometry.plane_stride = plane_stride;
+}
 
 template <class G>
 int64_t packing_of(const G&) {
@@ -262,8 +269,9 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, false, false);
   job.kept = kept;
-  if (kept) job.geometry.own_banks = false;
-  else pack_by_groups(job.geometry);
+  const int64_t stride = job.geometry.plane_stride;
+  pack_by_groups(job.geometry, workers_for(layer.shape));
+  if (kept) share_bank(job.geometry, stride);
   job.y = map_of(y, job.output, layer.matrix);
   job.residual = map_of(residual, job.output, layer.matrix);
   choose_source_access(job.geometry, job.x);
@@ -283,7 +291,7 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
   job.transposed = geometry_of<G>(layer, true, true);
   // A transposed layer's is its weight gradient's, too, whose planes hold all blocks.
-  if (!layer.transposed) pack_by_groups(job.transposed);
+  if (!layer.transposed) pack_by_groups(job.transposed, workers_for(layer.shape));
   job.dx = map_of(gradients.dx, job.input, layer.matrix);
   job.dy = map_of(dy, job.output, layer.matrix);
   job.y = map_of(y, job.output, layer.matrix);

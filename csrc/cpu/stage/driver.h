@@ -35,7 +35,7 @@ WNFUSED_INLINE Upcoming weights_of(const Parameter& v, const Geometry& geometry,
 // goes: of the convolution that is packed in the phase after this one, all of it for every worker that packs it all.
 WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution,
                                          int64_t step, int64_t item) {
-  if (geometry.group_banks) return {nullptr, 0};  // v is more than a cache holds
+  if (geometry.by_groups) return {nullptr, 0};  // v is more than a cache holds
   const Upcoming all = weights_of(v, geometry, convolution + (geometry.own_banks ? step : 2 * step));
   const int64_t parts = geometry.fetch_parts;
   return all.part(item % parts, parts);

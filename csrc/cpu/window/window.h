@@ -173,9 +173,9 @@ Window forward_window(const ConvShape& shape, bool thin, int64_t workers);
 Window backward_window(const ConvShape& shape, int64_t workers);
 
 // Divides a wide layer's convolution anew, so that it packs its banks group by group.
-inline void pack_by_groups(Window& window) {
+inline void pack_by_groups(Window& window, int64_t) {
   constexpr int64_t kPair = 2;  // of blocks, which a register tile is made of
-  if (!divide_groups(kPair, window)) narrow_banks(window);
+  if (!window.weights_dominate || !divide_groups(kPair, window)) narrow_banks(window);
 }
 
 // Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line of
