@@ -8,6 +8,7 @@ from torch import nn
 import wnfused
 from wnfused import WNConv1d, WNConv2d, WNConv3d, WNConvTranspose1d, WNConvTranspose2d
 from wnfused.backends import native
+from wnfused.nn._frozen import Kept
 
 if native.unavailable() is not None:
     pytest.skip(str(native.unavailable()), allow_module_level=True)
@@ -183,6 +184,28 @@ def test_a_state_loaded_inside_is_packed_anew():
         layer.load_state_dict(other.state_dict())
         torch.testing.assert_close(layer(x), other(x))
         torch.testing.assert_close(layer(x), other(x))
+
+
+def test_autocast():
+    """Inputs in its dtype are a plain layer's, too, and packed weights serve them."""
+    model = nn.Sequential(
+        WNConv2d(72, 104, 3, stride=2, padding=1, activation="relu"),
+        WNConv2d(104, 264, 1),
+        WNConv2d(264, 8, 3, bias=False),
+    )
+    x = torch.randn(1, 72, 15, 13)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x)
+        with wnfused.frozen(model):
+            for given in (x, x.bfloat16(), x):
+                found = model(given)
+                assert found.dtype == torch.bfloat16
+                torch.testing.assert_close(found, wanted, rtol=0, atol=2**-6 * wanted.abs().max().item())
+            residual = torch.randn(found.shape)
+            assert model[2]._frozen(model[1](model[0](x)), residual).dtype == torch.bfloat16
+            kept = [len(layer._frozen.banks) for layer in model if isinstance(layer._frozen, Kept)]
+    assert kept
+    assert kept[0] == 1
 
 
 def test_compiled_inside():

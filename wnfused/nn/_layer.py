@@ -18,6 +18,7 @@ from wnfused import functional
 from wnfused._numbers import at_least_0, number, truth
 from wnfused.nn._keys import to_old
 from wnfused.nn._weight import EffectiveWeight
+from wnfused.ops._arguments import autocast_is_on
 
 DIRECTIONS = ("orthogonal", "he")
 
@@ -218,7 +219,7 @@ class WeightNormalised(nn.Module):
         """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded, or the layer was moved or given
         other parameters since (``torch.func.functional_call``)."""
         form: Any = self._frozen
-        if form is None or (input.dtype, input.device) != form.made_for:
+        if form is None or input.device != form.made_for[1] or not _goes_with(input, form.made_for[0]):
             return False
         own = list(self._parameters.values())
         # An export calls the layer with stand-ins of its parameters.
@@ -263,6 +264,14 @@ class WeightNormalised(nn.Module):
         if self.dim != 0:
             parts.append(f"dim={self.dim}")
         return ", ".join(parts)
+
+
+def _goes_with(input: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a plain layer of that dtype takes the input: of the same, or of autocast's."""
+    if input.dtype == dtype:
+        return True
+    device = input.device.type
+    return dtype == torch.float32 and autocast_is_on(device) and input.dtype == torch.get_autocast_dtype(device)
 
 
 @torch.no_grad()

@@ -35,7 +35,8 @@ WNFUSED_INLINE void with_activation(Activation activation, const Visit& visit) {
   }
 }
 
-template <Activation kActivation, class T>
+// Where the product is scaled already, what is left to an activation alone gives entries of the product or 0.
+template <bool kScales, Activation kActivation, class T>
 WNFUSED_INLINE bool epilogue_lines(const Lines& lines, const Epilogue& task, T* z, const T* residual) {
   const Block slope = splat(task.slope);
   Block nothing = zero();  // NaN once a sum is not finite
@@ -43,13 +44,18 @@ WNFUSED_INLINE bool epilogue_lines(const Lines& lines, const Epilogue& task, T* 
     T* run = z + line * lines.length;
     const T* added = residual ? residual + line * lines.length : nullptr;
     const int64_t channel = lines.columns ? 0 : line % lines.channels;
-    const Block line_scale = splat(lines.columns ? 0.0f : task.scale[channel]);
-    const Block line_bias = splat(lines.columns ? 0.0f : task.bias[channel]);
+    const Block line_scale = splat(lines.columns || !kScales ? 0.0f : task.scale[channel]);
+    const Block line_bias = splat(lines.columns || !kScales ? 0.0f : task.bias[channel]);
     for_blocks(lines.length, [&](int64_t i, auto move) __attribute__((always_inline)) {
-      const Block scale = lines.columns ? move.load(task.scale + i) : line_scale;
-      const Block bias = lines.columns ? move.load(task.bias + i) : line_bias;
-      Block sum = multiply_add(move.load(run + i), scale, bias);
-      nothing = multiply_add(sum, zero(), nothing);
+      Block sum = move.load(run + i);
+      if constexpr (kScales) {
+        const Block scale = lines.columns ? move.load(task.scale + i) : line_scale;
+        const Block bias = lines.columns ? move.load(task.bias + i) : line_bias;
+        sum = multiply_add(sum, scale, bias);
+        nothing = multiply_add(sum, zero(), nothing);
+      } else if (!added && kActivation != Activation::kLeakyRelu) {
+        return move.store_exact(run + i, activate<kActivation>(sum, slope));
+      }
       if (added) sum = sum + move.load(added + i);
       move.store(run + i, activate<kActivation>(sum, slope));
     });
@@ -61,10 +67,19 @@ inline bool epilogue(const Lines& lines, const Epilogue& task) {
   bool finite = true;
   with_activation(task.activation, [&](auto activation) __attribute__((always_inline)) {
     with_entries(task.z, [&](auto* z) __attribute__((always_inline)) {
-      finite = epilogue_lines<activation.value>(lines, task, z, static_cast<decltype(z)>(task.residual.data));
+      const auto run = task.scale ? epilogue_lines<true, activation.value, std::remove_pointer_t<decltype(z)>>
+                                  : epilogue_lines<false, activation.value, std::remove_pointer_t<decltype(z)>>;
+      finite = run(lines, task, z, static_cast<decltype(z)>(task.residual.data));
     });
   });
   return finite;
+}
+
+// Entries of dy or 0, unless a slope scaled them.
+template <Activation kActivation, class Move, class T>
+WNFUSED_INLINE void store_gradient(const Move& move, T* dz, const Block& gradient) {
+  if constexpr (kActivation == Activation::kLeakyRelu) move.store(dz, gradient);
+  else move.store_exact(dz, gradient);
 }
 
 // Columns of few channels, a multiple of 16: the bias gradient stays in registers, where one in memory would have each
@@ -79,7 +94,7 @@ WNFUSED_INLINE void mask_narrow(const Lines& lines, const Mask& task, const T* d
       const int64_t at = line * lines.length + b * kLanes;
       Block gradient = load(dy + at);
       if constexpr (kActivation != Activation::kNone) gradient = masked<kActivation>(gradient, load(y + at), slope);
-      if (dz) store(dz + at, gradient);
+      if (dz) store_gradient<kActivation>(Whole{}, dz + at, gradient);
       if (scaled) store(scaled + at, gradient * load(task.scale + b * kLanes));
       sum[b] = sum[b] + gradient;
     }
@@ -105,7 +120,7 @@ WNFUSED_INLINE void mask_lines(const Lines& lines, const Mask& task, const T* dy
       Block gradient = upstream;
       if constexpr (kActivation != Activation::kNone)
         gradient = masked<kActivation>(upstream, move.load(y + at + i), slope);
-      if (dz) move.store(dz + at + i, gradient);
+      if (dz) store_gradient<kActivation>(move, dz + at + i, gradient);
       if (scaled) {
         const Block scale = lines.columns ? move.load(task.scale + i) : line_scale;
         move.store(scaled + at + i, gradient * scale);

@@ -59,7 +59,7 @@ struct RowGradient {
 
 struct Epilogue {
   Values z, residual;
-  const float *scale, *bias;
+  const float *scale, *bias;  // null: z is scaled, and has its bias, already; whether it is finite is not asked then
   Activation activation;
   float slope;
 };

@@ -81,15 +81,16 @@ int64_t output_entries(const ConvCall& conv) {
   return entries;
 }
 
-// The scale, and beside it the bias, in a pass over z that is needed anyway; whether all of it is finite.
-bool finish(const ConvCall& conv, const Tensor& y, const std::optional<Tensor>& residual_given,
-            const std::vector<float>& scale, const std::vector<float>& added) {
+// The scale, and beside it the bias, in a pass over z that is needed anyway; whether all of it is finite. Null for a
+// product that has both.
+bool finish(const ConvCall& conv, const Tensor& y, const std::optional<Tensor>& residual_given, const float* scale,
+            const float* added) {
   const Tensor z = in_lines(y);
   std::optional<Tensor> residual;
   if (residual_given) residual = laid_out_as(*residual_given, z);
   const bool finite = run_epilogue(
-      lines_of(z), {values_of(z), residual ? values_of(*residual) : Values{nullptr, is_bfloat16(conv.x)}, scale.data(),
-                    added.data(), conv.activation, conv.slope});
+      lines_of(z), {values_of(z), residual ? values_of(*residual) : Values{nullptr, is_bfloat16(conv.x)}, scale, added,
+                    conv.activation, conv.slope});
   if (z.get() != y.get() && z.const_data_ptr() != y.const_data_ptr()) {
     Tensor target = y;
     torch::stable::copy_(target, z);
@@ -112,14 +113,19 @@ Tensor vendor_conv(const ConvCall& conv, const std::optional<Tensor>& bias, cons
       if (conv.bias) std::copy_n(conv.bias, channels, added.begin());
       const Tensor y = convolution(x, v, std::nullopt, conv.at);
       check_residual(residual, y);
-      if (finish(conv, y, residual, scale, added)) return y;
+      if (finish(conv, y, residual, scale.data(), added.data())) return y;
     }
   }
   const Tensor w = scaled_weight(v, conv.gain, norms, x.scalar_type());
-  const std::optional<Tensor> shift = bias ? std::optional(as_dtype(*bias, x.scalar_type())) : std::nullopt;
+  std::optional<Tensor> shift = bias;
+  if (bias && bias->scalar_type() != x.scalar_type()) {
+    Rounded narrow(sizes_of(*bias), x.scalar_type());
+    std::copy_n(conv.bias, channels, narrow.data());
+    shift = narrow.tensor();
+  }
   const Tensor y = convolution(x, w, shift, conv.at);
   check_residual(residual, y);
-  if (passes) finish(conv, y, residual, std::vector<float>(channels, 1.0f), std::vector<float>(channels, 0.0f));
+  if (passes) finish(conv, y, residual, nullptr, nullptr);
   return y;
 }
 

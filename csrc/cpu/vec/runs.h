@@ -116,12 +116,21 @@ WNFUSED_INLINE void store(T* target, const BlockOf<T>& block, int64_t count) {
   __builtin_memcpy(target, entries, count * sizeof(T));
 }
 
+template <class T>
+WNFUSED_INLINE void store_exact(T* target, const Block& block, int64_t count) {
+  T entries[kLanes];
+  store_exact(entries, block);
+  __builtin_memcpy(target, entries, count * sizeof(T));
+}
+
 // body(i, move) over a run of `length` entries, where `move` loads and stores a whole or the last, partial block.
 struct Whole {
   template <class T>
   WNFUSED_INLINE BlockOf<T> load(const T* source) const { return WNFUSED_ISA::load(source); }
   template <class T>
   WNFUSED_INLINE void store(T* target, const BlockOf<T>& block) const { WNFUSED_ISA::store(target, block); }
+  template <class T>
+  WNFUSED_INLINE void store_exact(T* target, const Block& block) const { WNFUSED_ISA::store_exact(target, block); }
 };
 
 struct Partial {
@@ -130,6 +139,10 @@ struct Partial {
   WNFUSED_INLINE BlockOf<T> load(const T* source) const { return WNFUSED_ISA::load(source, count); }
   template <class T>
   WNFUSED_INLINE void store(T* target, const BlockOf<T>& block) const { WNFUSED_ISA::store(target, block, count); }
+  template <class T>
+  WNFUSED_INLINE void store_exact(T* target, const Block& block) const {
+    WNFUSED_ISA::store_exact(target, block, count);
+  }
 };
 
 template <class Body>

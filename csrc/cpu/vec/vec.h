@@ -185,6 +185,16 @@ WNFUSED_INLINE void store(uint16_t* target, const Block& block) {
   }
 }
 
+// .. of numbers that are bfloat16 already.
+WNFUSED_INLINE void store_exact(uint16_t* target, const Block& block) {
+  WNFUSED_FOR_PARTS {
+    const NativeHalf half = __builtin_convertvector((NativeBits)block.part[i] >> 16, NativeHalf);
+    __builtin_memcpy(target + i * kNativeLanes, &half, sizeof half);
+  }
+}
+
+WNFUSED_INLINE void store_exact(float* target, const Block& block) { store(target, block); }
+
 // The sums of halves, of quarters and so on, in that order for every width of vectors.
 WNFUSED_INLINE float sum_of(const Block& a) {
 #if WNFUSED_VECTOR_BITS > 128
