@@ -11,8 +11,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from instruction_sets import ISAS
-from own_conv import LAYOUTS, Case, assert_not_finite_as_torch, both, method_of, same3x3, sample
+from own_conv import (
+    LAYOUTS,
+    NAMES,
+    Case,
+    assert_not_finite_as_torch,
+    both,
+    method_of,
+    same3x3,
+    sample,
+    way_of,
+)
 
+from wnfused import reference
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -36,6 +47,14 @@ CASES = [
     ("direct", Case(2, 48, 48, (9, 21), (3, 3), (1, 1), (1, 1), (1, 1), groups=48)),
     ("direct", Case(2, 20, 20, (12, 9), (3, 3), (2, 2), (1, 1), (1, 1), groups=20)),
     ("direct", Case(1, 32, 32, (9, 9), (3, 3), (2, 2), (1, 1), (1, 1), groups=2)),
+]
+# Which have no method, or another way on few pixels.
+OTHERS = [
+    Case(2, 24, 20, (9, 7), (4, 4), (2, 2), (1, 1), (1, 1), transposed=True),
+    Case(1, 20, 40, (21,), (16,), (8,), (4,), (1,), transposed=True),
+    Case(1, 20, 40, (1, 3), (4, 4), (2, 2), (1, 1), (1, 1), transposed=True),
+    Case(2, 160, 150, (2, 2), (3, 3), (1, 1), (1, 1), (1, 1)),
+    Case(1, 300, 200, (20,), (3,), (1,), (1,), (1,)),
 ]
 
 
@@ -70,10 +89,34 @@ def test_every_method_and_layout(isa, method, case, layout):
     assert found["dv"].stride() == tensors[1].stride()
 
 
-@pytest.mark.parametrize(("method", "case"), CASES, ids=str)
-def test_parameters_in_bfloat16_too(isa, method, case):
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_pixels_and_transposed_layers(isa, case, layout):
+    if way_of(case) == "vendor":
+        pytest.skip("the vendor's")
+    for activation in ("none", "leaky_relu"):
+        assert_only_rounded(*both(case, in_bfloat16(sample(case, layout)), activation))
+
+
+@pytest.mark.parametrize("case", [*(case for _, case in CASES), *OTHERS], ids=str)
+def test_parameters_in_bfloat16_too(isa, case):
     found, wanted = both(case, in_bfloat16(sample(case), torch.bfloat16))
     assert_only_rounded(found, wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", [1, None])
+def test_norms_along_another_dim(isa, dim):
+    case = same3x3(2, 16, 32, 8, 9)
+    x, v, _, bias, residual = in_bfloat16(sample(case))
+    g = torch.randn([] if dim is None else [v.shape[dim]])
+    tail = (*case.geometry, dim, "relu", 0.1)
+    y, norm = native.conv(x, v, g, bias, residual, *tail)
+    dy = torch.randn(y.shape).bfloat16()
+    found = dict(zip(NAMES, (y, norm, *native.conv_backward(dy, y, x, v, g, norm, [True] * 4, *tail)), strict=True))
+    wide = [t.double() for t in (x, v, g, bias, residual)]
+    exact, exact_norm = reference.conv(*wide, *tail)
+    gradients = reference.conv_backward(dy.double(), y.double(), *wide[:3], exact_norm, [True] * 4, *tail)
+    assert_only_rounded(found, dict(zip(NAMES, (exact, exact_norm, *gradients), strict=True)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

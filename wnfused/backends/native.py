@@ -316,7 +316,7 @@ def conv_backward(
 
 
 # Transposed convolutions as the short way of a layer calls them (``wnfused.ops._direct``): rows along dim 0, v
-# contiguous, parameters in the dtype of x, the activation by its number.
+# contiguous, parameters in the dtype of x or float32, the activation by its number.
 
 
 def conv_transpose(
@@ -330,7 +330,8 @@ def conv_transpose(
     if y is not None:
         return y, norm
     w, norm = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)
-    y = torch.convolution(x, w, bias, stride, padding, dilation, True, output_padding, groups)
+    bias = None if bias is None else bias.to(x.dtype)
+    y = torch.convolution(x, w.to(x.dtype), bias, stride, padding, dilation, True, output_padding, groups)
     if residual is not None and residual.shape != y.shape:
         raise RuntimeError("a residual of another shape")
     return epilogue_(y, residual, reference.ACTIVATIONS[activation], negative_slope), norm
@@ -347,7 +348,7 @@ def conv_transpose_backward(
     if done:
         return tuple(found)
     dz = masked(dy, y, reference.ACTIVATIONS[activation], negative_slope)
-    w = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)[0]
+    w = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)[0].to(x.dtype)
     wanted = [bool(needs & 1), bool(needs & 2), bool(needs & 4)]
     dx, dw, db = convolution_backward(
         dz, x, w, [v.shape[1] * groups], stride, padding, dilation, True, output_padding, groups, wanted
@@ -355,4 +356,4 @@ def conv_transpose_backward(
     dv = dg = None
     if wanted[1]:
         dv, dg = torch.ops.wnfused_native.weight_norm_backward.default._op(laid_out_like(dw, v), v, g, norm, 0)
-    return dx, dv, dg, db, dz if needs & 8 else None
+    return dx, dv, dg, None if db is None else db.to(v.dtype), dz if needs & 8 else None

@@ -54,15 +54,15 @@ def conv(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    w, norm = effective_weight(v, g, dim, x.dtype)
+    w, norm = weight_norm(v, g, dim)
     w = w.contiguous(memory_format=reference.kept_format(v))  # which the format of y follows
-    b = None if bias is None else bias.to(x.dtype)
     if not transposed:
         window = (stride, padding, dilation, groups, ACTIVATION_NUMBERS[activation], negative_slope)
-        found = torch.ops.wnfused_native.plain_conv.default(x, w, b, residual, *window)
+        found = torch.ops.wnfused_native.plain_conv.default(x, w, bias, residual, *window)
         if found is not None:
             return found, norm
-    y = torch.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
+    b = None if bias is None else bias.to(x.dtype)
+    y = torch.convolution(x, w.to(x.dtype), b, stride, padding, dilation, transposed, output_padding, groups)
     return epilogue_(y, residual, activation, negative_slope), norm
 
 
@@ -71,7 +71,7 @@ def conv_backward(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    w, _ = effective_weight(v, g, dim, x.dtype)
+    w, _ = weight_norm(v, g, dim)
     if not transposed:
         window = (stride, padding, dilation, groups, ACTIVATION_NUMBERS[activation], negative_slope)
         wanted = sum(needed << i for i, needed in enumerate(needs))
@@ -83,7 +83,7 @@ def conv_backward(
     dz = masked(dy, y, activation, negative_slope)
     features = w.shape[1] * groups if transposed else w.shape[0]
     gradients = convolution_backward(
-        dz, x, w, [features], stride, padding, dilation, transposed, output_padding, groups, needs[:3]
+        dz, x, w.to(x.dtype), [features], stride, padding, dilation, transposed, output_padding, groups, needs[:3]
     )
     dx, dw, db = (dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
     dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dy.new_empty(0), dy.new_empty(0))

@@ -103,15 +103,15 @@ _direct_transposed = layer(
 )
 
 
-def _is_plain(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Whether the parameters are as a layer has them: contiguous, of one dtype, one gain a row."""
+def _is_plain(v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    """Whether the parameters are as a layer has them: contiguous, in a dtype of the kernels, one gain a row."""
     tensors = (v, g) + (() if bias is None else (bias,)) + (() if residual is None else (residual,))
     rows = v.shape[0] if v.dim() else 0
     return (
         v.is_contiguous()
         and g.dim() in (1, v.dim())
         and g.shape[0] == g.numel() == rows
-        and all(t.dtype == x.dtype and t.is_cpu for t in tensors)
+        and all(t.dtype in native.FUSED_DTYPES and t.is_cpu for t in tensors)
     )
 
 
@@ -329,8 +329,7 @@ def _conv_transpose(
         or not (type(stride) is type(padding) is type(dilation) is type(output_padding) is tuple)
         or not is_open(x, v, g, bias, residual)
         or not (x.dim() == v.dim() == spatial + 2)
-        or not _is_plain(x, v, g, bias, residual)
-        or torch._C._is_any_autocast_enabled()  # it would give x another dtype than v has
+        or not _is_plain(v, g, bias, residual)
         or not slope_fits
     ):
         if arguments.answered_for(tensors):

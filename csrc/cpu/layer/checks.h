@@ -32,6 +32,10 @@ inline void check_activation(int64_t activation, double slope) {
                   "layer: activation ", activation, " with negative_slope ", slope);
 }
 
+inline void check_residual_dtype(const std::optional<Tensor>& residual, const Tensor& x) {
+  STD_TORCH_CHECK(!residual || residual->scalar_type() == x.scalar_type(), "layer: residual must have the dtype of x");
+}
+
 // A residual has the type and shape of the output.
 inline void check_residual(const std::optional<Tensor>& residual, const Tensor& y) {
   STD_TORCH_CHECK(!residual || (residual->scalar_type() == y.scalar_type() && residual->dim() == y.dim() &&
@@ -45,9 +49,10 @@ inline void check_norm(const Tensor& norm, int64_t rows) {
 }
 
 // A gradient, or an output, of such sizes.
-inline void check_gradient(const Tensor& t, const char* name, const std::vector<int64_t>& sizes) {
+inline void check_gradient(const Tensor& t, const char* name, const std::vector<int64_t>& sizes, const Tensor& x) {
   const bool fits = std::equal(t.sizes().begin(), t.sizes().end(), sizes.begin(), sizes.end());
-  STD_TORCH_CHECK(fits && t.scalar_type() == ScalarType::Float, "layer: ", name, " must be float32 of the output's shape");
+  STD_TORCH_CHECK(fits && t.scalar_type() == x.scalar_type(), "layer: ", name,
+                  " must have the dtype of x and the shape of the output");
 }
 
 }  // namespace wnfused::cpu

@@ -63,6 +63,17 @@ double map_floats(const MapShape& map, const Triple& size, const Triple& border)
 
 int64_t output_floats(const ConvShape& shape) { return shape.images * shape.outputs * shape.output_size().product(); }
 
+// Multiply-adds of a layer, and of each worker.
+int64_t products_each(const ConvShape& shape) {
+  return output_floats(shape) * (shape.inputs / shape.groups) * shape.taps() / worker_limit();
+}
+
+// Whether the vendor has instructions for products of bfloat16 here.
+bool has_bfloat16_products() {
+  const PairProducts products = active_pair_products();
+  return products == PairProducts::kDots || products == PairProducts::kTiles;
+}
+
 // First layers, of images or signals, that the vendor's kernels run faster, measured on Zen 4 (bench/NOTES.md): those
 // whose output is more than a call's cost, but for
 //
@@ -147,19 +158,22 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
   return packs ? std::optional(method) : std::nullopt;
 }
 
-bool is_vendors_bfloat16(const ConvLayer& layer) {
-  if (!is_bfloat16(layer.x)) return false;
-  const PairProducts products = active_pair_products();
-  if (products != PairProducts::kDots && products != PairProducts::kTiles) return false;
+bool has_many_bfloat16_products(const ConvShape& shape, int64_t calls) {
   // What a call of the vendor's costs beside its products, in multiply-adds of a worker.
   constexpr int64_t kCall = 5'000'000;
+  return has_bfloat16_products() && products_each(shape) > calls * kCall;
+}
+
+bool is_vendors_bfloat16(const ConvLayer& layer) {
   const ConvShape& shape = layer.shape;
-  const int64_t each = output_floats(shape) * (shape.inputs / shape.groups) * shape.taps() / worker_limit();
-  if (each <= kCall) return false;
+  if (!is_bfloat16(layer.x) || !has_many_bfloat16_products(shape)) return false;
   // Tiles make sixteen times as many products as float32 has, dot products twice as many: Winograd's method in two dims
-  // saves more than that, along lines about as many, and depthwise layers move more than they multiply.
-  if (products == PairProducts::kTiles) return true;
-  if (layer.method == Method::kPieces) return each > 6 * kCall;
+  // saves more than that, along lines about as many, and depthwise layers move more than they multiply. Dilated and
+  // grouped ones the vendor multiplies at a fraction of its speed.
+  if (active_pair_products() == PairProducts::kTiles) return true;
+  constexpr int64_t kCalls = 6;
+  if (layer.method == Method::kPieces)
+    return shape.dilation.column == 1 && shape.groups == 1 && has_many_bfloat16_products(shape, kCalls);
   return layer.method == Method::kDirect && !shape.is_depthwise();
 }
 

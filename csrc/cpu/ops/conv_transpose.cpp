@@ -43,9 +43,8 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
 
 // The convolution whose data gradient the layer is; nothing where the kernels have no word for it.
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const TransposedSliding& at) {
-  const bool known = at.groups == 1 && x.size(1) == v.size(0) && has_dense_rows(v) &&
-                     x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
-  if (!known) return std::nullopt;
+  const auto is_known = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float || is_bfloat16(t); };
+  if (at.groups != 1 || x.size(1) != v.size(0) || !has_dense_rows(v) || !is_known(x) || !is_known(v)) return std::nullopt;
   const Triple input = triple_of(x.sizes(), 2, 1), kernel = triple_of(v.sizes(), 2, 1);
   const Triple stride = triple_of(at.stride, 0, 1), padding = triple_of(at.padding, 0, 0);
   const Triple dilation = triple_of(at.dilation, 0, 1), extra = triple_of(at.output_padding, 0, 0);
@@ -59,6 +58,15 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Tran
   return shape.output_size() == input ? std::optional(shape) : std::nullopt;
 }
 
+// In bfloat16: whether the vendor's products are the faster ones, though they are composed with other calls.
+bool is_vendors_bfloat16(const Tensor& x, const ConvShape& shape) {
+  constexpr int64_t kCalls = 4;
+  return is_bfloat16(x) && has_many_bfloat16_products(shape, kCalls);
+}
+
+// What the kernels read maps as. bfloat16 maps of few pixels are nothing beside the weights.
+ScalarType map_dtype(const Tensor& x, bool few) { return few ? ScalarType::Float : x.scalar_type(); }
+
 // y and the norms. banks: see kept_banks.h.
 std::tuple<Gradient, Gradient> forward(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
@@ -68,27 +76,29 @@ std::tuple<Gradient, Gradient> forward(
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
-  std::vector<float> held_gain, held_bias;
-  const TransposedCall call{*shape, x, v, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
-                            static_cast<Activation>(activation), static_cast<float>(slope)};
   // Kept banks are faster than any other way, on few pixels too.
   const bool keeps = banks && is_worth_keeping(*shape, Method::kDirect) && conv_layer_method(*shape, true, true);
-  const bool few = !keeps && suits_unfolding(call);
+  const bool few = !keeps && suits_transposed_unfolding(*shape);
   if (!few && !keeps && !conv_layer_method(*shape, true)) return {};
+  if (!few && is_vendors_bfloat16(x, *shape)) return {};
+  const ScalarType dtype = map_dtype(x, few);
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
-                             suggests_channels_last(x) || suggests_channels_last(v), ScalarType::Float);
-  check_residual(residual, y);
+                             suggests_channels_last(x) || suggests_channels_last(v), dtype);
+  check_residual_dtype(residual, x);
+  std::optional<Tensor> added;
+  if (residual) added = with_even_lines(as_dtype(*residual, dtype));
+  check_residual(added, y);
+  const Tensor map = with_even_lines(as_dtype(x, dtype)), weights = as_dtype(v, ScalarType::Float);
+  std::vector<float> held_gain, held_bias;
+  const TransposedCall call{*shape, map, weights, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
+                            static_cast<Activation>(activation), static_cast<float>(slope)};
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
-  if (few) {
-    if (!unfolded_conv_transpose(call, residual, y, norms)) return {};
-    return {y, norm};
-  }
-  const Tensor lines = with_even_lines(x);
-  const std::optional<Tensor> added = residual ? std::optional(with_even_lines(*residual)) : std::nullopt;
-  const ConvLayer layer{*shape, true, Method::kDirect, lines, v, call.gain, call.bias, call.activation, call.slope};
-  if (!run_kept_layer(layer, added, y, norms, keeps ? banks : nullptr)) return {};
-  return {y, norm};
+  const ConvLayer layer{*shape, true, Method::kDirect, map, weights, call.gain, call.bias, call.activation, call.slope};
+  const bool finite = few ? unfolded_conv_transpose(call, added, y, norms)
+                          : run_kept_layer(layer, added, y, norms, keeps ? banks : nullptr);
+  if (!finite) return {};
+  return {as_dtype(y, x.scalar_type()), norm};
 }
 
 }  // namespace
@@ -124,37 +134,40 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   const bool ours = need_v || (need_x && !need_bias);
   const std::optional<ConvShape> shape = ours ? conv_shape(x, v, at) : std::nullopt;
   if (!shape) return {};
-  std::vector<float> held;
-  const TransposedCall call{*shape, x, v, floats_of(g, held), nullptr, static_cast<Activation>(activation),
-                            static_cast<float>(slope)};
   const std::optional<Method> own = conv_layer_method(*shape, true);
-  const bool few = suits_unfolding_backward(call, need_x, own);
-  if (!few && !own) return {};
+  const bool few = suits_transposed_unfolding_backward(*shape, need_x, own);
+  if (!few && (!own || is_vendors_bfloat16(x, *shape))) return {};
   const bool masked = activation != 0;
   const bool last = suggests_channels_last(x) || suggests_channels_last(v);
   const Extents sizes = map_sizes(shape->images, shape->inputs, shape->size, v.dim());
-  check_gradient(dy, "dy", sizes);
-  if (masked) check_gradient(y, "y", sizes);
+  check_gradient(dy, "dy", sizes, x);
+  if (masked) check_gradient(y, "y", sizes, x);
   check_norm(norm, v.size(0));
+  const ScalarType dtype = map_dtype(x, few);
+  const auto lines = [&](const Tensor& map) { return with_even_lines(as_dtype(map, dtype)); };
+  const Tensor map = lines(x), gradient = lines(dy), signs = masked ? lines(y) : gradient;
+  const Tensor weights = as_dtype(v, ScalarType::Float);
+  std::vector<float> held;
+  const TransposedCall call{*shape, map, weights, floats_of(g, held), nullptr, static_cast<Activation>(activation),
+                            static_cast<float>(slope)};
   Rounded dgain(sizes_of(g), g.scalar_type());
   Gradient dx, dv, db, dz;
-  if (need_x) dx = empty_map(sizes_of(x), last, ScalarType::Float);
-  if (need_v) dv = empty_as(v);
+  if (need_x) dx = empty_map(sizes_of(x), last, dtype);
+  if (need_v) dv = empty_as(weights);
   if (need_bias) db = empty({shape->inputs}, ScalarType::Float);
-  if (need_residual && masked)
-    dz = empty_map(sizes, is_channels_last(y), ScalarType::Float);
+  if (need_residual && masked) dz = empty_map(sizes, is_channels_last(y), dtype);
   float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
   const float* norms = entries<float>(norm);
-  bool found;
-  if (few) {
-    found = unfolded_conv_transpose_backward(call, dy, y, norms, {dx, dv, dz, dgain.data(), dbias});
-  } else {
-    const Tensor lines = with_even_lines(x), signs = masked ? with_even_lines(y) : dy;
-    const ConvLayer layer{*shape, true, Method::kDirect, lines, v, call.gain, nullptr, call.activation, call.slope};
-    found = run_conv_layer_backward(layer, with_even_lines(dy), signs, norms, {dx, dv, dz, dgain.data(), dbias});
-  }
-  if (!found) return {};
-  return {true, dx, dv, need_v ? Gradient(dgain.tensor()) : Gradient(), db, dz};
+  const ConvLayer layer{*shape, true, Method::kDirect, map, weights, call.gain, nullptr, call.activation, call.slope};
+  const bool finite =
+      few ? unfolded_conv_transpose_backward(call, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias})
+          : run_conv_layer_backward(layer, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});
+  if (!finite) return {};
+  const auto rounded = [](const Gradient& made, const Tensor& like) {
+    return made ? Gradient(as_dtype(*made, like.scalar_type())) : Gradient();
+  };
+  return {true, rounded(dx, x), rounded(dv, v), need_v ? Gradient(dgain.tensor()) : Gradient(), rounded(db, v),
+          rounded(dz, x)};
 }
 
 }  // namespace wnfused

@@ -16,13 +16,13 @@ constexpr Layout kLayout{false, false};
 
 }  // namespace
 
-bool suits_unfolding(const TransposedCall& call) {
+bool suits_transposed_unfolding(const ConvShape& shape) {
   // A transposed window packs all of its weights at once.
-  return can_unfold(call.shape) && suits_unfolding(call.shape, kLayout, std::nullopt);
+  return can_unfold(shape) && suits_unfolding(shape, kLayout, std::nullopt);
 }
 
-bool suits_unfolding_backward(const TransposedCall& call, bool input, const std::optional<Method>& own) {
-  return can_unfold(call.shape) && suits_unfolding_backward(call.shape, kLayout, input, own);
+bool suits_transposed_unfolding_backward(const ConvShape& shape, bool input, const std::optional<Method>& own) {
+  return can_unfold(shape) && suits_unfolding_backward(shape, kLayout, input, own);
 }
 
 bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,

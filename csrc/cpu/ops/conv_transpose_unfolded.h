@@ -11,6 +11,7 @@
 
 namespace wnfused::cpu {
 
+// In float32.
 struct TransposedCall {
   const ConvShape& shape;
   const Tensor &x, &v;
@@ -20,8 +21,8 @@ struct TransposedCall {
 };
 
 // Whether it is the fastest way; own: kernels of this library take the layer otherwise.
-bool suits_unfolding(const TransposedCall& call);
-bool suits_unfolding_backward(const TransposedCall& call, bool input, const std::optional<Method>& own);
+bool suits_transposed_unfolding(const ConvShape& shape);
+bool suits_transposed_unfolding_backward(const ConvShape& shape, bool input, const std::optional<Method>& own);
 
 // Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
 bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,

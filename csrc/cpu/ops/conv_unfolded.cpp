@@ -20,11 +20,21 @@ Layout layout_of(const ConvShape& shape, const ConvCall& conv) {
   return {conv.v.dim() == 4 && !gives_channels_last(conv), is_pointwise(shape) && is_rows(conv.x)};
 }
 
-// The layer, if it is float32 and weight-normalised and can go this way.
+// The layer, if its weights are float32 and normalised, and it can go this way. bfloat16 maps of few pixels are nothing
+// beside the weights.
 std::optional<ConvShape> open_shape(const ConvCall& conv) {
-  const bool is_float = conv.x.scalar_type() == ScalarType::Float;
+  const bool is_float = conv.v.scalar_type() == ScalarType::Float;
   const std::optional<ConvShape> shape = is_float ? conv_shape(conv.x, conv.v, conv.at) : std::nullopt;
-  return shape && conv.gain && can_unfold(*shape) ? shape : std::nullopt;
+  if (!shape || !conv.gain || !can_unfold(*shape)) return std::nullopt;
+  constexpr int64_t kCalls = 4;
+  const bool many = output_pixels(*shape) > kFewPixels && has_many_bfloat16_products(*shape, kCalls);
+  return is_bfloat16(conv.x) && many ? std::nullopt : shape;
+}
+
+Tensor in_floats(const Tensor& t) { return as_dtype(t, ScalarType::Float); }
+
+std::optional<Tensor> as_bfloat16(const std::optional<Tensor>& t) {
+  return t ? std::optional(as_dtype(*t, ScalarType::BFloat16)) : std::nullopt;
 }
 
 // For wnfused/frozen.py and the tests: whether a layer without groups goes this way, forward and backward with the
@@ -57,6 +67,13 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
   const std::optional<Method> own = conv_layer_method(*shape, false);
   if (!suits_unfolding(*shape, layout_of(*shape, conv), own)) return std::nullopt;
   const Tensor &x = conv.x, &v = conv.v;
+  if (is_bfloat16(x)) {
+    check_residual_dtype(residual, x);
+    const std::optional<Tensor> added = residual ? std::optional(in_floats(*residual)) : std::nullopt;
+    const Tensor wide = in_floats(x);
+    return as_bfloat16(
+        unfolded_conv({wide, v, conv.gain, conv.bias, conv.at, conv.activation, conv.slope}, added, norms));
+  }
   const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), v.dim()),
                              gives_channels_last(conv), ScalarType::Float);
   check_residual(residual, y);
@@ -81,6 +98,15 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
   if (!suits_unfolding_backward(*shape, layout_of(*shape, conv), needs.x, own)) return std::nullopt;
   const Tensor &x = conv.x, &v = conv.v;
   const bool masked = conv.activation != Activation::kNone;
+  if (is_bfloat16(x)) {
+    const Tensor wide = in_floats(x), signs = masked ? in_floats(y) : y;
+    const ConvCall call{wide, v, conv.gain, conv.bias, conv.at, conv.activation, conv.slope};
+    std::optional<LayerGradients> found = unfolded_conv_backward(call, in_floats(dy), signs, norms, needs, dgain);
+    if (!found) return std::nullopt;
+    found->dx = as_bfloat16(found->dx);
+    found->dz = as_bfloat16(found->dz);
+    return found;
+  }
   const Tensor gradients = rows_of(dy);
   if (!all_finite(gradients) || !all_finite(conv.gain, norms, shape->outputs)) return std::nullopt;
   const Order order = order_of(v, shape->taps());

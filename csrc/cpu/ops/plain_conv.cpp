@@ -4,6 +4,7 @@
 
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
+#include "cpu/layer/gains.h"
 #include "cpu/ops/conv_routes.h"
 #include "ops.h"
 
@@ -12,10 +13,12 @@ namespace {
 
 using namespace cpu;
 
-// Float32 with rows that the kernels read; everything else is left to the vendor's.
+// Float32, or maps in bfloat16, with rows that the kernels read; everything else is left to the vendor's.
 bool are_ours(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias) {
-  const auto is_float = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float; };
-  return is_float(x) && is_float(w) && has_dense_rows(w) && (!bias || (is_float(*bias) && bias->is_contiguous()));
+  const auto fits = [&](const Tensor& t) {
+    return t.scalar_type() == ScalarType::Float || (is_bfloat16(x) && is_bfloat16(t));
+  };
+  return fits(x) && fits(w) && has_dense_rows(w) && (!bias || fits(*bias));
 }
 
 }  // namespace
@@ -29,7 +32,8 @@ std::optional<Tensor> plain_conv(
   check_activation(activation, slope);
   if (!are_ours(x, w, bias)) return std::nullopt;
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == w.size(0)), "conv: bias must have one entry a row");
-  const ConvCall conv{x, w, nullptr, bias ? entries<float>(*bias) : nullptr, window,
+  std::vector<float> held;
+  const ConvCall conv{x, w, nullptr, bias ? floats_of(*bias, held) : nullptr, window,
                      static_cast<Activation>(activation), static_cast<float>(slope)};
   return own_conv(conv, residual, nullptr);
 }

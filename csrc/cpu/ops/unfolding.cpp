@@ -141,7 +141,7 @@ ConvShape pointwise(const Tensor& map) {
 
 // What unfolding saves is reading and packing the weights anew and, from 32 MB on, fresh memory for them; what it costs is
 // to multiply by the padding and, forward, to put rows in the place of a map in NCHW.
-constexpr int64_t kFewest = 8, kFew = 16, kMost = 256;  // pixels
+constexpr int64_t kFewest = 8, kMost = 256;  // pixels
 
 namespace {
 
@@ -157,8 +157,8 @@ bool suits_unfolding(const ConvShape& shape, const Layout& layout, const std::op
   if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
   // These kernels pack weights group by group, in a cache.
   const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
-  return pixels <= (packs || is_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels &&
-         (!layout.planes || pixels <= (shape.taps() > 1 ? kPlanes : kFew) || weights * shape.taps() >= kHeavy);
+  return pixels <= (packs || is_winograd(own) ? kFewPixels : kMost) && weights >= kWeightsAPixel * pixels &&
+         (!layout.planes || pixels <= (shape.taps() > 1 ? kPlanes : kFewPixels) || weights * shape.taps() >= kHeavy);
 }
 
 bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input,
@@ -166,7 +166,7 @@ bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool
   constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
   constexpr int64_t kBesideWinograd = 50;
   const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
-  if (pixels <= kFewest || (pixels <= kFew && weights >= kNarrow)) return true;
+  if (pixels <= kFewest || (pixels <= kFewPixels && weights >= kNarrow)) return true;
   if (is_patches(shape)) return input || pixels <= kPatches;
   if (layout.rows) return weights >= kInPlace * pixels;
   if (pixels > (is_winograd(own) ? kBesideWinograd : kMost)) return false;

@@ -15,6 +15,9 @@ namespace wnfused::cpu {
 
 int64_t output_pixels(const ConvShape& shape);
 
+// Up to so many pixels the time of such a layer is that of its weights.
+constexpr int64_t kFewPixels = 16;
+
 // A 1x1 layer, whose windows are the pixels of its map.
 bool is_pointwise(const ConvShape& shape);
 ConvShape pointwise(const Tensor& map);
