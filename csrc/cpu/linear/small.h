@@ -23,9 +23,11 @@ namespace wnfused::cpu::WNFUSED_ISA {
 constexpr int kSumBlocks = kParts == 1 ? 18 : kParts == 2 ? 5 : 4;
 constexpr int kMaxSmallTile = kParts == 1 ? 8 : 4;
 
+// Running sums of kRows rows of v and kTile of x, and of the squares of v's: vectors whose lanes are yet to be added.
 // inner: units of a row.
 template <class Units, int kRows, int kTile, class V>
-WNFUSED_INLINE void dot_tile(const V* v, const float* x, int64_t inner, float (&product)[kRows][kTile], float* square) {
+WNFUSED_INLINE void dot_tile(const V* v, const float* x, int64_t inner, Block (&product)[kTile][kLanes], int64_t first,
+                             Block* square) {
   Block sum[kRows][kTile], norm[kRows];
   WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
     norm[r] = zero();
@@ -46,81 +48,90 @@ WNFUSED_INLINE void dot_tile(const V* v, const float* x, int64_t inner, float (&
     }
   });
   WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
-    if (square) square[r] = sum_of(norm[r]);
-    WNFUSED_UNROLL for (int m = 0; m < kTile; ++m) product[r][m] = sum_of(sum[r][m]);
+    if (square) square[first + r] = norm[r];
+    WNFUSED_UNROLL for (int m = 0; m < kTile; ++m) product[m][first + r] = sum[r][m];
   }
 }
 
-WNFUSED_INLINE float activated(float z, Activation activation, float slope) {
-  if (activation == Activation::kRelu) return z <= 0 ? 0.0f : z;
-  if (activation == Activation::kLeakyRelu) return z > 0 ? z : z * slope;
-  return z;
-}
-
-WNFUSED_INLINE void put(const Values& target, int64_t at, float value) {
-  if (target.bfloat16) static_cast<uint16_t*>(target.data)[at] = to_bfloat16(value);
-  else static_cast<float*>(target.data)[at] = value;
-}
-
-// The instruction for pairs loses squares that are denormals.
+// The norms of up to 16 features. The instruction for pairs loses squares that are denormals.
 template <class Units>
-WNFUSED_INLINE float small_norm(const SmallLinear& task, int64_t feature, float square) {
+WNFUSED_INLINE void small_norms(const SmallLinear& task, int64_t first, int64_t count, const Block (&squares)[kLanes]) {
   constexpr float kSafe = 0x1p-90f;
-  if constexpr (Units::kEntries == 2) {
-    const uint16_t* row = static_cast<const uint16_t*>(task.v.data) + feature * task.inner;
-    if (square < kSafe) square = dot(row, row, task.inner);
-  }
-  return __builtin_sqrtf(square);
-}
-
-// Features [first, first + kRows) for rows [m, m + kTile) of x; the norms come with the first tile.
-template <class Units, int kRows, int kTile, class V>
-WNFUSED_INLINE bool small_tile(const SmallLinear& task, const V* v, int64_t first, int64_t m) {
-  float product[kRows][kTile], square[kRows], nothing = 0;
-  const int64_t inner = task.inner / Units::kEntries;
-  dot_tile<Units, kRows, kTile>(v + first * inner, static_cast<const float*>(task.x.data) + m * inner, inner, product,
-                                m == 0 ? square : nullptr);
-  bool in_range = true;
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t feature = first + r;
-    if (m == 0) task.norm[feature] = small_norm<Units>(task, feature, square[r]);
-    const float scale = task.gain[feature] * inverse_or_zero(task.norm[feature]);
-    in_range = in_range && can_wait(scale);
-    for (int t = 0; t < kTile; ++t) {
-      const int64_t at = (m + t) * task.features + feature;
-      float z = scale * product[r][t] + (task.bias ? task.bias[feature] : 0.0f);
-      nothing += 0 * z;
-      if (task.residual) z += task.residual[at];
-      put(task.y, at, activated(z, task.activation, task.slope));
+  float square[kLanes];
+  store(square, sums_of(squares));
+  for (int64_t r = 0; r < count; ++r) {
+    if constexpr (Units::kEntries == 2) {
+      const uint16_t* row = static_cast<const uint16_t*>(task.v.data) + (first + r) * task.inner;
+      if (square[r] < kSafe) square[r] = dot(row, row, task.inner);
     }
+    task.norm[first + r] = __builtin_sqrtf(square[r]);
   }
-  return in_range && nothing == 0;
 }
 
+// y of up to 16 features, for kTile rows of x from m on, from their sums. False if not all is finite.
+template <int kTile, class Y, class Move>
+WNFUSED_INLINE bool finish_features(const SmallLinear& task, int64_t first, int64_t m, const Move& move,
+                                    const Block& scale, const Block (&sums)[kTile][kLanes]) {
+  const Block bias = task.bias ? move.load(task.bias + first) : zero(), slope = splat(task.slope);
+  Y* y = static_cast<Y*>(task.y.data);
+  Block nothing = zero();  // NaN once a sum is not finite
+  with_activation(task.activation, [&](auto activation) __attribute__((always_inline)) {
+    WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) {
+      const int64_t at = (m + t) * task.features + first;
+      Block z = multiply_add(sums_of(sums[t]), scale, bias);
+      nothing = multiply_add(z, zero(), nothing);
+      if (task.residual) z = z + move.load(task.residual + at);
+      move.store(y + at, activate<activation.value>(z, slope));
+    }
+  });
+  return sum_of(nothing) == 0;
+}
+
+// Up to 16 features from `first` on, for rows [m, m + kTile) of x; the norms come with the first tile.
 template <class Units, int kTile, class V>
-WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t begin, int64_t end, int64_t m) {
+WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t first, int64_t count, int64_t m) {
   // As many as there are registers for, up to two streams of v; four where one row of x has little to do with each.
   constexpr int kFit = kSumBlocks / (kTile + 1), kRows = kTile == 1 && kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
-  bool in_range = true;
-  int64_t first = begin;
-  for (; first + kRows <= end; first += kRows) in_range &= small_tile<Units, kRows, kTile>(task, v, first, m);
-  for (; first < end; ++first) in_range &= small_tile<Units, 1, kTile>(task, v, first, m);
-  return in_range;
+  Block sums[kTile][kLanes], squares[kLanes];
+  const int64_t inner = task.inner / Units::kEntries;
+  const float* x = static_cast<const float*>(task.x.data) + m * inner;
+  Block* square = m == 0 ? squares : nullptr;
+  int64_t r = 0;
+  for (; r + kRows <= count; r += kRows)
+    dot_tile<Units, kRows, kTile>(v + (first + r) * inner, x, inner, sums, r, square);
+  for (; r < count; ++r) dot_tile<Units, 1, kTile>(v + (first + r) * inner, x, inner, sums, r, square);
+  for (; r < kLanes; ++r) {
+    squares[r] = zero();
+    WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) sums[t][r] = zero();
+  }
+  if (m == 0) small_norms<Units>(task, first, count, squares);
+  float scale[kLanes] = {};
+  bool fits = true;
+  for (int64_t i = 0; i < count; ++i) {
+    scale[i] = task.gain[first + i] * inverse_or_zero(task.norm[first + i]);
+    fits = fits && can_wait(scale[i]);
+  }
+  const auto finish = [&](const auto& move) __attribute__((always_inline)) {
+    fits &= task.y.bfloat16 ? finish_features<kTile, uint16_t>(task, first, m, move, load(scale), sums)
+                            : finish_features<kTile, float>(task, first, m, move, load(scale), sums);
+  };
+  if (count == kLanes) finish(Whole{});
+  else finish(Partial{count});
+  return fits;
 }
 
-// Slices of features whose rows of v stay in L1 or L2 while the tiles of x pass by.
+// Rows of v stay in L1 or L2 while the tiles of x pass by.
 template <class Units, class V>
 WNFUSED_INLINE bool small_slices(const SmallLinear& task, const V* v, int64_t begin, int64_t end) {
-  const int64_t slice = task.rows > kMaxSmallTile ? 8 : end - begin;
   bool in_range = true;
-  for (int64_t first = begin; first < end; first += slice) {
-    const int64_t last = first + slice < end ? first + slice : end;
+  for (int64_t first = begin; first < end; first += kLanes) {
+    const int64_t count = smaller(kLanes, end - first);
     int64_t m = 0;
     for (; m + kMaxSmallTile <= task.rows; m += kMaxSmallTile)
-      in_range &= small_features<Units, kMaxSmallTile>(task, v, first, last, m);
-    if (kMaxSmallTile > 4 && task.rows - m >= 4) in_range &= small_features<Units, 4>(task, v, first, last, m), m += 4;
-    if (task.rows - m >= 2) in_range &= small_features<Units, 2>(task, v, first, last, m), m += 2;
-    if (task.rows - m >= 1) in_range &= small_features<Units, 1>(task, v, first, last, m);
+      in_range &= small_features<Units, kMaxSmallTile>(task, v, first, count, m);
+    if (kMaxSmallTile > 4 && task.rows - m >= 4) in_range &= small_features<Units, 4>(task, v, first, count, m), m += 4;
+    if (task.rows - m >= 2) in_range &= small_features<Units, 2>(task, v, first, count, m), m += 2;
+    if (task.rows - m >= 1) in_range &= small_features<Units, 1>(task, v, first, count, m);
   }
   return in_range;
 }

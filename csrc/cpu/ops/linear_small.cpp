@@ -8,8 +8,15 @@
 namespace wnfused::cpu {
 namespace {
 
-// Up to so many rows of x, in floats beside products of this library, in bfloat16, and in pairs as they lie.
-constexpr int64_t kFloatRows = 8, kHalfRows = 4, kRowsOfPairs = 16;
+// Up to so many rows of x in bfloat16, and in pairs as they lie.
+constexpr int64_t kHalfRows = 4, kRowsOfPairs = 16;
+
+// Up to so many rows of x, in floats, beside products of this library: short rows pay too much for the sums across a
+// vector, and long ones are read again for every eight rows of x. wide: of long ones.
+int64_t most_rows(int64_t inner, int64_t wide) {
+  constexpr int64_t kTiny = 16, kShort = 96, kLong = 512;
+  return inner < kTiny ? 4 : inner < kShort ? 10 : inner <= kLong ? 24 : wide;
+}
 
 // Products of pairs as they lie in memory.
 bool takes_pairs(const LinearCall& call, const LinearKernels* products) {
@@ -20,21 +27,20 @@ bool takes_pairs(const LinearCall& call, const LinearKernels* products) {
 
 }  // namespace
 
-// Measured beside the products of AVX-512, and without them beside MKL's: short rows pay too much for the sums across a
-// vector, and many rows of x make the backward a matter of loads and stores of dx. Products of bfloat16 have an
-// instruction of their own.
+// Measured beside the products of AVX-512, and without them beside MKL's: many rows of x make the backward a matter of
+// loads and stores of dx. Products of bfloat16 have an instruction of their own.
 bool is_small(const LinearCall& call, const LinearKernels* products) {
   const LinearShape& shape = call.shape;
   if (takes_pairs(call, products)) return true;
   if (call.is_half()) return shape.rows <= kHalfRows;
-  if (products) return shape.rows <= (shape.inner < 256 ? kFloatRows - 1 : kFloatRows);
+  if (products) return shape.rows <= most_rows(shape.inner, 12);
   return shape.rows <= kSmallRows / 2 || (shape.rows <= kSmallRows && shape.inner >= 128);
 }
 
 bool is_small(const LinearGradient& call, const LinearKernels* products) {
   const LinearShape& shape = call.shape;
   if (call.is_half()) return shape.rows <= (products ? kHalfRows / 2 : kHalfRows);
-  if (products) return shape.rows <= kFloatRows;
+  if (products) return shape.rows <= most_rows(shape.inner, 9);
   return shape.rows <= kSmallRows / 2 ||
          (shape.rows <= kSmallRows && shape.features * shape.inner <= (int64_t{1} << 18));
 }
@@ -58,8 +64,9 @@ bool small_linear(const LinearCall& call, const LinearKernels* products) {
   return in_range;
 }
 
-// Every worker sums its share of dx apart; folded in the workers' order, so the last bits of dx depend on their number.
+// Shares of v's rows, as many as their size is worth, sum dx apart; what they found is added up in their order.
 void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
+  constexpr int64_t kMostShares = 16, kLeastFeatures = 64;
   const LinearShape& shape = call.shape;
   std::vector<float> held_x, held_dz;
   std::optional<Rounded> rounded;
@@ -73,23 +80,23 @@ void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
 
   const int64_t size = shape.rows * shape.inner;
   const int64_t work = shape.features * shape.inner * std::max<int64_t>(shape.rows / 2, 1);
-  const int64_t workers = std::clamp<int64_t>(work / (2 * kGrain), 1, worker_limit());
-  const int64_t share = divide_up(shape.features, workers), room = dv.bfloat16 ? kSmallTile * shape.inner : 0;
-  std::vector<float> partial(dx ? (workers - 1) * size : 0, 0.0f), scratch(workers * room);
+  const int64_t worth = std::min(work / (2 * kGrain), shape.features / kLeastFeatures);
+  const int64_t shares = std::clamp<int64_t>(worth, 1, kMostShares);
+  const int64_t features = divide_up(shape.features, shares), room = dv.bfloat16 ? kSmallTile * shape.inner : 0;
+  std::vector<float> partial(dx ? (shares - 1) * size : 0, 0.0f), scratch(shares * room);
   if (dx) std::fill(dx, dx + size, 0.0f);
-  const auto run = [&](int64_t begin, int64_t end) {
-    for (int64_t w = begin; w < end; ++w) {
+  share_out(0, shares, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
       SmallLinearBackward part = task;
-      part.dx = !dx ? nullptr : w == 0 ? dx : partial.data() + (w - 1) * size;
-      part.scratch = scratch.data() + w * room;
+      part.dx = !dx ? nullptr : s == 0 ? dx : partial.data() + (s - 1) * size;
+      part.scratch = scratch.data() + s * room;
       layer_kernels().small_linear_backward(
-          part, std::min(shape.features, w * share), std::min(shape.features, (w + 1) * share));
+          part, std::min(shape.features, s * features), std::min(shape.features, (s + 1) * features));
     }
-  };
-  share_out(0, workers, 1, run);
+  });
   if (!dx) return;
-  for (int64_t w = 1; w < workers; ++w)
-    for (int64_t i = 0; i < size; ++i) dx[i] += partial[(w - 1) * size + i];
+  for (int64_t s = 1; s < shares; ++s)
+    for (int64_t i = 0; i < size; ++i) dx[i] += partial[(s - 1) * size + i];
   if (rounded) rounded->round();
 }
 

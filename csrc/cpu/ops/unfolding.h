@@ -1,7 +1,6 @@
 // Maps as matrices: a row [channels x taps] for each window that a convolution's output pixel meets, zeros beyond the map.
 // Wide layers on few pixels, whose time is that of their weights, are linear layers (linear_routes.h) of such rows: those
-// kernels read the weights as they lie. Those of up to eight rows add up what their threads found: the last bits of dx, and
-// of a transposed layer's y, depend on the number of threads then (linear_small.cpp).
+// kernels read the weights as they lie.
 //
 //   conv             y rows = act(s (X v^T) + b)     X = the windows of x      (conv_unfolded.cpp)
 //   conv_transpose   Z = s x rows v                  y = the sum of Z where windows of y overlap

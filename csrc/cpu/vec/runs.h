@@ -123,6 +123,38 @@ WNFUSED_INLINE void store_exact(T* target, const Block& block, int64_t count) {
   __builtin_memcpy(target, entries, count * sizeof(T));
 }
 
+#if WNFUSED_VECTOR_BITS == 512
+// In registers, where the memory above costs a store that the load has to wait for.
+WNFUSED_INLINE __mmask16 mask_of(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
+
+WNFUSED_INLINE Block load(const float* source, int64_t count) {
+  return {{(Native)_mm512_maskz_loadu_ps(mask_of(count), source)}};
+}
+
+WNFUSED_INLINE Block load(const uint16_t* source, int64_t count) {
+  const NativeHalf half = (NativeHalf)_mm256_maskz_loadu_epi16(mask_of(count), source);
+  return {{(Native)(__builtin_convertvector(half, NativeBits) << 16)}};
+}
+
+WNFUSED_INLINE void store(float* target, const Block& block, int64_t count) {
+  _mm512_mask_storeu_ps(target, mask_of(count), (__m512)block.part[0]);
+}
+#elif WNFUSED_VECTOR_BITS == 256
+WNFUSED_INLINE __m256i mask_of(int64_t count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+WNFUSED_INLINE Block load(const float* source, int64_t count) {
+  return {{(Native)_mm256_maskload_ps(source, mask_of(count)),
+           (Native)_mm256_maskload_ps(source + kNativeLanes, mask_of(count - kNativeLanes))}};
+}
+
+WNFUSED_INLINE void store(float* target, const Block& block, int64_t count) {
+  _mm256_maskstore_ps(target, mask_of(count), (__m256)block.part[0]);
+  _mm256_maskstore_ps(target + kNativeLanes, mask_of(count - kNativeLanes), (__m256)block.part[1]);
+}
+#endif
+
 // body(i, move) over a run of `length` entries, where `move` loads and stores a whole or the last, partial block.
 struct Whole {
   template <class T>

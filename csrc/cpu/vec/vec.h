@@ -216,6 +216,51 @@ WNFUSED_INLINE float sum_of(const Block& a) {
 #endif
 }
 
+// Lane i is sum_of(r[i]).
+WNFUSED_INLINE Block sums_of(const Block (&r)[kLanes]) {
+#if WNFUSED_VECTOR_BITS == 512
+  __m512 halves[8], quarters[4], eighths[2];
+  WNFUSED_UNROLL for (int i = 0; i < 8; ++i) {
+    const __m512 a = r[2 * i].part[0], b = r[2 * i + 1].part[0];
+    halves[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+  }
+  WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
+    const __m512 a = halves[2 * i], b = halves[2 * i + 1];
+    quarters[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+  }
+  WNFUSED_UNROLL for (int i = 0; i < 2; ++i) {
+    const __m512 a = quarters[2 * i], b = quarters[2 * i + 1];
+    eighths[i] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+  }
+  const __m512 sums = _mm512_shuffle_ps(eighths[0], eighths[1], 0x88) + _mm512_shuffle_ps(eighths[0], eighths[1], 0xdd);
+  // Every four holds one of every four of r.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return {{(Native)_mm512_permutexvar_ps(order, sums)}};
+#elif WNFUSED_VECTOR_BITS == 256
+  Block sums;
+  WNFUSED_UNROLL for (int part = 0; part < 2; ++part) {
+    __m256 quarters[4], eighths[2];
+    WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
+      const Block &a = r[8 * part + 2 * i], &b = r[8 * part + 2 * i + 1];
+      const __m256 half_a = a.part[0] + a.part[1], half_b = b.part[0] + b.part[1];
+      quarters[i] = _mm256_permute2f128_ps(half_a, half_b, 0x20) + _mm256_permute2f128_ps(half_a, half_b, 0x31);
+    }
+    WNFUSED_UNROLL for (int i = 0; i < 2; ++i) {
+      const __m256 a = quarters[2 * i], b = quarters[2 * i + 1];
+      eighths[i] = _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
+    }
+    const __m256 mixed =
+        _mm256_shuffle_ps(eighths[0], eighths[1], 0x88) + _mm256_shuffle_ps(eighths[0], eighths[1], 0xdd);
+    sums.part[part] = (Native)_mm256_permutevar8x32_ps(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  }
+  return sums;
+#else
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = sum_of(r[i]);
+  return load(lanes);
+#endif
+}
+
 // r[i][j] <-> r[j][i]
 WNFUSED_INLINE void transpose(Block (&r)[kLanes]) {
 #if WNFUSED_VECTOR_BITS == 512
