@@ -347,6 +347,55 @@ def _converted() -> list[Workload]:
     ]
 
 
+def _autocast() -> list[Workload]:
+    # What the other groups have in float32, under bfloat16 autocast: parameters in float32, inputs in bfloat16.
+    chosen = {
+        "linear": ("linear 64, batch 32", "linear 256, batch 32", "linear 1024, batch 256"),
+        "conv3x3": (
+            "16 channels, 32x32, batch 8, channels_last",
+            "64 channels, 32x32, batch 8",
+            "64 channels, 32x32, batch 8, channels_last",
+            "256 channels, 14x14, batch 8, channels_last",
+            "512 channels, 7x7, batch 8, channels_last",
+        ),
+        "conv1x1": ("256 channels, 16x16, batch 8, channels_last",),
+        "windows": (
+            "16 to 32, 32x32, kernel 3, stride 2, batch 8",
+            "64 to 128, 32x32, kernel 3, stride 2, batch 8, channels_last",
+            "128 to 128, 16x16, kernel 5, stride 1, batch 8",
+            "32 to 32, 8192, kernel 11, stride 1, dilation 5, batch 1",
+            "128 to 128, 512, kernel 7, stride 1, batch 8",
+            "3 to 64, 64x64, kernel 7, stride 2, batch 8",
+            "512 to 512, 2x2, kernel 3, stride 1, batch 2",
+            "32 to 32, 16x32x32, kernel 3, stride 1, batch 2",
+            "96 to 96, 32x32, kernel 3, stride 1, 96 groups, batch 8",
+            "128 to 64, 64, kernel 16, transposed by 8, batch 1",
+            "64 to 32, 16x16, kernel 4, transposed by 2, batch 8",
+        ),
+        "converted": (
+            "ResNet-20, batch 8, channels_last",
+            "ResNet-18, 64x64, batch 2, channels_last",
+            "ResNet-18, 224x224, batch 1, channels_last",
+            "MobileNet, batch 8, channels_last",
+            "vocoder, batch 1",
+            "discriminator, batch 4",
+            "temporal network, batch 16",
+        ),
+    }
+    everything = [*_linear(), *_CONVOLUTIONS, *_windows(), *_converted()]
+    return [
+        replace(
+            workload,
+            group="autocast",
+            ours=OURS_BF16,
+            peers=("eager bf16", "plain bf16"),
+            quick=workload.name == "64 channels, 32x32, batch 8, channels_last",
+        )
+        for workload in everything
+        if workload.name in chosen[workload.group]
+    ]
+
+
 def _frozen() -> list[Workload]:
     # For inference on weights that stay; beside itself outside of the context.
     layers = (
@@ -437,15 +486,20 @@ def _init() -> list[Workload]:
     ]
 
 
+_CONVOLUTIONS = (
+    *_conv(3, ((16, 32, 8), (16, 32, 64), (64, 32, 8), (128, 16, 8), (256, 14, 8), (512, 7, 8), (512, 14, 1)), (64,)),
+    *_conv(1, ((64, 32, 8), (256, 16, 8), (512, 8, 8)), (256,)),
+)
+
 WORKLOADS: tuple[Workload, ...] = (
     *_linear(),
     *_linear_bf16(),
-    *_conv(3, ((16, 32, 8), (16, 32, 64), (64, 32, 8), (128, 16, 8), (256, 14, 8), (512, 7, 8), (512, 14, 1)), (64,)),
-    *_conv(1, ((64, 32, 8), (256, 16, 8), (512, 8, 8)), (256,)),
+    *_CONVOLUTIONS,
     *_windows(),
     *_stage(),
     *_network(),
     *_converted(),
+    *_autocast(),
     *_frozen(),
     *_digits(),
     *_depth(),
