@@ -52,9 +52,9 @@ struct Division {
   int64_t conv_items() const { return conv_chunks * conv_groups; }
   int64_t wgrad_items() const { return wgrad_slices * wgrad_groups; }
   Item conv_item(int64_t index) const { return item(index, conv_chunks, conv_groups); }
-  // Blocks of outputs that a worker's bank holds at once.
-  bool divides_banks() const { return weights_stay || by_groups; }
   Item wgrad_item(int64_t index) const { return item(index, wgrad_slices, wgrad_groups); }
+  // Whether a worker's bank holds the blocks of one group at a time.
+  bool divides_banks() const { return weights_stay || by_groups; }
 
  private:
   Item item(int64_t index, int64_t parts, int64_t groups) const {

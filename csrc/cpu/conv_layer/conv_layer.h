@@ -1,4 +1,5 @@
-// A single convolution layer on kernels of this library: float32, zero padding, one to three spatial dims.
+// A single convolution layer on kernels of this library: zero padding, one to three spatial dims, float32, and bfloat16
+// maps, which are float32 in the kernels' own layout.
 //
 //   forward    read x | y = act(conv(x, w) + b + residual), norms | write y
 //   backward   dz = act'(y) dy, read x | dW = x * dz, dx = conv'(dz, w) | dv, dg, db from dW, write dx

@@ -1,9 +1,11 @@
 // The ways through a convolution layer, y = act(s conv(x, v) + b + residual), and what each is handed. Who is asked for
 // a layer (conv.cpp, plain_conv.cpp) tries them in this order:
 //
-//      unfolded   a linear layer whose rows are the windows of the map: float32, wide layers on few pixels
-//      own        kernels of this library (conv_layer.h): float32, where they are faster
+//      unfolded   a linear layer whose rows are the windows of the map: wide layers on few pixels
+//      own        kernels of this library (conv_layer.h), where they are faster
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
+//
+// The first two take float32 and bfloat16, which they multiply as float32.
 #pragma once
 
 #include <optional>
