@@ -102,8 +102,10 @@ class Tree:
         return dict(sorted(found.items()))
 
     def build(self) -> Path:
-        """The module's library. Units without kernels are those of the sources as they are."""
-        trees = [self if "    stage_entry<" in self.texts[unit] else Tree.original() for unit in UNITS]
+        """The module's library. Units without kernels, unless changed themselves, are those of the original."""
+        original = Tree.original()
+        changed = ["    stage_entry<" in self.texts[u] or self.texts[u] != original.texts[u] for u in UNITS]
+        trees = [self if own else original for own in changed]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(Tree.compiled, trees, UNITS))
         library = CACHE / _digest(*(o.name for o in objects)) / "wnfused_emulation.so"
@@ -173,7 +175,10 @@ SENTINEL = 0xA5
 
 
 class Guarded:
-    """Arrays between margins that must stay as they are; outputs start as NaN, so what nobody wrote shows."""
+    """Arrays between margins that must stay as they are; outputs start as NaN, so what nobody wrote shows.
+
+    The machine gives up a kernel that touches anything else by way of the primitives, which leaves the host's code.
+    """
 
     def __init__(self) -> None:
         self._spaces: list[np.ndarray] = []

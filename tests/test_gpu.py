@@ -214,6 +214,18 @@ def test_stage(channels: int, size: int, batch: int, precision: str, recompute: 
     compare(run, composite_stage, tensors, dtype, "native", tolerance, kink)
 
 
+@pytest.mark.parametrize("recompute", [None, 8])
+def test_stage_of_its_first_block_alone(recompute: int | None) -> None:
+    """The block that changes the width is torch's convolutions; of the others there are none, and no checkpoint."""
+    stage = wnfused.WNResidualStage(16, 32, 1, stride=2, recompute=recompute)
+    x = torch.randn(3, 16, 32, 32)
+    y = copy.deepcopy(stage).cuda()(x.cuda())
+    y.sum().backward()
+    with wnfused.use_backend("reference"):
+        expected = stage.double()(x.double())
+    assert error(y, expected) < TOLERANCE[torch.float32]
+
+
 @pytest.fixture
 def warpgroup_stage():
     from wnfused.backends import native_cuda

@@ -17,6 +17,7 @@ from test_emulation_stage import check
 KERNEL, TILE, CONV = "cuda/stage_kernel.h", "cuda/stage_tile.h", "cuda/stage_conv.h"
 GRADIENT, ROWS, CONFIG = "cuda/gradient_kernel.h", "cuda/gradient_rows.h", "cuda/stage_config.h"
 PACK, WARPGROUP, HOPPER = "cuda/stage_pack.h", "cuda/stage_warpgroup.h", "cuda/hopper.h"
+DRIVER = "cuda/stage_driver.cu"
 
 # What is broken: (file, the text, what takes its place).
 BUGS = {
@@ -44,6 +45,17 @@ BUGS = {
     "the gradient is scaled once too often": (TILE, "kBackward && last ? 1.0f", "kBackward && false ? 1.0f"),
     "a ragged batch writes past its end": (
         TILE, "left < Config::kPixels ? static_cast<int>(left) : Config::kPixels", "Config::kPixels",
+    ),
+    "a ragged batch reads past its end": (TILE, "if (inside) value[k] = scale", "value[k] = scale"),
+    "weights are asked for past the last": (
+        KERNEL, "if (index < 2 * params.blocks * Config::kChunks) {", "{",
+    ),
+    "the mask is asked for past its end": (TILE, "i < pixels * kPixelBytes;", "i <= pixels * kPixelBytes;"),
+    "of no blocks a checkpoint is read": (
+        DRIVER, "problem_.recompute > 0 && problem_.blocks > 0", "problem_.recompute > 0",
+    ),
+    "the gradients' maps are those of the forward": (
+        DRIVER, "params.operands = space_.gradients;", "params.operands = operands();",
     ),
     "halves of the k-step swapped": (
         CONV, "operand + lane_index() / 16 * Config::kPlaneBytes + warp.window(0",
@@ -138,6 +150,7 @@ def cases(module):
         images = 1 if facts["images"] == 1 else facts["gradient_images"] + 1
         for reverse in (False, True):
             yield Case(facts, images, blocks=2, reverse=reverse)
+        yield Case(facts, images, blocks=0, recompute=2)
 
 
 def warpgroup_cases(module):

@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiproce
 template <class Kernel>
 Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue) {
   if (blocks == 0) return cudaSuccess;
+  const int64_t grid = grid_of<Kernel>(blocks);
+  if (grid > kMostBlocks) return cudaErrorInvalidConfiguration;
   if (Kernel::kSharedBytes > 48 * 1024) {
     static std::atomic<uint64_t> prepared{0};
     int device = 0;
@@ -45,7 +47,7 @@ Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kCluster, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((blocks + kCluster - 1) / kCluster * kCluster));
+  config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(Kernel::kThreads);
   config.dynamicSmemBytes = Kernel::kSharedBytes;
   config.stream = queue;

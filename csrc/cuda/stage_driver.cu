@@ -97,7 +97,7 @@ class Backward {
 
   Status run() {
     const int64_t rows = 2 * problem_.blocks * entry_.channels;
-    const bool recompute = problem_.recompute > 0;
+    const bool recompute = problem_.recompute > 0 && problem_.blocks > 0;  // of no blocks there is no checkpoint
     Status status = entry_.pack({problem_.v, problem_.g, problem_.bias, nullptr,
                                  recompute ? space_.forward.weights : nullptr, space_.weights,
                                  recompute ? space_.forward.bias : nullptr, 2 * problem_.blocks},

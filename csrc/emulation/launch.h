@@ -10,22 +10,26 @@
 
 namespace wnfused::gpu {
 
-// What stands for a stream: in which order warps run, and what the blocks' machines found.
+// What stands for a stream: in which order warps run, the memory that kernels may touch, and what the blocks' machines
+// found.
 struct Run {
   emulation::WarpOrder order = emulation::WarpOrder::kForward;
+  std::vector<emulation::Array> arrays;
   std::vector<std::string> findings;
 };
 using Queue = Run*;
 using Status = int;
+constexpr Status kFoundSomething = 1, kTooManyBlocks = 2;
 
 template <class Kernel>
 Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue) {
   constexpr int kCluster = kClusterOf<Kernel>;
-  emulation::Machine machine(Kernel::kThreads, Kernel::kSharedBytes, queue->order, kCluster);
+  if (grid_of<Kernel>(blocks) > kMostBlocks) return kTooManyBlocks;
+  emulation::Machine machine(Kernel::kThreads, Kernel::kSharedBytes, queue->order, queue->arrays, kCluster);
   for (int64_t block = 0; block < blocks && machine.findings().empty(); block += kCluster)
     machine.run(static_cast<int>(block), [&](char* shared) { Kernel::run(params, shared); });
   for (const std::string& finding : machine.findings()) queue->findings.push_back(finding);
-  return 0;
+  return machine.findings().empty() ? 0 : kFoundSomething;
 }
 
 template <class Kernel>

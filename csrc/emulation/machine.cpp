@@ -17,9 +17,9 @@ Machine* machine = nullptr;
 
 }  // namespace
 
-Machine::Machine(int threads, std::size_t shared_bytes, WarpOrder order, int blocks)
+Machine::Machine(int threads, std::size_t shared_bytes, WarpOrder order, const std::vector<Array>& arrays, int blocks)
     : threads_(threads), warps_(threads / kLanes), blocks_(blocks), shared_bytes_(shared_bytes), order_(order),
-      fibers_(threads * blocks), all_warps_(warps_ * blocks), spaces_(blocks) {
+      arrays_(arrays), fibers_(threads * blocks), all_warps_(warps_ * blocks), spaces_(blocks) {
   for (Space& space : spaces_) {
     space.allocation.resize(shared_bytes + 128);
     space.cells.resize(shared_bytes / kCell);

@@ -10,6 +10,9 @@
 //   - the lanes of a warp, or the warps of a block, do not arrive at the same instruction, or no warp can go on.
 // Unwritten shared memory is filled with NaNs.
 //
+// Global memory is the arrays of a call and nothing else: a kernel that reads or writes beyond one, writes to one that
+// is only to be read, or at an address that is not a multiple of the access's size, is given up.
+//
 // Copies to a cluster arrive as late as they may: when a warp of the block that they go to waits for their phase. So do
 // a warpgroup's products: they are done when their group is waited for, but a finding is reported already
 //   - where a product is started on cells that are not ready, or that their writer has not published;
@@ -30,9 +33,16 @@ constexpr std::size_t kCell = 4;
 
 enum class WarpOrder { kForward, kReverse };
 
+// Of global memory.
+struct Array {
+  const char* data;
+  std::size_t bytes;
+  bool writable;
+};
+
 class Machine {
  public:
-  Machine(int threads, std::size_t shared_bytes, WarpOrder order, int blocks = 1);
+  Machine(int threads, std::size_t shared_bytes, WarpOrder order, const std::vector<Array>& arrays, int blocks = 1);
   ~Machine();
   Machine(const Machine&) = delete;
 
@@ -53,6 +63,8 @@ class Machine {
   void read_shared(const char* address, std::size_t bytes);
   void write_shared(const char* address, std::size_t bytes);
   std::size_t offset_of(const char* address) const;
+  void read_global(const void* address, std::size_t bytes) { touch_global(address, bytes, false); }
+  void write_global(const void* address, std::size_t bytes) { touch_global(address, bytes, true); }
   void copy_async(char* shared, const void* global, bool valid);
   void commit_copies();
   void wait_copies(int pending);
@@ -94,6 +106,7 @@ class Machine {
   static constexpr int16_t kMany = -2, kCopied = -3;
 
   std::size_t locate(const char* address, std::size_t bytes);
+  void touch_global(const void* address, std::size_t bytes, bool writes);
   void touch_for_write(Cell& cell, std::size_t index);
   void set_written(Cell& cell);
   Phase& phase_at(int rank, std::size_t offset);
@@ -111,6 +124,8 @@ class Machine {
   int threads_, warps_, blocks_, thread_ = 0, first_block_ = 0;
   std::size_t shared_bytes_;
   WarpOrder order_;
+  const std::vector<Array>& arrays_;
+  std::size_t array_ = 0;  // the one that was met last, and mostly is again
   int32_t cluster_epoch_ = 0;
   std::vector<Fiber> fibers_;
   std::vector<Warp> all_warps_;  // of all blocks, as thread_ counts

@@ -1,4 +1,6 @@
-// Shared memory under watch: who read and wrote each cell since the last barrier, and which copies are under way.
+// Memory under watch. Shared: who read and wrote each cell since the last barrier, and which copies are under way.
+// Global: whether an access is within an array.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -61,10 +63,24 @@ void Machine::write_shared(const char* address, std::size_t bytes) {
   }
 }
 
+void Machine::touch_global(const void* address, std::size_t bytes, bool writes) {
+  const auto place = reinterpret_cast<std::uintptr_t>(address);
+  if (bytes <= 16 && place % bytes != 0) give_up("a misaligned access to global memory");
+  const auto holds = [&](const Array& array) {
+    const std::uintptr_t offset = place - reinterpret_cast<std::uintptr_t>(array.data);
+    return offset < array.bytes && bytes <= array.bytes - offset;
+  };
+  if (array_ >= arrays_.size() || !holds(arrays_[array_]))
+    array_ = std::find_if(arrays_.begin(), arrays_.end(), holds) - arrays_.begin();
+  if (array_ == arrays_.size()) give_up(std::string(writes ? "writes" : "reads") + " outside the arrays of the call");
+  if (writes && !arrays_[array_].writable) give_up("writes to an array that is only to be read");
+}
+
 void Machine::copy_async(char* shared, const void* global, bool valid) {
   const std::size_t first = locate(shared, 16);
   std::vector<Cell>& cells = spaces_[rank()].cells;
   if (reinterpret_cast<std::uintptr_t>(global) % 16 != 0) give_up("a misaligned copy from global memory");
+  if (valid) read_global(global, 16);
   for (std::size_t index = first; index < first + 16 / kCell; ++index) {
     if (cells[index].under_way) report("starts a copy over one that is under way");
     touch_for_write(cells[index], index);

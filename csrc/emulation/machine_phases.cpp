@@ -70,6 +70,7 @@ void Machine::copy_to_blocks(char* shared, const void* global, int bytes, const 
   const std::size_t offset = offset_of(shared), end = offset + bytes;
   if (offset % 16 || bytes % 16 || reinterpret_cast<std::uintptr_t>(global) % 16) give_up("a misaligned copy");
   if (shared < memory() || end > shared_bytes_) give_up("a copy outside shared memory");
+  read_global(global, static_cast<std::size_t>(bytes));
   for (int rank = 0; blocks >> rank; ++rank) {
     if (!(blocks >> rank & 1)) continue;
     phase_at(rank, offset_of(barrier)).copies.push_back(

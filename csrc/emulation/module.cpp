@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <initializer_list>
 #include <limits>
 #include <stdexcept>
 
@@ -15,10 +16,13 @@ namespace py = pybind11;
 namespace wnfused::gpu {
 namespace {
 
+// Null where there is nothing, as in a CUDA tensor.
+void* pointer_of(const py::array& array) { return array.size() > 0 ? const_cast<void*>(array.data()) : nullptr; }
+
 Values values_of(const py::array& array) {
   const bool bfloat16 = array.dtype().is(py::dtype::of<uint16_t>());
   if (!bfloat16 && !array.dtype().is(py::dtype::of<float>())) throw std::invalid_argument("float32 or uint16 only");
-  return {const_cast<void*>(array.data()), bfloat16};
+  return {pointer_of(array), bfloat16};
 }
 
 Values values_of(const py::object& array) {
@@ -47,21 +51,41 @@ StageProblem problem_of(const py::array& x, const py::array& v, const py::array&
   return {x.shape(0), v.shape(0), skip_scale, recompute, values_of(v), values_of(g), values_of(bias)};
 }
 
-// Runs a call in a workspace of NaNs with a margin that has to stay as it is.
-template <class Call>
-std::vector<std::string> run(const StageEntry& entry, const Call& call, bool reverse) {
-  constexpr std::size_t kMargin = 4096;
-  const auto bytes = static_cast<std::size_t>(workspace_bytes(entry, call));
-  std::vector<char> space(bytes + kMargin + 256, static_cast<char>(0xff));
-  char* base = space.data() + (256 - reinterpret_cast<std::uintptr_t>(space.data()) % 256);
-  Run run{reverse ? emulation::WarpOrder::kReverse : emulation::WarpOrder::kForward, {}};
-  enqueue(entry, call, base, &run);
-  for (char* byte = base + bytes; byte != space.data() + space.size(); ++byte)
-    if (*byte != static_cast<char>(0xff)) {
-      run.findings.push_back("a kernel wrote past the workspace");
-      break;
-    }
+// From its first entry to its last, whatever lies between them.
+std::size_t extent_of(const py::array& array) {
+  py::ssize_t bytes = array.itemsize();
+  for (py::ssize_t dim = 0; dim < array.ndim(); ++dim) bytes += (array.shape(dim) - 1) * array.strides(dim);
+  return static_cast<std::size_t>(bytes);
+}
+
+// A stream on which kernels may read the arrays of `read` and write those of `written`, None left out.
+Run run_on(bool reverse, std::initializer_list<py::object> read, std::initializer_list<py::object> written) {
+  Run run;
+  run.order = reverse ? emulation::WarpOrder::kReverse : emulation::WarpOrder::kForward;
+  const auto add = [&](const py::object& object, bool writable) {
+    if (object.is_none()) return;
+    const auto array = py::cast<py::array>(object);
+    if (array.size() > 0) run.arrays.push_back({static_cast<const char*>(array.data()), extent_of(array), writable});
+  };
+  for (const py::object& object : read) add(object, false);
+  for (const py::object& object : written) add(object, true);
+  return run;
+}
+
+std::vector<std::string> findings_of(const Run& run, Status status) {
+  if (status == kTooManyBlocks) return {"a launch of more blocks than a grid has"};
   return run.findings;
+}
+
+// Runs a call in a workspace of NaNs.
+template <class Call>
+std::vector<std::string> finish(const StageEntry& entry, const Call& call, Run run) {
+  const auto bytes = static_cast<std::size_t>(workspace_bytes(entry, call));
+  std::vector<char> space(bytes + 256, static_cast<char>(0xff));
+  char* base = space.data() + (256 - reinterpret_cast<std::uintptr_t>(space.data()) % 256);
+  run.arrays.push_back({base, bytes, true});
+  const Status status = enqueue(entry, call, base, &run);
+  return findings_of(run, status);
 }
 
 py::list entries() {
@@ -85,10 +109,10 @@ py::list entries() {
 std::vector<std::string> forward(const std::string& name, const py::array& x, const py::array& v, const py::array& g,
                                  const py::array& bias, float skip_scale, int64_t recompute, const py::array& y,
                                  const py::array& norm, const py::object& maps, bool reverse) {
-  return run(entry_named(name),
-             StageForwardCall{problem_of(x, v, g, bias, skip_scale, recompute), map_of(x), map_of(y),
-                              static_cast<float*>(values_of(norm).data), data_of(maps)},
-             reverse);
+  return finish(entry_named(name),
+                StageForwardCall{problem_of(x, v, g, bias, skip_scale, recompute), map_of(x), map_of(y),
+                                 static_cast<float*>(values_of(norm).data), data_of(maps)},
+                run_on(reverse, {x, v, g, bias}, {y, norm, maps}));
 }
 
 std::vector<std::string> backward(const std::string& name, const py::array& dy, const py::array& v, const py::array& g,
@@ -96,11 +120,11 @@ std::vector<std::string> backward(const std::string& name, const py::array& dy, 
                                   float skip_scale, int64_t recompute, const py::array& dx, const py::object& dv,
                                   const py::object& dg, const py::object& dbias, bool reverse,
                                   int64_t segment_bytes, int64_t gradient_blocks) {
-  return run(entry_named(name),
-             StageBackwardCall{problem_of(dy, v, g, bias, skip_scale, recompute), map_of(dy), map_of(dx),
-                               static_cast<const float*>(values_of(norm).data), values_of(maps).data, !dv.is_none(),
-                               values_of(dv), values_of(dg), values_of(dbias), segment_bytes, gradient_blocks},
-             reverse);
+  return finish(entry_named(name),
+                StageBackwardCall{problem_of(dy, v, g, bias, skip_scale, recompute), map_of(dy), map_of(dx),
+                                  static_cast<const float*>(values_of(norm).data), values_of(maps).data, !dv.is_none(),
+                                  values_of(dv), values_of(dg), values_of(dbias), segment_bytes, gradient_blocks},
+                run_on(reverse, {dy, v, g, bias, norm, maps}, {dx, dv, dg, dbias}));
 }
 
 template <class T, bool kBackward>
@@ -108,19 +132,19 @@ std::vector<std::string> row_norm_of(const py::array& v, const py::array& g, con
                                      const py::array& dg, const py::array& norm, int64_t outer, int64_t rows,
                                      int64_t inner, bool reverse) {
   using Wide = typename RowNormParams<T>::Wide;
-  const auto pointer = [](const py::array& array) { return static_cast<T*>(const_cast<void*>(array.data())); };
+  const auto pointer = [](const py::array& array) { return static_cast<T*>(pointer_of(array)); };
   const RowNormParams<T> params{pointer(v),
                                 pointer(g),
                                 dw.is_none() ? nullptr : pointer(py::cast<py::array>(dw)),
                                 pointer(w),
                                 pointer(dg),
-                                static_cast<Wide*>(const_cast<void*>(norm.data())),
+                                static_cast<Wide*>(pointer_of(norm)),
                                 outer,
                                 rows,
                                 inner};
-  Run run{reverse ? emulation::WarpOrder::kReverse : emulation::WarpOrder::kForward, {}};
-  enqueue_row_norm<T, kBackward>(params, &run);
-  return run.findings;
+  Run run = kBackward ? run_on(reverse, {v, g, dw, norm}, {w, dg}) : run_on(reverse, {v, g}, {w, norm});
+  const Status status = enqueue_row_norm<T, kBackward>(params, &run);
+  return findings_of(run, status);
 }
 
 // Forward without dw, backward with it. uint16 arrays are bfloat16.

@@ -37,6 +37,7 @@ void store_shared(char* address, T value) {
 
 template <class T>
 T load_global(const void* address) {
+  Machine::current().read_global(address, sizeof(T));
   T value;
   std::memcpy(&value, address, sizeof(T));
   return value;
@@ -44,10 +45,11 @@ T load_global(const void* address) {
 
 template <class T>
 void store_global(void* address, T value) {
+  Machine::current().write_global(address, sizeof(T));
   std::memcpy(address, &value, sizeof(T));
 }
 
-inline void prefetch_global(const void*) {}
+inline void prefetch_global(const void* address) { Machine::current().read_global(address, 1); }
 
 struct alignas(16) Bytes16 {
   uint32_t word[4];
