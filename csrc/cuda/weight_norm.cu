@@ -43,6 +43,9 @@ void enqueue(const Tensor& v, const Tensor& g, const Tensor* dw, const Tensor& w
   const auto typed = [&](auto value) {
     using T = decltype(value);
     using Wide = typename RowNormParams<T>::Wide;
+    const int64_t shares = row_shares(shape.rows, shape.outer * shape.inner);
+    Tensor partial;
+    if (shares > 1) partial = empty_like_on(v, {shape.rows, shares}, norm.scalar_type());
     const RowNormParams<T> params{pointer<T>(v),
                                   pointer<T>(g),
                                   dw ? pointer<T>(*dw) : nullptr,
@@ -51,7 +54,9 @@ void enqueue(const Tensor& v, const Tensor& g, const Tensor* dw, const Tensor& w
                                   pointer<Wide>(norm),
                                   shape.outer,
                                   shape.rows,
-                                  shape.inner};
+                                  shape.inner,
+                                  shares > 1 ? pointer<Wide>(partial) : nullptr,
+                                  shares};
     check(enqueue_row_norm<T, kBackward>(params, here.queue));
   };
   switch (v.scalar_type()) {

@@ -133,6 +133,9 @@ std::vector<std::string> row_norm_of(const py::array& v, const py::array& g, con
                                      int64_t inner, bool reverse) {
   using Wide = typename RowNormParams<T>::Wide;
   const auto pointer = [](const py::array& array) { return static_cast<T*>(pointer_of(array)); };
+  const int64_t shares = row_shares(rows, outer * inner);
+  std::vector<Wide> partial(static_cast<std::size_t>(shares > 1 ? rows * shares : 0),
+                            std::numeric_limits<Wide>::quiet_NaN());
   const RowNormParams<T> params{pointer(v),
                                 pointer(g),
                                 dw.is_none() ? nullptr : pointer(py::cast<py::array>(dw)),
@@ -141,8 +144,11 @@ std::vector<std::string> row_norm_of(const py::array& v, const py::array& g, con
                                 static_cast<Wide*>(pointer_of(norm)),
                                 outer,
                                 rows,
-                                inner};
+                                inner,
+                                partial.empty() ? nullptr : partial.data(),
+                                shares};
   Run run = kBackward ? run_on(reverse, {v, g, dw, norm}, {w, dg}) : run_on(reverse, {v, g}, {w, norm});
+  run.arrays.push_back({reinterpret_cast<const char*>(partial.data()), partial.size() * sizeof(Wide), true});
   const Status status = enqueue_row_norm<T, kBackward>(params, &run);
   return findings_of(run, status);
 }
@@ -170,4 +176,5 @@ PYBIND11_MODULE(wnfused_emulation, module) {
   module.def("forward", &wnfused::gpu::forward);
   module.def("backward", &wnfused::gpu::backward);
   module.def("row_norm", &wnfused::gpu::row_norm);
+  module.def("row_shares", &wnfused::gpu::row_shares);
 }
