@@ -302,28 +302,59 @@ def test_the_parts_of_a_split_cover_the_sum(length, tiles):
     assert parts == 1 or length >= parts * 4 * 32
 
 
-def test_the_search_saves_what_it_finds(monkeypatch, tmp_path):
-    file = tmp_path / "deeper" / "found.json"
-    fast, slow = Tile(16, 16, 16), Tile(32, 32, 32)
-    timed = []
+@pytest.fixture
+def searched(monkeypatch, tmp_path):
+    """The file of a search on a fake GPU that prefers small tiles, what it timed, and whether it captures."""
+    file, timed, capturing = tmp_path / "deeper" / "found.json", [], []
 
     def milliseconds(launch, candidate):
         timed.append(candidate)
-        return launch(candidate)
+        launch(candidate)
+        return float(candidate.m)
 
     monkeypatch.setenv("WNFUSED_TRITON_SEARCH", str(file))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(search, "_milliseconds", milliseconds)
     device = torch.device("cuda", 0)
-    try:
-        for read_again in (True, False):
-            search.path.cache_clear()
-            search._found.cache_clear()
-            assert search.best("linear 1x2x3", device, [slow, fast], lambda tile: float(tile.m)) == fast
-            assert len(timed) == 2 or not read_again
-        assert timed == [slow, fast]
-        assert search.best("linear 1x2x3", device, [slow], lambda tile: float(tile.m)) == slow  # no longer offered
-    finally:
-        search.path.cache_clear()
+    for read_again in (True, False):
         search._found.cache_clear()
     assert "GPU: linear 1x2x3" in file.read_text()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    search.path.cache_clear()
+    search._found.cache_clear()
+    yield file, timed, capturing
+    search.path.cache_clear()
+    search._found.cache_clear()
+
+
+def test_the_search_saves_what_it_finds(searched):
+    file, timed, _ = searched
+    fast, slow = Tile(16, 16, 16), Tile(32, 32, 32)
+        assert search.best("linear 1x2x3", device, [slow, fast], lambda tile: tile) == fast
+        assert len(timed) == 2 or not read_again
+    assert timed == [slow, fast]
+    assert search.best("linear 1x2x3", device, [slow], lambda tile: tile) == slow  # no longer offered
+
+
+def test_the_search_times_nothing_while_a_graph_is_captured(searched):
+    """Then it runs by the table, unless it was found before, as by a call that warms up."""
+    file, timed, capturing = searched
+    launched = []
+
+    def run(m):
+        return configurations.run(
+            "conv.forward", "half", m, 16, 9, torch.device("cuda", 0), lambda tile: launched.append(tile) or tile
+        )
+
+    by_table = configurations.tiles("conv.forward", "half")[0]
+    fastest = run(128)
+    assert fastest != by_table
+    capturing.append(True)
+    before = len(timed), len(launched)
+    assert run(256) == by_table
+    assert run(128) == fastest
+    assert (len(timed), len(launched)) == (before[0], before[1] + 2)
+    assert "256x16x9" not in file.read_text()
+    capturing.clear()
+    run(256)
+    assert "256x16x9" in file.read_text()

@@ -141,8 +141,9 @@ def run(kernel: str, element: str, m: int, n: int, k: int, device: torch.device,
     if _forced is not None:
         return launch(_forced)
     if search.path() is not None and device.type == "cuda":
-        candidates = tiles(kernel, element)
-        return launch(search.best(f"{kernel} {element} {m}x{n}x{k}", device, candidates, launch))
+        found = search.best(f"{kernel} {element} {m}x{n}x{k}", device, tiles(kernel, element), launch)
+        if found is not None:
+            return launch(found)
     return launch(next(tile for fits, tile in TILES[kernel, element] if fits(m, n)))
 
 

@@ -1,7 +1,8 @@
 """The opt-in search: ``WNFUSED_TRITON_SEARCH=file.json`` times every configuration of the table once a shape.
 
 What was found is saved in the file and read from it ever after, so that runs with the same file give the same bits;
-without the variable nothing is timed. Delete the file to search again.
+without the variable nothing is timed. Delete the file to search again. Nothing is timed while a CUDA graph is being
+captured, either: what was not found before then runs by the table.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ def _found() -> dict[str, str]:
 
 
 def best(name: str, device: torch.device, candidates: Sequence[Any], launch: Callable[[Any], Any]) -> Any:
-    """The fastest of some configurations for one kernel and size on one kind of device."""
+    """The fastest of some configurations for one kernel and size on one kind of device; None where it is not known and
+    a stream that is being captured leaves nothing to time."""
     key = f"{torch.cuda.get_device_name(device)}: {name}"
     by_name = {str(candidate): candidate for candidate in candidates}
     if _found().get(key) not in by_name:  # never searched, or searched among other configurations
+        if torch.cuda.is_current_stream_capturing():
+            return None
         times = {text: _milliseconds(launch, candidate) for text, candidate in by_name.items()}
         _save(key, min(times, key=times.__getitem__), by_name)
     return by_name[_found()[key]]
