@@ -120,6 +120,24 @@ def test_refusals_of_sizes():
     assert support.too_large("weight_norm", (torch.empty(4, 3), torch.empty(4))) is None
 
 
+@pytest.mark.parametrize("op", ["weight_norm", "weight_norm_many"])
+def test_refusals_of_weight_norms_by_size(op):
+    """A trailing dim that is the default is left out."""
+
+    def reason(shape, *dim):
+        v = torch.empty(shape, device="meta")
+        given = (v, v) if op == "weight_norm" else ([torch.empty(2, 2), v], [v, v])
+        forward = support.too_large(op, (*given, *dim))
+        assert support.too_large(f"{op}_backward", (*given, *given, *dim)) == forward
+        return forward
+
+    assert reason((2**31, 1)) == reason((1, 2**31), 1) == reason((1, 2**31), -1)
+    assert "2147483648 rows" in reason((2**31, 1))
+    assert "2147483648 entries in a row" in reason((1, 2**31))
+    assert reason((2**31, 1), None) is None  # torch's own reduction
+    assert reason((4, 3)) is reason((4, 3), 1) is None
+
+
 def test_refusals_of_convolutions_by_size():
     def arguments(x, v, padding=0):
         with torch.device("meta"):
@@ -132,7 +150,31 @@ def test_refusals_of_convolutions_by_size():
     assert "2147766336 pixels of y" in support.too_large("conv", arguments((1, 1, 46336, 46336), (1, 1, 1, 1), 4))
     assert "filters or channels" in support.too_large("conv", arguments((1, 1, 2, 2), (2**21, 1, 1, 1)))
     dy, (x, v, *_) = torch.empty(1, 1, 46342, 46342, device="meta"), arguments((1, 1, 2, 2), (1, 1, 1, 1))
-    assert "pixels of y" in support.too_large("conv_backward", (dy, dy, x, v))
+    rest = (None, None, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    assert "pixels of y" in support.too_large("conv_backward", (dy, dy, x, v, *rest))
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel", "padding", "dilation", "entries"),
+    [
+        ((1, 1024, 2**21 + 1), (3,), [0], [2**20], (2**21 + 1) * 1024),
+        ((1, 1024, 8, 2**18), (9, 3), [4, 1], [1, 1], (8 * 2**18 + 3) * 1024),
+        ((1, 1024, 3, 2**20), (3, 1), [1, 0], [1, 1], (2 * 2**20 + 1) * 1024),
+        ((1, 1024, 2), (1,), [2**21], [1], (2**21 + 1) * 1024),  # places before the map count too
+    ],
+)
+def test_refusals_of_convolutions_by_the_reach_of_a_window(x, kernel, padding, dilation, entries):
+    """Offsets within a window are of 32 bits, and one image can be larger than they reach."""
+    dims = len(kernel)
+    with torch.device("meta"):
+        x, v = torch.empty(x), torch.empty(4, x[1], *kernel)
+        dy = torch.empty(1, 4, *[4] * dims)
+    geometry = ([1] * dims, padding, dilation, False, [0] * dims, 1)
+    said = f"there are {entries} entries of x from a window's place to its farthest tap"
+    assert said in support.too_large("conv", (x, v, None, None, None, *geometry))
+    assert said in support.too_large("conv_backward", (dy, dy, x, v, None, None, None, *geometry))
+    transposed = ([1] * dims, padding, dilation, True, [0] * dims, 1)
+    assert support.too_large("conv", (x, v, None, None, None, *transposed)) is None  # the vendor's
 
 
 def test_no_grid_is_longer_than_a_gpu_takes():
@@ -314,12 +356,8 @@ def searched(monkeypatch, tmp_path):
 
     monkeypatch.setenv("WNFUSED_TRITON_SEARCH", str(file))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(search, "_milliseconds", milliseconds)
-    device = torch.device("cuda", 0)
-    for read_again in (True, False):
-        search._found.cache_clear()
-    assert "GPU: linear 1x2x3" in file.read_text()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(search, "_milliseconds", milliseconds)
     search.path.cache_clear()
     search._found.cache_clear()
     yield file, timed, capturing
@@ -330,10 +368,14 @@ def searched(monkeypatch, tmp_path):
 def test_the_search_saves_what_it_finds(searched):
     file, timed, _ = searched
     fast, slow = Tile(16, 16, 16), Tile(32, 32, 32)
+    device = torch.device("cuda", 0)
+    for read_again in (True, False):
+        search._found.cache_clear()
         assert search.best("linear 1x2x3", device, [slow, fast], lambda tile: tile) == fast
         assert len(timed) == 2 or not read_again
     assert timed == [slow, fast]
     assert search.best("linear 1x2x3", device, [slow], lambda tile: tile) == slow  # no longer offered
+    assert "GPU: linear 1x2x3" in file.read_text()
 
 
 def test_the_search_times_nothing_while_a_graph_is_captured(searched):

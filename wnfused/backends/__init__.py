@@ -19,3 +19,9 @@ def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
             yield argument
         elif isinstance(argument, (list, tuple)):
             yield from (item for item in argument if isinstance(item, Tensor))
+
+
+def row_dim(op: str, arguments: Sequence[Any]) -> int | None:
+    """The dim that numbers the rows of a weight norm; torch leaves a trailing argument out where it is the default."""
+    place = 4 if op.endswith("_backward") else 2
+    return arguments[place] if len(arguments) > place else 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.backends import tensors_of
+from wnfused.backends import row_dim, tensors_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_TRITON = (3, 6)
@@ -73,8 +73,10 @@ def _too_old(device: torch.device) -> str | None:
 
 
 def too_large(op: str, arguments: Sequence[Any]) -> str | None:
-    """Why a layer is too large: kernels count rows of the input, pixels and the entries of a weight in 32 bits."""
+    """Why a call is too large: kernels count rows and their entries, pixels and the entries of a weight in 32 bits."""
     backward = op.endswith("_backward")
+    if op.startswith("weight_norm"):
+        return _too_many_rows(tensors_of(arguments[:1]), row_dim(op, arguments))
     if op.removesuffix("_backward") not in ("linear", "conv"):
         return None
     x, v = arguments[2:4] if backward else arguments[:2]
@@ -88,9 +90,29 @@ def too_large(op: str, arguments: Sequence[Any]) -> str | None:
         pixels_out = _pixels(arguments[0]) if backward else _pixels_out(*arguments[:2], *arguments[5:11])
         counts = [(_pixels(x), MOST, "pixels of x"), (pixels_out, MOST, "pixels of y")]
         counts += [(max(v.shape[:2]), MOST_ACROSS, "filters or channels")]
-    for count, most, what in (*counts, (v.numel(), MOST, "elements of v")):
+        # Taps are counted from a window's place in 32 bits. In 64 they would cost every layer's inner loop some, for
+        # windows of a reach that hardly any network has.
+        window = _window(x, v, *arguments[8:11] if backward else arguments[6:9])
+        counts += [(window, MOST, "entries of x from a window's place to its farthest tap")]
+    return _over_limit(*counts, (v.numel(), MOST, "elements of v"))
+
+
+def _over_limit(*counts: tuple[int, int, str]) -> str | None:
+    """What the first count that is above its limit makes too large."""
+    for count, most, what in counts:
         if count > most:
             return f"its kernels take up to {most}, and there are {count} {what}"
+    return None
+
+
+def _too_many_rows(tensors: Iterator[Tensor], dim: int | None) -> str | None:
+    """Of ``v``, or what has its shapes. One norm over the whole tensor is torch's own reduction."""
+    if dim is None:
+        return None
+    for v in tensors:
+        rows = v.shape[dim]
+        if reason := _over_limit((rows, MOST, "rows"), (v.numel() // max(rows, 1), MOST, "entries in a row")):
+            return reason
     return None
 
 
@@ -111,6 +133,15 @@ def _pixels_out(
         return 0
     sizes = zip(x.shape[2:], v.shape[2:], stride, padding, dilation, strict=True)
     return x.shape[0] * math.prod((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+
+
+def _window(x: Tensor, v: Tensor, padding: Sequence[int], dilation: Sequence[int], transposed: bool) -> int:
+    """Entries in memory from the pixel that a window is counted from to its farthest tap, within one image."""
+    if transposed or x.dim() > 4:  # the vendor's
+        return 0
+    reach = [max(d * (k - 1), p) for k, p, d in zip(v.shape[2:], padding, dilation, strict=True)]
+    down, along = reach if len(reach) == 2 else (0, *reach)
+    return (down * x.shape[-1] + along + 1) * x.shape[1]
 
 
 _recorder: Callable[..., None] | None = None
