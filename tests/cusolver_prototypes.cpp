@@ -63,6 +63,7 @@ CHECK(dgesvdj_batched_size, cusolverDnDgesvdjBatched_bufferSize);
 CHECK(dgesvdj_batched, cusolverDnDgesvdjBatched);
 
 static_assert(int(Status::kSuccess) == CUSOLVER_STATUS_SUCCESS);
+static_assert(int(Status::kAllocFailed) == CUSOLVER_STATUS_ALLOC_FAILED);
 static_assert(int(EigenMode::kValues) == CUSOLVER_EIG_MODE_NOVECTOR);
 static_assert(int(EigenMode::kVectors) == CUSOLVER_EIG_MODE_VECTOR);
 static_assert(int(Triangle::kLower) == CUBLAS_FILL_MODE_LOWER && int(Triangle::kUpper) == CUBLAS_FILL_MODE_UPPER);

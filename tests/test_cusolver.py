@@ -122,7 +122,8 @@ def test_refusals_name_the_reason(monkeypatch):
         monkeypatch.setattr(native_cuda, "unavailable", lambda: unavailable)
         monkeypatch.setattr(cusolver, "_missing", lambda function, index: missing or None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-        native_cuda._refused_device.cache_clear()
+        monkeypatch.setattr(native_cuda, "_build", lambda: (100, 13000, 13000))
+        native_cuda.refused_device.cache_clear()
         return cusolver.refusal("qr", DEVICE)
 
     try:
@@ -131,7 +132,7 @@ def test_refusals_name_the_reason(monkeypatch):
         assert refusal(missing=REASON) == REASON
         assert "compute capability 8.0, cuda:0 has 7.5" in refusal(capability=(7, 5))
     finally:
-        native_cuda._refused_device.cache_clear()
+        native_cuda.refused_device.cache_clear()
 
 
 def test_a_library_that_is_missing_is_looked_for_again(monkeypatch):
@@ -226,6 +227,17 @@ def test_no_convergence_is_an_error(columns, function):
     a[2, 0, 0] = STUBBORN
     with pytest.raises(torch.linalg.LinAlgError, match=r"matrix 2: cuSOLVER's \w+ of it did not converge"):
         getattr(cusolver, function)(a)
+
+
+@pytest.mark.parametrize("function", ["orthonormal_rows", "eigh", "svd"])
+def test_running_out_of_memory_is_torchs_own_error(function, monkeypatch):
+    def raises(*_):
+        raise RuntimeError("cusolverDnCreate failed: out of memory")
+
+    ops = SimpleNamespace(orthonormal_rows_=raises, cuda_eigh_=raises, cuda_svd_=raises)
+    monkeypatch.setattr(torch.ops, "wnfused_native", ops)
+    with pytest.raises(torch.OutOfMemoryError, match="cusolverDnCreate failed"):
+        getattr(cusolver, function)(torch.eye(4).repeat(2, 1, 1))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

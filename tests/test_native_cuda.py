@@ -46,9 +46,10 @@ def device(monkeypatch):
     monkeypatch.setattr(native_cuda, "tensors_of", lambda arguments: [a for a in arguments if isinstance(a, Elsewhere)])
     monkeypatch.setattr(native_cuda, "_shapes", lambda precision, index: ("16x32x32", "32x16x16"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0) if index == 0 else (7, 5))
-    native_cuda._refused_device.cache_clear()
+    monkeypatch.setattr(native_cuda, "_build", lambda: (100, 13000, 13000))
+    native_cuda.refused_device.cache_clear()
     yield
-    native_cuda._refused_device.cache_clear()
+    native_cuda.refused_device.cache_clear()
 
 
 @pytest.mark.parametrize("images", [0, 1, 2, 4096])
@@ -82,6 +83,16 @@ def test_stage_that_fits_is_taken(device, images):
             "less than 16777216",
         ),
         ("weight_norm", [Elsewhere("cuda:0", torch.int64)], "no CUDA kernel for torch.int64"),
+        (
+            "weight_norm",  # dim 0, the default, is left out
+            [Elsewhere("cuda:0", shape=(2**31, 1)), Elsewhere("cuda:0", shape=(2**31,))],
+            "up to 2147483647 rows, and there are 2147483648",
+        ),
+        (
+            "weight_norm_backward",
+            [*[Elsewhere("cuda:0", shape=(1, 2**31))] * 2, *[Elsewhere("cuda:0", shape=(2**31,))] * 2, 1],
+            "up to 2147483647 rows, and there are 2147483648",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -119,6 +130,30 @@ def test_an_older_driver_is_named():
     assert "built with CUDA 13.0, which the driver, of CUDA 12.8" in native_cuda._driver_too_old(13000, 12080)
 
 
+@pytest.mark.parametrize(
+    ("capability", "newest", "driver", "refused"),
+    [
+        ((9, 0), 100, 13000, False),  # machine code
+        ((10, 3), 100, 13000, False),  # of the same major capability
+        ((12, 0), 100, 13000, True),  # PTX, of a newer release than the driver's
+        ((12, 0), 100, 13010, False),
+        ((12, 0), 100, 13020, False),
+        ((10, 0), 90, 12090, True),  # built with a toolkit that does not know it
+    ],
+)
+def test_a_device_newer_than_the_machine_code_takes_a_driver_as_new_as_the_toolkit(
+    device, monkeypatch, capability, newest, driver, refused
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(native_cuda, "_build", lambda: (newest, 13010, driver))
+    reason = native_cuda.refusal("residual_stage", stage_arguments(Elsewhere("cuda:0")))
+    if not refused:
+        assert reason is None
+        return
+    assert f"cuda:0, of compute capability {capability[0]}.{capability[1]}, is newer than its machine code" in reason
+    assert "built with CUDA 13.1, which the driver, of CUDA" in reason
+
+
 def test_tf32_follows_torch(monkeypatch):
     conv = torch.backends.cudnn.conv
     before = conv.fp32_precision
@@ -141,13 +176,20 @@ def test_running_out_of_memory_is_torchs_own_error(monkeypatch, said):
     def raises(*_):
         raise RuntimeError(said)
 
-    ops = SimpleNamespace(cuda_residual_stage=raises, cuda_residual_stage_backward=raises)
+    ops = SimpleNamespace(
+        cuda_residual_stage=raises, cuda_residual_stage_backward=raises, weight_norm=raises, weight_norm_backward=raises
+    )  # fmt: skip
     monkeypatch.setattr(torch.ops, "wnfused_native", ops)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    with pytest.raises(torch.OutOfMemoryError, match=re.escape(said)):
-        native_cuda.residual_stage(*[None] * 7)
-    with pytest.raises(torch.OutOfMemoryError, match=re.escape(said)):
-        native_cuda.residual_stage_backward(*[None] * 9)
+    v, g = torch.ones(2, 3), torch.ones(2)
+    for call in (
+        lambda: native_cuda.residual_stage(*[None] * 7),
+        lambda: native_cuda.residual_stage_backward(*[None] * 9),
+        lambda: native_cuda.weight_norm(v, g, 0),
+        lambda: native_cuda.weight_norm_backward(v, v, g, g, 0),
+    ):
+        with pytest.raises(torch.OutOfMemoryError, match=re.escape(said)):
+            call()
 
 
 def test_other_errors_of_the_stage_stay_what_they_are(monkeypatch):

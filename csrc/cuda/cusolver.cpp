@@ -119,6 +119,7 @@ Solver solver_on(int device, cudaStream_t queue) {
 }
 
 void check(Status status, const char* function) {
+  STD_TORCH_CHECK(status != Status::kAllocFailed, function, " failed: out of memory");  // as CUDA's own error says it
   STD_TORCH_CHECK(status == Status::kSuccess, function, " failed with cuSOLVER's status ", static_cast<int>(status));
 }
 

@@ -22,7 +22,7 @@ struct Parameters;    // cusolverDnParams
 struct Jacobi;        // gesvdjInfo
 using Handle = DenseContext*;
 
-enum class Status : int { kSuccess = 0 };
+enum class Status : int { kSuccess = 0, kAllocFailed = 2 };  // cusolverStatus_t
 enum class EigenMode : int { kValues = 0, kVectors = 1 };  // cusolverEigMode_t
 enum class Triangle : int { kLower = 0, kUpper = 1 };      // cublasFillMode_t
 

@@ -135,6 +135,9 @@ void set_warpgroup_stage(bool on) { warpgroup_stage = on; }
 
 int64_t toolkit_version() { return CUDART_VERSION; }
 
+// Of those that this file is compiled for, as all but x_sm90a.cu are.
+int64_t newest_architecture() { return std::max({__CUDA_ARCH_LIST__}) / 10; }
+
 int64_t driver_version() {
   int version = 0;
   check(cudaDriverGetVersion(&version));
@@ -154,5 +157,6 @@ STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
   m.impl("cuda_warpgroup_clusters", TORCH_BOX(&wnfused::gpu::warpgroup_clusters));
   m.impl("set_cuda_warpgroup_stage", TORCH_BOX(&wnfused::gpu::set_warpgroup_stage));
   m.impl("cuda_toolkit_version", TORCH_BOX(&wnfused::gpu::toolkit_version));
+  m.impl("cuda_newest_architecture", TORCH_BOX(&wnfused::gpu::newest_architecture));
   m.impl("cuda_driver_version", TORCH_BOX(&wnfused::gpu::driver_version));
 }

@@ -16,7 +16,7 @@ from wnfused.backends import native_cuda
 def refusal(function: str, device: torch.device) -> str | None:
     """Why ``function``, ``"qr"``, ``"eigh"`` or ``"svd"``, cannot run on a CUDA device; None if it can."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    return native_cuda.unavailable() or native_cuda._refused_device(index) or _missing(function, index)
+    return native_cuda.unavailable() or native_cuda.refused_device(index) or _missing(function, index)
 
 
 _there: set[tuple[str, int]] = set()
@@ -40,6 +40,7 @@ def _open(function: str, a: Tensor) -> None:
         raise RuntimeError(reason)
 
 
+@native_cuda.memory_errors()
 def orthonormal_rows(a: Tensor) -> Tensor:
     """``Q [n, r, c]`` of ``A = L Q``, ``r <= c``, with a positive diagonal of L, in the place of ``A`` if contiguous.
 
@@ -71,6 +72,7 @@ def _check(what: str, finite: Tensor, info: Tensor) -> None:
         raise torch.linalg.LinAlgError(f"matrix {number}: {reason}")
 
 
+@native_cuda.memory_errors()
 def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     """Ascending eigenvalues ``[..., n]`` and eigenvectors ``[..., n, n]``, as columns, of symmetric ``A``.
 
@@ -87,6 +89,7 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     return values.reshape(a.shape[:-1]), rows.reshape(a.shape).mT
 
 
+@native_cuda.memory_errors()
 def svd(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``U [..., r, k]``, ``s [..., k]`` from the largest, ``V^T [..., k, c]`` of ``A [..., r, c]``; ``k = min(r, c)``.
 

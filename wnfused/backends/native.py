@@ -88,6 +88,8 @@ for _schema in (
     # Whether sm_90's own kernels run the stages that they have; off at first.
     "set_cuda_warpgroup_stage(bool on) -> ()",
     "cuda_toolkit_version() -> int",
+    # The newest that there is machine code for, as 90 for 9.0.
+    "cuda_newest_architecture() -> int",
     "cuda_driver_version() -> int",
     # The instruction set in use, those usable here (comma-separated), and the switch between them for tests.
     "cpu_isa() -> str",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.backends import tensors_of
+from wnfused.backends import row_dim, tensors_of
 from wnfused.backends.library import opened
 
 MINIMUM_CAPABILITY = (8, 0)
@@ -40,8 +40,10 @@ def unavailable() -> str | None:
 
 def _driver_too_old(toolkit: int, driver: int) -> str | None:
     """Within a major version any driver runs the machine code that the build carries; an older one runs none."""
-    if driver // 1000 >= toolkit // 1000:
-        return None
+    return None if driver // 1000 >= toolkit // 1000 else _too_old_for(toolkit, driver)
+
+
+def _too_old_for(toolkit: int, driver: int) -> str:
     return (
         f"it was built with CUDA {_release(toolkit)}, which the driver, of CUDA {_release(driver)}, is too old for; "
         f"update the driver or build with an older toolkit"
@@ -59,12 +61,12 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
         return reason
     if op not in _OPS:
         return f"it has no CUDA kernel for {op}"
-    tensors = list(tensors_of(arguments))
+    tensors, is_stage = list(tensors_of(arguments)), op.startswith("residual_stage")
     return (
         _mixed_devices(tensors)
-        or _refused_dtype(tensors, _STAGE_DTYPES if op.startswith("residual_stage") else _DTYPES)
-        or _refused_device(tensors[0].device.index)
-        or (_refused_shape(tensors[0], tensors[1]) if op.startswith("residual_stage") else None)
+        or _refused_dtype(tensors, _STAGE_DTYPES if is_stage else _DTYPES)
+        or refused_device(tensors[0].device.index)
+        or (_refused_shape(*tensors[:2]) if is_stage else _refused_rows(tensors[0], row_dim(op, arguments)))
     )
 
 
@@ -78,13 +80,29 @@ def _refused_dtype(tensors: Sequence[Tensor], known: Sequence[torch.dtype]) -> s
 
 
 @functools.cache
-def _refused_device(index: int) -> str | None:
-    capability = torch.cuda.get_device_capability(index)
-    if capability >= MINIMUM_CAPABILITY:
+def refused_device(index: int) -> str | None:
+    """Why no kernel of the library runs on a device; None if they do."""
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < MINIMUM_CAPABILITY:
+        return "its CUDA kernels need compute capability {}.{}, cuda:{} has {}.{}".format(
+            *MINIMUM_CAPABILITY, index, major, minor
+        )
+    newest, toolkit, driver = _build()
+    # Machine code is for one major capability. For a later one the driver compiles the build's PTX, which it
+    # understands up to its own release, minor version included.
+    if major <= newest // 10 or driver >= toolkit:
         return None
-    return "its CUDA kernels need compute capability {}.{}, cuda:{} has {}.{}".format(
-        *MINIMUM_CAPABILITY, index, *capability
+    return (
+        f"cuda:{index}, of compute capability {major}.{minor}, is newer than its machine code, and "
+        f"{_too_old_for(toolkit, driver)}"
     )
+
+
+def _build() -> tuple[int, int, int]:
+    """The newest architecture that the library has machine code for, as 90 for 9.0; its toolkit's version, and the
+    driver's."""
+    ops = torch.ops.wnfused_native
+    return ops.cuda_newest_architecture(), ops.cuda_toolkit_version(), ops.cuda_driver_version()
 
 
 _PRECISIONS = ("bfloat16", "tf32", "float32")
@@ -141,19 +159,16 @@ def _refused_shape(x: Tensor, v: Tensor) -> str | None:
     )
 
 
-def weight_norm(v: Tensor, g: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-    w, norm = torch.ops.wnfused_native.weight_norm(v, g.to(v.dtype).contiguous(), -1 if dim is None else dim)
-    return w, norm
+_MOST_ROWS = 2**31 - 1  # a grid's blocks, one or more of which take a row
 
 
-def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-    gain = g.to(v.dtype).contiguous()
-    dv, dg = torch.ops.wnfused_native.weight_norm_backward(dw, v, gain, norm.contiguous(), -1 if dim is None else dim)
-    return dv, dg.to(g.dtype).reshape(g.shape)
+def _refused_rows(v: Tensor, dim: int | None) -> str | None:
+    rows = 1 if dim is None else v.shape[dim]
+    return None if rows <= _MOST_ROWS else f"its row norm takes up to {_MOST_ROWS} rows, and there are {rows}"
 
 
 @contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
+def memory_errors() -> Iterator[None]:
     """Running out of memory inside an op is torch's own error: no C++ library can throw that type.
 
     Before torch 2.13 all that is known is the call that failed. One that makes a tensor fails for that, or for what an
@@ -171,18 +186,31 @@ def _memory_errors() -> Iterator[None]:
         raise
 
 
+@memory_errors()
+def weight_norm(v: Tensor, g: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    w, norm = torch.ops.wnfused_native.weight_norm(v, g.to(v.dtype).contiguous(), -1 if dim is None else dim)
+    return w, norm
+
+
+@memory_errors()
+def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    gain = g.to(v.dtype).contiguous()
+    dv, dg = torch.ops.wnfused_native.weight_norm_backward(dw, v, gain, norm.contiguous(), -1 if dim is None else dim)
+    return dv, dg.to(g.dtype).reshape(g.shape)
+
+
+@memory_errors()
 def residual_stage(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _memory_errors():
-        return torch.ops.wnfused_native.cuda_residual_stage(x, v, g, bias, skip_scale, recompute, save, allows_tf32())
+    return torch.ops.wnfused_native.cuda_residual_stage(x, v, g, bias, skip_scale, recompute, save, allows_tf32())
 
 
+@memory_errors()
 def residual_stage_backward(
     dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float, recompute: int,
     parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    with _memory_errors():
-        return torch.ops.wnfused_native.cuda_residual_stage_backward(
-            dy, v, g, bias, norm, maps, skip_scale, recompute, parameters, allows_tf32()
-        )
+    return torch.ops.wnfused_native.cuda_residual_stage_backward(
+        dy, v, g, bias, norm, maps, skip_scale, recompute, parameters, allows_tf32()
+    )
