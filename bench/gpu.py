@@ -51,7 +51,9 @@ and that may hang; for the machine's ceilings."""
 UNTRIED = "warpgroup"
 """In the names of the tests of such a kernel. They have a process of their own."""
 TEST_PROCESSES = 8
-"""At most, beside that one: Triton compiles some 250 kernels for the tests, a second each."""
+TESTS = ("tests/test_gpu.py", "tests/interpreter")
+"""In the order in which they run: should time be up, it is for the kernels that pass in Triton's interpreter."""
+"""At most, beside that one: Triton compiles hundreds of kernels for the tests, a second each."""
 ALONE = {"OMP_NUM_THREADS": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """For processes of tests beside others, whatever plugins a machine has."""
 SECONDS_A_PASS = 0.5
@@ -222,9 +224,8 @@ def tests(report: Report, limit: float) -> dict[str, Any]:
 
     start, worker = time.monotonic(), [sys.executable, "-m", "bench.gpu_worker"]
     with _one_log(report.options.out / "tests.log") as log_of:
-        whole = ["tests/test_gpu.py"]
-        collected = supervised.run([*worker, "collect"], whole, limit, limit, log_of("collection"), **ALONE)
-        collection = collected.pop(whole[0])
+        collected = supervised.run([*worker, "collect"], TESTS, limit, limit, log_of("collection"), **ALONE)
+        collection, *_ = [collected.pop(whole) for whole in TESTS]
         items = list(collected)
         shards = _shards(items)
 
@@ -237,7 +238,8 @@ def tests(report: Report, limit: float) -> dict[str, Any]:
             found = {item: outcome for part in pool.map(run, range(len(shards))) for item, outcome in part.items()}
     by_status: dict[str, dict[str, str]] = {}
     for item, outcome in sorted(found.items()):
-        by_status.setdefault(outcome["status"], {})[item.rpartition("::")[2]] = outcome.get("why", "")
+        name = item.removeprefix(f"{TESTS[0]}::")
+        by_status.setdefault(outcome["status"], {})[name] = outcome.get("why", "")
     passed = len(by_status.pop("passed", {}))
     for status, those in by_status.items():
         if status == "skipped":

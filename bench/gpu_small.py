@@ -12,6 +12,10 @@ from bench.peers import tensor_float_32
 from wnfused.backends import native_cuda
 from wnfused.dispatch import BackendWarning
 
+SHAPES = ((16, 8), (32, 4), (64, 2), (64, 8), (32, 16), (16, 32), (64, 7), (32, 14), (16, 28))
+"""Channels and side of the maps that the CUDA stage has kernels for, in every precision. The last three leave tiles of
+16 pixels ragged."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_small", description=__doc__)
@@ -24,15 +28,13 @@ def main() -> None:
 
 
 def others() -> None:
-    """Every width of the CUDA stage in its three precisions, whole and ragged batches, with and without recomputation;
-    and layers.
+    """Every kernel of the CUDA stage, whole and ragged batches, with and without recomputation; and layers.
 
     All are made on the CPU: on the GPU the vendor's kernels would initialise them, and take the sanitizer's time.
     """
-    shapes = ((16, 8), (32, 4), (64, 2), (64, 8), (32, 16), (16, 32))
     for batch, recompute in ((3, 2), (1, None)):
         for precision in ("bf16", "tf32", "fp32"):
-            for channels, size in shapes:
+            for channels, size in SHAPES:
                 stage = wnfused.WNResidualStage(channels, channels, 2, recompute=recompute).to("cuda")
                 x = torch.randn(batch, channels, size, size).to("cuda").requires_grad_()
                 with tensor_float_32(precision == "tf32"), torch.autocast("cuda", torch.bfloat16, precision == "bf16"):
@@ -40,6 +42,17 @@ def others() -> None:
                     y.sum().backward()
                 assert torch.isfinite(x.grad).all()
                 _ran(f"a stage of {channels} channels on {size}x{size} maps, batch {batch}, {precision}")
+    none = wnfused.WNResidualStage(16, 16, 1, recompute=2).to("cuda")
+    x = torch.randn(3, 16, 8, 8).to("cuda").requires_grad_()
+    parameters = [p[:0] for p in (none.weight_v, none.weight_g, none.bias)]
+    wnfused.functional.residual_stage(x, *parameters, recompute=2).sum().backward()
+    _ran("a stage of no blocks")
+    for shape, dim in (((24, 48), 0), ((2, 40_000), 0), ((410, 2, 100), 1), ((3, 30_000), None)):
+        v = torch.randn(shape).to("cuda").requires_grad_()
+        g = torch.rand(1 if dim is None else shape[dim]).to("cuda").requires_grad_()
+        with wnfused.use_backend("native"):
+            wnfused.functional.weight_norm(v, g, dim).square().sum().backward()
+    _ran("weight norms, of rows that blocks share too")
     layer = wnfused.WNLinear(48, 40, activation="relu").to("cuda")
     layer(torch.randn(7, 48).to("cuda")).sum().backward()
     conv = wnfused.WNConv2d(5, 7, 3, padding=1, activation="relu").to("cuda")

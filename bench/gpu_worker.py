@@ -1,6 +1,6 @@
 """``python -m bench.gpu_worker WHAT TODO DONE``: the processes that ``bench/gpu.py`` starts; see ``bench.supervised``.
 
-``collect`` names the tests of ``tests/test_gpu.py`` as items; ``tests`` runs some; ``measure`` measures the passes of
+``collect`` names the tests of files and folders as items; ``tests`` runs some; ``measure`` measures the passes of
 workloads.
 """
 
@@ -39,8 +39,8 @@ def main() -> int:
 
     collects = options.what == "collect"
     arguments = ["--collect-only", *items] if collects else ["--verbose", *items]
-    return int(pytest.main(["-p", "no:cacheprovider", *arguments], [_Collector(reporter) if collects else
-                                                                   _Recorder(reporter)]))  # fmt: skip
+    plugin = _Collector(reporter, items) if collects else _Recorder(reporter)
+    return int(pytest.main(["-p", "no:cacheprovider", *arguments], [plugin]))
 
 
 def _device_works() -> bool:
@@ -59,15 +59,16 @@ def _device_works() -> bool:
 
 
 class _Collector:
-    """A plugin that reports every collected test."""
+    """A plugin that reports every collected test, and then what they were collected from."""
 
-    def __init__(self, reporter: Reporter) -> None:
-        self.reporter = reporter
+    def __init__(self, reporter: Reporter, whole: Sequence[str]) -> None:
+        self.reporter, self.whole = reporter, whole
 
     def pytest_collection_finish(self, session: Any) -> None:
         for item in session.items:
             self.reporter.end(item.nodeid, {})
-        self.reporter.end("tests/test_gpu.py", {"status": "collected"})
+        for name in self.whole:
+            self.reporter.end(name, {"status": "collected"})
 
 
 class _Recorder:

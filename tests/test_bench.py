@@ -416,6 +416,53 @@ def test_the_gpu_script_goes_through_its_steps_without_a_gpu(tmp_path) -> None:
     assert (tmp_path / "gpu.png").exists()
 
 
+def test_the_tests_on_a_gpu_are_those_that_need_one_and_then_the_triton_kernels(tmp_path, monkeypatch) -> None:
+    from bench import gpu, supervised
+
+    found = [f"tests/test_gpu.py::test_{i}" for i in range(9)]
+    found += [f"tests/interpreter/test_triton_rows.py::test_{i}" for i in range(9)]
+    ran = []
+
+    def run(command, items, *_, **__):
+        if command[-1] == "collect":
+            assert items == gpu.TESTS
+            return {name: {} for name in found} | {name: {"status": "collected"} for name in items}
+        ran.append(items)
+        wrong = {"status": "failed", "why": "wrong"}
+        return {name: wrong if name.endswith("_3") else {"status": "passed"} for name in items}
+
+    monkeypatch.setattr(supervised, "run", run)
+    report = SimpleNamespace(options=SimpleNamespace(rehearse=False, out=tmp_path))
+    outcome = gpu.tests(report, 60.0)
+    assert (outcome["status"], outcome["count"], outcome["passed"]) == ("failed", 18, 16)
+    assert set(outcome["failed"]) == {"test_3", "tests/interpreter/test_triton_rows.py::test_3"}
+    assert sorted(name for shard in ran for name in shard) == sorted(found)
+    for shard in ran:  # should time be up, it is for the latter
+        assert shard == sorted(shard, key=lambda name: "interpreter" in name)
+    folder = Path(__file__).parents[1]
+    assert all((folder / name).exists() for name in gpu.TESTS)
+
+
+def test_collected_tests_come_before_what_they_were_collected_from(tmp_path) -> None:
+    from bench.gpu_worker import _Collector
+    from bench.supervised import Reporter
+
+    file = tmp_path / "done"
+    _Collector(Reporter(file), ["a", "b"]).pytest_collection_finish(
+        SimpleNamespace(items=[SimpleNamespace(nodeid="a::one"), SimpleNamespace(nodeid="b/c::two")])
+    )
+    assert [json.loads(line)["item"] for line in file.read_text().splitlines()] == ["a::one", "b/c::two", "a", "b"]
+
+
+def test_the_sanitizers_see_every_map_that_the_stage_has_kernels_for() -> None:
+    import emulator
+
+    from bench import gpu_small
+
+    maps = {tuple(map(int, name.split()[1].split("x"))) for name in emulator.names()}
+    assert {(channels, side, side) for channels, side in gpu_small.SHAPES} == maps
+
+
 def test_a_step_of_the_gpu_script_that_fails_keeps_what_it_had(tmp_path, monkeypatch) -> None:
     from bench import gpu
 
