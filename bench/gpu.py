@@ -1,11 +1,12 @@
 """``python bench/gpu.py``: everything a GPU can prove of this package, in one command of under ten minutes.
 
 On a bare machine with torch, nvcc and ninja, and no network, from a checkout: builds the C++ and CUDA libraries in
-place; then, side by side, runs the tests that need a GPU (what was skipped is listed with its reason) and small stages
-under compute-sanitizer; then measures the workloads of ``bench/gpu_workloads.py`` against their peers until time is
-up, with the roofline beside each row. ``gpu.json`` in ``--out`` is written anew after each step and each pass; tests
-and measurements run in processes that may crash or hang without taking the others along (``bench.supervised``), so a
-run that is cut short leaves what it had. A chart ``gpu.png`` comes last.
+place; then, side by side, runs the tests that need a GPU, those of the Triton kernels after them (what was skipped is
+listed with its reason), and small stages under compute-sanitizer; then measures the workloads of
+``bench/gpu_workloads.py`` against their peers until time is up, with the roofline beside each row. ``gpu.json`` in
+``--out`` is written anew after each step and each pass; tests and measurements run in processes that may crash or hang
+without taking the others along (``bench.supervised``), so a run that is cut short leaves what it had. A chart
+``gpu.svg`` comes last.
 
 Where the files were copied without ``.git``, ``--commit NAME`` says which they are. Another run with ``--only build
 --only measure --match TEXT`` measures what one could not reach. ``--rehearse`` goes the same way on a machine without
@@ -421,32 +422,20 @@ STEP_FUNCTIONS: dict[str, Callable[[Report, float], dict[str, Any]]] = {
 
 
 def _draw(report: dict[str, Any], folder: Path) -> None:
-    """Bars of the ratios, by workload; nothing where matplotlib is missing or nothing was measured."""
-    rows = [row for row in report["steps"].get("measure", {}).get("results", []) if row["ratios"]]
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no chart: matplotlib is not installed")
-        return
-    if not rows:
-        return
+    """Bars of the ratios, by workload; nothing where nothing was measured."""
+    from bench.bars import ratio_bars
+
     bars = [
         (f"{row['workload']}, {row['pass_name']}", peer, spread["median"])
         for row in rows
         for peer, spread in row["ratios"].items()
     ]
-    figure = Figure(figsize=(10, 0.22 * len(bars) + 1.5), layout="constrained")
-    axis = figure.subplots()
-    axis.barh(range(len(bars)), [ratio for _, _, ratio in bars], color="#4c6ef5")
-    axis.set_yticks(range(len(bars)), [f"{title}: {peer}" for title, peer, _ in bars], fontsize=6)
-    axis.invert_yaxis()
-    axis.set_xscale("log")
-    axis.axvline(1, color="#212529", linewidth=1)
-    axis.set_xlabel("time of the peer / time of ours: right of the line ours is faster")
+    if not bars:
+        return
     machine = report["machine"]
-    commit = machine["commit"] or "unknown"
-    axis.set_title(f"{machine.get('device', 'rehearsal')}, torch {machine['torch']}, commit {commit}", fontsize=9)
-    figure.savefig(folder / "gpu.png", dpi=110)
+    title = f"{machine.get('device', 'rehearsal')}, torch {machine['torch']}, commit {machine['commit'] or 'unknown'}"
+    axis = "time of the peer / time of ours: right of the line ours is faster"
+    (folder / "gpu.svg").write_text(ratio_bars(title, bars, axis))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from bench import (
     report,
     workloads,
 )
+from bench.bars import ratio_bars
 from bench.busy import busy
 from bench.ceiling import ceiling
 from bench.measure import Runner, Samples, Spread, interleave
@@ -413,7 +415,26 @@ def test_the_gpu_script_goes_through_its_steps_without_a_gpu(tmp_path) -> None:
     rows = report["steps"]["measure"]["results"]
     assert {row["pass_name"] for row in rows} == {"forward", "forward+backward"}
     assert all(row["ratios"]["eager"]["median"] > 0 for row in rows)
-    assert (tmp_path / "gpu.png").exists()
+    assert "2 blocks, forward+backward: eager" in (tmp_path / "gpu.svg").read_text()
+
+
+def test_ratios_are_drawn_to_scale_without_a_library() -> None:
+    """From the line at 1, to the right where ours is faster; twice as fast is as far from it as half as fast."""
+    bars = [("a & b < c", 2.0), ("half", 0.5), ("tenfold", 10.0), ("level", 1.0)]
+    drawn = ElementTree.fromstring(ratio_bars("title", bars, "peer / ours"))
+    name = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in drawn.iter(f"{name}text")]
+    assert {"title", "a & b < c", "10.00", "0.50", "peer / ours"} <= set(texts)
+    assert {"0.5", "1", "2", "5", "10"} <= set(texts)  # ticks
+    start, width = (
+        [float(bar.get(side)) for bar in drawn.iter(f"{name}rect") if bar.get("class")] for side in ("x", "width")
+    )
+    one = start[0]
+    assert width[0] == pytest.approx(width[1], abs=0.2)
+    assert start[1] + width[1] == pytest.approx(one, abs=0.2)
+    assert width[2] == pytest.approx(width[0] * math.log2(10), abs=0.2)
+    assert (start[3], width[3]) == (one, 0.0)
+    assert ElementTree.fromstring(ratio_bars("one", [("alone", 1.0)], "")) is not None
 
 
 def test_the_tests_on_a_gpu_are_those_that_need_one_and_then_the_triton_kernels(tmp_path, monkeypatch) -> None:
