@@ -18,7 +18,7 @@ from bench.workloads import DIGITS, EPOCH, FORWARD, DeepStep, Depths, Network, O
 def run(workload: Workload, budget: float, device: str = "cpu") -> Iterator[Result]:
     """One result a pass; ``budget`` seconds of measuring each."""
     if isinstance(workload, Orthogonal):
-        yield from initialisation.run(workload, budget)
+        yield from initialisation.run(workload, budget, device)
     elif isinstance(workload, DeepStep):
         yield from deep.run(workload, budget)
     elif isinstance(workload, Depths):

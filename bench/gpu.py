@@ -51,9 +51,9 @@ PATIENCE = {"tests": 120.0, "untried": 50.0, "rates": 60.0}
 and that may hang; for the machine's ceilings."""
 UNTRIED = "warpgroup"
 """In the names of the tests of such a kernel. They have a process of their own."""
-TEST_PROCESSES = 8
 TESTS = ("tests/test_gpu.py", "tests/interpreter")
 """In the order in which they run: should time be up, it is for the kernels that pass in Triton's interpreter."""
+TEST_PROCESSES = 8
 """At most, beside that one: Triton compiles hundreds of kernels for the tests, a second each."""
 ALONE = {"OMP_NUM_THREADS": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """For processes of tests beside others, whatever plugins a machine has."""
@@ -369,8 +369,9 @@ def measure(report: Report, limit: float) -> dict[str, Any]:
 def _with_floor(row: dict[str, Any], workload: Any, rates: dict[str, Any] | None) -> dict[str, Any]:
     """A row of results with the roofline's time and the share of it that ours reaches."""
     from bench import roofline
+    from bench.workloads import Orthogonal
 
-    if rates is None or not row["base"]:
+    if rates is None or not row["base"] or isinstance(workload, Orthogonal):  # of decompositions there is no count
         return row
     least = roofline.floor(workload, row["pass_name"], row["base"].split()[2], roofline.Rates(**rates))
     return row | {"floor": asdict(least) | {"share": least.seconds / row["seconds"][row["base"]]["median"]}}
@@ -426,8 +427,8 @@ def _draw(report: dict[str, Any], folder: Path) -> None:
     from bench.bars import ratio_bars
 
     bars = [
-        (f"{row['workload']}, {row['pass_name']}", peer, spread["median"])
-        for row in rows
+        (f"{row['workload']}, {row['pass_name']}: {peer.removeprefix('cuda ')}", spread["median"])
+        for row in report["steps"].get("measure", {}).get("results", [])
         for peer, spread in row["ratios"].items()
     ]
     if not bars:

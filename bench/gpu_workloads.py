@@ -1,4 +1,5 @@
-"""What ``bench/gpu.py`` measures: whole networks, stages and single layers on a GPU. One table, nothing else.
+"""What ``bench/gpu.py`` measures: whole networks, stages, single layers and their initialisation on a GPU. One table,
+nothing else.
 
 Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios. Beside the
 way that the strategy's table chooses for a single layer stands the other one, so that a run says where the table is
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.workloads import BACKWARD, FORWARD, STEP, ConvLayer, LinearLayer, Network, Stage, Workload
+from bench.workloads import BACKWARD, FORWARD, STEP, ConvLayer, LinearLayer, Network, Orthogonal, Stage, Workload
 from wnfused.backends.triton.strategy import Layer, way
 
 PRECISIONS = ("bf16", "tf32", "fp32")
@@ -127,6 +128,16 @@ def _conv() -> list[Workload]:
     ]  # fmt: skip
 
 
+def _init() -> list[Workload]:
+    """The loop takes seconds a round, of which there are six."""
+    return [_orthogonal(10000)]
+
+
+def _orthogonal(depth: int) -> Workload:
+    name = f"3x3 convolutions of WRN-{depth}"
+    return Orthogonal(group="init", name=name, depth=depth, passes=("orthogonal",), ours=("batched",), peers=("loop",))
+
+
 def _turn(workload: Workload) -> int:
     """A workload's place in the queue: something of each kind first, what takes minutes by itself late."""
     precision = workload.name.rpartition(" ")[2]
@@ -149,19 +160,20 @@ def _turn(workload: Workload) -> int:
 def patience(workload: Workload) -> float:
     """Seconds in which a workload must get somewhere: a kernel that hangs must not take the others' time."""
     deep = isinstance(workload, Network) and workload.depth > 1000
-    slow = isinstance(workload, Network) or any("compile" in peer for peer in workload.peers)
+    slow = isinstance(workload, (Network, Orthogonal)) or any("compile" in peer for peer in workload.peers)
     return 250 if deep else 150 if slow else 60
 
 
 WORKLOADS: tuple[Workload, ...] = tuple(
-    sorted((*_stages(), *_warpgroup(), *_networks(), *_conv(), *_linear()), key=_turn)
+    sorted((*_stages(), *_warpgroup(), *_networks(), *_init(), *_conv(), *_linear()), key=_turn)
 )
 """A run that is cut short has measured the first. (Layers to be compiled take half a minute each, so they are few.)"""
 
-# A rehearsal of the whole script on a machine without a GPU measures this on the CPU.
+# A rehearsal of the whole script on a machine without a GPU measures these on the CPU.
 REHEARSAL: tuple[Workload, ...] = (
     Stage(
         group="stage", name="2 blocks", channels=4, size=4, batch=2, blocks=2, passes=(FORWARD, BACKWARD),
         ours=("native", "reference"), peers=("eager",),
     ),
+    _orthogonal(16),
 )  # fmt: skip

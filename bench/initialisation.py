@@ -1,4 +1,4 @@
-"""Orthogonal directions for all 3x3 convolutions of a WRN: batched by shape, and one by one."""
+"""Orthogonal directions for all 3x3 convolutions of a WRN, on any device: batched by shape, and one by one."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from bench.result import Result
 from bench.workloads import Orthogonal
 
 
-def gated(workload: Orthogonal, name: str) -> Gated:
+def gated(workload: Orthogonal, name: str, device: str = "cpu") -> Gated:
     """The runner of ``"batched"`` or ``"loop"``, after every matrix it filled was found orthonormal.
 
     Raises:
         GateError: naming the error and what rounding would explain.
     """
     # NaN: a matrix that was left out must not pass.
-    stacks = [torch.full((n, c, 9 * c), math.nan) for c, n in zip((16, 32, 64), _counts(workload), strict=True)]
+    shapes = [(n, c, 9 * c) for c, n in zip((16, 32, 64), _counts(workload), strict=True)]
+    stacks = [torch.full(shape, math.nan, device=device) for shape in shapes]
     call = {"batched": partial(_batched, stacks), "loop": partial(_loop, stacks)}[name]
     call()
     error, limit = max(map(orthogonality_error, stacks)), tolerance(9 * 64)
     if not error <= limit:
         raise GateError(f"{workload.name}: {name}: rows are off orthonormal by {error:.1e}, above {limit:.1e}")
-    return Gated(Runner(name, call), {"orthogonality": error})
+    settle = torch.cuda.synchronize if device == "cuda" else None
+    return Gated(Runner(name, call, settle=settle), {"orthogonality": error})
 
 
-def run(workload: Orthogonal, budget: float) -> Iterator[Result]:
+def run(workload: Orthogonal, budget: float, device: str = "cpu") -> Iterator[Result]:
     """One result: the loop over the batched call."""
     result = Result.of(workload, workload.passes[0])
     runners: list[Runner] = []
     for name in (*workload.ours, *workload.peers):
         try:
-            found = gated(workload, name)
+            found = gated(workload, name, device)
         except GateError as error:
             result.failed[name] = str(error)
         else:
@@ -78,6 +80,6 @@ def orthogonality_error(stack: Tensor) -> float:
     worst = 0.0
     for q in stack.split(256):
         q = q.double()
-        error = (q @ q.mT - torch.eye(q.shape[1], dtype=q.dtype)).abs().max().item()
+        error = (q @ q.mT - torch.eye(q.shape[1], dtype=q.dtype, device=q.device)).abs().max().item()
         worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst

@@ -413,9 +413,10 @@ def test_the_gpu_script_goes_through_its_steps_without_a_gpu(tmp_path) -> None:
     assert report["rehearsal"]
     assert report["steps"]["memcheck"]["status"] == "skipped"
     rows = report["steps"]["measure"]["results"]
-    assert {row["pass_name"] for row in rows} == {"forward", "forward+backward"}
-    assert all(row["ratios"]["eager"]["median"] > 0 for row in rows)
-    assert "2 blocks, forward+backward: eager" in (tmp_path / "gpu.svg").read_text()
+    assert [row["pass_name"] for row in rows] == ["forward", "forward+backward", "orthogonal"]
+    peers_of_rows = [("eager", row) for row in rows[:2]] + [("loop", rows[2])]
+    assert all(row["ratios"][peer]["median"] > 0 for peer, row in peers_of_rows)
+    assert "3x3 convolutions of WRN-16, orthogonal: loop" in (tmp_path / "gpu.svg").read_text()
 
 
 def test_ratios_are_drawn_to_scale_without_a_library() -> None:
@@ -435,6 +436,29 @@ def test_ratios_are_drawn_to_scale_without_a_library() -> None:
     assert width[2] == pytest.approx(width[0] * math.log2(10), abs=0.2)
     assert (start[3], width[3]) == (one, 0.0)
     assert ElementTree.fromstring(ratio_bars("one", [("alone", 1.0)], "")) is not None
+
+
+def test_the_initialisation_is_measured_on_the_device_that_is_named(monkeypatch) -> None:
+    """The clock waits for it, and no stack is left on the CPU."""
+    (workload,) = (w for w in gpu_workloads.WORKLOADS if isinstance(w, workloads.Orthogonal))
+    assert workload.depth == 10000
+    assert gpu_workloads.patience(workload) > 60
+    small, devices = dataclasses.replace(workload, depth=16), []
+    full = torch.full
+
+    def on_the_cpu(*arguments, device):
+        devices.append(device)
+        return full(*arguments)
+
+    monkeypatch.setattr(torch, "full", on_the_cpu)
+    for name in ("batched", "loop"):
+        assert initialisation.gated(small, name).runner.settle is None
+        assert initialisation.gated(small, name, "cuda").runner.settle is torch.cuda.synchronize
+    assert devices == [*["cpu"] * 3, *["cuda"] * 3] * 2
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    (result,) = cases.run(small, 0.0, "cuda")
+    assert not result.failed
+    assert result.ratios["loop"].median > 0
 
 
 def test_the_tests_on_a_gpu_are_those_that_need_one_and_then_the_triton_kernels(tmp_path, monkeypatch) -> None:
