@@ -47,8 +47,21 @@ CPU_FLAGS = [
 DEBUG_FLAGS = [] if any(flag.startswith("-g") for flag in os.environ.get("CFLAGS", "").split()) else ["-g0"]
 
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-# Machine code for each generation (sm_89 runs sm_80's), and PTX of the last one for those to come.
+# Machine code for each generation (sm_89 runs sm_80's), and PTX of the last one for those to come. The offline gate
+# compiles and judges the same.
 CUDA_ARCHITECTURES = [80, 90, 100]
+
+
+def own_architecture(source):
+    """``"90a"`` of x_sm90a.cu, whose instructions that architecture alone has, and no later one either; else None."""
+    named = re.fullmatch(r".*_sm(\d+a)", source.stem)
+    return named and named[1]
+
+
+def machine_code(architecture):
+    """nvcc's option for it."""
+    return f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+
 
 reasons: dict[str, str] = {}
 
@@ -96,7 +109,7 @@ def build_cuda(library, objects):
     check_toolkit(torch)
     known = run([nvcc(), "--list-gpu-arch"])
     targets = [a for a in CUDA_ARCHITECTURES if f"compute_{a}\n" in known]
-    generate = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in targets]
+    generate = [machine_code(a) for a in targets]
     generate.append(f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}")
     includes = [f"-I{ROOT / 'csrc'}", *(f"-I{path}" for path in include_paths())]
     objects.mkdir(parents=True, exist_ok=True)
@@ -107,9 +120,8 @@ def build_cuda(library, objects):
 
     def compile(source):
         target = objects / f"{source.stem}.o"
-        # x_sm90a.cu: instructions that one architecture alone has, and no later one either.
-        only = re.fullmatch(r".*_sm(\d+a)", source.stem)
-        here = [f"-gencode=arch=compute_{only[1]},code=sm_{only[1]}"] if only else generate
+        only = own_architecture(source)
+        here = [machine_code(only)] if only else generate
         flags = [*NVCC_FLAGS, f"--threads={min(jobs, len(here))}", *STABLE_ABI, *here, *includes]
         run([nvcc(), *flags, "-c", "-o", str(target), str(source)])
         return str(target)

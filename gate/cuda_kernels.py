@@ -1,9 +1,11 @@
 """The kernels in CUDA C++: what is expected of the entry functions of each ``csrc/cuda/*.cu``.
 
-Every ``.cu`` is compiled and every entry function checked for spills and shared memory, named here or not. A row in
-``KERNELS`` adds what the compiler cannot know: the matrix instruction that must be there, the shared memory that
-the launcher asks for. A row that matches no entry function is red, so that a kernel cannot leave unnoticed. So is a
-source of which ptxas says that it loses what it was written for: the disassembly of serialized wgmma looks alike.
+Every ``.cu`` is compiled as ``setup.py`` has it compiled, and every entry function checked for spills and shared
+memory, named here or not. Machine code is judged for each device that runs it: sm_80's by sm_89's limits too. The PTX
+that is shipped for later devices is what sm_100's machine code is made of. A row in ``KERNELS`` adds what the compiler
+cannot know: the matrix instruction that must be there. A row that matches no entry function is red, so that a kernel
+cannot leave unnoticed. So is a source of which ptxas says that it loses what it was written for: the disassembly of
+serialized wgmma looks alike.
 """
 
 from __future__ import annotations
@@ -11,24 +13,18 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gate import cache
-from gate.rows import ARCHITECTURES, Entry, Expectation, Verdict, broken, judge
+from gate.rows import Entry, Expectation, Verdict, broken, judge
 from gate.tools import said, tool, version
+from setup import CUDA_ARCHITECTURES, NVCC_FLAGS, STABLE_ABI, machine_code, own_architecture
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
 
-FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "--expt-relaxed-constexpr",
-    "-DTORCH_TARGET_VERSION=0x020b000000000000",
-    "-DTORCH_STABLE_ONLY",
-    "-DUSE_CUDA",
-]
+FLAGS = [*NVCC_FLAGS, *STABLE_ABI]
 
 LOSS = r"\(C75\d\d\)|Potential Performance Loss|wgmma\S* .*serialized"
 """What ptxas says, as information, where it waits for each wgmma, in C7510 and its neighbours (C7517 and C7519: where
@@ -46,91 +42,88 @@ class CudaKernel(Expectation):
     Args:
         source: the file's name in ``csrc/cuda``.
         entry: regular expression that the demangled name must contain; several entry functions may match.
-        architectures: capabilities for which the source has this entry function; None for all.
     """
 
     source: str = ""
     entry: str = ""
-    architectures: tuple[int, ...] | None = None
 
     def matches(self, source: Path, entry: Entry) -> bool:
         return source.name == self.source and re.search(self.entry, entry.name) is not None
 
 
-STAGE_SHARED = 99 * 1024
-"""The most that a kernel of the residual stage asks for; ``stage_table.h`` asserts it."""
-
-WARPGROUP_SHARED = 227 * 1024
-"""The most that sm_90's own kernels ask for; ``stage_sm90a.cu`` asserts it."""
-
 KERNELS: tuple[CudaKernel, ...] = (
     *(
-        CudaKernel(source=f"stage_{precision}.cu", entry=entry, instruction="HMMA", dynamic_shared=STAGE_SHARED)
+        CudaKernel(source=f"stage_{precision}.cu", entry=entry, instruction="HMMA")
         for precision in ("bfloat16", "tf32", "float32")
         for entry in ("StageKernel<.*, false>", "StageKernel<.*, true>", "GradientKernel<")
     ),
     *(
-        CudaKernel(
-            source="stage_sm90a.cu",
-            entry=entry,
-            instruction="HGMMA",
-            dynamic_shared=WARPGROUP_SHARED,
-            multicast=True,
-        )
+        CudaKernel(source="stage_sm90a.cu", entry=entry, instruction="HGMMA", multicast=True)
         for entry in ("WarpgroupStageKernel<.*, false>", "WarpgroupStageKernel<.*, true>")
     ),
-    CudaKernel(source="stage_sm90a.cu", entry="GradientKernel<", instruction="HMMA", dynamic_shared=WARPGROUP_SHARED),
+    CudaKernel(source="stage_sm90a.cu", entry="GradientKernel<", instruction="HMMA"),
 )
 """One row for each family of kernels."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One ``.cu`` for one architecture."""
+    """One ``.cu`` compiled to the machine code of one architecture.
+
+    Args:
+        target: nvcc's name of it, as ``"80"`` or ``"90a"``.
+        capabilities: of the devices that run it, each of which has its own line.
+    """
 
     source: Path
-    capability: int
+    target: str
+    capabilities: tuple[int, ...]
     kernels: tuple[CudaKernel, ...] = KERNELS
 
     def run(self) -> list[Verdict]:
-        rows = [
-            k
-            for k in self.kernels
-            if k.source == self.source.name and (k.architectures is None or self.capability in k.architectures)
-        ]
         try:
             compiled = cache.remembered(self._key(), self._compile)
         except LossError as error:
-            return [broken(self.source.name, "", self.capability, str(error))]
+            return [broken(self.source.name, "", capability, str(error)) for capability in self.capabilities]
         except RuntimeError as error:
-            return [broken(self.source.name, "", self.capability, f"does not compile: {error}")]
-        found = []
+            fault = f"does not compile: {error}"
+            return [broken(self.source.name, "", capability, fault) for capability in self.capabilities]
+        return [verdict for capability in self.capabilities for verdict in self._judged(compiled, capability)]
+
+    def _judged(self, compiled: list[Entry], capability: int) -> Iterator[Verdict]:
+        rows = [k for k in self.kernels if k.source == self.source.name]
         for entry in compiled:
             row = next((k for k in rows if k.matches(self.source, entry)), Expectation())
-            found.append(judge(self.source.name, _short(entry.name), self.capability, entry, row))
+            entry = replace(entry, dynamic_shared=launched_with(entry.name))
+            yield judge(self.source.name, _short(entry.name), capability, entry, row)
         for row in rows:
             if not any(row.matches(self.source, entry) for entry in compiled):
                 fault = f"no entry function matches {row.entry!r}"
-                found.append(broken(self.source.name, row.entry, self.capability, fault))
-        return found
+                yield broken(self.source.name, row.entry, capability, fault)
 
     def _key(self) -> str:
-        parts = [part for file in included(self.source) for part in (file.name, file.read_bytes())]
-        return cache.key(version("nvcc"), " ".join(FLAGS), LOSS, _torch()[0], str(self.capability), *parts)
+        files = (*included(self.source), *included(Path(STABLE_ABI[-1])))  # the header that comes before every source
+        parts = [part for file in files for part in (file.name, file.read_bytes())]
+        return cache.key(version("nvcc"), " ".join(FLAGS), LOSS, _torch()[0], self.target, *parts)
 
     def _compile(self) -> list[Entry]:
         from gate.sass import entries
 
-        target = ARCHITECTURES[self.capability].target
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / f"{self.source.stem}.cubin"
             includes = [f"-I{path}" for path in (ROOT / "csrc", *_torch()[1])]
-            generated = f"-gencode=arch=compute_{target},code=sm_{target}"
-            command = [tool("nvcc"), *FLAGS, *includes, generated, "-cubin", str(self.source), "-o", str(cubin)]
-            losses = [line.strip() for line in said(command).splitlines() if re.search(LOSS, line)]
+            command = [tool("nvcc"), *FLAGS, *includes, machine_code(self.target)]
+            said_of_it = said([*command, "-cubin", str(self.source), "-o", str(cubin)])
+            losses = [line.strip() for line in said_of_it.splitlines() if re.search(LOSS, line)]
             if losses:
                 raise LossError("; ".join(losses))
             return entries(cubin)
+
+
+def launched_with(name: str) -> int:
+    """Bytes of shared memory that ``launch.h`` asks for when it launches a kernel of this demangled name."""
+    found = re.search(r"\brun_kernel<.*, (\d+)>\(", name)
+    return int(found[1]) if found else 0
 
 
 def included(source: Path) -> list[Path]:
@@ -156,16 +149,21 @@ def _torch() -> tuple[str, list[str]]:
 
 
 def _short(name: str) -> str:
-    """A demangled name without its argument list, return type and namespaces."""
-    name = re.sub(r"\((?:anonymous namespace|int|bool|unsigned int)\)(::)?", "", name)
+    """A demangled name without its arguments, return type, namespaces and casts, and without what launches it."""
+    name = re.sub(r"\(anonymous namespace\)::|\([\w: ]+\)(?=\d)", "", name)
     name = name.split("(")[0].removeprefix("void ")
-    return re.sub(r"\b\w+::", "", name)
+    return re.sub(r"^run_kernel<(.*), \d+>$", r"\1", re.sub(r"\b\w+::", "", name))
+
+
+def run_by(capability: int) -> str:
+    """The shipped machine code that devices of this capability run: of their generation, and no newer than they are."""
+    return str(max(a for a in CUDA_ARCHITECTURES if a // 10 == capability // 10 and a <= capability))
 
 
 def jobs(capabilities: list[int]) -> Iterator[Job]:
     for source in sorted(SOURCES.glob("*.cu")):
-        # x_sm90a.cu is for that architecture alone.
-        only = re.fullmatch(r".*_sm(\d+a)", source.stem)
-        for capability in capabilities:
-            if only is None or ARCHITECTURES[capability].target == only[1]:
-                yield Job(source, capability)
+        only = own_architecture(source)
+        for target in [only] if only else map(str, CUDA_ARCHITECTURES):
+            own = tuple(c for c in capabilities if target == (f"{c}a" if only else run_by(c)))
+            if own:
+                yield Job(source, target, own)

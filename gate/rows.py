@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -11,13 +11,11 @@ class Architecture:
     """One generation of NVIDIA GPUs.
 
     Args:
-        target: nvcc's own name; wgmma and tcgen05 exist in the architecture-specific targets (suffix a) alone.
         shared_limit: what one block may ask for, in bytes.
         shared_reserved: what the compiler reports on top of what a kernel asks for, in bytes.
     """
 
     capability: int
-    target: str
     shared_limit: int
     shared_reserved: int = 0
 
@@ -27,10 +25,10 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    80: Architecture(80, "80", 163 * 1024),
-    89: Architecture(89, "89", 99 * 1024),
-    90: Architecture(90, "90a", 227 * 1024, 1024),
-    100: Architecture(100, "100a", 227 * 1024, 1024),
+    80: Architecture(80, 163 * 1024),
+    89: Architecture(89, 99 * 1024),
+    90: Architecture(90, 227 * 1024, 1024),
+    100: Architecture(100, 227 * 1024, 1024),
 }
 
 MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA")
@@ -48,22 +46,16 @@ class Expectation:
 
     Args:
         instruction: the matrix instruction that must be there: one name, or one for each capability; None for none.
-        dynamic_shared: bytes of shared memory asked for at launch, beyond what the compiler reports; a function of
-            the capability where the launcher chooses by it.
         multicast: whether copies to a whole cluster must be there.
     """
 
     instruction: Instruction = None
-    dynamic_shared: int | Callable[[int], int] = 0
     multicast: bool = False
 
     def instruction_for(self, capability: int) -> str | None:
         if isinstance(self.instruction, Mapping):
             return self.instruction.get(capability)
         return self.instruction
-
-    def dynamic_shared_for(self, capability: int) -> int:
-        return self.dynamic_shared(capability) if callable(self.dynamic_shared) else self.dynamic_shared
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class Entry:
 
     Args:
         shared: static shared memory as the compiler reports it.
-        dynamic_shared: what a launch asks for on top, where the compiler knows it, as Triton's does.
+        dynamic_shared: what a launch asks for on top.
     """
 
     name: str
@@ -103,8 +95,7 @@ def judge(kernel: str, configuration: str, capability: int, entry: Entry, expect
         faults.append(f"{entry.local_accesses} loads and stores of spilled registers ({entry.stack} bytes)")
     architecture = ARCHITECTURES[capability]
     limit = architecture.shared_limit
-    shared = max(entry.shared - architecture.shared_reserved, 0)
-    shared += entry.dynamic_shared + expected.dynamic_shared_for(capability)
+    shared = max(entry.shared - architecture.shared_reserved, 0) + entry.dynamic_shared
     if shared > limit:
         faults.append(f"{shared} bytes of shared memory, over the limit of {limit}")
     wanted = expected.instruction_for(capability)

@@ -18,8 +18,9 @@ SOURCE = """
 #include <mma.h>
 using namespace nvcuda;
 
-template <int Pad> __global__ void product(const half* a, float* c) {
-  __shared__ float staged[Pad];
+struct Product {};
+template <class Kernel, int kSharedBytes> __global__ void run_kernel(const half* a, float* c) {
+  __shared__ float staged[64];
   wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major> x;
   wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::col_major> y;
   wmma::fragment<wmma::accumulator, 16, 16, 16, float> z;
@@ -30,9 +31,9 @@ template <int Pad> __global__ void product(const half* a, float* c) {
   wmma::store_matrix_sync(c, z, 16, wmma::mem_row_major);
   staged[threadIdx.x] = c[threadIdx.x];
   __syncthreads();
-  c[threadIdx.x] = staged[Pad - 1 - threadIdx.x];
+  c[threadIdx.x] = staged[63 - threadIdx.x];
 }
-template __global__ void product<64>(const half*, float*);
+template __global__ void run_kernel<Product, 102400>(const half*, float*);
 
 __global__ void indexed(float* x, const int* at) {
   float held[64];
@@ -62,51 +63,91 @@ def source(tmp_path_factory):
     return path
 
 
-def faults(source: Path, capability: int, *kernels: cuda_kernels.CudaKernel) -> dict[str, tuple[str, ...]]:
-    found = cuda_kernels.Job(source, capability, kernels).run()
-    return {verdict.configuration: verdict.faults for verdict in found}
+PRODUCT = "Product"
+
+
+def verdicts(source: Path, capability: int, *kernels: cuda_kernels.CudaKernel) -> dict[str, rows.Verdict]:
+    found = cuda_kernels.Job(source, cuda_kernels.run_by(capability), (capability,), kernels).run()
+    return {verdict.configuration: verdict for verdict in found}
+
+
+def faults(source: Path, capability: int, *kernels: cuda_kernels.CudaKernel) -> tuple[str, ...]:
+    """Of the kernel whose row is given."""
+    return verdicts(source, capability, *kernels)[PRODUCT].faults
 
 
 def row(**expected) -> cuda_kernels.CudaKernel:
-    return cuda_kernels.CudaKernel(source="planted.cu", entry="product<64>", **expected)
+    return cuda_kernels.CudaKernel(source="planted.cu", entry="run_kernel<Product", **expected)
 
 
 def test_a_right_kernel_is_green_and_a_register_array_in_memory_red(source):
-    found = faults(source, 90, row(instruction="HMMA", dynamic_shared=200 * 1024))
-    assert found["product<64>"] == ()
-    assert "spilled registers" in found["indexed"][0]
+    found = verdicts(source, 90, row(instruction="HMMA"))
+    assert found[PRODUCT].faults == ()
+    assert "spilled registers" in found["indexed"].faults[0]
 
 
-def test_shared_memory_over_the_limit_of_one_architecture_is_red(source):
-    kernel = row(instruction="HMMA", dynamic_shared=lambda capability: 200 * 1024 if capability < 90 else 0)
-    assert "over the limit of 166912" in faults(source, 80, kernel)["product<64>"][0]
-    assert faults(source, 90, kernel)["product<64>"] == ()
+def test_shared_memory_is_what_a_kernel_says_by_its_name_and_judged_for_every_device(source):
+    """One machine code, two limits."""
+    found = cuda_kernels.Job(source, "80", (80, 89), (row(instruction="HMMA"),)).run()
+    of_product = {verdict.capability: verdict for verdict in found if verdict.configuration == PRODUCT}
+    assert {verdict.shared for verdict in of_product.values()} == {102400 + 64 * 4}
+    assert of_product[80].faults == ()
+    assert of_product[89].faults == ("102656 bytes of shared memory, over the limit of 101376",)
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "shown"),
+    [
+        ("void a::run_kernel<a::Stage<a::M<8>, true>, 49152>(a::Stage<a::M<8>, true>::P)", 49152, "Stage<M<8>, true>"),
+        ("void a::run_kernel<a::Rows<float, (a::Step)2>, 256>(a::Rows<float, (a::Step)2>::P)", 256, "Rows<float, 2>"),
+        ("void a::run_kernel<a::(anonymous namespace)::Turn<int>, 0>(a::Turn<int>::P)", 0, "Turn<int>"),
+        ("b::other(float*)", 0, "other"),
+    ],
+    ids=["stage", "enumeration", "unnamed", "another"],
+)  # fmt: skip
+def test_what_a_name_tells(name, shared, shown):
+    assert cuda_kernels.launched_with(name) == shared
+    assert cuda_kernels._short(name) == shown
 
 
 def test_a_missing_matrix_instruction_is_red(source):
-    assert faults(source, 90, row(instruction={90: "HGMMA"}))["product<64>"] == ("no HGMMA; found HMMA",)
-    assert faults(source, 80, row(instruction={90: "HGMMA"}))["product<64>"] == ()
+    assert faults(source, 90, row(instruction={90: "HGMMA"})) == ("no HGMMA; found HMMA",)
+    assert faults(source, 80, row(instruction={90: "HGMMA"})) == ()
 
 
 def test_a_missing_copy_to_the_cluster_is_red(source):
-    assert faults(source, 90, row(multicast=True))["product<64>"] == ("no UBLKCP.MULTICAST",)
+    assert faults(source, 90, row(multicast=True)) == ("no UBLKCP.MULTICAST",)
 
 
-def test_a_source_of_one_architecture_is_compiled_for_that_alone():
-    compiled = {(job.source.name, job.capability) for job in cuda_kernels.jobs(list(ARCHITECTURES))}
-    assert [capability for name, capability in compiled if name == "stage_sm90a.cu"] == [90]
-    assert {capability for name, capability in compiled if name == "stage_tf32.cu"} == set(ARCHITECTURES)
+def test_what_is_compiled_is_what_is_shipped(monkeypatch):
+    """The machine code of setup.py's list; sm_89 runs sm_80's; a source of one architecture is that one's alone."""
+    import setup
+
+    targets = {str(architecture) for architecture in setup.CUDA_ARCHITECTURES}
+    judged: dict[str, dict[str, tuple[int, ...]]] = {}
+    for job in cuda_kernels.jobs(list(ARCHITECTURES)):
+        judged.setdefault(job.source.name, {})[job.target] = job.capabilities
+    own = judged.pop("stage_sm90a.cu")
+    assert own == {"90a": (90,)}
+    assert judged["stage_tf32.cu"] == {"80": (80, 89), "90": (90,), "100": (100,)}
+    assert all(set(each) == targets for each in judged.values())
+    commands = []
+    monkeypatch.setattr(cuda_kernels, "said", lambda command: commands.append(command) or "")
+    monkeypatch.setattr(cuda_kernels, "tool", lambda name: name)
+    monkeypatch.setattr("gate.sass.entries", lambda cubin: [])
+    cuda_kernels.Job(cuda_kernels.SOURCES / "stage_tf32.cu", "80", (80, 89))._compile()
+    assert {*setup.NVCC_FLAGS, *setup.STABLE_ABI, setup.machine_code("80")} <= set(commands[0])
 
 
 def test_a_row_without_a_kernel_is_red(source):
     gone = cuda_kernels.CudaKernel(source="planted.cu", entry="renamed")
-    assert "no entry function matches" in faults(source, 80, gone)["renamed"][0]
+    assert "no entry function matches" in verdicts(source, 80, gone)["renamed"].faults[0]
 
 
 def test_a_source_that_does_not_compile_is_red(source, tmp_path):
     broken = tmp_path / "broken.cu"
     broken.write_text("__global__ void f() { undeclared(); }")
-    (verdict,) = cuda_kernels.Job(broken, 80).run()
+    (verdict,) = cuda_kernels.Job(broken, "80", (80,)).run()
     assert "does not compile" in verdict.faults[0]
     assert "undeclared" in verdict.faults[0]
 
@@ -139,7 +180,7 @@ def test_a_loss_that_ptxas_announces_is_red(monkeypatch, tmp_path, words, red):
     monkeypatch.setattr(cuda_kernels.cache, "FOLDER", tmp_path / "stored")
     monkeypatch.setattr("gate.sass.entries", lambda cubin: [entry])
     for _ in range(2):
-        (verdict,) = cuda_kernels.Job(unit, 90, ()).run()
+        (verdict,) = cuda_kernels.Job(unit, "90", (90,), ()).run()
         assert verdict.faults == ((words,) if red else ())
 
 
@@ -177,7 +218,7 @@ def test_a_compilation_is_known_by_what_it_includes(source, tmp_path, monkeypatc
     assert [path.name for path in cuda_kernels.included(unit)] == ["a.cu", "b.h", "c.h"]
 
     def key():
-        return cuda_kernels.Job(unit, 90)._key()
+        return cuda_kernels.Job(unit, "90", (90,))._key()
 
     before = key()
     (folder / "other.h").write_text("changed")

@@ -14,7 +14,8 @@ namespace wnfused::gpu {
 using Queue = cudaStream_t;
 using Status = cudaError_t;
 
-template <class Kernel>
+// The size of its shared memory is part of a kernel's name, by which the offline gate knows it.
+template <class Kernel, int kSharedBytes = Kernel::kSharedBytes>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiprocessor)
     run_kernel(const __grid_constant__ typename Kernel::Params params) {
   extern __shared__ __align__(128) char shared[];
