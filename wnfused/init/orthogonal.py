@@ -113,9 +113,10 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     short, long = min(rows, columns), max(rows, columns)
     matrices = tensor.reshape(-1, rows, columns)
     size = max(1, _CHUNK.get(tensor.device.type, _CHUNK["cuda"]) // (rows * columns))
+    # One buffer for all chunks: freed between two of them it would stay with the allocator beside the next one.
+    buffer = torch.empty(min(size, len(matrices)), short, long, dtype=wide(tensor.dtype), device=tensor.device)
     for chunk in matrices.split(size):
-        gaussian = torch.empty(len(chunk), short, long, dtype=wide(tensor.dtype), device=tensor.device)
-        gaussian.normal_(generator=generator)
+        gaussian = buffer[: len(chunk)].normal_(generator=generator)
         q = orthonormal_rows(gaussian)
         if gain != 1.0:
             q *= gain
