@@ -44,6 +44,9 @@ inline Parameters checked_parameters(const Tensor& x, const Tensor& v, const Ten
   check_dtype(v, "v");
   check_dtype(g, "g");
   check_dtype(bias, "bias");
+  for (const Tensor* tensor : {&v, &g, &bias})
+    STD_TORCH_CHECK(tensor->scalar_type() == ScalarType::Float || tensor->scalar_type() == x.scalar_type(),
+                    "residual_stage: v, g and bias must have the dtype of x, or float32");
   return {make_contiguous(v), make_contiguous(g), make_contiguous(bias)};
 }
 

@@ -14,6 +14,7 @@ import torch
 import wnfused
 from wnfused import cli, information
 from wnfused.optional import MissingDependencyError
+from wnfused.train import checkpoint, files
 from wnfused.train.config import TrainConfig
 
 TRAIN = ["train", "--depth", "16", "--epochs", "1"]
@@ -77,6 +78,41 @@ def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp
     (tmp_path / "file").touch()
     out = str(tmp_path / "file" / "run")
     assert f"--out {out}: cannot be written: Not a directory" in refused(capsys, *TRAIN, "--out", out)
+
+
+def test_a_refused_run_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "above" / "run"
+    refused(capsys, *TRAIN, "--init", "he", "--init-option", "foo=3", "--out", str(out))
+    assert not out.exists()
+    out.mkdir(parents=True)
+    refused(capsys, *TRAIN, "--init", "he", "--init-option", "foo=3", "--out", str(out))
+    assert out.exists()
+
+
+def test_a_folder_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "argument --out: is empty; name a path, or . for the current folder" in refused(capsys, *TRAIN, "--out", "")
+
+
+@pytest.mark.usefixtures("heeds_signals")
+def test_a_full_disk_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    real = files.write_atomically
+
+    def write(path: Path, content: bytes) -> None:
+        if path.name == "last.ckpt" and path.exists():
+            raise OSError(28, "No space left on device", str(path))
+        real(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", write)
+    arguments = ["train", "--depth", "10", "--batch-size", "512", "--epochs", "3", "--out", str(out)]
+    assert cli.main(arguments) == 1
+    says = capsys.readouterr().err
+    assert "No space left on device; stopped after 1 of 3 epochs" in says
+    assert f"go on with `wnfused train --out {out} --resume`" in says
+    monkeypatch.undo()
+    assert cli.main(["train", "--out", str(out), "--resume"]) == 0
 
 
 def test_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:

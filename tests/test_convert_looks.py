@@ -235,3 +235,59 @@ def test_fold_leaves_what_has_no_shape(caplog):
     assert type(model[1]) is nn.Linear
     model(torch.randn(2, 3))
     assert type(wnfused.fold(model)[0]) is nn.Linear
+
+
+def add_(y, x):
+    y += x
+    return y
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        add_,
+        lambda y, x: y.mul_(2),
+        lambda y, x: nn.functional.dropout(y, 0.5, inplace=True),
+        lambda y, x: nn.functional.relu_(y),
+        nn.ReLU(inplace=True),
+    ],
+    ids=["+=", "mul_", "dropout", "relu_", "module"],
+)
+def test_a_leaky_activation_whose_result_is_written_to_stays(write):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(new(nn.Linear(4, 4)), nn.LeakyReLU(0.1))
+            self.write = write
+
+        def forward(self, x):
+            y = self.body(x)
+            return self.write(y) if isinstance(self.write, nn.Module) else self.write(y, x)
+
+    model, x = Block(), torch.randn(3, 4)
+    torch.manual_seed(0)
+    wanted = torch.autograd.grad(model(x).sum(), [model.body[0].bias])
+    converted = wnfused.convert(model)
+    assert type(converted.body[1]) is nn.LeakyReLU
+    torch.manual_seed(0)
+    torch.testing.assert_close(torch.autograd.grad(converted(x).sum(), [converted.body[0].bias]), wanted)
+
+
+def test_a_sum_that_is_not_in_place_leaves_a_leaky_activation_fused():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(new(nn.Linear(4, 4)), nn.LeakyReLU(0.1))
+
+        def forward(self, x):
+            y = self.body(x) + x
+            y += x
+            return y
+
+    assert wnfused.convert(Block()).body[0].activation == "leaky_relu"
+
+
+def test_a_slope_that_no_layer_takes_is_not_fused():
+    converted = wnfused.convert(nn.Sequential(new(nn.Linear(4, 4)), nn.LeakyReLU(float("inf"))))
+    assert converted[0].activation is None
+    converted(torch.ones(1, 4))

@@ -228,6 +228,32 @@ def test_a_refusal_names_dtypes_residuals_and_geometry(taken):
     assert all(taken)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_residual_of_another_dtype_is_refused_however_the_layer_is_run(groups, dtype):
+    x, v, g = tensors((1, 4, 2, 2), (4, 2, 3, 3), (4,))
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    residual = torch.ones(1, 2 * groups, 4, 4, dtype=other)
+    with pytest.raises(ValueError, match=r"residual: .* does not fit the output"):
+        conv_transpose2d(x.to(dtype), v, g, None, 1, 0, 0, groups, 1, residual=residual)
+
+
+@pytest.mark.parametrize("narrow", ["v", "g", "bias"])
+def test_narrow_parameters_of_a_stage_in_float32_are_refused(narrow):
+    x, v, g, bias = tensors((1, 2, 4, 4), (1, 2, 2, 2, 3, 3), (1, 2, 2), (1, 2, 2))
+    given = {"x": x, "v": v, "g": g, "bias": bias}
+    given[narrow] = given[narrow].bfloat16()
+    with pytest.raises(TypeError, match=rf"{narrow}: dtype torch.bfloat16|with v .* of torch.bfloat16"):
+        wnfused.functional.residual_stage(**given)
+
+
+def test_a_transposed_layer_of_no_images_may_have_an_empty_output():
+    for dtype in (torch.float32, torch.float64):
+        x, v, g = (t.to(dtype) for t in tensors((0, 2, 1, 3), (2, 2, 1, 1), (2,)))
+        assert conv_transpose2d(x, v, g, None, 1, (0, 1)).shape == (0, 2, 1, 1)
+        assert conv_transpose2d(x[:, :, :, :2], v, g, None, 1, (0, 1)).shape == (0, 2, 1, 0)
+
+
 def test_signatures_can_be_inspected():
     names = list(inspect.signature(conv2d).parameters)
     assert names[:8] == ["x", "v", "g", "bias", "stride", "padding", "dilation", "groups"]

@@ -229,3 +229,79 @@ def test_a_row_of_zeros_keeps_the_direction_it_had():
     assert torch.equal(layer.weight_v[2], before[2])
     assert layer.weight_g.flatten()[2] == 0
     assert not layer.weight[2].any()
+
+
+def train(layer, clip, read_again):
+    """Ten steps, each followed by a write that changes nothing, to the weight as read before the first or now."""
+    held, optimizer = layer.weight, torch.optim.SGD(layer.parameters(), lr=0.05)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    for _ in range(10):
+        optimizer.zero_grad()
+        (layer(x) - 1).square().mean().backward()
+        optimizer.step()
+        clip(layer.weight if read_again else held)
+    return layer.weight.detach()
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda w: w.data.clamp_(-10, 10),
+        torch.no_grad()(lambda w: w.clamp_(-10, 10)),
+        torch.no_grad()(lambda w: w[0].mul_(1)),
+        torch.no_grad()(lambda w: torch._foreach_mul_([w], 1.0)),
+        torch.no_grad()(lambda w: torch.mul(w, 1, out=w)),
+    ],
+)
+def test_a_write_to_what_was_read_before_a_step_does_not_undo_the_step(clip):
+    torch.manual_seed(0)
+    layer = WNLinear(5, 5, bias=False)
+    alone = copy.deepcopy(layer)
+    torch.testing.assert_close(train(layer, clip, False), train(alone, clip, True))
+
+
+def test_two_readings_of_a_weight_are_written_in_turn():
+    layer = WNLinear(4, 3, bias=False)
+    before, first, second = layer.weight.detach().clone(), layer.weight, layer.weight.data
+    with torch.no_grad():
+        first.mul_(2)
+        second.add_(1)
+        first[0] = 5
+    wanted = before * 2 + 1
+    wanted[0] = 5
+    torch.testing.assert_close(layer.weight.detach(), wanted)
+
+
+def test_what_was_read_does_not_change_by_itself():
+    layer = WNLinear(4, 3)
+    held = layer.weight.detach()
+    copied = held.clone()
+    layer.weight.data.mul_(2)
+    assert held.equal(copied)
+
+
+def test_a_write_that_shows_too_late_is_refused():
+    layer = WNLinear(4, 3)
+    held = layer.weight.detach()
+    layer.weight.data.mul_(2)
+    wanted = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"weight: dropout wrote to what was read before .* read layer.weight again"):
+        F.dropout(held, inplace=True)
+    assert layer.weight.detach().equal(wanted)
+
+
+def test_writes_by_a_function_of_python_reach_the_layer():
+    layer = WNLinear(2, 2, bias=False)
+    layer.weight.data.apply_(lambda _: 7.0)
+    torch.testing.assert_close(layer.weight.detach(), torch.full((2, 2), 7.0))
+    layer.weight.data.map_(torch.ones(2, 2), lambda mine, other: mine + other)
+    torch.testing.assert_close(layer.weight.detach(), torch.full((2, 2), 8.0))
+    layer.weight.data.map2_(torch.ones(2, 2), torch.ones(2, 2), lambda mine, a, b: mine + a + b)
+    torch.testing.assert_close(layer.weight.detach(), torch.full((2, 2), 10.0))
+
+
+def test_set_is_refused():
+    with pytest.raises(RuntimeError, match="weight: set_ cannot reach weight_v and weight_g"):
+        WNLinear(2, 2).weight.data.set_(torch.zeros(2, 2))
+    parameter = nn.Parameter(WNLinear(2, 2).weight.detach())  # one of its own
+    parameter.data.set_(torch.zeros(2, 2))

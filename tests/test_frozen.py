@@ -216,3 +216,38 @@ def test_every_dtype_runs_frozen(dtype):
         before = layer(x)
         layer.weight_g.data.mul_(2)  # unseen, as documented: so the frozen form is what ran
         assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: WNLinear(6, 5),
+        lambda: WNConv2d(6, 5, 3, dim=1),
+        lambda: WNConv2d(16, 24, 3, stride=2),
+        lambda: wnfused.WNConvTranspose2d(6, 4, 3, groups=2),
+    ],
+    ids=["linear", "other norm", "strided", "grouped transposed"],
+)
+def test_vectorised_calls_under_autocast(layer, dtype):
+    net = layer()
+    sizes = (4, 2, net.weight.shape[1]) if isinstance(net, WNLinear) else (4, 2, net.in_channels, 5, 5)
+    x = torch.randn(sizes).to(dtype)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = torch.vmap(net)(x)
+        with wnfused.frozen(net):
+            found = torch.vmap(net)(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 24, 1, 1), (2, 24, 6, 6)])
+def test_a_residual_that_does_not_fit_is_refused_inside_too(shape):
+    layer = WNConv2d(16, 24, 3, padding=1, dim=1, dtype=torch.bfloat16)
+    x, residual = torch.ones(2, 16, 6, 6, dtype=torch.bfloat16), torch.ones(shape)
+    with (
+        wnfused.frozen(layer),
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"residual: .* does not fit"),
+    ):
+        layer(x, residual)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,34 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+WRITES = "writes"
+"""In the ``meta`` of a node: it is ``a += b`` or another such statement, of which torch's own trace shows ``a + b``."""
+
+
+class _Proxy(fx.Proxy):
+    """Tells ``a += b`` from ``a + b``."""
+
+
+def _in_place(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
+        result: fx.Proxy = getattr(operator, f"__{name}__")(self, other)
+        result.node.meta[WRITES] = True
+        return result
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    setattr(_Proxy, f"__i{_name}__", _in_place(_name))
+
 
 class _Tracer(fx.Tracer):
     def __init__(self, leaves: tuple[type[nn.Module], ...]) -> None:
         super().__init__()
         self.leaves = leaves
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return isinstance(module, self.leaves) or super().is_leaf_module(module, qualified_name)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator
 
 from torch import fx, nn
 
 from wnfused._modules import class_of
 from wnfused._surgery import LAYERS, has_hooks
-from wnfused._symbolic import argument, symbolic_run
+from wnfused._symbolic import WRITES, argument, symbolic_run
 from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
 
 _LEAVES = (*LAYERS, WNResidualBlock, WNResidualStage)
@@ -65,17 +66,41 @@ def _stay_together(layer: nn.Module, activation: nn.Module, runs: list[dict[nn.M
     """Called once each, and for each other alone: in every run that calls one of them, and there is one."""
     uses = [(run.get(layer, []), run.get(activation, [])) for run in runs]
     pairs = [pair for pair in uses if any(pair)]
-    return bool(pairs) and all(
-        len(pair[0]) == len(pair[1]) == 1
-        and list(pair[0][0].users) == [pair[1][0]]
-        and pair[1][0].args[:1] == (pair[0][0],)
-        for pair in pairs
+    return (
+        bool(pairs)
+        and all(
+            len(pair[0]) == len(pair[1]) == 1
+            and list(pair[0][0].users) == [pair[1][0]]
+            and pair[1][0].args[:1] == (pair[0][0],)
+            for pair in pairs
+        )
+        and not (_bears_writes(activation) and any(_is_written(activation, run) for run in runs))
     )
+
+
+def _bears_writes(activation: nn.Module) -> bool:
+    """Whether its backward does without its result, as that of a fused layer does not."""
+    return isinstance(activation, nn.LeakyReLU) and not activation.inplace
+
+
+def _is_written(module: nn.Module, run: dict[nn.Module, list[fx.Node]]) -> bool:
+    """Whether the next step changes a module's result in place."""
+    in_place = {node for other, nodes in run.items() if getattr(other, "inplace", False) for node in nodes}
+    return any(
+        user.args[:1] == (node,) and (user in in_place or _is_in_place(user))
+        for node in run.get(module, [])
+        for user in node.users
+    )
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return bool(node.meta.get(WRITES)) or name.endswith("_") or bool(node.kwargs.get("inplace"))
 
 
 def _is_fusable(module: nn.Module) -> bool:
     """A ReLU, or a leaky one whose output's sign is its input's."""
-    return type(module) is nn.ReLU or (type(module) is nn.LeakyReLU and module.negative_slope >= 0)
+    return type(module) is nn.ReLU or (type(module) is nn.LeakyReLU and 0 <= module.negative_slope < math.inf)
 
 
 def given_a_residual(model: nn.Module, logger: logging.Logger) -> set[nn.Module]:

@@ -126,6 +126,12 @@ def _info(json: bool, require: list[str]) -> int:
     return 1 if missing else 0
 
 
+def _path(text: str) -> Path:
+    if not text:  # Path("") is the current folder, which nobody means by a variable that is not set
+        raise argparse.ArgumentTypeError("is empty; name a path, or . for the current folder")
+    return Path(text)
+
+
 # ------------------------------------------------------------------------------------------------------- train
 
 
@@ -138,14 +144,14 @@ def _add_train(commands: Any) -> None:
         "how many there are.",
     )
     add_options(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the run's folder")
+    parser.add_argument("--out", type=_path, required=True, metavar="FOLDER", help="the run's folder")
     parser.add_argument(
         "--resume",
         action="store_true",
         help="continue the run in --out after its last finished epoch; options that are not given are that run's; "
         "where --out holds no run, one is started, which is said",
     )
-    parser.add_argument("--data-folder", type=Path, metavar="FOLDER", help="scikit-learn's data cache")
+    parser.add_argument("--data-folder", type=_path, metavar="FOLDER", help="scikit-learn's data cache")
     parser.set_defaults(run=_train)
 
 
@@ -181,7 +187,7 @@ def _add_demo(commands: Any) -> None:
     parser = commands.add_parser("demo", help="train ever deeper networks on handwritten digits, with two pictures")
     parser.add_argument("--minutes", type=float, default=5.0, help="time to fit into (default: 5)")
     parser.add_argument("--deep", action="store_true", help="train the 10,000 layers for two epochs too, however long")
-    parser.add_argument("--out", type=Path, default=Path("wnfused-demo"), metavar="FOLDER", help="for the pictures")
+    parser.add_argument("--out", type=_path, default=Path("wnfused-demo"), metavar="FOLDER", help="for the pictures")
     parser.set_defaults(run=_demo)
 
 
@@ -224,9 +230,9 @@ def _add_probe(commands: Any) -> None:
         "may be repeated",
     )
     parser.add_argument("--samples", type=int, metavar="INT", help="training images to measure on (64; hessian: 1024)")
-    parser.add_argument("--data-folder", type=Path, metavar="FOLDER", help="scikit-learn's data cache")
+    parser.add_argument("--data-folder", type=_path, metavar="FOLDER", help="scikit-learn's data cache")
     parser.add_argument(
-        "--out", type=Path, default=Path("probe.png"), metavar="FILE", help="the picture (default: probe.png)"
+        "--out", type=_path, default=Path("probe.png"), metavar="FILE", help="the picture (default: probe.png)"
     )
     parser.set_defaults(run=_probe)
 

@@ -35,12 +35,12 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
-    Convolutions whose products the C++ kernels take themselves (float32 on the CPU, mostly) keep copies of v and g
-    instead. They also keep the packed weights, from their first call on, where reading those is faster than packing
-    again: from 65,536 weights on, of 3x3 layers with stride 1 from 442,368 on and on small maps alone. That takes as
-    much memory as v, by Winograd's method up to four times as much. Linear layers keep copies from 65,536 weights on,
-    since their kernels normalise while they read v; other convolutions keep them beside their weights, for maps of up
-    to eight pixels.
+    Convolutions whose products the C++ kernels take themselves (float32 on the CPU, bfloat16 under autocast, mostly)
+    keep copies of v and g instead. They also keep the packed weights, from their first call on, where reading those
+    is faster than packing again: from 65,536 weights on, of 3x3 layers with stride 1 from 442,368 on and on small
+    maps alone. That takes as much memory as v, by Winograd's method up to four times as much. Linear layers keep
+    copies from 65,536 weights on, since their kernels normalise while they read v; other convolutions keep them
+    beside their weights, for maps of up to eight pixels.
 
     Residual stages run as always: they normalise and pack a weight while the convolution before it runs. Packed ahead,
     measured on the three stages of WRN-304, they would be 0 to 5% faster for a second copy of their weights.

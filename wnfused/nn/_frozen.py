@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from wnfused.ops._arguments import autocast
+from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES
 from wnfused.ops.kept import kept_conv, kept_kernel
 
@@ -23,7 +23,7 @@ class Plain(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         y: Tensor = self.plain.forward(input)  # it has no hooks
         if residual is not None:
-            y = y + autocast(residual)
+            y = y + arguments.residual(residual, list(y.shape), y)
         if self.activation == "relu":
             return nn.functional.relu(y)
         if self.activation == "leaky_relu":

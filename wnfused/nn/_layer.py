@@ -221,6 +221,10 @@ class WeightNormalised(nn.Module):
         form: Any = self._frozen
         if form is None or input.device != form.made_for[1] or not _goes_with(input, form.made_for[0]):
             return False
+        # A vectorised plain layer of torch is not autocast.
+        vectorised = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        if vectorised and autocast_is_on(input.device.type):
+            return False
         own = list(self._parameters.values())
         # An export calls the layer with stand-ins of its parameters.
         if any(map(operator.is_not, own, form.made_of)) and not torch.compiler.is_exporting():

@@ -1,14 +1,15 @@
 """The effective weight as users of torch's layers expect to find it under ``layer.weight``.
 
 Reading gives ``w_i = g_i v_i / ||v_i||`` with its graph to ``v`` and ``g``. Writing to what was read, in place, by
-index, through a view or through ``.data``, changes the layer: ``v <- w``, ``g <- ||w||``. A parameter made of it is
-one of its own.
+index, through a view or through ``.data``, changes the layer: ``v <- w``, ``g <- ||w||``. What was read stays as it was
+until it is written to: then it takes the layer's present weight first, so that a step between the two is not undone. A
+parameter made of it is one of its own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,21 +39,48 @@ _PLAIN_READS = frozenset(
 """What a forward written by hand does with a weight, and neither writes nor gives a view: nothing to watch there."""
 
 
+class _Read:
+    """What was read of a layer at one time: its memory, and of which state of the parameters it is."""
+
+    def __init__(self, layer: WeightNormalised, tensor: Tensor) -> None:
+        self.layer, self.tensor = layer, tensor
+        self.state = self._present()
+
+    def _present(self) -> list[tuple[Tensor, int]]:
+        layer = self.layer
+        return [(p, 0 if p.is_inference() else p._version) for p in (layer.weight_v, layer.weight_g)]
+
+    def is_current(self) -> bool:
+        now = self._present()
+        return all(p is known and at == then for (p, at), (known, then) in zip(now, self.state, strict=True))
+
+    def refresh(self) -> None:
+        """Takes the layer's present weight."""
+        with torch.no_grad():
+            self.tensor.detach().copy_(self.layer.weight.detach())
+        self.state = self._present()
+
+    def write_back(self) -> None:
+        self.layer.set_weight(self.tensor.detach())
+        self.state = self._present()
+
+
 class EffectiveWeight(Tensor):
     """A tensor that tells its layer when it is written to. Everything computed from it is a plain tensor."""
 
-    _layer: WeightNormalised
-    _root: Tensor
+    _read: _Read
     _shares: bool  # the memory of what was read: a view of it, or its data
 
     @staticmethod
-    def of(layer: WeightNormalised, tensor: Tensor, root: Tensor | None = None) -> Tensor:
+    def of(layer: WeightNormalised, tensor: Tensor) -> Tensor:
+        return EffectiveWeight._of(tensor, lambda: _Read(layer, tensor), False)
+
+    @staticmethod
+    def _of(tensor: Tensor, read: Callable[[], _Read], shares: bool) -> Tensor:
         if not _can_be_watched(tensor):
             return tensor
         weight = tensor.as_subclass(EffectiveWeight)
-        weight._layer = layer
-        weight._root = tensor if root is None else root
-        weight._shares = root is not None
+        weight._read, weight._shares = read(), shares
         return weight
 
     @classmethod
@@ -67,22 +95,56 @@ class EffectiveWeight(Tensor):
         target = args[0] if args else None
         if isinstance(target, EffectiveWeight) and not _is_parameter(target):
             if func == _DATA_SET:
-                target._layer.set_weight(args[1])
+                target._read.layer.set_weight(args[1])
                 return None
             if func in (_REQUIRES_GRAD_SET, Tensor.requires_grad_) and not target._shares:
                 wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-                target._layer.weight_v.requires_grad_(wanted)
-                target._layer.weight_g.requires_grad_(wanted)
+                target._read.layer.weight_v.requires_grad_(wanted)
+                target._read.layer.weight_g.requires_grad_(wanted)
                 return target
-            if func is Tensor.set_:
-                raise RuntimeError("weight: set_ cannot reach weight_v and weight_g; assign layer.weight instead")
         with torch._C.DisableTorchFunctionSubclass():
+            stale = [weight for weight in weights if not weight._read.is_current()]
+            if stale and _is_write(func, kwargs):
+                for weight in stale:
+                    weight._read.refresh()
+                stale = []
             before = [weight._version for weight in weights]
             result = func(*args, **kwargs)
             for weight, version in zip(weights, before, strict=True):
-                if weight._version != version:
-                    weight._layer.set_weight(weight._root.detach())
+                if weight._version == version:
+                    continue
+                if any(weight is other for other in stale):
+                    raise RuntimeError(
+                        f"weight: {getattr(func, '__name__', func)} wrote to what was read before the layer's last "
+                        f"change, which that would undo; read layer.weight again"
+                    )
+                weight._read.write_back()
         return _followed(result, weights[0]) if weights else result
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_parameter(self):
+            return super().set_(*args, **kwargs)
+        raise RuntimeError("weight: set_ cannot reach weight_v and weight_g; assign layer.weight instead")
+
+    def apply_(self, *args: Any) -> Any:
+        return self._in_python(Tensor.apply_, args)
+
+    def map_(self, *args: Any) -> Any:
+        return self._in_python(Tensor.map_, args)
+
+    def map2_(self, *args: Any) -> Any:
+        return self._in_python(Tensor.map2_, args)
+
+    def _in_python(self, method: Any, args: Any) -> Any:
+        """A write of which torch tells no subclass, nor counts it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            watched = not _is_parameter(self)
+            if watched and not self._read.is_current():
+                self._read.refresh()
+            method(self, *args)
+            if watched:
+                self._read.write_back()
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
@@ -93,6 +155,12 @@ class EffectiveWeight(Tensor):
 
 _REAL = (Tensor, nn.Parameter, EffectiveWeight)
 _PROXIES = torch._C._TorchDispatchModeKey.PROXY
+
+
+def _is_write(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call says by its name or an argument that it writes."""
+    name = getattr(func, "__name__", "")
+    return func in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
 
 
 def _can_be_watched(tensor: Any) -> bool:
@@ -150,6 +218,7 @@ def _followed(result: Any, source: EffectiveWeight) -> Any:
         return type(result)(_followed(item, source) for item in result)
     if not isinstance(result, Tensor) or isinstance(result, EffectiveWeight) or not _can_be_watched(result):
         return result
-    if result.layout == torch.strided and source._root.untyped_storage()._cdata == result.untyped_storage()._cdata:
-        return EffectiveWeight.of(source._layer, result, source._root)
+    read = source._read
+    if result.layout == torch.strided and read.tensor.untyped_storage()._cdata == result.untyped_storage()._cdata:
+        return EffectiveWeight._of(result, lambda: read, True)
     return result

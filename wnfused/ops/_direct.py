@@ -33,7 +33,8 @@ _OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
-    """Whether a call may take the short way: plain CPU tensors, the native backend, nothing that watches or casts."""
+    """Whether a call may take the short way: plain CPU tensors, the native backend, nothing that watches, or that
+    casts to another dtype than the kernels have."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in _PLAIN
@@ -101,9 +102,9 @@ def layer(
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
-            return below_autocast(gradients, ctx, dy)
+            return below_autocast(backward_of, ctx, dy)
 
-    def gradients(ctx: Any, dy: Tensor) -> Any:
+    def backward_of(ctx: Any, dy: Tensor) -> Any:
         x, v, g, bias, residual, norm, y = ctx.saved_tensors
         constants, needs = ctx.constants, ctx.needs_input_grad
         if is_batch(dy):
@@ -121,10 +122,10 @@ def layer(
         if products_are_many and needs[0] and asks_for_input_alone(ctx, needs):
             needs = (True, False, False, False, needs[4])
         wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
-        *gradients, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
+        *found, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
         if needs[4] and y is None:
             dresidual = dy
-        return *gradients, dresidual, *(None,) * len(constants)
+        return *found, dresidual, *(None,) * len(constants)
 
     Direct.__name__ = Direct.__qualname__ = name
     # torch.autograd.Function.apply itself: a look for functorch transforms, which is_open has seen to, and this.

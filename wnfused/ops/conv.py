@@ -170,7 +170,7 @@ def _checked(
             raise ValueError(f"padding: {padding!r} must be an int or {spatial} ints for a transposed convolution")
         paddings = _extents("padding", padding, spatial, 0)
     sizes = _output_sizes(x, v, strides, paddings, dilations, transposed, extra)
-    if any(_is_below_1(size) for size in sizes):
+    if any(_is_below_1(size) for size in sizes) and not (transposed and x.shape[0] == 0 and min(sizes) == 0):
         raise ValueError(
             f"x: spatial size {list(x.shape[2:])} is too small for a kernel of {list(v.shape[2:])} "
             f"with padding {paddings} and dilation {dilations}"

@@ -84,10 +84,12 @@ def demo(out: Path, *, minutes: float = 5.0, deep: bool = False) -> int:
 
     began = time.perf_counter()
     data = load("digits")
-    recipes = _affordable(console, data, minutes * 60 - _OVERHEAD, deep)
+    recipes, note = _affordable(console, data, minutes * 60 - _OVERHEAD, deep)
     rows = _train_all(console, recipes)
     _draw(out, data, rows, max(r.depth for r in recipes if r is not DEEP))
     console.print(_table(rows))
+    if note:
+        console.print(f"{note}: --minutes gives them more time")
     deepest = _deep_step(console, data)
     seconds = time.perf_counter() - began
     write_json(
@@ -98,7 +100,7 @@ def demo(out: Path, *, minutes: float = 5.0, deep: bool = False) -> int:
     return 0
 
 
-def _affordable(console: Any, data: Dataset, seconds: float, deep: bool) -> list[Recipe]:
+def _affordable(console: Any, data: Dataset, seconds: float, deep: bool) -> tuple[list[Recipe], str]:
     began = time.perf_counter()
     with console.status("timing one step of each depth"):
         costs = [time_step(recipe, data) for recipe in RECIPES]
@@ -111,7 +113,7 @@ def _affordable(console: Any, data: Dataset, seconds: float, deep: bool) -> list
     console.print(f"one step: {steps}; training should take {plan.seconds / 60:.1f} minutes at most")
     if plan.note:
         console.print(plan.note)
-    return [*plan.recipes, DEEP] if deep else list(plan.recipes)
+    return [*plan.recipes, *([DEEP] if deep else [])], plan.note
 
 
 # ---------------------------------------------------------------------------------------------------- training

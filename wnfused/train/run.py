@@ -24,7 +24,7 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -100,12 +100,19 @@ def train(
         if not going_on:  # all processes refuse it, or the others would wait for the first
             folder.refuse_run(resume=resume, trained=True)
         return _train(config, folder, going_on, data_folder, reporter, began)
-    if not going_on:
-        folder.claim(resume=resume)
-    with folder.locked():
+    made = not folder.path.exists()
+    try:
         if not going_on:
-            folder.claim(resume=resume)  # nobody else has begun meanwhile
-        return _train(config, folder, going_on, data_folder, reporter, began)
+            folder.claim(resume=resume)
+        with folder.locked():
+            if not going_on:
+                folder.claim(resume=resume)  # nobody else has begun meanwhile
+            return _train(config, folder, going_on, data_folder, reporter, began)
+    except BaseException:
+        if made:
+            with suppress(OSError):  # there is something in it: a run
+                folder.path.rmdir()
+        raise
 
 
 def _train(
@@ -135,6 +142,10 @@ def _train(
         if first and not going_on:
             folder.abandon()
         raise
+    except OSError as error:
+        if not first or error.filename is None:
+            raise
+        raise OSError(error.errno, f"{error.strerror}; {run.where_it_stopped()}", error.filename) from error
     result["seconds"] = time.perf_counter() - began
     result["peak_memory_bytes"] = watch.peak_bytes()
     result["baseline_memory_bytes"] = watch.baseline_bytes

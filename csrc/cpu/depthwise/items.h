@@ -137,8 +137,8 @@ inline void depthwise_forward_item(const ConvForward<Depthwise>& job, const Dept
   const TileRows rows(layer, held, region, layer.plane_stride);
   float *y_copy = scratch + (blocks.count() + 1) * room.x * kLanes, *added_copy = y_copy + room.y * kLanes;
   const ExternalMap &given = job.y.given, &residual = job.residual.given;
-  const bool open = is_in_floats(given, layer.target, blocks.end - 1) &&
-                    (!residual.data || is_in_floats(residual, layer.target, blocks.end - 1));
+  const bool open = lies_open_in_floats(given, layer.target, blocks.end - 1) &&
+                    (!residual.data || lies_open_in_floats(residual, layer.target, blocks.end - 1));
   const int64_t at_once = open ? blocks.count() : 1;
   for (int64_t b = 0; b < blocks.count(); b += at_once) {
     const int64_t block = blocks.begin + b;
@@ -226,7 +226,7 @@ inline void depthwise_backward_item(const ConvBackward<Depthwise>& job, const De
     }
   }
   if (!input) return;
-  const int64_t at_once = is_in_floats(job.dx.given, job.input, blocks.end - 1) ? blocks.count() : 1;
+  const int64_t at_once = lies_open_in_floats(job.dx.given, job.input, blocks.end - 1) ? blocks.count() : 1;
   for (int64_t b = 0; b < blocks.count(); b += at_once) {
     const int64_t block = blocks.begin + b;
     const Pixels dx = target_region(job.dx.given, job.input, image, block, region, dx_copy);

@@ -27,7 +27,7 @@ WNFUSED_INLINE bool lies_open(const ExternalMap& map, const MapShape& shape, int
 }
 
 // .. and written, too.
-WNFUSED_INLINE bool is_in_floats(const ExternalMap& map, const MapShape& shape, int64_t block) {
+WNFUSED_INLINE bool lies_open_in_floats(const ExternalMap& map, const MapShape& shape, int64_t block) {
   return lies_open(map, shape, block) && !map.bfloat16;
 }
 
@@ -58,7 +58,7 @@ WNFUSED_INLINE void for_runs(const MapShape& shape, int64_t image, const Region&
 // A region of a map, within the map: where it is, or a copy.
 inline Pixels read_region(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t block,
                           const Region& region, float* copy) {
-  if (is_in_floats(map, shape, block)) return open_floats(map, image, block, region);
+  if (lies_open_in_floats(map, shape, block)) return open_floats(map, image, block, region);
   const MapShape one = some_blocks(shape, block, 1);
   for_runs(shape, image, region, [&](const PixelRun& run, int64_t pixel) {
     read_pixels(one, some_blocks(map, block), run, copy + pixel * kLanes);
@@ -69,12 +69,12 @@ inline Pixels read_region(const ExternalMap& map, const MapShape& shape, int64_t
 // Where to write a region, and what is left to do once it is written.
 inline Pixels target_region(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t block,
                             const Region& region, float* copy) {
-  return is_in_floats(map, shape, block) ? open_floats(map, image, block, region) : packed_pixels(copy, region);
+  return lies_open_in_floats(map, shape, block) ? open_floats(map, image, block, region) : packed_pixels(copy, region);
 }
 
 inline void write_region(const ExternalMap& map, const MapShape& shape, int64_t image, int64_t block,
                          const Region& region, const float* copy) {
-  if (is_in_floats(map, shape, block)) return;
+  if (lies_open_in_floats(map, shape, block)) return;
   const MapShape one = some_blocks(shape, block, 1);
   for_runs(shape, image, region, [&](const PixelRun& run, int64_t pixel) {
     write_pixels(one, copy + pixel * kLanes, run, some_blocks(map, block));

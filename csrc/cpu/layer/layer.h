@@ -86,7 +86,7 @@ struct SmallLinear {
   float slope;
 };
 
-// dx: private to a worker, added to; dx or dv may be null. `scratch`: room for kSmallTile rows of dw beside a bfloat16
+// dx: of one share of the rows of v, added to; dx or dv may be null. `scratch`: room for kSmallTile rows of dw beside a bfloat16
 // dv; a float dv is its own room.
 struct SmallLinearBackward {
   int64_t rows, inner, features;

@@ -22,6 +22,9 @@ constexpr int64_t kRecycled = int64_t{1} << 18;  // entries from which memory is
 
 inline bool is_bfloat16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
 
+// Whether the kernels that fuse a layer take it.
+inline bool is_fused_dtype(const Tensor& t) { return is_bfloat16(t) || t.scalar_type() == ScalarType::Float; }
+
 template <class T>
 const T* entries(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());

@@ -7,7 +7,7 @@
 //            x[m]  |----|----|----|
 //
 //      backward   R rows of v:  dw[r][k] = sum_m dz[m][r] x[m][k]        stays in L1 (it is dv's memory)
-//                               dx[m][k] += sum_r s_r dz[m][r] v[r][k]   dx is the worker's own, in L2
+//                               dx[m][k] += sum_r s_r dz[m][r] v[r][k]   dx is a share's own, in L2
 //                               then dv[r] = s_r (dw[r] - v[r] <dw[r], v[r]> / ||v[r]||^2)
 //
 // Floor: v once; backward v once and dv once, which is what the un-normalised layer moves for dx and dw.

@@ -158,10 +158,10 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
   return packs ? std::optional(method) : std::nullopt;
 }
 
-bool has_many_bfloat16_products(const ConvShape& shape, int64_t calls) {
+bool has_many_bfloat16_products(const ConvShape& shape, int64_t times) {
   // What a call of the vendor's costs beside its products, in multiply-adds of a worker.
   constexpr int64_t kCall = 5'000'000;
-  return has_bfloat16_products() && products_each(shape) > calls * kCall;
+  return has_bfloat16_products() && products_each(shape) > times * kCall;
 }
 
 bool is_vendors_bfloat16(const ConvLayer& layer) {
@@ -171,9 +171,9 @@ bool is_vendors_bfloat16(const ConvLayer& layer) {
   // saves more than that, along lines about as many, and depthwise layers move more than they multiply. Dilated and
   // grouped ones the vendor multiplies at a fraction of its speed.
   if (active_pair_products() == PairProducts::kTiles) return true;
-  constexpr int64_t kCalls = 6;
+  constexpr int64_t kTimes = 6;
   if (layer.method == Method::kPieces)
-    return shape.dilation.column == 1 && shape.groups == 1 && has_many_bfloat16_products(shape, kCalls);
+    return shape.dilation.column == 1 && shape.groups == 1 && has_many_bfloat16_products(shape, kTimes);
   return layer.method == Method::kDirect && !shape.is_depthwise();
 }
 

@@ -16,8 +16,9 @@ bool is_vendors(const ConvLayer& layer, bool last, bool passes);
 bool is_vendors_backward(const ConvLayer& layer, bool last, bool input);
 
 // .. and for one in bfloat16, which these kernels multiply as float32: whether its products are so many that the vendor's
-// instructions for bfloat16 tell, be it in the place of `calls` calls; and whether they do beside the method.
-bool has_many_bfloat16_products(const ConvShape& shape, int64_t calls = 1);
+// instructions for bfloat16 make up for what a call of the vendor's costs, and for `times` as much; and whether they do
+// beside the method.
+bool has_many_bfloat16_products(const ConvShape& shape, int64_t times = 1);
 bool is_vendors_bfloat16(const ConvLayer& layer);
 
 }  // namespace wnfused::cpu

@@ -28,8 +28,7 @@ Tensor rows_for(const ConvLayer& layer) {
 }  // namespace
 
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  const auto is_known = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float || is_bfloat16(t); };
-  if (x.size(1) != v.size(1) * at.groups || !is_known(x) || !is_known(v)) return std::nullopt;
+  if (x.size(1) != v.size(1) * at.groups || !is_fused_dtype(x) || !is_fused_dtype(v)) return std::nullopt;
   return ConvShape{x.size(0),
                    x.size(1),
                    v.size(0),

@@ -43,8 +43,8 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
 
 // The convolution whose data gradient the layer is; nothing where the kernels have no word for it.
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const TransposedSliding& at) {
-  const auto is_known = [](const Tensor& t) { return t.scalar_type() == ScalarType::Float || is_bfloat16(t); };
-  if (at.groups != 1 || x.size(1) != v.size(0) || !has_dense_rows(v) || !is_known(x) || !is_known(v)) return std::nullopt;
+  if (at.groups != 1 || x.size(1) != v.size(0) || !has_dense_rows(v) || !is_fused_dtype(x) || !is_fused_dtype(v))
+    return std::nullopt;
   const Triple input = triple_of(x.sizes(), 2, 1), kernel = triple_of(v.sizes(), 2, 1);
   const Triple stride = triple_of(at.stride, 0, 1), padding = triple_of(at.padding, 0, 0);
   const Triple dilation = triple_of(at.dilation, 0, 1), extra = triple_of(at.output_padding, 0, 0);
@@ -60,8 +60,8 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Tran
 
 // In bfloat16: whether the vendor's products are the faster ones, though they are composed with other calls.
 bool is_vendors_bfloat16(const Tensor& x, const ConvShape& shape) {
-  constexpr int64_t kCalls = 4;
-  return is_bfloat16(x) && has_many_bfloat16_products(shape, kCalls);
+  constexpr int64_t kTimes = 4;
+  return is_bfloat16(x) && has_many_bfloat16_products(shape, kTimes);
 }
 
 // What the kernels read maps as. bfloat16 maps of few pixels are nothing beside the weights.
@@ -73,6 +73,7 @@ std::tuple<Gradient, Gradient> forward(
     const std::optional<Tensor>& residual, const TransposedSliding& at, int64_t activation, double slope,
     KeptBanks* banks) {
   check(x, v, g, bias, at);
+  check_residual_dtype(residual, x);  // whoever composes the layer does not
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
@@ -84,7 +85,6 @@ std::tuple<Gradient, Gradient> forward(
   const ScalarType dtype = map_dtype(x, few);
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
                              suggests_channels_last(x) || suggests_channels_last(v), dtype);
-  check_residual_dtype(residual, x);
   std::optional<Tensor> added;
   if (residual) added = with_even_lines(as_dtype(*residual, dtype));
   check_residual(added, y);

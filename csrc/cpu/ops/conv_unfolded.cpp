@@ -20,14 +20,13 @@ Layout layout_of(const ConvShape& shape, const ConvCall& conv) {
   return {conv.v.dim() == 4 && !gives_channels_last(conv), is_pointwise(shape) && is_rows(conv.x)};
 }
 
-// The layer, if its weights are float32 and normalised, and it can go this way. bfloat16 maps of few pixels are nothing
-// beside the weights.
+// The layer, if its weights are normalised and it can go this way. bfloat16 maps of few pixels are nothing beside the
+// weights.
 std::optional<ConvShape> open_shape(const ConvCall& conv) {
-  const bool is_float = conv.v.scalar_type() == ScalarType::Float;
-  const std::optional<ConvShape> shape = is_float ? conv_shape(conv.x, conv.v, conv.at) : std::nullopt;
+  const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
   if (!shape || !conv.gain || !can_unfold(*shape)) return std::nullopt;
-  constexpr int64_t kCalls = 4;
-  const bool many = output_pixels(*shape) > kFewPixels && has_many_bfloat16_products(*shape, kCalls);
+  constexpr int64_t kTimes = 4;
+  const bool many = output_pixels(*shape) > kFewPixels && has_many_bfloat16_products(*shape, kTimes);
   return is_bfloat16(conv.x) && many ? std::nullopt : shape;
 }
 
@@ -70,9 +69,9 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
   if (is_bfloat16(x)) {
     check_residual_dtype(residual, x);
     const std::optional<Tensor> added = residual ? std::optional(in_floats(*residual)) : std::nullopt;
-    const Tensor wide = in_floats(x);
+    const Tensor wide = in_floats(x), weights = in_floats(v);
     return as_bfloat16(
-        unfolded_conv({wide, v, conv.gain, conv.bias, conv.at, conv.activation, conv.slope}, added, norms));
+        unfolded_conv({wide, weights, conv.gain, conv.bias, conv.at, conv.activation, conv.slope}, added, norms));
   }
   const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), v.dim()),
                              gives_channels_last(conv), ScalarType::Float);
@@ -99,12 +98,16 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
   const Tensor &x = conv.x, &v = conv.v;
   const bool masked = conv.activation != Activation::kNone;
   if (is_bfloat16(x)) {
-    const Tensor wide = in_floats(x), signs = masked ? in_floats(y) : y;
-    const ConvCall call{wide, v, conv.gain, conv.bias, conv.at, conv.activation, conv.slope};
+    const Tensor wide = in_floats(x), weights = in_floats(v), signs = masked ? in_floats(y) : y;
+    const ConvCall call{wide, weights, conv.gain, conv.bias, conv.at, conv.activation, conv.slope};
     std::optional<LayerGradients> found = unfolded_conv_backward(call, in_floats(dy), signs, norms, needs, dgain);
     if (!found) return std::nullopt;
     found->dx = as_bfloat16(found->dx);
     found->dz = as_bfloat16(found->dz);
+    if (is_bfloat16(v)) {
+      found->dv = as_bfloat16(found->dv);
+      found->dbias = as_bfloat16(found->dbias);
+    }
     return found;
   }
   const Tensor gradients = rows_of(dy);

@@ -12,10 +12,11 @@ namespace {
 constexpr int64_t kHalfRows = 4, kRowsOfPairs = 16;
 
 // Up to so many rows of x, in floats, beside products of this library: short rows pay too much for the sums across a
-// vector, and long ones are read again for every eight rows of x. wide: of long ones.
-int64_t most_rows(int64_t inner, int64_t wide) {
-  constexpr int64_t kTiny = 16, kShort = 96, kLong = 512;
-  return inner < kTiny ? 4 : inner < kShort ? 10 : inner <= kLong ? 24 : wide;
+// vector, and long ones are read again for every eight rows of x. if_long: for those.
+int64_t most_rows(int64_t inner, int64_t if_long) {
+  constexpr int64_t kTiny = 16, kShort = 96, kLong = 512, kMost = 24;
+  static_assert(kMost <= kSmallRows);
+  return inner < kTiny ? 4 : inner < kShort ? 10 : inner <= kLong ? kMost : if_long;
 }
 
 // Products of pairs as they lie in memory.
