@@ -44,7 +44,7 @@ class _Read:
 
     def __init__(self, layer: WeightNormalised, tensor: Tensor) -> None:
         self.layer, self.tensor = layer, tensor
-        self.state = self._present()
+        self.state = [] if torch.compiler.is_compiling() else self._present()  # there nothing is written
 
     def _present(self) -> list[tuple[Tensor, int]]:
         layer = self.layer

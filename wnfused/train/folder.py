@@ -39,6 +39,10 @@ class RunFolder:
         self.result = self.path / "result.json"
 
     @property
+    def exists(self) -> bool:
+        return _exists(self.path)
+
+    @property
     def finished(self) -> bool:
         return self.result.exists()
 

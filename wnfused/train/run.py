@@ -100,7 +100,7 @@ def train(
         if not going_on:  # all processes refuse it, or the others would wait for the first
             folder.refuse_run(resume=resume, trained=True)
         return _train(config, folder, going_on, data_folder, reporter, began)
-    made = not folder.path.exists()
+    made = not folder.exists
     try:
         if not going_on:
             folder.claim(resume=resume)
@@ -110,7 +110,7 @@ def train(
             return _train(config, folder, going_on, data_folder, reporter, began)
     except BaseException:
         if made:
-            with suppress(OSError):  # there is something in it: a run
+            with suppress(OSError, ValueError):  # there is something in it: a run
                 folder.path.rmdir()
         raise
 
