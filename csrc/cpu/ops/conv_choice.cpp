@@ -168,12 +168,17 @@ bool is_vendors_bfloat16(const ConvLayer& layer) {
   const ConvShape& shape = layer.shape;
   if (!is_bfloat16(layer.x) || !has_many_bfloat16_products(shape)) return false;
   // Tiles make sixteen times as many products as float32 has, dot products twice as many: Winograd's method in two dims
-  // saves more than that, along lines about as many, and depthwise layers move more than they multiply. Dilated and
-  // grouped ones the vendor multiplies at a fraction of its speed.
+  // saves more than that, along lines about as many, and depthwise layers move more than they multiply. Grouped ones the
+  // vendor multiplies at a fraction of its speed; those over one dim, too, where images and blocks of 64 outputs are too
+  // few for its threads, if they are dilated.
   if (active_pair_products() == PairProducts::kTiles) return true;
-  constexpr int64_t kTimes = 6;
-  if (layer.method == Method::kPieces)
-    return shape.dilation.column == 1 && shape.groups == 1 && has_many_bfloat16_products(shape, kTimes);
+  if (layer.method == Method::kPieces) {
+    constexpr int64_t kTimes = 6, kTimesShared = 3, kVendorBlock = 64;
+    const bool one_dim = shape.output_size().row == 1 && shape.has_one_level();
+    const bool shared = one_dim && shape.images * divide_up(shape.outputs, kVendorBlock) >= 2 * worker_limit();
+    return shape.groups == 1 && (shared || shape.dilation.column == 1) &&
+           has_many_bfloat16_products(shape, shared ? kTimesShared : kTimes);
+  }
   return layer.method == Method::kDirect && !shape.is_depthwise();
 }
 
