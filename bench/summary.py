@@ -80,12 +80,17 @@ def tables() -> dict[str, list[str]]:
     layers = load("cpu-epyc-2core-convolutions", "cpu-epyc-2core-linear", "cpu-epyc-2core")
     frozen = load("cpu-epyc-2core-frozen")
     users = [row for row in load("cpu-epyc-2core-converted") if row["group"] == "converted"]
+    autocast = load("cpu-epyc-2core-autocast")
     return {
         "networks": _networks(stages),
         "users": _both_passes(users, NETWORKS),
         "layers": _both_passes(layers, LAYERS),
-        "kinds": _kinds(layers, users),
-        "kinds-shortly": _kinds(layers, users, named=2),
+        "kinds": _kinds(layers, users, autocast),
+        "kinds-shortly": _kinds(layers, users, autocast, named=2),
+        "autocast": [
+            f"| {row['workload']} | {row['pass_name']} | {_ratio(row, 'eager')} | {_ratio(row, 'plain')} |"
+            for row in autocast
+        ],
         "frozen": [
             f"| {row['workload'].removesuffix(', batch 1')} | "
             f"{' | '.join(_ratio(row, peer) for peer in ('native', 'eager', 'plain'))} |"
@@ -143,7 +148,7 @@ def _dims(row: Row) -> int:
     return row["workload"].split(", ")[1].count("x") + 1 if row["group"] == "windows" else 0
 
 
-def _kinds(rows: Rows, users: Rows, named: int | None = None) -> list[str]:
+def _kinds(rows: Rows, users: Rows, autocast: Rows, named: int | None = None) -> list[str]:
     """One line a kind; ``named``: how many workloads that plain wins stand in it, all if None."""
     kinds: dict[str, Rows] = {name: [] for name in KINDS}
     for row in rows:
@@ -151,7 +156,7 @@ def _kinds(rows: Rows, users: Rows, named: int | None = None) -> list[str]:
         if kind is not None and row["group"] in ("windows", "conv3x3", "conv1x1", "linear", "linear-bf16"):
             kinds[kind].append(row)
     lines = [_kind(name, members, named) for name, members in reversed(kinds.items()) if members]
-    return [*lines, _kind("users' networks", users, named)] if users else lines
+    return [*lines, _kind("users' networks", users, named), _kind("all of these, bfloat16 autocast", autocast, named)]
 
 
 def _kind(name: str, rows: Rows, named: int | None) -> str:
@@ -176,9 +181,9 @@ def _find(rows: Rows, workload: str, pass_name: str, group: str | None = None) -
 
 
 def _median(row: Row, peer: str) -> float:
-    """Of a peer, or of what it is where all is bfloat16."""
+    """Of a peer, or of what it is under autocast or where all is bfloat16."""
     ratios = row["ratios"]
-    return (ratios.get(peer) or ratios[f"{peer} pure bf16"])["median"]
+    return next(ratios[name] for name in (peer, f"{peer} bf16", f"{peer} pure bf16") if name in ratios)["median"]
 
 
 def _ratio(row: Row, peer: str) -> str:
