@@ -156,7 +156,7 @@ def _kinds(rows: Rows, users: Rows, autocast: Rows, named: int | None = None) ->
         if kind is not None and row["group"] in ("windows", "conv3x3", "conv1x1", "linear", "linear-bf16"):
             kinds[kind].append(row)
     lines = [_kind(name, members, named) for name, members in reversed(kinds.items()) if members]
-    return [*lines, _kind("users' networks", users, named), _kind("all of these, bfloat16 autocast", autocast, named)]
+    return [*lines, _kind("users' networks", users, named), _kind("some of these under bfloat16 autocast", autocast, named)]
 
 
 def _kind(name: str, rows: Rows, named: int | None) -> str:
