@@ -155,8 +155,9 @@ def _kinds(rows: Rows, users: Rows, autocast: Rows, named: int | None = None) ->
         kind = next((name for name, fits in KINDS.items() if fits(row)), None)
         if kind is not None and row["group"] in ("windows", "conv3x3", "conv1x1", "linear", "linear-bf16"):
             kinds[kind].append(row)
-    lines = [_kind(name, members, named) for name, members in reversed(kinds.items()) if members]
-    return [*lines, _kind("users' networks", users, named), _kind("some of these under bfloat16 autocast", autocast, named)]
+    others = {"users' networks": users, "some of these under bfloat16 autocast": autocast}
+    every = (*reversed(kinds.items()), *others.items())
+    return [_kind(name, members, named) for name, members in every if members]
 
 
 def _kind(name: str, rows: Rows, named: int | None) -> str:
