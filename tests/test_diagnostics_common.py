@@ -239,7 +239,7 @@ def test_a_wrong_progress_is_named() -> None:
         similarity(nn.Linear(5, 3), torch.randn(4, 5), progress="x")  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("error", "ignore:.torch.jit.script. is deprecated")  # torch's own, at its first forward mode
+@pytest.mark.filterwarnings("error", "ignore:.torch.jit.script. is deprecated")  # torch's own, by forward mode
 def test_pictures_of_zeros_and_of_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     model, x = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).requires_grad_(False), torch.zeros(4, 5)
