@@ -275,9 +275,25 @@ def test_two_readings_of_a_weight_are_written_in_turn():
 def test_what_was_read_does_not_change_by_itself():
     layer = WNLinear(4, 3)
     held = layer.weight.detach()
-    copied = held.clone()
+    copied, other = held.clone(), torch.zeros(3, 4)
     layer.weight.data.mul_(2)
     assert held.equal(copied)
+    other.copy_(held)
+    torch.add(held, 1, out=torch.empty(3, 4))
+    torch._foreach_copy_([other], [held])
+    assert other.equal(copied)
+    layer.weight.data.copy_(held)  # put back
+    torch.testing.assert_close(layer.weight.detach(), copied)
+
+
+def test_a_weight_that_a_compiled_function_gave_is_written_to():
+    layer = WNLinear(4, 3)
+    held = torch.compile(lambda: layer.weight, backend="eager")()
+    layer.weight.data.mul_(2)
+    with torch.no_grad():
+        held.add_(1)
+    if isinstance(held, wnfused.nn.EffectiveWeight):
+        torch.testing.assert_close(layer.weight.detach(), held.detach())
 
 
 def test_a_write_that_shows_too_late_is_refused():

@@ -9,7 +9,7 @@ parameter made of it is one of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +52,9 @@ class _Read:
 
     def is_current(self) -> bool:
         now = self._present()
-        return all(p is known and at == then for (p, at), (known, then) in zip(now, self.state, strict=True))
+        return bool(self.state) and all(
+            a is b and at == then for (a, at), (b, then) in zip(now, self.state, strict=True)
+        )
 
     def refresh(self) -> None:
         """Takes the layer's present weight."""
@@ -73,14 +75,12 @@ class EffectiveWeight(Tensor):
 
     @staticmethod
     def of(layer: WeightNormalised, tensor: Tensor) -> Tensor:
-        return EffectiveWeight._of(tensor, lambda: _Read(layer, tensor), False)
+        return EffectiveWeight._of(tensor, _Read(layer, tensor), False) if _can_be_watched(tensor) else tensor
 
     @staticmethod
-    def _of(tensor: Tensor, read: Callable[[], _Read], shares: bool) -> Tensor:
-        if not _can_be_watched(tensor):
-            return tensor
+    def _of(tensor: Tensor, read: _Read, shares: bool) -> Tensor:
         weight = tensor.as_subclass(EffectiveWeight)
-        weight._read, weight._shares = read(), shares
+        weight._read, weight._shares = read, shares
         return weight
 
     @classmethod
@@ -103,11 +103,10 @@ class EffectiveWeight(Tensor):
                 target._read.layer.weight_g.requires_grad_(wanted)
                 return target
         with torch._C.DisableTorchFunctionSubclass():
-            stale = [weight for weight in weights if not weight._read.is_current()]
-            if stale and _is_write(func, kwargs):
-                for weight in stale:
+            for weight in _weights_in(_targets(func, args, kwargs)):
+                if not _is_parameter(weight) and not weight._read.is_current():
                     weight._read.refresh()
-                stale = []
+            stale = [weight for weight in weights if not weight._read.is_current()]
             before = [weight._version for weight in weights]
             result = func(*args, **kwargs)
             for weight, version in zip(weights, before, strict=True):
@@ -157,10 +156,11 @@ _REAL = (Tensor, nn.Parameter, EffectiveWeight)
 _PROXIES = torch._C._TorchDispatchModeKey.PROXY
 
 
-def _is_write(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call says by its name or an argument that it writes."""
+def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What a call writes to, as far as its name or an argument says so."""
     name = getattr(func, "__name__", "")
-    return func in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+    writes = func in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    return [*(args[:1] if writes else ()), kwargs.get("out")]
 
 
 def _can_be_watched(tensor: Any) -> bool:
@@ -220,5 +220,5 @@ def _followed(result: Any, source: EffectiveWeight) -> Any:
         return result
     read = source._read
     if result.layout == torch.strided and read.tensor.untyped_storage()._cdata == result.untyped_storage()._cdata:
-        return EffectiveWeight._of(result, lambda: read, True)
+        return EffectiveWeight._of(result, read, True)
     return result

@@ -86,8 +86,8 @@ struct SmallLinear {
   float slope;
 };
 
-// dx: of one share of the rows of v, added to; dx or dv may be null. `scratch`: room for kSmallTile rows of dw beside a bfloat16
-// dv; a float dv is its own room.
+// dx: of one share of the rows of v, added to; dx or dv may be null. `scratch`: room for kSmallTile rows of dw beside a
+// bfloat16 dv; a float dv is its own room.
 struct SmallLinearBackward {
   int64_t rows, inner, features;
   const float* x;
