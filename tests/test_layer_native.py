@@ -325,8 +325,9 @@ def test_outputs_have_the_range_of_an_un_normalised_layer(isa, rows, x_size, v_s
     assert (found.double() - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()
 
 
-# What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding; transposed ones
-# in float32 with a stride and a dilation.
+# What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding, of groups with a
+# dilation, of a single tap with a stride, of groups whose outputs are one column; float32 ones padded far beyond their
+# depth; transposed ones in float32 with a stride and a dilation.
 MISLEADING = {
     "outputs of a group": (
         lambda: wnfused.WNConv2d(96, 288, 5, (1, 5), 2, groups=96),
@@ -355,6 +356,32 @@ MISLEADING = {
         (2, 8, 4, 7, 6),
         torch.bfloat16,
     ),
+    "dilated groups": (
+        lambda: wnfused.WNConv2d(16, 32, 3, padding=2, dilation=2, groups=16),
+        (2, 16, 33, 33),
+        torch.bfloat16,
+    ),
+    "dilated groups of eight": (
+        lambda: wnfused.WNConv2d(64, 24, 3, padding=2, dilation=2, groups=8),
+        (2, 64, 33, 33),
+        torch.bfloat16,
+    ),
+    "strided pixels": (lambda: wnfused.WNConv2d(8, 2, 1, (1, 2)), (1, 8, 12, 12), torch.bfloat16),
+    "one column of outputs": (
+        lambda: wnfused.WNConv2d(3, 48, 2, (1, 2), groups=3),
+        (2, 3, 3, 3),
+        torch.bfloat16,
+    ),
+    "one column of a volume": (
+        lambda: wnfused.WNConv3d(2, 6, (1, 1, 4), (1, 1, 2), groups=2),
+        (2, 2, 1, 9, 4),
+        torch.bfloat16,
+    ),
+    "beyond the depth": (
+        lambda: wnfused.WNConv3d(16, 16, 5, (3, 1, 1), (4, 2, 1), groups=4),
+        (2, 16, 3, 8, 3),
+        torch.float32,
+    ),
     "dilated": (lambda: wnfused.WNConvTranspose1d(32, 1, 8, 3, 15, dilation=3), (2, 32, 31), torch.float32),
     "groups": (lambda: wnfused.WNConvTranspose1d(64, 64, 8, 2, 18, 1, 4, dilation=3), (2, 64, 35), torch.float32),
     "channels last": (
@@ -371,7 +398,23 @@ MISLEADING = {
 @pytest.mark.parametrize("name", MISLEADING)
 def test_what_the_vendor_gets_wrong(name, last, backend, create_graph):
     make, shape, dtype = MISLEADING[name]
-    layer, x = make().to(dtype), torch.randn(shape).to(dtype)
+    check_where_the_vendor_is_wrong(make().to(dtype), torch.randn(shape).to(dtype), last, backend, create_graph)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("name", ["dilated groups", "strided pixels", "one column of outputs", "beyond the depth"])
+def test_what_the_vendor_gets_wrong_normalised_along_another_dim(name, last):
+    make, shape, dtype = MISLEADING[name]
+    layer = make()
+    layer = type(layer)(
+        layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, layer.dilation,
+        layer.groups, dim=1,
+    )  # fmt: skip
+    check_where_the_vendor_is_wrong(layer.to(dtype), torch.randn(shape).to(dtype), last, "native", False)
+
+
+def check_where_the_vendor_is_wrong(layer, x, last, backend, create_graph):
+    dtype = x.dtype
     if last and x.dim() > 3:
         x = x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
     exact = copy.deepcopy(layer).double()

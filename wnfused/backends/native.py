@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused._convolution import convolution_backward
+from wnfused._convolution import convolution, convolution_backward
 from wnfused.backends import native_composed, native_cuda, tensors_of
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.library import opened
@@ -333,7 +333,7 @@ def conv_transpose(
         return y, norm
     w, norm = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)
     bias = None if bias is None else bias.to(x.dtype)
-    y = torch.convolution(x, w.to(x.dtype), bias, stride, padding, dilation, True, output_padding, groups)
+    y = convolution(x, w.to(x.dtype), bias, stride, padding, dilation, True, output_padding, groups)
     if residual is not None and residual.shape != y.shape:
         raise RuntimeError("a residual of another shape")
     return epilogue_(y, residual, reference.ACTIVATIONS[activation], negative_slope), norm

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused._convolution import convolution_backward
+from wnfused._convolution import convolution, convolution_backward
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.native_norm import weight_norm, weight_norm_backward
 
@@ -62,7 +62,7 @@ def conv(
         if found is not None:
             return found, norm
     b = None if bias is None else bias.to(x.dtype)
-    y = torch.convolution(x, w.to(x.dtype), b, stride, padding, dilation, transposed, output_padding, groups)
+    y = convolution(x, w.to(x.dtype), b, stride, padding, dilation, transposed, output_padding, groups)
     return epilogue_(y, residual, activation, negative_slope), norm
 
 

@@ -6,6 +6,8 @@
 // z [N, C, spatial] is a matrix of lines along C (channels_last) or along the map (NCHW), and each pass of ours works
 // line by line. Floor beside the products: v once, z read and written once; backward dy, y, dz (and s dz) and dw, v, dv
 // once each.
+#include <algorithm>
+
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
 #include "cpu/layer/gains.h"
@@ -15,17 +17,24 @@
 namespace wnfused::cpu {
 namespace {
 
-// Whether oneDNN 3 leaves results in bfloat16 unwritten, y and the gradients, or reads and writes beyond its memory: some
-// tap of the kernel reads nothing but padding; or over three dims no window lies within the depth, or the padding there is
-// more than half of it. (The same stands in wnfused/_convolution.py, for torch's own functions.)
+// Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. In bfloat16
+// where some tap of the kernel reads nothing but padding; over three dims where no window lies within the depth, or the
+// padding there is more than half of it; where groups of one input have several outputs, one column wide, with a stride
+// along it. In float32 over three dims where both hold of the depth, and there is a stride along it. (The same stands
+// in wnfused/_convolution.py, for torch's own functions.)
 bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
-  for (int64_t d = 2; is_bfloat16(x) && d < w.dim(); ++d) {
+  const bool half = is_bfloat16(x), single = x.scalar_type() == ScalarType::Float;
+  for (int64_t d = 2; (half || (single && w.dim() == 5)) && d < w.dim(); ++d) {
     const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2];
     const int64_t windows = output_extent(x, w, at, d).value_or(0);
     const int64_t reach = at.dilation[d - 2] * (w.size(d) - 1), inside = divide_up(padding, stride);
-    if (w.dim() == 5 && d == 2 &&
-        (inside >= windows || inside * stride - padding + reach >= x.size(d) || 2 * padding > reach))
-      return true;
+    if (w.dim() == 5 && d == 2) {
+      const bool beyond = inside >= windows || inside * stride - padding + reach >= x.size(d);
+      const bool deep = 2 * padding > reach;
+      if (half ? beyond || deep : beyond && deep && stride > 1) return true;
+    }
+    if (!half) return false;
+    if (d == w.dim() - 1 && w.size(1) == 1 && windows == 1 && stride > 1) return true;
     for (int64_t tap = 0; tap < w.size(d); ++tap) {
       const int64_t shift = tap * at.dilation[d - 2] - padding;
       const int64_t first = shift < 0 ? divide_up(-shift, stride) : 0;  // window in which it is past the padding before
@@ -35,7 +44,18 @@ bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
   return false;
 }
 
-Tensor widened(const Tensor& t) { return as_dtype(t, ScalarType::Float); }
+// The same of the backward alone, in bfloat16: with a single tap and a stride it writes beyond its memory for fewer than
+// 16 inputs; of groups with a dilation dw is wrong.
+bool misleads_vendor_backward(const Tensor& x, const Tensor& w, const Sliding& at, bool weight) {
+  if (misleads_vendor(x, w, at)) return true;
+  if (!is_bfloat16(x)) return false;
+  const bool strided = *std::max_element(at.stride.begin(), at.stride.end()) > 1;
+  const bool dilated = *std::max_element(at.dilation.begin(), at.dilation.end()) > 1;
+  const bool one_tap = w.numel() == w.size(0) * w.size(1);
+  return (one_tap && strided && w.size(1) < 16) || (weight && dilated && at.groups > 1);
+}
+
+Tensor widened(const Tensor& t) { return as_dtype(t, is_bfloat16(t) ? ScalarType::Float : ScalarType::Double); }
 
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Sliding& at) {
   if (misleads_vendor(x, w, at)) {
@@ -54,7 +74,7 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
 // (dx, dw), each undefined unless asked for.
 std::pair<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at, bool input, bool weight) {
-  if (misleads_vendor(x, w, at)) {
+  if (misleads_vendor_backward(x, w, at, weight)) {
     std::pair<Tensor, Tensor> found = convolution_backward(widened(dz), widened(x), widened(w), at, input, weight);
     if (input) found.first = as_dtype(found.first, x.scalar_type());
     if (weight) found.second = as_dtype(found.second, x.scalar_type());
