@@ -139,8 +139,8 @@ def extensions():
         from torch.utils.cpp_extension import CppExtension
     except ImportError:
         reasons["cpu"] = (
-            "torch was not importable when wnfused was built; install torch first, then "
-            "`pip install --no-build-isolation wnfused`"
+            "torch was not importable when wnfused was built; install torch first, then run "
+            "`pip install --no-build-isolation .` in the checkout"
         )
         return []
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "cpu").rglob("*.cpp"))

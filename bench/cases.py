@@ -77,7 +77,7 @@ def _gated(
         except Exception as error:
             if problem.device == "cpu":
                 raise
-            # On a borrowed GPU one peer must not cost the others, unless the device itself is lost: then this raises.
+            # On a shared GPU one peer must not cost the others, unless the device itself is lost: then this raises.
             torch.cuda.synchronize()
             subjects.pop(name, None)
             memory = isinstance(error, torch.OutOfMemoryError)

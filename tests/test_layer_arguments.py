@@ -134,6 +134,7 @@ def test_what_a_layer_has_in_the_place_of_parametrizations():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"negative_slope": None}, TypeError, "negative_slope: expected a number, got NoneType"),
         ({"activation": ["relu"]}, ValueError, r"activation: unknown \['relu'\]; use None, 'relu' or 'leaky_relu'"),
         ({"activation": "leaky_relu", "negative_slope": "x"}, TypeError, "negative_slope: expected a number, got str"),
         ({"activation": "relu", "negative_slope": None}, TypeError, "negative_slope: expected a number, got NoneType"),

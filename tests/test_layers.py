@@ -282,3 +282,9 @@ def test_a_parameter_pruned_away_counts():
     assert (v == 0).sum() == 3
     x = torch.randn(4, 3)
     torch.testing.assert_close(layer(x), F.linear(x, wnfused.functional.weight_norm(v, layer.weight_g), layer.bias))
+
+
+def test_a_complex_weight_is_refused():
+    layer = wnfused.WNLinear(3, 2)
+    with pytest.raises(TypeError, match=r"weight: expected a real tensor, got torch\.complex64"):
+        layer.weight = torch.ones(2, 3, dtype=torch.complex64)

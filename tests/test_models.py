@@ -161,3 +161,19 @@ def test_bad_arguments(build, message):
 def test_a_flag_is_true_or_false():
     with pytest.raises(TypeError, match="stack: 'no' must be True or False"):
         wrn(10, stack="no")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: wnfused.models.MLP(2, 8, 10, 4, "wieght"), "norm: unknown 'wieght'"),
+        (lambda: wnfused.models.MLP(0, 8, 10, 4, "weight"), "depth: 0"),
+        (lambda: wnfused.models.CNN(1, 8, 10, 3, "weight"), "depth: 1 must be at least 2"),
+        (lambda: wnfused.models.CNN(2, 8, 10, 3, "wieght"), "norm: unknown 'wieght'"),
+        (lambda: wnfused.models.ResNet(2, 1, 10, 3, "wieght", None, True, False), "norm: unknown 'wieght'"),
+        (lambda: wnfused.models.ResNet(0, 1, 10, 3, "batch", None, True, False), "blocks: 0"),
+    ],
+)
+def test_the_classes_check_what_their_makers_check(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

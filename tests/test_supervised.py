@@ -75,10 +75,14 @@ def test_a_worker_that_does_not_start_is_not_started_for_ever(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups")
 def test_nothing_outlives_its_command(tmp_path):
     """A checker's own child, which holds the device, must not run on beside what is timed afterwards."""
-    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(97)']).wait()"
-    assert supervised.finished([sys.executable, "-c", code], 1.5, tmp_path / "log") is None
-    running = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True).stdout.splitlines()
-    assert not [line for line in running if "time.sleep(97)" in line and not line.startswith("Z")]
+    told = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; "
+        f"time.sleep(97)']); pathlib.Path({str(told)!r}).write_text(str(child.pid)); child.wait()"
+    )
+    assert supervised.finished([sys.executable, "-c", code], 5, tmp_path / "log") is None
+    state = subprocess.run(["ps", "-o", "stat=", "-p", told.read_text()], capture_output=True, text=True).stdout
+    assert not state.strip() or state.startswith("Z")
 
 
 def test_the_status_of_a_command(tmp_path):

@@ -78,6 +78,8 @@ def _is_unwritten(
     if not (half or w.dim() == 5) or _is_wide_or_traced(x):
         return False
     extents = zip(x.shape[2:], w.shape[2:], stride, padding, dilation, output_padding, strict=True)
+    if min(stride) < 1:  # torch refuses it
+        return False
     for dim, (size, taps, s, p, d, extra) in enumerate(extents):
         reach, inside = (taps - 1) * d, -(-p // s)  # the first window that begins within
         count = (size + 2 * p - reach - 1) // s + 1

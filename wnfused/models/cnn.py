@@ -13,6 +13,10 @@ class CNN(nn.Module):
 
     def __init__(self, depth: int, width: int, num_classes: int, in_channels: int, norm: str) -> None:
         super().__init__()
+        positive(depth=depth, width=width, num_classes=num_classes, in_channels=in_channels)
+        if depth < 2:
+            raise ValueError(f"depth: {depth} must be at least 2, for the two strided convolutions")
+        norm = checked_norm(norm)
         channels = [in_channels] + [width] * depth
         self.layers = nn.Sequential(
             *(conv_relu(norm, channels[i], width, stride=2 if i < 2 else 1) for i in range(depth))
@@ -36,7 +40,4 @@ def cnn(depth: int, width: int = 512, num_classes: int = 10, in_channels: int = 
     Raises:
         ValueError: naming the argument, its value and what is right.
     """
-    positive(depth=depth, width=width, num_classes=num_classes, in_channels=in_channels)
-    if depth < 2:
-        raise ValueError(f"depth: {depth} must be at least 2, for the two strided convolutions")
-    return CNN(depth, width, num_classes, in_channels, checked_norm(norm))
+    return CNN(depth, width, num_classes, in_channels, norm)

@@ -15,6 +15,8 @@ class MLP(nn.Module):
 
     def __init__(self, depth: int, width: int, num_classes: int, in_features: int, norm: str) -> None:
         super().__init__()
+        positive(depth=depth, width=width, num_classes=num_classes, in_features=in_features)
+        norm = checked_norm(norm)
         widths = [in_features] + [width] * depth
         self.layers = nn.Sequential(*(linear_relu(norm, a, b) for a, b in itertools.pairwise(widths)))
         self.head = nn.Linear(width, num_classes)
@@ -43,5 +45,4 @@ def mlp(
     if in_features is None:
         positive(in_channels=in_channels, image_size=image_size)
         in_features = in_channels * image_size**2
-    positive(depth=depth, width=width, num_classes=num_classes, in_features=in_features)
-    return MLP(depth, width, num_classes, in_features, checked_norm(norm))
+    return MLP(depth, width, num_classes, in_features, norm)

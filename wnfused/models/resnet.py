@@ -55,6 +55,9 @@ class ResNet(nn.Module):
         stack: bool, outer_norms: bool,
     ) -> None:  # fmt: skip
         super().__init__()
+        positive(blocks=blocks, width=width, num_classes=num_classes, in_channels=in_channels)
+        flag(stack=stack, outer_norms=outer_norms)
+        norm = checked_norm(norm, RESIDUAL_NORMS)
         if norm == "weight":
             self.stem: nn.Module = WNConv2d(in_channels, STEM_CHANNELS, 3, padding=1, gamma=1.0)
         elif norm == "fixup":

@@ -166,11 +166,14 @@ class WeightNormalised(nn.Module):
         would ever have a gradient.
 
         Raises:
-            TypeError: ``weight`` is not a tensor.
+            TypeError: ``weight`` is not a real tensor.
             ValueError: it has another shape.
+            RuntimeError: inside ``wnfused.frozen``.
         """
         if not isinstance(weight, Tensor):
             raise TypeError(f"weight: expected a Tensor, got {type(weight).__name__}")
+        if weight.is_complex():
+            raise TypeError(f"weight: expected a real tensor, got {weight.dtype}")
         if self._frozen is not None:
             raise RuntimeError("weight: cannot be written inside wnfused.frozen; leave that context first")
         if weight.shape != self.weight_v.shape:

@@ -114,11 +114,11 @@ def bias(b: Tensor | None, features: int, x: Tensor) -> None:
 
 def activation(name: str | None, negative_slope: float) -> str:
     """The op's own name of the activation."""
+    fits = is_between("negative_slope", 0.0, negative_slope)
     if name is None:
         return "none"
     if name not in ACTIVATIONS[1:]:
         raise ValueError(f"activation: unknown {name!r}; use None, 'relu' or 'leaky_relu'")
-    fits = is_between("negative_slope", 0.0, negative_slope)
     # A negative slope would make the output's sign say nothing about the input's.
     if name == "leaky_relu" and not fits:
         raise ValueError(f"negative_slope: {negative_slope} must be finite and at least 0")

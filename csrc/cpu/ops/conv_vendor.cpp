@@ -26,6 +26,7 @@ bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
   const bool half = is_bfloat16(x), single = x.scalar_type() == ScalarType::Float;
   for (int64_t d = 2; (half || (single && w.dim() == 5)) && d < w.dim(); ++d) {
     const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2];
+    if (stride < 1) return false;  // the vendor refuses it
     const int64_t windows = output_extent(x, w, at, d).value_or(0);
     const int64_t reach = at.dilation[d - 2] * (w.size(d) - 1), inside = divide_up(padding, stride);
     if (w.dim() == 5 && d == 2) {
