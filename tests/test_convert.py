@@ -1,5 +1,6 @@
 """In and out again: the function stays the same, whatever form the weights come in."""
 
+import collections
 import copy
 import logging
 from unittest.mock import patch
@@ -291,3 +292,62 @@ def test_what_is_no_module_is_refused():
             function(3)
     with pytest.raises(TypeError, match="filter: expected a function of a name and a module, got str"):
         wnfused.convert(nn.Linear(1, 1), filter="head")
+
+
+class Decoder(nn.Module):
+    """Keeps what it computed: in a nested list, and in a deque."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU())
+        self.cache, self.last = {"h": []}, collections.deque(maxlen=2)
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        h = self.layers(x)
+        self.cache["h"].append(h)
+        self.last.append(h)
+        torch.rand(1, generator=self.generator)
+        return torch.cat(self.cache["h"], 1)
+
+
+def test_nothing_of_the_trace_stays_in_the_model():
+    model = Decoder()
+    model.last.append("old")
+    before = model.generator.get_state()
+    model = wnfused.fold(wnfused.convert(model))
+    assert model.cache == {"h": []}
+    assert list(model.last) == ["old"]
+    assert model.generator.get_state().equal(before)
+    assert model(torch.randn(2, 4)).shape == (2, 4)
+
+
+def test_a_forward_that_was_replaced_on_the_model_counts():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU())
+    model.forward = lambda x: model[0](x)
+    x = torch.randn(8, 4)
+    expected = model(x)
+    torch.testing.assert_close(wnfused.convert(model)(x), expected)
+
+
+def test_an_activation_with_a_forward_of_its_own_stays():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU())
+    model[1].forward = lambda x: x.clamp(0, 0.1)
+    x = torch.randn(8, 4)
+    expected = model(x)
+    torch.testing.assert_close(wnfused.convert(model)(x), expected)
+
+
+def test_layers_that_are_keys_are_replaced():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model.scale = {model[0]: 2.0, "other": 1.0, model[1]: 3.0}
+    model = wnfused.convert(model)
+    assert list(model.scale.items()) == [(model[0], 2.0), ("other", 1.0), (model[1], 3.0)]
+
+
+def test_frozen_layers_are_traced_as_open_ones():
+    model = wnfused.convert(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(2, 2, 3, padding=1)))
+    x = torch.randn(2, 2, 4)
+    with wnfused.frozen(model):
+        traced = torch.fx.symbolic_trace(model)
+        torch.testing.assert_close(traced(x), model(x))

@@ -246,3 +246,46 @@ def test_a_trace_is_not_warned_of_checks():
         traced = torch.jit.trace(model, torch.randn(2, 3, 4, 4))
     x = torch.randn(5, 3, 4, 4)
     torch.testing.assert_close(traced(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dual", ["x", "dy", "dy of a call outside"])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: wnfused.WNLinear(5, 4, activation="relu"), (3, 5)),
+        (lambda: wnfused.WNConv2d(3, 4, 3, padding=1), (2, 3, 6, 6)),
+        (lambda: wnfused.WNConvTranspose1d(3, 4, 3), (2, 3, 7)),
+        (lambda: wnfused.WNResidualStage(16, 16, 2), (2, 16, 4, 4)),
+    ],
+    ids=["linear", "conv", "conv_transpose", "stage"],
+)
+def test_forward_over_reverse_without_a_graph(make, shape, dual, dtype):
+    """A backward inside a level of forward mode carries tangents, whether or not it is recorded."""
+    torch.manual_seed(0)
+    layer = make().to(dtype)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    t = torch.randn(shape, dtype=dtype)
+    inputs = [x, *layer.parameters()]
+
+    def tangents(backend):
+        with wnfused.use_backend(backend):
+            if dual == "dy of a call outside":
+                y = layer(x)
+            with forward_ad.dual_level():
+                if dual == "x":
+                    y = layer(forward_ad.make_dual(x, t))
+                elif dual == "dy":
+                    y = layer(x)
+                c = torch.linspace(-1, 1, y.numel(), dtype=dtype).reshape(y.shape)
+                dy = forward_ad.make_dual(c, c.square()) if dual != "x" else c
+                found = torch.autograd.grad(y.tanh() if dual == "x" else y, inputs, dy)
+                return [forward_ad.unpack_dual(gradient).tangent for gradient in found]
+
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-9
+    found, expected = tangents(None), tangents("reference")
+    assert any(tangent is not None for tangent in expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())

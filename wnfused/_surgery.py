@@ -185,6 +185,11 @@ def _replaced_in(value: Any, replaced: dict[nn.Module, nn.Module], seen: set[int
     elif isinstance(value, dict):
         for key, item in value.items():
             value[key] = _replaced_in(item, replaced, seen)
+        if any(isinstance(key, nn.Module) and key in replaced for key in value):
+            items = [(replaced.get(key, key), item) for key, item in value.items()]  # in their order
+            value.clear()
+            for key, item in items:
+                value[key] = item
     elif isinstance(value, set):
         for item in [item for item in value if item in replaced]:
             value.remove(item)

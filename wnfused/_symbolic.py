@@ -6,6 +6,7 @@ import contextlib
 import operator
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,8 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
         if training is not None:
             for module in model.modules():
                 module.training = training
+        if "forward" in vars(model):  # torch.fx runs the class's
+            raise TypeError("forward was replaced on the model itself, and cannot be traced")
         return _Tracer(leaves).trace(model)
 
 
@@ -73,11 +76,13 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     tables = ("_parameters", "_buffers", "_modules")
     before = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in model.modules()]
     data = [(p, p.data) for p in model.parameters() if type(p) is nn.Parameter and not is_lazy(p)]
-    contents = [
-        (value, value.copy())
+    seen: set[int] = set()
+    contents = [pair for _, attributes, _ in before for pair in _contents(list(attributes.values()), seen)]
+    generators = [
+        (value, value.get_state())
         for _, attributes, _ in before
         for value in attributes.values()
-        if type(value) in (list, dict, set)
+        if isinstance(value, torch.Generator)
     ]
     state = random.getstate()
     writes = _Writes()
@@ -89,7 +94,13 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             random.setstate(state)
             for container, content in contents:
                 container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
+                if isinstance(container, dict):
+                    for key, value in content:
+                        container[key] = value
+                else:
+                    (container.update if isinstance(container, set) else container.extend)(content)
+            for generator, then in generators:
+                generator.set_state(then)
             for module, attributes, kept in before:
                 module.__dict__.clear()
                 module.__dict__.update(attributes)
@@ -100,6 +111,18 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 if parameter.data_ptr() != values.data_ptr():
                     parameter.data = values
             writes.undo()
+
+
+def _contents(values: list[Any], seen: set[int]) -> Iterator[tuple[Any, list[Any]]]:
+    """Every container among the values, and in these, with what is in it."""
+    for value in values:
+        if not isinstance(value, (list, deque, dict, set, tuple)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        inside = list(value.items()) if isinstance(value, dict) else list(value)
+        if not isinstance(value, tuple):
+            yield value, inside
+        yield from _contents([item for _, item in inside] if isinstance(value, dict) else inside, seen)
 
 
 class _Writes(TorchDispatchMode):

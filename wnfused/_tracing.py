@@ -99,7 +99,9 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _is_fusable(module: nn.Module) -> bool:
-    """A ReLU, or a leaky one whose output's sign is its input's."""
+    """A ReLU, or a leaky one whose output's sign is its input's; called by no method of the user's."""
+    if "forward" in vars(module):
+        return False
     return type(module) is nn.ReLU or (type(module) is nn.LeakyReLU and 0 <= module.negative_slope < math.inf)
 
 

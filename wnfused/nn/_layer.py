@@ -222,7 +222,9 @@ class WeightNormalised(nn.Module):
         """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded, or the layer was moved or given
         other parameters since (``torch.func.functional_call``)."""
         form: Any = self._frozen
-        if form is None or input.device != form.made_for[1] or not _goes_with(input, form.made_for[0]):
+        if form is None or not isinstance(input, Tensor):  # the latter is a proxy of torch.fx
+            return False
+        if input.device != form.made_for[1] or not _goes_with(input, form.made_for[0]):
             return False
         # A vectorised plain layer of torch is not autocast.
         vectorised = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

@@ -19,7 +19,7 @@ from wnfused import dispatch
 from wnfused.backends import native
 from wnfused.ops._arguments import autocast
 from wnfused.ops._input_gradient import asks_for_input_alone, input_gradient, is_zero_gradient, zeros_through
-from wnfused.ops._registration import is_batch, no_view, through_reference
+from wnfused.ops._registration import is_transformed, no_view, through_reference
 from wnfused.reference import ACTIVATIONS
 
 CODES = {None if name == "none" else name: number for number, name in enumerate(ACTIVATIONS)}
@@ -107,7 +107,7 @@ def layer(
     def backward_of(ctx: Any, dy: Tensor) -> Any:
         x, v, g, bias, residual, norm, y = ctx.saved_tensors
         constants, needs = ctx.constants, ctx.needs_input_grad
-        if is_batch(dy):
+        if is_transformed(dy):
             return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
         if torch.is_grad_enabled():
             if asks_for_input_alone(ctx, needs):

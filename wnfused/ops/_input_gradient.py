@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.ops._registration import is_batch
+from wnfused.ops._registration import is_transformed
 from wnfused.reference import ACTIVATIONS, activate_backward
 
 Kernel = Callable[..., Any]
@@ -129,8 +129,7 @@ def input_gradient(name: str, kernel: Kernel, kernel_backward: Kernel, reference
             *geometry, activation, slope = ctx.constants
             needs = ctx.needs_input_grad
             others = (None if y is None else zero_gradient(y), *(None,) * 6)
-            batched = any(is_batch(t) for t in (c, e) if t is not None)
-            if torch.is_grad_enabled() or batched:
+            if torch.is_grad_enabled() or is_transformed(c, e):
                 return *_through_reference(reference, (dy, v, g), (x, bias, residual), ctx.constants, c, e), *others
             ddy = dv = dg = None
             if needs[0]:

@@ -109,7 +109,7 @@ def differentiable(
         inputs = (*saved[:tensors], *ctx.constants)
         # A call through the op's own registration leaves trailing arguments out where they have their defaults.
         needs = (*ctx.needs_input_grad, *(False,) * (arity - len(ctx.needs_input_grad)))
-        if torch.is_grad_enabled() or is_batch(dy):
+        if torch.is_grad_enabled() or is_transformed(dy):
             return through_reference(reference, dy, inputs, needs)
         with same_backend(ctx.backend):
             found = backward(dy, inputs, saved[tensors:], needs)
@@ -246,6 +246,11 @@ def _as_function_of(
 def _vjp(function: Callable[..., Any], primals: Sequence[Tensor]) -> tuple[Tensor, Callable[..., Any]]:
     value, pullback = torch.func.vjp(function, *primals)[:2]
     return value, pullback
+
+
+def is_transformed(*gradients: Tensor | None) -> bool:
+    """Whether a gradient may be a batch, or have a tangent of forward mode; the kernels' backward knows neither."""
+    return forward_ad._current_level >= 0 or any(dy is not None and is_batch(dy) for dy in gradients)
 
 
 def is_batch(dy: Tensor) -> bool:

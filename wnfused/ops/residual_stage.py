@@ -20,7 +20,7 @@ from wnfused.ops._registration import (
     below_autograd,
     define,
     differentiable,
-    is_batch,
+    is_transformed,
     leaves_the_package,
     no_view,
     through_reference,
@@ -90,7 +90,7 @@ class _Direct(torch.autograd.Function):
 def _gradients(ctx: Any, dy: Tensor) -> Any:
     x, v, g, bias, norm, maps = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    if torch.is_grad_enabled() or is_batch(dy):
+    if torch.is_grad_enabled() or is_transformed(dy):
         return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
     if asks_for_input_alone(ctx, needs):
         needs = (True, False, False, False)

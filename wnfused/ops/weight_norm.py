@@ -17,7 +17,7 @@ from wnfused.ops._registration import (
     below_autograd,
     define,
     differentiable,
-    is_batch,
+    is_transformed,
     no_view,
     through_reference,
 )  # fmt: skip
@@ -67,7 +67,7 @@ class _Direct(torch.autograd.Function):
 
 def _gradients(ctx: Any, dw: Tensor) -> Any:
     v, g, norm = ctx.saved_tensors
-    if torch.is_grad_enabled() or is_batch(dw):
+    if torch.is_grad_enabled() or is_transformed(dw):
         return through_reference(reference.weight_norm, dw, (v, g), ctx.needs_input_grad)
     dv, dg = native.weight_norm_backward(dw, v, g, norm)
     return dv if ctx.needs_input_grad[0] else None, dg if ctx.needs_input_grad[1] else None

@@ -15,7 +15,7 @@ from wnfused.ops import _arguments as arguments
 from wnfused.ops._registration import (
     below_autograd,
     define,
-    is_batch,
+    is_transformed,
     leaves_the_package,
     same_backend,
     through_reference,
@@ -69,7 +69,7 @@ def _gradients(ctx: Any, dw: Sequence[Tensor | None], *_: Any) -> tuple[Any, ...
     n, saved = ctx.count, ctx.saved_tensors
     v, g, norm = saved[:n], saved[n : 2 * n], saved[2 * n :]
     given = [torch.zeros_like(t) if d is None else d for d, t in zip(dw, v, strict=True)]
-    if torch.is_grad_enabled() or any(map(is_batch, given)):
+    if torch.is_grad_enabled() or is_transformed(*given):
         pairs = [
             through_reference(reference.weight_norm, d, (a, b, ctx.dim), (True, True, False))
             for d, a, b in zip(given, v, g, strict=True)
