@@ -84,6 +84,24 @@ def test_jit_trace_passes_its_check(name, grad, tmp_path):
     torch.testing.assert_close(torch.jit.load(tmp_path / "traced.pt")(x), model(x), rtol=1e-4, atol=1e-4)
 
 
+def test_jit_trace_of_an_output_size_read_off_the_input():
+    class Halved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, 4, 3, 2, 1), nn.ConvTranspose2d(4, 3, 3, 2, 1)
+
+        def forward(self, x):
+            return self.up(self.down(x), output_size=x.shape[2:])
+
+    x = torch.randn(2, 3, 8, 10)
+    model = wnfused.convert(Halved(), plain=True)
+    traced = torch.jit.trace(model, (x,))
+    torch.testing.assert_close(traced(x), model(x))
+    inputs = torch.ones(1, 2, 4, 4), torch.ones(2, 3, 2, 2), torch.ones(2)
+    with pytest.raises(ValueError, match=r"output_padding: \[tensor\(1\), 1\] must be an int or 2 ints"):
+        wnfused.functional.conv_transpose2d(*inputs, None, 2, output_padding=[torch.tensor(1), 1])
+
+
 @pytest.mark.parametrize("folded", [False, True])
 def test_onnx_runs_elsewhere(folded, tmp_path):
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")

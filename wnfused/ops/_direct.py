@@ -96,8 +96,9 @@ def layer(
             y, norm = kernel(*arguments)
             y = no_view(y)
             ctx.constants = constants
-            # Without an activation the backward does not read y.
-            ctx.save_for_backward(x, v, g, bias, residual, norm, y if constants[-2] else None)
+            # Without an activation the backward does not read y. The order is that of the op's own derivative: a
+            # checkpoint may run the forward again under another backend.
+            ctx.save_for_backward(x, v, g, bias, residual, y if constants[-2] else None, norm)
             return y
 
         @staticmethod
@@ -105,7 +106,7 @@ def layer(
             return below_autocast(backward_of, ctx, dy)
 
     def backward_of(ctx: Any, dy: Tensor) -> Any:
-        x, v, g, bias, residual, norm, y = ctx.saved_tensors
+        x, v, g, bias, residual, y, norm = ctx.saved_tensors
         constants, needs = ctx.constants, ctx.needs_input_grad
         if is_transformed(dy):
             return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)

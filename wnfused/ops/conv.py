@@ -120,9 +120,16 @@ def _extents(name: str, value: Extent, spatial: int, least: int) -> list[int]:
     values = [value] if isinstance(value, _INT) else list(value) if isinstance(value, Sequence) else []
     if len(values) == 1:
         values = values * spatial
-    if len(values) != spatial or any(not isinstance(n, _INT) or n < least for n in values):
+    if len(values) != spatial or any(not _is_int(n) or n < least for n in values):
         raise ValueError(f"{name}: {value!r} must be an int or {spatial} ints, each at least {least}")
     return values
+
+
+def _is_int(value: Any) -> bool:
+    """An int; in ``torch.jit.trace``, where sizes are tensors, also what was computed of them."""
+    if isinstance(value, Tensor):
+        return torch._C._get_tracing_state() is not None and value.dim() == 0 and not value.is_floating_point()
+    return isinstance(value, _INT)
 
 
 @arguments.quiet_in_a_trace
@@ -251,11 +258,11 @@ def _conv(
     """``y = act(conv2d(x, w) + bias + residual)`` with ``w_i = g_i v_i / ||v_i||_2``, one row a filter.
 
     Args:
-        x: ``[N, C_in, H, W]`` or ``[C_in, H, W]``; N may be 0. channels_last is kept.
+        x: ``[N, C_in, H, W]`` or ``[C_in, H, W]``; N may be 0. channels_last (_3d) is kept.
         v: directions ``[C_out, C_in / groups, k_h, k_w]``; the dtype of ``x``, or float32 with a half-precision ``x``.
         g: gain of each filter, ``[C_out, 1, 1, 1]`` or ``[C_out]`` (``dim=0``).
         bias: ``[C_out]`` or None.
-        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``; in pixels.
+        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``, in entries of ``x``.
         activation: None, ``"relu"`` or ``"leaky_relu"`` with ``negative_slope`` >= 0.
         residual: added before the activation; the shape of ``y``.
         dim: the dim of ``v`` that numbers the normalised rows; None for one norm over ``v``.
@@ -304,7 +311,7 @@ def _conv_transpose(
 
     Args:
         x: ``[N, C_in, H, W]`` or ``[C_in, H, W]``.
-        v: directions ``[C_in, C_out / groups, k_h, k_w]``.
+        v: directions ``[C_in, C_out / groups, k_h, k_w]``; dtypes as in ``conv2d``.
         g: gain of each row, ``[C_in, 1, 1, 1]`` or ``[C_in]`` (``dim=0``), as torch's weight norm has it.
         bias: ``[C_out]`` or None.
         stride, padding, output_padding, groups, dilation: as in ``torch.nn.functional.conv_transpose2d``, in its order.
@@ -357,7 +364,7 @@ P = ParamSpec("P")
 
 
 def _in_dims(spatial: int, name: str, function: Callable[Concatenate[int, P], Tensor]) -> Callable[P, Tensor]:
-    """The public function for a number of spatial dims, with the signature and, in two dims, the text of all."""
+    """The public function for a number of spatial dims, with the signature and the text of all."""
 
     def convolution(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         return function(spatial, *args, **kwargs)
@@ -366,10 +373,22 @@ def _in_dims(spatial: int, name: str, function: Callable[Concatenate[int, P], Te
     parameters = list(signature.parameters.values())[1:]
     convolution.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     convolution.__name__ = convolution.__qualname__ = f"{name}{spatial}d"
-    sizes = ", ".join("DHW"[-spatial:])
-    other = f"``{name}2d`` in {spatial} spatial dim{'s'[: spatial - 1]}: ``x [N, C_in, {sizes}]``."
-    convolution.__doc__ = function.__doc__ if spatial == 2 else other
+    convolution.__doc__ = None if function.__doc__ is None else _text_in_dims(spatial, function.__doc__)
     return convolution
+
+
+def _text_in_dims(spatial: int, text: str) -> str:
+    """A docstring of two spatial dims, for another number of them."""
+    sizes, ones = "DHW"[-spatial:], ", 1" * (spatial + 1)
+    for in_two, here in (
+        ("H, W", ", ".join(sizes)),
+        ("H', W'", ", ".join(f"{size}'" for size in sizes)),
+        ("k_h, k_w", ", ".join(f"k_{size.lower()}" for size in sizes)),
+        (", 1, 1, 1]", f"{ones}]"),
+        ("2d", f"{spatial}d"),
+    ):
+        text = text.replace(in_two, here)
+    return text
 
 
 conv1d = _in_dims(1, "conv", _conv)
