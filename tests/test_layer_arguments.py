@@ -2,12 +2,13 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 
 import wnfused
 from wnfused import WNConv2d, WNConvTranspose2d, WNLinear, WNResidualStage, functional
-from wnfused.nn import WNLazyLinear
+from wnfused.nn import WNLazyConv2d, WNLazyConvTranspose2d, WNLazyLinear
 
 
 @pytest.mark.parametrize(
@@ -19,13 +20,13 @@ from wnfused.nn import WNLazyLinear
         (lambda: WNLinear(3, 2, gamma=-1.0), ValueError, "gamma: -1.0 must be finite and at least 0"),
         (lambda: WNLinear(3, 2, gamma="2"), TypeError, "gamma: expected a number, got str"),
         (lambda: WNLinear(3, 2, dim=2), ValueError, "dim: 2 is out of range"),
-        (lambda: WNLinear(3, 2, dim="0"), TypeError, "dim: expected an int or None, got str"),
+        (lambda: WNLinear(3, 2, dim="0"), TypeError, "dim: '0' must be an int or None"),
         (
             lambda: WNLinear(3, 2, activation="leaky_relu", negative_slope=-0.1),
             ValueError,
             "negative_slope: -0.1 must be finite and at least 0",
         ),
-        (lambda: WNConv2d(3, 4, 3, groups=2), ValueError, "divisible by groups"),
+        (lambda: WNConv2d(3, 4, 3, groups=2), ValueError, "groups: 2 must divide 3 input and 4 output channels"),
         (lambda: WNConvTranspose2d(3, 4, 3, padding="same"), ValueError, "padding: 'same' must be an int or ints"),
         (lambda: WNLinear(3, 2)(torch.randn(4, 3), "x"), TypeError, "residual: expected a Tensor, got str"),
         (lambda: WNLinear(3, 2)(torch.randn(4, 5)), ValueError, r"x: shape \[4, 5\] does not end in in_features = 3"),
@@ -54,7 +55,7 @@ from wnfused.nn import WNLazyLinear
             ValueError,
             "activation: unknown 'none'; use None, 'relu'",
         ),
-        (lambda: WNLinear(3, 2, dim=True), TypeError, "dim: expected an int or None, got bool"),
+        (lambda: WNLinear(3, 2, dim=True), TypeError, "dim: True must be an int or None"),
         (lambda: WNLinear(3, 2, bias="no"), TypeError, "bias: 'no' must be True or False"),
         (lambda: WNLazyLinear(2, bias="no"), TypeError, "bias: 'no' must be True or False"),
         (
@@ -64,7 +65,14 @@ from wnfused.nn import WNLazyLinear
         ),
         (lambda: WNConv2d(3, 2, 3, dtype=torch.float8_e4m3fn), TypeError, "dtype: torch.float8_e4m3fn must be one of"),
         (lambda: WNResidualStage(4, 4, 2, dtype=torch.complex64), TypeError, "dtype: torch.complex64 must be one of"),
-        (lambda: WNConv2d(3, 2, 0)(torch.randn(1, 3, 5, 5)), ValueError, r"v: shape \[2, 3, 0, 0\] has no entry"),
+        (lambda: WNLinear(3, 2, gamma=True), TypeError, "gamma: expected a number, got True"),
+        (lambda: WNLinear(3, 2, bias=torch.zeros(2)), TypeError, r"bias: tensor\(\[0., 0.\]\) must be True or False"),
+        (lambda: WNLinear(3.0, 2), ValueError, "in_features: 3.0 must be an int of at least 0"),
+        (lambda: WNLinear(3, -2), ValueError, "out_features: -2 must be an int of at least 0"),
+        (lambda: WNLazyLinear("2"), ValueError, "out_features: '2' must be an int of at least 0"),
+        (lambda: WNLinear(3, 10**30), ValueError, "out_features: 10{30} must be below 2"),
+        (lambda: WNResidualStage(4, 4, 2, recompute=10**30), ValueError, "recompute: 10{30} must be below 2"),
+        (lambda: WNResidualStage(4, 4, 2, skip_scale=True), TypeError, "skip_scale: expected a number, got True"),
         (lambda: WNConv2d(3, 0, 3)(torch.randn(1, 3, 5, 5)), ValueError, r"v: shape \[0, 3, 3, 3\] has no entry"),
         (lambda: WNConvTranspose2d(3, 0, 3)(torch.randn(1, 3, 5, 5)), ValueError, r"v: shape \[3, 0, 3, 3\] has no"),
         (
@@ -79,6 +87,82 @@ from wnfused.nn import WNLazyLinear
 def test_bad_arguments_name_argument_value_and_what_is_right(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("kind", [WNConv2d, WNConvTranspose2d, WNLazyConv2d, WNLazyConvTranspose2d])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel_size": 0}, "kernel_size: 0 must be an int or 2 ints, each at least 1"),
+        ({"kernel_size": (3,)}, r"kernel_size: \(3,\) must be an int or 2 ints, each at least 1"),
+        ({"kernel_size": "33"}, "kernel_size: '33' must be an int or 2 ints, each at least 1"),
+        ({"kernel_size": True}, "kernel_size: True must be an int or 2 ints, each at least 1"),
+        ({"kernel_size": None}, "kernel_size: None must be an int or 2 ints, each at least 1"),
+        ({"kernel_size": torch.tensor(3.0)}, r"kernel_size: tensor\(3.\) must be an int or 2 ints, each at least 1"),
+        ({"stride": 0}, "stride: 0 must be an int or 2 ints, each at least 1"),
+        ({"stride": True}, "stride: True must be an int or 2 ints, each at least 1"),
+        ({"stride": (1, 2, 1)}, r"stride: \(1, 2, 1\) must be an int or 2 ints, each at least 1"),
+        ({"stride": 10**30}, "stride: 10{30} must be below 2"),
+        ({"padding": (1, -1)}, r"padding: \(1, -1\) must be an int or 2 ints, each at least 0"),
+        ({"padding": 0.5}, "padding: 0.5 must be an int or 2 ints, each at least 0"),
+        ({"padding": "1"}, "padding: '1' must be"),
+        ({"dilation": 0}, "dilation: 0 must be an int or 2 ints, each at least 1"),
+        ({"dilation": "1"}, "dilation: '1' must be an int or 2 ints, each at least 1"),
+        ({"groups": True}, "groups: True must be an int of at least 1"),
+        ({"groups": 1.0}, "groups: 1.0 must be an int of at least 1"),
+        ({"out_channels": None}, "out_channels: None must be an int of at least 0"),
+        ({"padding_mode": ["zeros"]}, r"padding_mode: \['zeros'\] must be"),
+    ],
+)
+def test_bad_geometry_is_named_where_a_convolution_is_made(kind, arguments, message):
+    given = {"out_channels": 4, "kernel_size": 3, **arguments}
+    with pytest.raises(ValueError, match=message):
+        kind(**given) if "Lazy" in kind.__name__ else kind(3, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (WNConv2d, {"padding": "same", "stride": 2}, r"padding: 'same' needs stride 1, got stride \[2, 2\]"),
+        (WNConv2d, {"padding": 0.5, "padding_mode": "reflect"}, "padding: 0.5 must be an int or 2 ints$"),
+        (WNConvTranspose2d, {"padding_mode": "reflect"}, "padding_mode: 'reflect' must be 'zeros'"),
+        (WNConvTranspose2d, {"output_padding": -1}, "output_padding: -1 must be an int or 2 ints, each at least 0"),
+    ],
+)
+def test_bad_geometry_of_one_kind(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(3, 4, 3, **arguments)
+
+
+WHAT_TORCH_RUNS_WITH = [
+    {"kernel_size": np.int64(3), "stride": np.int32(2), "groups": np.int64(1)},
+    {"kernel_size": torch.Size([3, 2]), "dilation": [2, 1]},
+    {"kernel_size": torch.tensor([2, 3]), "in_channels": torch.tensor(3), "out_channels": np.int64(4)},
+    {"kernel_size": range(2, 4), "stride": np.array([2, 1])},
+    {"stride": (2,), "padding": (1,), "dilation": [2]},
+]
+AND_IN_CONVOLUTIONS_ALONE = [
+    {"padding": "same"},
+    {"padding": "valid", "stride": 2},
+    {"padding": -1, "padding_mode": "reflect"},
+    {"padding": 2, "padding_mode": "circular"},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [("Conv2d", given) for given in WHAT_TORCH_RUNS_WITH + AND_IN_CONVOLUTIONS_ALONE]
+    + [("ConvTranspose2d", given) for given in WHAT_TORCH_RUNS_WITH],
+)
+def test_what_torchs_layers_run_with_is_taken(kind, arguments):
+    """In a batch and in a single image: the two go different ways to the kernel."""
+    given = {"in_channels": 3, "out_channels": 4, "kernel_size": 3, **arguments}
+    layer, plain = getattr(wnfused, f"WN{kind}")(**given), getattr(torch.nn, kind)(**given)
+    x = torch.randn(2, 3, 9, 8)
+    with torch.no_grad():
+        layer.weight, layer.bias = plain.weight, plain.bias
+    torch.testing.assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(x[0]), plain(x[0]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +242,20 @@ def test_a_stage_names_a_factor_that_is_no_number():
     parameters = torch.randn(2, 2, 4, 4, 3, 3), torch.ones(2, 2, 4), torch.ones(2, 2, 4)
     with pytest.raises(TypeError, match="skip_scale: expected a number, got str"):
         functional.residual_stage(torch.randn(1, 4, 5, 5), *parameters, skip_scale="a")
+
+
+@pytest.mark.parametrize("dim", ["x", False, 0.0, 1.0])
+def test_a_dim_that_is_no_int_is_named(dim):
+    v, g = torch.randn(3, 3), torch.ones(3)
+    for call in (
+        lambda: WNLinear(3, 3, dim=dim),
+        lambda: functional.weight_norm(v, g, dim),
+        lambda: functional.weight_norm_many([v], [g], dim),
+        lambda: functional.weight_norm_many([], [], dim),
+        lambda: functional.row_scales_many([], [], dim),
+    ):
+        with pytest.raises(TypeError, match=f"dim: {dim!r} must be an int or None"):
+            call()
 
 
 def test_gains_are_compared_with_their_directions():

@@ -5,6 +5,7 @@ import inspect
 import io
 import math
 import pickle
+import re
 import warnings
 
 import pytest
@@ -25,6 +26,17 @@ RANKS = {
     "transpose2d": (wnfused.WNConvTranspose2d, nn.ConvTranspose2d, (2, 4, 5, 6)),
     "transpose3d": (wnfused.WNConvTranspose3d, nn.ConvTranspose3d, (2, 4, 3, 4, 3)),
 }
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_every_convolution_tells_of_its_own_dims(name):
+    layer, plain, shape = RANKS[name]
+    text, spatial = inspect.getdoc(layer), len(shape) - 2
+    assert f"`nn.{plain.__name__}`" in text
+    assert f"[N, C_in, {', '.join('DHW'[-spatial:])}]" in text
+    assert f"``weight_g [{'C_in' if 'Transpose' in plain.__name__ else 'C_out'}{', 1' * (spatial + 1)}]``" in text
+    assert set(re.findall(r"\dd\b", text)) == {f"{spatial}d"}
+    assert all(f"\n{part}:" in text for part in ("Args", "Parameters", "Raises", "Source"))
 
 
 # ------------------------------------------------------------------------------------------ default initialisation

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
 
 
 def positive(**values: int) -> None:
-    """Each an int of at least 1."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: {value!r} must be an int of at least 1")
+    """Each an int of at least 1 that fits into torch's 64 bits."""
+    _ints(1, values)
 
 
 def from_0(**values: int) -> None:
-    """Each an int of at least 0."""
+    """Each an int of at least 0 that fits into torch's 64 bits."""
+    _ints(0, values)
+
+
+def _ints(least: int, values: dict[str, int]) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name}: {value!r} must be an int of at least 0")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}: {value!r} must be an int of at least {least}")
+        if value >= 2**63:
+            raise ValueError(f"{name}: {value} must be below 2**63")
+
+
+def plain_int(value: Any) -> Any:
+    """Python's own int of an integer of another kind (numpy's, a tensor's of one number); anything else as it is."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def flag(**values: bool) -> None:
@@ -32,7 +47,11 @@ def flag(**values: bool) -> None:
 def truth(**values: bool) -> None:
     """Each True or False, or 1 or 0, which torch takes for them."""
     for name, value in values.items():
-        if value not in (0, 1):
+        try:
+            fits = value in (0, 1)
+        except (RuntimeError, ValueError):  # a tensor or an array of several numbers
+            fits = False
+        if not fits:
             raise TypeError(f"{name}: {value!r} must be True or False")
 
 
@@ -75,6 +94,8 @@ def above_0(**values: float) -> None:
 
 
 def _is_finite(name: str, value: float) -> bool:
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {value}")
     try:
         return math.isfinite(value)
     except OverflowError:  # an int beyond every float

@@ -18,7 +18,7 @@ from wnfused import functional
 from wnfused._numbers import at_least_0, number, truth
 from wnfused.nn._keys import to_old
 from wnfused.nn._weight import EffectiveWeight
-from wnfused.ops._arguments import autocast_is_on
+from wnfused.ops._arguments import autocast_is_on, row_dim
 
 DIRECTIONS = ("orthogonal", "he")
 
@@ -112,8 +112,7 @@ class WeightNormalised(nn.Module):
             at_least_0(gamma=gamma)
         if init not in DIRECTIONS:
             raise ValueError(f"init: unknown {init!r}; use 'orthogonal' or 'he'")
-        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-            raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
+        row_dim(dim)
         truth(bias=bias)
         check_dtype(dtype)
         self.__dict__.update(activation=activation, negative_slope=negative_slope, gamma=gamma, init=init, dim=dim)

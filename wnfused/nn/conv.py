@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused.nn._geometry import geometry, in_dims
 from wnfused.nn._layer import WeightNormalised
 from wnfused.ops.conv import Extent
 
@@ -15,6 +16,7 @@ from wnfused.ops.conv import Extent
 class _WNConv(WeightNormalised):
     """What the three ranks share: torch's arguments in torch's order, then the options of this package."""
 
+    _spatial: int
     _op: Callable[..., Tensor]
 
     def __init__(
@@ -24,9 +26,10 @@ class _WNConv(WeightNormalised):
         negative_slope: float = 0.01, gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
         self._set_options(activation, negative_slope, gamma, init, dim, bias, dtype)
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        given = geometry(
+            self._spatial, in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode
         )
+        super().__init__(**given, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(conv(input, w) + b + residual)``; the residual, if any, has the output's shape."""
@@ -47,6 +50,7 @@ class _WNConv(WeightNormalised):
 class WNConv1d(_WNConv, nn.Conv1d):
     """``WNConv2d`` in one spatial dim: ``weight_v [C_out, C_in / groups, k]``, ``weight_g [C_out, 1, 1]``."""
 
+    _spatial = 1
     _op = staticmethod(functional.conv1d)
 
 
@@ -55,27 +59,37 @@ class WNConv2d(_WNConv, nn.Conv2d):
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype: as
-            in ``nn.Conv2d``, in its order.
+            in ``nn.Conv2d``, in its order; the dtype is float32, float64, float16 or bfloat16.
         activation: None, ``"relu"`` or ``"leaky_relu"`` (with ``negative_slope`` >= 0), applied in the same op.
-        gamma: factor of the initial gain ``g = sqrt(gamma fan_in / fan_out)``, with ``fan_in = k k c_in`` and
-            ``fan_out = k k c_out``; None for 2 before a ReLU, ``2 / (1 + negative_slope^2)`` before a leaky one,
-            1 otherwise. A layer cannot see a *separate* ``nn.ReLU`` after it: say ``gamma=2``.
+        gamma: factor of the initial gain ``g = sqrt(gamma fan_in / fan_out)``, with
+            ``fan_in = prod(kernel_size) C_in`` and ``fan_out = prod(kernel_size) C_out``; None for 2 before a ReLU,
+            ``2 / (1 + negative_slope^2)`` before a leaky one, 1 otherwise. A layer cannot see a *separate* ``nn.ReLU``
+            after it: say ``gamma=2``.
         init: ``"orthogonal"`` or ``"he"`` directions.
         dim: dim of the weight that numbers the normalised rows; None for one norm over the whole weight.
 
-    Parameters: ``weight_v [C_out, C_in / groups, k, k]``, ``weight_g [C_out, 1, 1, 1]``, ``bias [C_out]``.
+    Parameters: ``weight_v [C_out, C_in / groups, k_h, k_w]``, ``weight_g [C_out, 1, 1, 1]``, ``bias [C_out]``.
+
+    Maps ``[N, C_in, H, W]`` to ``[N, C_out, H', W']``, or both without N, in the input's dtype or autocast's; the input
+    is in the dtype of the parameters, or in half precision with float32 ones.
 
     Raises:
-        TypeError, ValueError: naming the argument that cannot work, its value and what is right; torch's own where it
-            is one of torch's arguments.
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right. A device is torch's
+            to refuse, with a RuntimeError.
 
     Source: Arpit, Campos & Bengio 2019, eq. 1, section 4, footnote 3.
     """
 
+    _spatial = 2
     _op = staticmethod(functional.conv2d)
 
 
 class WNConv3d(_WNConv, nn.Conv3d):
     """``WNConv2d`` in three spatial dims: ``weight_v [C_out, C_in / groups, k, k, k]``."""
 
+    _spatial = 3
     _op = staticmethod(functional.conv3d)
+
+
+for _kind in (WNConv1d, WNConv3d):
+    _kind.__doc__ = in_dims(_kind._spatial, WNConv2d.__doc__)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused.nn._geometry import in_dims, transposed_geometry
 from wnfused.nn._layer import WeightNormalised
 from wnfused.ops.conv import Extent
 
@@ -16,6 +17,7 @@ class _WNConvTranspose(WeightNormalised):
     """What the three ranks share."""
 
     residual_position = 2  # torch's own second argument is output_size
+    _spatial: int
     _op: Callable[..., Tensor]
 
     def __init__(
@@ -24,13 +26,12 @@ class _WNConvTranspose(WeightNormalised):
         padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, activation: str | None = None,
         negative_slope: float = 0.01, gamma: float | None = None, init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
-        if isinstance(padding, str):
-            raise ValueError(f"padding: {padding!r} must be an int or ints for a transposed convolution")
         self._set_options(activation, negative_slope, gamma, init, dim, bias, dtype)
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
-            padding_mode, device, dtype,
+        given = transposed_geometry(
+            self._spatial, in_channels, out_channels, kernel_size, stride, padding, output_padding, dilation, groups,
+            padding_mode,
         )  # fmt: skip
+        super().__init__(**given, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None, residual: Tensor | None = None) -> Tensor:
         """``act(conv_transpose(input, w) + b + residual)``; ``output_size`` settles the size as in torch's layer."""
@@ -55,30 +56,45 @@ class _WNConvTranspose(WeightNormalised):
 class WNConvTranspose1d(_WNConvTranspose, nn.ConvTranspose1d):
     """``WNConvTranspose2d`` in one spatial dim: ``weight_v [C_in, C_out / groups, k]``."""
 
+    _spatial = 1
     _op = staticmethod(functional.conv_transpose1d)
 
 
 class WNConvTranspose2d(_WNConvTranspose, nn.ConvTranspose2d):
     """``y = act(conv_transpose2d(x, w) + b)``: ``nn.ConvTranspose2d`` under weight normalisation.
 
-    As in torch's weight norm, ``dim=0`` numbers rows by *input* channels: ``weight_v [C_in, C_out / groups, k, k]``,
-    ``weight_g [C_in, 1, 1, 1]``. The fan rule of Arpit et al. does not apply to such rows; the initial gain is
-    ``g = sqrt(gamma prod(stride))``, which keeps the mean square per output element where ``C_in = C_out``.
+    As in torch's weight norm, ``dim=0`` numbers rows by *input* channels. The fan rule of Arpit et al. does not apply
+    to such rows; the initial gain is ``g = sqrt(gamma prod(stride))``, which keeps the mean square per output element
+    where ``C_in = C_out``.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: and
-            padding_mode, device, dtype, as in ``nn.ConvTranspose2d``, in its order.
+            padding_mode, device, dtype, as in ``nn.ConvTranspose2d``, in its order; the dtype is float32, float64,
+            float16 or bfloat16.
         activation, negative_slope, gamma, init, dim: as in ``WNConv2d``.
 
+    Parameters: ``weight_v [C_in, C_out / groups, k_h, k_w]``, ``weight_g [C_in, 1, 1, 1]``, ``bias [C_out]``.
+
+    Maps ``[N, C_in, H, W]`` to ``[N, C_out, H', W']``, or both without N, in the input's dtype or autocast's; the input
+    is in the dtype of the parameters, or in half precision with float32 ones.
+
     Raises:
-        TypeError, ValueError: naming the argument that cannot work, its value and what is right; torch's own where it
-            is one of torch's arguments.
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right. A device is torch's
+            to refuse, with a RuntimeError.
+
+    Source: Salimans & Kingma 2016, eq. 2, by rows as in ``torch.nn.utils.parametrizations.weight_norm``.
     """
 
+    _spatial = 2
     _op = staticmethod(functional.conv_transpose2d)
 
 
 class WNConvTranspose3d(_WNConvTranspose, nn.ConvTranspose3d):
     """``WNConvTranspose2d`` in three spatial dims."""
 
+    _spatial = 3
     _op = staticmethod(functional.conv_transpose3d)
+
+
+for _kind in (WNConvTranspose1d, WNConvTranspose3d):
+    _kind.__doc__ = in_dims(_kind._spatial, WNConvTranspose2d.__doc__)

@@ -47,11 +47,12 @@ class FixupBlock(nn.Module):
         in_channels, out_channels, stride: of the block; the first convolution has the stride.
         num_branches: L, how many residual branches the network has: the first convolution starts as He's times
             ``L^(-1/2)``. ``wnfused.init.initialize(model, "zhang2019")`` counts them itself.
+        device, dtype: of the parameters, as in ``nn.Conv2d``.
 
     Parameters: ``scale`` and ``bias1`` to ``bias4``, each ``[1]``, beside those of ``conv1``, ``conv2``, ``shortcut``.
 
     Raises:
-        ValueError: an argument below 1.
+        ValueError: naming the argument that is no int of at least 1.
 
     Source: Zhang, Dauphin & Ma 2019, figure 1 (right) and section 3.
     """

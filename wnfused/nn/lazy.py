@@ -11,10 +11,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from wnfused._numbers import truth
+from wnfused.nn._geometry import counts, divide
 from wnfused.nn._layer import WeightNormalised
 from wnfused.nn.conv import WNConv1d, WNConv2d, WNConv3d
 from wnfused.nn.conv_transpose import WNConvTranspose1d, WNConvTranspose2d, WNConvTranspose3d
 from wnfused.nn.linear import WNLinear
+from wnfused.ops._arguments import floating
 
 # torch types an uninitialised parameter as a tensor; it is registered as the parameter that it will be.
 _Later = cast(type[nn.Parameter], UninitializedParameter)
@@ -37,6 +39,7 @@ class _Lazy(LazyModuleMixin, WeightNormalised):
         options = dict(given.arguments)
         outputs, bias = options.pop(self._outputs), options.pop("bias")
         truth(bias=bias)
+        outputs = counts(**{self._outputs: outputs})[self._outputs]
         where = {"device": options["device"], "dtype": options["dtype"]}
         # Without features and bias nothing is allocated that would be thrown away.
         super().__init__(**{self._inputs: 0, self._outputs: 0}, bias=False, **options)
@@ -51,7 +54,7 @@ class _Lazy(LazyModuleMixin, WeightNormalised):
 
     def initialize_parameters(self, input: Tensor, *_: Any, **__: Any) -> None:
         """Before the first forward: shapes from ``input``, then ``reset_parameters`` unless loaded before."""
-        channel = -1 if isinstance(self, nn.Linear) else -1 - len(self.kernel_size)  # type: ignore[arg-type]
+        channel = self._channel_of(input)
         setattr(self, self._inputs, input.shape[channel])
         if self.has_uninitialized_params():
             with torch.no_grad():
@@ -62,12 +65,25 @@ class _Lazy(LazyModuleMixin, WeightNormalised):
                     self._parameters["bias"].materialize([getattr(self, self._outputs)])  # type: ignore[attr-defined]
                 self.reset_parameters()
 
+    def _channel_of(self, input: Tensor) -> int:
+        """Which dim of the input numbers its channels; a wrong input is refused before the layer takes its shape."""
+        floating("x", input)
+        if isinstance(self, nn.Linear):
+            if input.dim() == 0:
+                raise ValueError("x: shape [] does not fit; use [..., in_features]")
+            return -1
+        assert isinstance(self, nn.modules.conv._ConvNd)
+        spatial = len(self.kernel_size)
+        if input.dim() not in (spatial + 1, spatial + 2):
+            wanted = f"[N, in_channels, {', '.join('DHW'[-spatial:])}]"
+            raise ValueError(f"x: shape {list(input.shape)} does not fit; use {wanted}, or the same without N")
+        return -1 - spatial
+
     def _weight_shape(self, inputs: int, outputs: int) -> list[int]:
         if isinstance(self, nn.Linear):
             return [outputs, inputs]
         assert isinstance(self, nn.modules.conv._ConvNd)
-        if inputs % self.groups or outputs % self.groups:
-            raise ValueError(f"groups: {self.groups} must divide {inputs} input and {outputs} output channels")
+        divide(self.groups, inputs, outputs)
         if self.transposed:
             return [inputs, outputs // self.groups, *self.kernel_size]
         return [outputs, inputs // self.groups, *self.kernel_size]

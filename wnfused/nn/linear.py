@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused.nn._geometry import counts
 from wnfused.nn._layer import WeightNormalised
 
 
@@ -14,7 +15,8 @@ class WNLinear(WeightNormalised, nn.Linear):
     """``y = act(x w^T + b)`` with ``w_i = g_i v_i / ||v_i||``: ``nn.Linear`` under weight normalisation, in one op.
 
     Args:
-        in_features, out_features, bias, device, dtype: as in ``nn.Linear``.
+        in_features, out_features, bias, device, dtype: as in ``nn.Linear``; the dtype is float32, float64, float16 or
+            bfloat16.
         activation: None, ``"relu"`` or ``"leaky_relu"`` (with ``negative_slope`` >= 0), applied in the same op.
         gamma: factor of the initial gain ``g = sqrt(gamma in_features / out_features)``; None for 2 before a ReLU,
             ``2 / (1 + negative_slope^2)`` before a leaky one, 1 otherwise.
@@ -24,8 +26,8 @@ class WNLinear(WeightNormalised, nn.Linear):
     Parameters: ``weight_v [out_features, in_features]``, ``weight_g [out_features, 1]``, ``bias [out_features]``.
 
     Raises:
-        TypeError, ValueError: naming the argument that cannot work, its value and what is right; torch's own where it
-            is one of torch's arguments.
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right. A device is torch's
+            to refuse, with a RuntimeError.
 
     Source: Arpit, Campos & Bengio 2019, eq. 1, section 4.
     """
@@ -36,7 +38,8 @@ class WNLinear(WeightNormalised, nn.Linear):
         init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
         self._set_options(activation, negative_slope, gamma, init, dim, bias, dtype)
-        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        features = counts(in_features=in_features, out_features=out_features)
+        nn.Linear.__init__(self, **features, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(input w^T + b + residual)``; the residual, if any, has the output's shape.

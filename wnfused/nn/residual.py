@@ -26,6 +26,14 @@ class PlainResidualBlock(nn.Module):
 
     What a weight-normalised block folds to, and the un-normalised peer of the papers' comparisons. The shortcut is
     the identity, or a 1x1 convolution where shapes change.
+
+    Args:
+        in_channels, out_channels, stride: of the block; the first convolution and the shortcut have the stride.
+        skip_scale: factor on the sum.
+        device, dtype: of the parameters, as in ``nn.Conv2d``.
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right.
     """
 
     def __init__(
@@ -59,9 +67,10 @@ class WNResidualBlock(nn.Module):
             ``sqrt(1 / B_k)``, the first with ``sqrt(2 fan_in / fan_out)``, the shortcut with gamma 1.
         skip_scale: factor on the sum.
         init: ``"orthogonal"`` or ``"he"`` directions.
+        device, dtype: of the parameters, as in ``nn.Conv2d``; float32, float64, float16 or bfloat16.
 
     Raises:
-        ValueError: naming the argument that cannot work, its value and what is right.
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right.
 
     Source: Arpit, Campos & Bengio 2019, eq. 6 and end of section 4.
     """
@@ -123,13 +132,14 @@ class WNResidualStage(nn.Module):
         recompute: None keeps every map the backward needs; k >= 1 keeps every k-th block's input only.
         skip_scale: factor on each block's sum.
         init: ``"orthogonal"`` or ``"he"`` directions.
+        device, dtype: of the parameters, as in ``nn.Conv2d``; float32, float64, float16 or bfloat16.
 
     Parameters: ``weight_v [B', 2, C, C, 3, 3]``, ``weight_g`` and ``bias [B', 2, C]``. Elementwise optimisers see no
     difference to separate blocks; rules that look at a whole tensor (LARS, LAMB, Muon, freezing a block, ``ndim``
     rules) do, and ``unstack`` is the way round.
 
     Raises:
-        ValueError: naming the argument that cannot work, its value and what is right.
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right.
 
     Source: Arpit, Campos & Bengio 2019, eq. 6 and end of section 4.
     """

@@ -29,7 +29,7 @@ def answered_for(tensors: tuple[Any, ...]) -> bool:
 
 
 def quiet_in_a_trace(check: Callable[P, R]) -> Callable[P, R]:
-    """``check`` without the warnings of ``torch.jit.trace`` that sizes were looked at: that decides of errors alone."""
+    """``check`` without ``torch.jit.trace``'s warnings about sizes it reads: they only decide whether it raises."""
 
     @functools.wraps(check)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -89,14 +89,17 @@ def _dtypes_go(parameter: Tensor, x: Tensor) -> bool:
     return parameter.dtype == x.dtype or (parameter.dtype == torch.float32 and x.dtype in _HALVES)
 
 
+def row_dim(dim: int | None) -> None:
+    """The dim that numbers the normalised rows: an int, or None for one norm over all."""
+    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+        raise TypeError(f"dim: {dim!r} must be an int or None")
+
+
 def gain(g: Tensor, v: Tensor, dim: int | None) -> None:
     """``g`` has one entry a row of ``v``, in torch's weight-norm shape or flat."""
-    if isinstance(dim, bool):
-        raise TypeError(f"dim: {dim} must be an int or None")
+    row_dim(dim)
     if dim == 0 and v.dim() and g.dim() in (1, v.dim()) and g.shape[0] == g.numel() == v.shape[0]:
         return
-    if dim is not None and not isinstance(dim, int):
-        raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
     if dim is not None and not -v.dim() <= dim < v.dim():
         raise ValueError(f"dim: {dim} is out of range for v of shape {list(v.shape)}")
     rows = 1 if dim is None else v.shape[dim]

@@ -78,9 +78,12 @@ _Direct.__name__ = _Direct.__qualname__ = "weight_norm"
 _record = super(torch.autograd.Function, _Direct).apply
 
 
+_FIRST = 0
+
+
 def _is_direct(v: Tensor, g: Tensor, dim: int | None) -> bool:
     return (
-        dim == 0
+        dim is _FIRST  # False and 0.0 are equal to it, too
         and is_open(v, v, g, None, None)
         and v.is_contiguous()
         and v.dim() > 0

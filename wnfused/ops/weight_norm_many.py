@@ -90,6 +90,7 @@ def _check(vs: Tensors, gs: Tensors, dim: int | None) -> None:
     for name, tensors in (("vs", vs), ("gs", gs)):
         if not isinstance(tensors, (list, tuple)):
             raise TypeError(f"{name}: expected a list of tensors, got {type(tensors).__name__}")
+    arguments.row_dim(dim)
     if len(vs) != len(gs):
         raise ValueError(f"gs: {len(gs)} gains do not fit {len(vs)} tensors vs; use one each")
     for i, (v, g) in enumerate(zip(vs, gs, strict=True)):
@@ -144,6 +145,11 @@ def row_scales_many(vs: Tensors, gs: Tensors, dim: int | None = 0) -> tuple[list
     Returns:
         ``(norms, scales)``: flat, one number a row (``[]`` for ``dim=None``); float32, or float64 for float64. Not
         differentiable.
+
+    Raises:
+        TypeError, ValueError: naming the argument, and its place in the list, that does not fit.
+
+    Source: Salimans & Kingma 2016, eq. 2; Arpit, Campos & Bengio 2019, eq. 1.
     """
     _check(vs, gs, dim)
     if not vs:
