@@ -112,6 +112,17 @@ def test_reading_weight_is_differentiable_and_plain_afterwards():
     assert type(pickle.loads(pickle.dumps(layer.weight.detach()))) is torch.Tensor
 
 
+def test_a_hook_sees_the_gradient_of_its_own_reading():
+    layer, seen = WNLinear(3, 2), []
+    held = layer.weight
+    held.register_hook(seen.append)
+    layer.weight.square().sum().backward()
+    layer(torch.randn(4, 3)).sum().backward()
+    assert not seen
+    held.square().sum().backward()
+    torch.testing.assert_close(seen, [2 * held.detach()])
+
+
 def test_weight_of_a_wrong_shape_or_type_is_refused():
     layer = WNLinear(3, 2)
     with pytest.raises(ValueError, match=r"weight: shape \[2, 2\] does not fit; use \[2, 3\]"):

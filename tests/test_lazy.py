@@ -82,3 +82,48 @@ def test_uninitialised_layers_are_left_alone_and_bad_groups_named():
         WNLazyConv2d(6, 3, groups=3)(torch.randn(1, 4, 5, 5))
     with pytest.raises(TypeError, match="missing a required argument"):
         WNLazyConv2d(6)
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "error", "message"),
+    [
+        (lambda: WNLazyLinear(3), None, TypeError, "x: expected a Tensor, got NoneType"),
+        (lambda: WNLazyLinear(3), torch.ones(()), ValueError, r"x: shape \[\] does not fit; use \[..., in_features\]"),
+        (lambda: WNLazyConv2d(6, 3), [1.0], TypeError, "x: expected a Tensor, got list"),
+        (
+            lambda: WNLazyConv2d(6, 3),
+            torch.ones(2, 4, 5, 5, dtype=torch.int),
+            TypeError,
+            "x: expected a floating-point",
+        ),
+        (
+            lambda: WNLazyConv2d(6, 3),
+            torch.ones(5, 5),
+            ValueError,
+            r"x: shape \[5, 5\] does not fit; use \[N, in_channels, H, W\], or the same without N",
+        ),
+        (
+            lambda: WNLazyConvTranspose1d(6, 3),
+            torch.ones(2, 4, 5, 5),
+            ValueError,
+            r"x: shape \[2, 4, 5, 5\] does not fit; use \[N, in_channels, W\]",
+        ),
+    ],
+)
+def test_a_wrong_first_input_is_named_and_leaves_the_layer_without_a_shape(make, x, error, message):
+    lazy = make()
+    with pytest.raises(error, match=message):
+        lazy(x)
+    assert lazy.has_uninitialized_params()
+
+
+def test_the_weight_before_the_first_input():
+    lazy = WNLazyConv2d(6, 3)
+    assert hasattr(lazy, "weight")
+    assert isinstance(lazy.weight, type(nn.LazyConv2d(6, 3).weight))
+    with pytest.raises(
+        RuntimeError, match="weight: cannot be written before the layer has a shape; run the layer once"
+    ):
+        lazy.weight = nn.Parameter(torch.ones(6, 4, 3, 3))
+    lazy(torch.randn(1, 4, 5, 5))
+    assert lazy.weight.shape == (6, 4, 3, 3)

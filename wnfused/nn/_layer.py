@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from wnfused import functional
 from wnfused._numbers import at_least_0, number, truth
@@ -119,7 +119,17 @@ class WeightNormalised(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The effective weight ``w``; writing to it sets ``v <- w``, ``g <- ||w||``. ``forward`` does not use it."""
+        """The effective weight ``w``; writing to it sets ``v <- w``, ``g <- ||w||``. ``forward`` does not use it.
+
+        Every reading is a tensor of its own. A hook on it (``register_hook``, ``retain_grad``) sees the gradients of
+        what is computed from that reading: keep it, ``w = layer.weight``, and compute from ``w``. The layer's forward
+        computes nothing from it, so ``layer.weight.register_hook(f)`` alone never calls ``f``, and cannot be told from
+        the other use to be refused; put hooks on ``weight_v`` or ``weight_g``.
+
+        A lazy layer without a shape gives its ``weight_v``, an ``UninitializedParameter``.
+        """
+        if isinstance(self._parameters.get("weight_v"), UninitializedParameter):
+            return self.weight_v
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
         with torch.inference_mode(False), torch.no_grad():  # torch counts no writes to a tensor made in that mode
@@ -167,10 +177,12 @@ class WeightNormalised(nn.Module):
         Raises:
             TypeError: ``weight`` is not a real tensor.
             ValueError: it has another shape.
-            RuntimeError: inside ``wnfused.frozen``.
+            RuntimeError: inside ``wnfused.frozen``, or the layer is lazy and has no shape yet.
         """
         if not isinstance(weight, Tensor):
             raise TypeError(f"weight: expected a Tensor, got {type(weight).__name__}")
+        if isinstance(self._parameters.get("weight_v"), UninitializedParameter):
+            raise RuntimeError("weight: cannot be written before the layer has a shape; run the layer once")
         if weight.is_complex():
             raise TypeError(f"weight: expected a real tensor, got {weight.dtype}")
         if self._frozen is not None:
