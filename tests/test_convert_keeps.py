@@ -1,8 +1,11 @@
 """What a model has besides its weights goes through ``convert`` and ``fold`` unharmed."""
 
 import copy
+import dataclasses
+import functools
 import pickle
 from collections import OrderedDict, deque
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -309,3 +312,57 @@ def test_named_tuples_and_queues_hold_the_new_layers():
     assert model.queue[0] is model.pair.second is model.b
     model(torch.ones(1, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    first: nn.Module
+    others: list
+
+
+class Holder:
+    def __init__(self, layer):
+        self.layers = {"all": [layer]}
+
+    def run(self, x):
+        return self.layers["all"][0](x)
+
+
+HOLDERS = {
+    "partial": lambda layer: (functools.partial(lambda f, x: f(x), layer), lambda held, x: held(x)),
+    "keywords": lambda layer: (functools.partial(lambda x, *, f: f(x), f=layer), lambda held, x: held(x)),
+    "dataclass": lambda layer: (Slots(layer, [layer]), lambda held, x: held.others[0](x)),
+    "namespace": lambda layer: (SimpleNamespace(layer=(layer,)), lambda held, x: held.layer[0](x)),
+    "object": lambda layer: (Holder(layer), lambda held, x: held.run(x)),
+    "method": lambda layer: (Holder(layer).run, lambda held, x: held(x)),
+    "frozenset": lambda layer: (frozenset([layer]), lambda held, x: next(iter(held))(x)),
+    "forward": lambda layer: (layer.forward, lambda held, x: held(x)),
+    "closure": lambda layer: (lambda x: layer(x), lambda held, x: held(x)),
+}
+
+
+class HoldsItsLayerTwice(nn.Module):
+    def __init__(self, holder):
+        super().__init__()
+        self.body = nn.Sequential(new(nn.Linear(4, 4)), nn.ReLU())
+        self.held, self.call = HOLDERS[holder](self.body[0])
+
+    def forward(self, x):
+        return self.body[1](self.call(self.held, x))
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_layer_is_replaced_wherever_it_is_held_or_not_fused(holder, caplog):
+    model, x = HoldsItsLayerTwice(holder), torch.randn(5, 4)
+    expected = model(x)
+    wnfused.convert(model)
+    torch.testing.assert_close(model(x), expected)
+    reached = holder not in ("forward", "closure")
+    assert model.body[0].activation == ("relu" if reached else None)
+    if holder == "dataclass":
+        assert model.held.first is model.body[0]
+    if holder == "forward":
+        assert model.held.__self__ is model.body[0]
+    assert type(model.body[1]) is (FusedActivation if reached else nn.ReLU)
+    assert ("body.0: the layer that it replaced is still called" in caplog.text) == (holder == "closure")
+    torch.testing.assert_close(wnfused.fold(model)(x), expected)

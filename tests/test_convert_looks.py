@@ -4,7 +4,9 @@ import copy
 import logging
 import pickle
 import random
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,35 @@ def test_looking_for_activations_leaves_no_trace():
     assert random.getstate() == before[1]
     assert model.body[0].activation == "relu"
     pickle.dumps(model)
+
+
+class KeepsElsewhere(nn.Module):
+    """Remembers in an object beside it, draws from numpy, and is watched by hooks on what holds its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(new(nn.Linear(4, 4)), nn.ReLU())
+        self.memory, self.seen = SimpleNamespace(last=None), []
+        self.body.register_forward_hook(lambda module, inputs, output: self.seen.append(output))
+        self.body.register_forward_pre_hook(lambda module, inputs: OUTSIDE.append(inputs))
+
+    def forward(self, x):
+        self.memory.last = x
+        return self.body(x) * numpy.random.rand()  # noqa: NPY002  # the state that users share
+
+
+OUTSIDE = []
+
+
+def test_the_look_is_not_seen_from_outside():
+    model = KeepsElsewhere()
+    before = numpy.random.get_state()[2]  # noqa: NPY002
+    wnfused.convert(model)
+    assert model.body[0].activation == "relu"
+    assert (model.memory.last, model.seen, OUTSIDE) == (None, [], [])
+    assert numpy.random.get_state()[2] == before  # noqa: NPY002
+    model(torch.randn(2, 4))
+    assert len(model.seen) == len(OUTSIDE) == 1
 
 
 def test_a_model_that_cannot_be_traced_is_converted_without_fusing(caplog):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from wnfused._modules import class_of
+from wnfused._reachable import replace_in
 from wnfused.nn import (
     WeightNormalised,
     WNConv1d,
@@ -158,46 +158,21 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Puts every replacement wherever its module stands: shared modules in all places, plain lists and dicts too."""
-    seen: set[int] = set()
-    for parent in list(model.modules()):
+    """Puts every replacement wherever its module stands: as a child in all places, and in what attributes reach."""
+    if not replaced:
+        return model
+    parents = list(model.modules())
+    own = [own_attributes(parent) for parent in parents]
+    replace_in(own, replaced)
+    for parent, attributes in zip(parents, own, strict=True):
+        parent.__dict__.update(attributes)
         for name, child in parent._modules.items():
             if child in replaced:
                 parent._modules[name] = replaced[child]
-        for name, value in own_attributes(parent).items():
-            parent.__dict__[name] = _replaced_in(value, replaced, seen)
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None and isinstance(parent, dynamo.OptimizedModule):
             parent._initialize()  # it calls the module it was built around, whatever its children are
     return replaced.get(model, model)
-
-
-def _replaced_in(value: Any, replaced: dict[nn.Module, nn.Module], seen: set[int]) -> Any:
-    """A plain container of modules with the replacements in it; all but tuples change in place, each once."""
-    if isinstance(value, nn.Module):
-        return replaced.get(value, value)
-    if not isinstance(value, (list, deque, dict, set, tuple)) or id(value) in seen:
-        return value
-    seen.add(id(value))
-    if isinstance(value, (list, deque)):
-        for i, item in enumerate(value):
-            value[i] = _replaced_in(item, replaced, seen)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            value[key] = _replaced_in(item, replaced, seen)
-        if any(isinstance(key, nn.Module) and key in replaced for key in value):
-            items = [(replaced.get(key, key), item) for key, item in value.items()]  # in their order
-            value.clear()
-            for key, item in items:
-                value[key] = item
-    elif isinstance(value, set):
-        for item in [item for item in value if item in replaced]:
-            value.remove(item)
-            value.add(replaced[item])
-    elif type(value) is tuple or hasattr(value, "_fields"):
-        items = [_replaced_in(item, replaced, seen) for item in value]
-        return tuple(items) if type(value) is tuple else type(value)(*items)
-    return value
 
 
 def shown(name: str) -> str:

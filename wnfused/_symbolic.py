@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import operator
 import random
+import sys
 import warnings
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from wnfused._reachable import Container, containers
 
 WRITES = "writes"
 """In the ``meta`` of a node: it is ``a += b`` or another such statement, of which torch's own trace shows ``a + b``."""
@@ -57,9 +60,10 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
     """
     with warnings.catch_warnings(), _untouched(model):
         warnings.simplefilter("ignore")
-        if training is not None:
-            for module in model.modules():
-                module.training = training
+        for module in model.modules():
+            # Hooks may keep what they see, outside of the model.
+            module.__dict__.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
+            module.training = module.training if training is None else training
         if "forward" in vars(model):  # torch.fx runs the class's
             raise TypeError("forward was replaced on the model itself, and cannot be traced")
         return _Tracer(leaves).trace(model)
@@ -76,15 +80,12 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     tables = ("_parameters", "_buffers", "_modules")
     before = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in model.modules()]
     data = [(p, p.data) for p in model.parameters() if type(p) is nn.Parameter and not is_lazy(p)]
-    seen: set[int] = set()
-    contents = [pair for _, attributes, _ in before for pair in _contents(list(attributes.values()), seen)]
-    generators = [
-        (value, value.get_state())
-        for _, attributes, _ in before
-        for value in attributes.values()
-        if isinstance(value, torch.Generator)
-    ]
-    state = random.getstate()
+    held = containers([attributes for _, attributes, _ in before])
+    contents = [(container, _content(container)) for container in held]
+    parts = (part for _, content in contents for part in content)
+    generators = [(part, part.get_state()) for part in parts if isinstance(part, torch.Generator)]
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    state_of_numpy = None if numpy is None else numpy.random.get_state()
     writes = _Writes()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -92,13 +93,10 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 yield
         finally:
             random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(state_of_numpy)
             for container, content in contents:
-                container.clear()
-                if isinstance(container, dict):
-                    for key, value in content:
-                        container[key] = value
-                else:
-                    (container.update if isinstance(container, set) else container.extend)(content)
+                _put_back(container, content)
             for generator, then in generators:
                 generator.set_state(then)
             for module, attributes, kept in before:
@@ -113,16 +111,22 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             writes.undo()
 
 
-def _contents(values: list[Any], seen: set[int]) -> Iterator[tuple[Any, list[Any]]]:
-    """Every container among the values, and in these, with what is in it."""
-    for value in values:
-        if not isinstance(value, (list, deque, dict, set, tuple)) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        inside = list(value.items()) if isinstance(value, dict) else list(value)
-        if not isinstance(value, tuple):
-            yield value, inside
-        yield from _contents([item for _, item in inside] if isinstance(value, dict) else inside, seen)
+def _content(container: Container) -> list[Any]:
+    """What is in a container; of a dict, the keys and the values by turns."""
+    return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
+
+
+def _put_back(container: Container, content: list[Any]) -> None:
+    """Fills a container with what was in it; another thread may look into one that has not changed."""
+    now = _content(container)
+    if len(now) == len(content) and all(map(operator.is_, now, content)):
+        return
+    container.clear()
+    if isinstance(container, dict):
+        for key, value in zip(content[::2], content[1::2], strict=True):
+            container[key] = value
+    else:
+        (container.update if isinstance(container, set) else container.extend)(content)
 
 
 class _Writes(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import fx, nn
 
@@ -60,6 +60,13 @@ def fusable_activations(model: nn.Module, logger: logging.Logger) -> dict[nn.Mod
     if not all(runs):  # a mode that does not trace may do anything
         return {}
     return {layer: activation for layer, activation in neighbours if _stay_together(layer, activation, runs)}
+
+
+def not_called(model: nn.Module, layers: Collection[nn.Module], logger: logging.Logger) -> set[nn.Module]:
+    """Those of a model's layers that no trace sees called; all of them where the model does not trace."""
+    runs = [calls(model, logger, "activations are not fused", training) for training in (True, False)]
+    seen = set[nn.Module]().union(*runs) if all(runs) else set[nn.Module]()
+    return set(layers) - seen
 
 
 def _stay_together(layer: nn.Module, activation: nn.Module, runs: list[dict[nn.Module, list[fx.Node]]]) -> bool:

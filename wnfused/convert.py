@@ -29,7 +29,7 @@ from wnfused._surgery import (
     static_methods,
     twin,
 )  # fmt: skip
-from wnfused._tracing import fusable_activations
+from wnfused._tracing import fusable_activations, not_called
 from wnfused.nn import PlainResidualBlock, WeightNormalised
 from wnfused.nn._layer import row_norm, with_directions
 from wnfused.nn.plain import WITH_RESIDUAL, apply_activation, detach_activation
@@ -133,18 +133,30 @@ def convert(
     fusable = fusable_activations(model, logger) if fuse_activation else {}
     gains: dict[tuple[int, int | None], nn.Parameter] = {}
     replaced: dict[nn.Module, nn.Module] = {}
+    fused: dict[nn.Module, FusedActivation] = {}
     for name, module in named(model):
         if module in candidates:
             layer = _weight_normalised(module, candidates[module], gains)
             activation = fusable.get(module)
             if activation is not None:
                 _set_activation(layer, activation)
-                replaced[activation] = FusedActivation(activation, layer)
+                replaced[activation] = fused[layer] = FusedActivation(activation, layer)
             replaced[module] = layer
             logger.info("%s: now %s", name, layer)
     converted = replace(model, replaced)
     _note_sequences(converted)
+    _part_where_lost(converted, fused)
     return converted
+
+
+def _part_where_lost(model: nn.Module, fused: dict[nn.Module, FusedActivation]) -> None:
+    """Gives back the activation of a layer that is called where its replacement could not be put: in a closure, say."""
+    lost = not_called(model, fused, logger) if fused else set()
+    for name, layer in named(model) if lost else ():
+        if layer in lost:
+            layer.activation = None  # type: ignore[assignment]
+            logger.warning("%s: the layer that it replaced is still called, from where convert cannot see it", name)
+    replace(model, {fused[layer]: fused[layer].activation for layer in lost})
 
 
 def _note_sequences(model: nn.Module) -> None:
