@@ -73,7 +73,7 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
     const std::vector<int64_t>& dilation, const std::vector<int64_t>& output_padding, int64_t groups,
     int64_t activation, double slope);
 
-// .. of a convolution with a weight that is given as it is: y; dx, dw, dbias, dz.
+// The same of a convolution with a weight that is given as it is: y; dx, dw, dbias, dz.
 Gradient plain_conv(
     const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,

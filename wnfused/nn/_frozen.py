@@ -1,4 +1,4 @@
-"""What layers run inside ``wnfused.frozen``, in their own place: each takes the input and the residual."""
+"""What layers run in their place inside ``wnfused.frozen``: each takes the input and the residual."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wnfused.ops.kept import kept_conv, kept_kernel
 
 
 class Plain(nn.Module):
-    """A plain torch layer, and what the weight-normalised one does behind its product."""
+    """A plain torch layer, and what the weight-normalised one does after its product."""
 
     def __init__(self, plain: nn.Module, activation: str | None, negative_slope: float) -> None:
         super().__init__()

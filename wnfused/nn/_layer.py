@@ -237,7 +237,7 @@ class WeightNormalised(nn.Module):
             return False
         if input.device != form.made_for[1] or not _goes_with(input, form.made_for[0]):
             return False
-        # A vectorised plain layer of torch is not autocast.
+        # Under vmap torch does not autocast a plain layer.
         vectorised = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
         if vectorised and autocast_is_on(input.device.type):
             return False

@@ -135,8 +135,8 @@ class WNResidualStage(nn.Module):
         device, dtype: of the parameters, as in ``nn.Conv2d``; float32, float64, float16 or bfloat16.
 
     Parameters: ``weight_v [B', 2, C, C, 3, 3]``, ``weight_g`` and ``bias [B', 2, C]``. Elementwise optimisers see no
-    difference to separate blocks; rules that look at a whole tensor (LARS, LAMB, Muon, freezing a block, ``ndim``
-    rules) do, and ``unstack`` is the way round.
+    difference from separate blocks; rules that look at a whole tensor (LARS, LAMB, Muon, freezing a block, ``ndim``
+    rules) do, and ``unstack`` is the way around that.
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work, its value and what is right.
@@ -250,7 +250,7 @@ class WNResidualStage(nn.Module):
 
 @contextlib.contextmanager
 def run_as(stage: WNResidualStage, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While this holds, a call of the stage runs ``forward``: its blocks one by one, for who must see each of them."""
+    """While this holds, a call of the stage runs ``forward``: its blocks one by one, for whoever must see each."""
     # An attribute of the instance hides the method of its class.
     stage.__dict__["forward"] = forward
     try:

@@ -72,7 +72,7 @@ def matches(name: str, tensor: Tensor, x: Tensor, other: str = "x") -> None:
 
 
 def directions(v: Tensor, x: Tensor) -> None:
-    """As ``matches``; it is ``x`` that does not fit, since of a layer ``v`` is nothing that the caller gave."""
+    """As ``matches``, but errors are about ``x``: a layer's ``v`` is not something that its caller gave."""
     if isinstance(v, Tensor) and v.dtype == x.dtype and v.device == x.device:
         return
     floating("v", v)

@@ -1,6 +1,6 @@
 // Where the convolutions of a phase find their weights.
 //
-//   shared  items of the phase before packed the bank, for all workers, while the other convolution's was in use
+//   shared  the phase before packed the bank, for all workers, while the other convolution's was in use
 //   own     each worker packs the bank, or the group of output blocks that it works on, for itself, when it first needs
 //           it: always into the same memory, which no other core has ever touched
 //
@@ -42,7 +42,7 @@ class Banks {
     return own_;
   }
 
-  // The backward of a convolution has another bank than its forward.
+  // The backward of a convolution multiplies by a bank of its own.
   void forget() { convolution_ = -1; }
 
  private:

@@ -36,13 +36,13 @@ struct Division {
   // slice of the maps: whichever is more memory stays in that worker's cache.
   bool weights_stay;
   bool weights_dominate;  // the bank is far more memory than the map: they stay where there are several workers
-  // Every worker packs banks of its own (banks.h); in how many parts the items of one worker fetch v ahead.
+  // Whether every worker packs banks of its own (banks.h); its items fetch v ahead in so many parts.
   bool own_banks;
   int64_t fetch_parts;
   // A worker's bank has room for the blocks of one group alone.
   bool narrow_banks;
-  // .. of so few that they never leave its cache: they are packed, read and packed over. A chunk's panel stays for all
-  // groups.
+  // These are so few that they never leave its cache: they are packed, read and overwritten by the next group's. A
+  // chunk's panel stays for all groups.
   bool by_groups;
   // A convolution: chunks of panel rows x groups of output blocks.
   int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
@@ -102,8 +102,8 @@ void divide_convolution(const Work& work, const Chunks& chunks_of, Division& div
   choose_banks(work.output_blocks, work.workers, division);
 }
 
-// Banks of workers that each pack some blocks alone have room for those: of all of them, and of many workers, they would
-// be gigabytes.
+// Where each worker packs only some of the blocks, its bank has room for those alone: with room for all blocks, the
+// banks of many workers would take gigabytes.
 template <class G>
 void narrow_banks(G& geometry) {
   if (!geometry.divides_banks() || !geometry.own_banks) return;
@@ -111,8 +111,8 @@ void narrow_banks(G& geometry) {
   geometry.narrow_banks = true;
 }
 
-// Groups of at least so many blocks of a layer whose workers' banks are larger than their caches, so that each is packed,
-// read and packed over there. False, and nothing is changed, where they fit.
+// Divides a layer whose banks are larger than a worker's cache into groups of at least `least` blocks, so that each is
+// packed, read and overwritten there. False, and nothing is changed, where the banks fit.
 template <class G>
 bool divide_groups(int64_t least, G& geometry) {
   constexpr int64_t kCache = 3 << 16;  // floats

@@ -69,7 +69,7 @@ void fetch_row(const Job& job, int64_t index, int64_t floats) {
       prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
 }
 
-// dv, dg and, where it is there, dbias of one output block, from dW of its rows, which stand in `gradients`. The first
+// dv, dg and, unless it is null, dbias of one output block, from dW of its rows, which are in `gradients`. The first
 // row has been fetched.
 // `scratch`: 2 rows.
 template <class Job>

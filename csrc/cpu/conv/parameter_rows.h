@@ -65,7 +65,7 @@ WNFUSED_INLINE float row_scale(const Job& job, int64_t row, float norm) {
   return norm != 0.0f ? read(job.g, row) / norm : 0.0f;
 }
 
-// .. of a row whose norm is known.
+// The same scale, of a row whose norm is known.
 template <class Job>
 WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
   return row_scale(job, row, job.norm ? job.norm[row] : 0.0f);

@@ -192,7 +192,7 @@ inline bool gather_tap(const Geometry& geometry, const float* map, int64_t first
 template <int M, Ending kEnding>
 inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
                           int64_t channel_block, int64_t b, const ConvEpilogue<float>& shared_epilogue) {
-  // Copies of its own: the compiler must not fear that the stores change them.
+  // Local copies, so that the compiler need not fear that the stores change them.
   const Geometry geometry = shared_geometry;
   const ConvEpilogue<float> epilogue = shared_epilogue;
   const int64_t plane_stride = product.plane_stride;
@@ -342,13 +342,13 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   multiply_rows(taps, touching, depth, rows, blocks, col_stride, product.at(0, 0, 0), product.rows * kLanes);
 }
 
-// What a worker's item left in its scratch memory for the next one: the panel of a chunk, or those of a slice. Whatever
-// else writes to that memory must have it forget.
+// What a worker's item left in its scratch memory for the next one: the panel of a chunk, or those of a slice. Whoever
+// else writes to that memory calls forget().
 class LeftPanels {
  public:
   enum class Of { kNothing, kChunk, kSlice };
 
-  // Whether they are there, which they are from now on.
+  // Whether they are there already; from now on they are.
   WNFUSED_INLINE bool hold(Of what, int64_t part) {
     const bool same = of_ == what && part_ == part;
     of_ = what;

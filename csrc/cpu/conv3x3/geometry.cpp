@@ -67,7 +67,7 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
                   rows,                   16,                   workers,             kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels, geometry);
-  // To read panels again from the last level of cache is cheaper than to transform their inputs again for every group.
+  // Reading panels again from the last level of cache is cheaper than transforming their inputs again for every group.
   constexpr int64_t kKeptFloats = 3 << 19;
   const int64_t panels = divide_up(std::min(geometry.wgrad_slice_units, geometry.units), geometry.wgrad_rows);
   const int64_t floats = panels * geometry.wgrad_rows * geometry.planes * geometry.padded_channels;
@@ -78,7 +78,7 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t chan
 }
 
 void pack_by_groups(Geometry& geometry, int64_t workers) {
-  // Floats of a bank that is packed sooner in a worker's cache, and once more for every chunk, than read from further away.
+  // Floats from which packing a bank in a worker's cache, again for every chunk, is faster than reading it from afar.
   constexpr int64_t kFar = 1 << 19;
   const bool takes_panels = geometry.is_winograd() && geometry.level_taps == 1 && geometry.units > 0;
   const bool wide = geometry.weights_dominate || geometry.bank_size() > kFar;

@@ -45,7 +45,7 @@ int64_t workers_for(const ConvShape& shape) {
   return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
 }
 
-// From x's map to y's, or back; of the op's forward, or its backward.
+// The geometry from x's map to y's, or back, for the op's forward or for its backward.
 template <class G>
 G geometry_of(const ConvLayer& layer, bool back, bool backward) {
   const ConvShape& shape = layer.shape;
@@ -76,8 +76,8 @@ LayerMap dense_map(const ExternalMap& given, const MapShape& shape) {
   return {given, static_cast<float*>(given.data), Access::kInPlace, true};
 }
 
-// From a line of a map to the next, one distance (with_even_lines). A map over one dim has one line, and levels of one row
-// are lines.
+// The distance from one line of a map to the next, the same everywhere (with_even_lines). A map over one dim has one
+// line, and levels of one row are lines.
 int64_t line_stride(const Tensor& t) {
   const int64_t last = t.dim() - 1;
   if (t.dim() == 3) return t.size(last) * t.stride(last);
@@ -111,7 +111,7 @@ int64_t source_size(const Geometry& geometry) { return geometry.map_size(); }
 int64_t source_size(const Pieces& geometry) { return geometry.source.map_size(); }
 int64_t source_size(const Window& window) { return window.padded_size(); }
 
-// Takes a map that would be copied for its ragged channels alone.
+// Uses a map in place that would be copied only because its channels are not whole blocks.
 void take_in_place(LayerMap& map) {
   map.own = static_cast<float*>(map.given.data);
   map.access = Access::kInPlace;
@@ -145,7 +145,7 @@ void choose_target_access(Window& window, LayerMap& target, LayerMap& residual) 
   residual.access = Access::kPanels;
 }
 
-// .. for the weight gradient, which reads dz, or a transposed layer's x, by whole blocks.
+// The same choice for the weight gradient, which reads dz, or a transposed layer's x, by whole blocks.
 template <class G>
 void choose_gradient_access(G&, bool, LayerMap&) {}
 void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
@@ -160,7 +160,7 @@ void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
 void pack_by_groups(Pieces& geometry, int64_t) { narrow_banks(geometry); }
 void pack_by_groups(Depthwise&, int64_t) {}
 
-// A kept bank, of this layout, has room for all groups, and is every worker's.
+// A kept bank has this layout and room for all groups, and all workers share it.
 template <class G>
 void share_bank(G& geometry, int64_t plane_stride) {
   geometry.own_banks = geometry.narrow_banks = false;
@@ -176,7 +176,7 @@ int64_t packing_of(const Geometry& geometry) { return packing_offset(geometry); 
 // Items that mask pixels hold a run of them.
 int64_t pixel_floats(const MapShape& shape) { return kMapPixels * shape.padded_channels; }
 
-// A worker's bank, and beside its bias which blocks it has packed (depthwise/driver.h).
+// A worker's bank and, behind its bias, a note of which blocks it has packed (depthwise/driver.h).
 void lay_out_banks(Arena& arena, const Depthwise& layer, int64_t workers, int64_t worker_floats, Scratch& scratch) {
   scratch.own_bank_stride = layer.bank_size() + 2 * layer.padded_outputs + kLanes;
   scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
@@ -290,7 +290,7 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   // Not 0 * dy, which is NaN where dy is infinite.
   if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
   job.transposed = geometry_of<G>(layer, true, true);
-  // A transposed layer's is its weight gradient's, too, whose planes hold all blocks.
+  // A transposed layer's geometry serves its weight gradient, too, whose planes hold all blocks.
   if (!layer.transposed) pack_by_groups(job.transposed, workers_for(layer.shape));
   job.dx = map_of(gradients.dx, job.input, layer.matrix);
   job.dy = map_of(dy, job.output, layer.matrix);

@@ -78,7 +78,7 @@ struct KeptFloats {
 };
 KeptFloats kept_floats(const ConvLayer& layer);
 
-// What is filled where it is there. dg and dbias have dv beside them.
+// The gradients to fill; those that are absent or null are left out. dg and dbias come with dv only.
 struct ConvGradients {
   std::optional<torch::stable::Tensor> dx, dv, dz;
   float *dgain, *dbias;

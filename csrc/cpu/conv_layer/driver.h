@@ -23,7 +23,7 @@ inline ConvEpilogue<float> layer_epilogue(const WindowMaps& maps) {
   return epilogue;
 }
 
-// What the phases are made of: of maps copied pixel by pixel ..
+// What the phases are made of, for maps that are copied pixel by pixel.
 template <class Shape>
 struct PlainMapParts {
   using G = Shape;
@@ -34,7 +34,7 @@ struct PlainMapParts {
   }
 };
 
-// .. by the stage's convolution ..
+// The same for the stage's convolution.
 struct WinogradParts : PlainMapParts<Geometry> {
   static int64_t row_floats(const G& geometry) { return geometry.channels * geometry.taps(); }
 
@@ -77,7 +77,7 @@ struct WinogradParts : PlainMapParts<Geometry> {
   }
 };
 
-// .. by pieces of a kernel ..
+// The same for a convolution by pieces of its kernel.
 struct PiecesParts : PlainMapParts<Pieces> {
   static int64_t row_floats(const G& geometry) { return geometry.direct.row_floats(); }
 
@@ -126,7 +126,7 @@ struct PiecesParts : PlainMapParts<Pieces> {
   }
 };
 
-// .. and by a window's, of a layer and of a transposed one.
+// The same for a window, of a layer here and of a transposed one below.
 struct WindowParts {
   using G = Window;
 
@@ -188,7 +188,7 @@ struct TransposedParts : WindowParts {
                          job.scratch.bias_gradient[0], scratch, *job.poisoned);
   }
 
-  // The bias is the outputs', not the rows'.
+  // The bias belongs to the outputs, not to the rows.
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
     const float* bank = job.scratch.gradient[0] + block * job.transposed.block_floats();
     finish_window_gradient(job, job.transposed, block, bank, {}, nullptr, scratch);
@@ -224,7 +224,7 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   });
   if constexpr (Parts::kTransposed) worker.phase({packs}, pack_shared);
 
-  // Who packs alone meets every row once, and so does a group of rows that has one item.
+  // A worker that packs alone meets every row once, as does the only item of a group of rows.
   const bool once = worker.is_alone() || (geometry.weights_stay && geometry.conv_chunks == 1);
   float* packed_norm = once ? job.norm : nullptr;
   LeftPanels left;

@@ -32,7 +32,7 @@ struct TileSize {
 
 TileSize tile_size(const ConvShape& shape) {
   // A copy of so many pixels and blocks stays in a second-level cache, and a tile of so many pixels costs no more than
-  // it must. What a tile reads around itself is no more than itself, along a row a quarter. Blocks beside each other are
+  // it must. What a tile reads around itself is at most as large, along a row a quarter. Blocks beside each other are
   // lines of memory beside each other, which a processor fetches ahead.
   constexpr int64_t kCopy = 4096, kTilePixels = 512, kRowPixels = 128;
   const Triple size = shape.output_size(), reach = reach_of(shape);

@@ -38,9 +38,9 @@ struct Depthwise : Window {
   int64_t tile_count() const { return target.images * tiles.product(); }
   int64_t conv_items() const { return tile_count() * groups_of_blocks; }
   int64_t wgrad_items() const { return wgrad_slices * groups_of_blocks; }
-  // Of a map's pixels: the tile's own.
+  // The pixels of a map that are the tile's own.
   Region tile(const MapShape& map, int64_t index) const;
-  // Of the source's pixels: what a region of the target reads, of rows only those that are there.
+  // The pixels of the source that a region of the target reads; of the rows only those that exist.
   Region reach(const Region& region) const;
 };
 
@@ -54,10 +54,10 @@ bool has_small_tiles(const ConvShape& shape);
 // From x's map to y's, or back.
 Depthwise make_depthwise(const ConvShape& shape, bool back, int64_t pieces);
 
-// Of y's pixels: what tile `index` of the backward reads.
+// The pixels of y that tile `index` of the backward reads.
 Region gradient_region(const Depthwise& forward, const Depthwise& back, int64_t index);
 
-// Pixels of the largest regions that an item holds one block of channels of.
+// Pixels of the largest regions of each map; an item holds one block of their channels.
 struct DepthwiseRoom {
   int64_t x, y, dx;
 };
@@ -65,7 +65,7 @@ struct DepthwiseRoom {
 DepthwiseRoom forward_room(const Depthwise& forward);
 DepthwiseRoom backward_room(const Depthwise& forward, const Depthwise& back);
 
-// Of the line of zeros (scratch.h): regions have zeros of their own.
+// No line of zeros is needed (scratch.h): regions have zeros of their own.
 inline int64_t zeros_floats(const Depthwise&) { return 0; }
 
 }  // namespace wnfused::cpu

@@ -49,7 +49,7 @@ inline void depthwise_forward(const ConvForward<Depthwise>& job, Worker& worker)
   const DepthwiseRoom room = forward_room(layer);
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
   BlockBank bank(layer, job.scratch, worker.index());
-  // Who packs alone meets every row once.
+  // A worker that packs alone meets every row once.
   float* packed_norm = worker.is_alone() ? job.norm : nullptr;
   const int64_t items = layer.conv_items();
   worker.phase({items, count_of(job.norm && !packed_norm, layer.output_blocks)}, [&](int64_t item) {

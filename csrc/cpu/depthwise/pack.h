@@ -10,7 +10,7 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// One number for each row of block `block`; 0 for rows that there are not.
+// One number for each row of block `block`; 0 for rows that do not exist.
 WNFUSED_INLINE Block load_rows(const Parameter& numbers, int64_t channels, int64_t block) {
   return load_part(static_cast<const float*>(numbers.data) + block * kLanes, channels - block * kLanes);
 }
@@ -35,7 +35,7 @@ class Rows16 {
       Block block[kLanes];
       for (int64_t r = 0; r < kLanes; ++r) {
         const int64_t at = (row0_ + r) * taps_ + e;
-        // What a Block holds of the next row is in lanes of taps that there are not.
+        // What a Block holds of the next row is in lanes of taps that do not exist.
         block[r] = r >= rows_ ? zero() : load_part(values + at, channels_ * taps_ - at);
       }
       transpose(block);
@@ -114,7 +114,7 @@ inline Block known_norms(const ConvBackward<Depthwise>& job, int64_t block) {
   return job.norm ? load_rows(norms, job.output.channels, block) : zero();
 }
 
-// .. of the data gradient.
+// The same for the data gradient.
 inline void pack_rows(const ConvBackward<Depthwise>& job, int64_t block, const Bank& bank) {
   const int64_t channels = job.output.channels;
   Rows16 rows(channels, job.geometry.planes, block);
@@ -122,7 +122,7 @@ inline void pack_rows(const ConvBackward<Depthwise>& job, int64_t block, const B
   pack_rows(job.transposed, rows, row_scales(job, block, known_norms(job, block)), block, bank.weights);
 }
 
-// dv, dg and, where it is there, dbias of one block, from the slices' sums.
+// dv, dg and, unless it is null, dbias of one block, from the slices' sums.
 inline void finish_block(const ConvBackward<Depthwise>& job, int64_t block) {
   const Depthwise& layer = job.geometry;
   const int64_t channels = job.output.channels, lane = block * kLanes;

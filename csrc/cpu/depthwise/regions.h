@@ -21,12 +21,12 @@ WNFUSED_INLINE Pixels packed_pixels(float* data, const Region& region) {
   return {data, region.columns.count() * kLanes, kLanes};
 }
 
-// Whether a block of a map is whole and can be read where it is, converted or not ..
+// Whether a block of a map is whole and can be read where it is, converted or not.
 WNFUSED_INLINE bool lies_open(const ExternalMap& map, const MapShape& shape, int64_t block) {
   return interleaved(map) && shape.channels - block * kLanes >= kLanes;
 }
 
-// .. and written, too.
+// Whether it can be written there, too.
 WNFUSED_INLINE bool lies_open_in_floats(const ExternalMap& map, const MapShape& shape, int64_t block) {
   return lies_open(map, shape, block) && !map.bfloat16;
 }

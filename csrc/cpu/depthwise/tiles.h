@@ -61,7 +61,7 @@ inline void depthwise_tile(const RowProducts& row, int64_t first, const RowEnd& 
   if (end.activation == Activation::kRelu) {
     WNFUSED_UNROLL for (int t = 0; t < Count; ++t) sum[t] = relu(sum[t]);
   } else if (end.activation == Activation::kLeakyRelu) {
-    // Of an infinity too.
+    // This is right for an infinity, too.
     WNFUSED_UNROLL for (int t = 0; t < Count; ++t) sum[t] = leaky_mask(sum[t], sum[t], splat(end.slope));
   }
   WNFUSED_UNROLL for (int t = 0; t < Count; ++t) store(target + t * end.target_step, sum[t]);

@@ -35,7 +35,7 @@ WNFUSED_INLINE void with_activation(Activation activation, const Visit& visit) {
   }
 }
 
-// Where the product is scaled already, what is left to an activation alone gives entries of the product or 0.
+// Where the product is scaled already and only an activation is left, the results are entries of the product or 0.
 template <bool kScales, Activation kActivation, class T>
 WNFUSED_INLINE bool epilogue_lines(const Lines& lines, const Epilogue& task, T* z, const T* residual) {
   const Block slope = splat(task.slope);

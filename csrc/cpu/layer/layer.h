@@ -6,8 +6,8 @@
 //      z  [P][C]            "columns": a linear layer, or channels_last with P = N H W; s and b run along a line
 //      z  [N * C][H W]      "planes": NCHW; s and b are one number a line
 //
-// Where no kernel of this library takes the products z, dx and dw (linear_routes.h, conv_layer.h), the vendor's does. Ours
-// is what stands beside them then, each a single pass:
+// Where no kernel of this library takes the products z, dx and dw (linear_routes.h, conv_layer.h), the vendor's do.
+// Then the steps around the products are ours, each a single pass:
 //
 //      norms / scaled       read v            (write w)       before the product
 //      epilogue             read and write z                  in the place of eager's bias and ReLU passes

@@ -205,7 +205,7 @@ WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, int64_t beg
 }
 
 inline void small_linear_backward(const SmallLinearBackward& task, int64_t begin, int64_t end) {
-  // Of an empty batch dx is null too, and of rows without entries dv, whose gain still has a gradient.
+  // For an empty batch dx is null, too; for rows without entries dv is, though their gain still has a gradient.
   if (task.dx && task.dgain) small_gradients<true, true>(task, begin, end);
   else if (task.dx) small_gradients<true, false>(task, begin, end);
   else if (task.dgain) small_gradients<false, true>(task, begin, end);

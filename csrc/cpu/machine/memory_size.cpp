@@ -25,7 +25,7 @@ int64_t machine_size() {
 int64_t memory_size() {
   static const int64_t size = [] {
     int64_t least = machine_size();
-    // Version 2, where "max" is no number, and version 1.
+    // Control groups of version 2, where "max" is no number, and of version 1.
     for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
       int64_t limit = 0;
       if (std::ifstream(path) >> limit && limit > 0) least = std::min(least, limit);

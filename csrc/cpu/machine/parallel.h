@@ -23,7 +23,7 @@ void share_out(int64_t begin, int64_t end, int64_t grain, const Run& run) {
 
 constexpr int64_t kGrain = 32768;  // entries below which a second thread costs more than it brings
 
-// .. over rows of `length` entries, on so many threads as their number is worth.
+// The same over rows of `length` entries, on as many threads as they are worth.
 template <class Run>
 void for_rows(int64_t begin, int64_t end, int64_t length, const Run& run) {
   share_out(begin, end, std::max<int64_t>(kGrain / std::max<int64_t>(length, 1), 1), run);

@@ -225,7 +225,7 @@ Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType
   const int64_t size_of = dtype == ScalarType::Float ? 4 : 2;
   const int64_t floats = (elements * size_of + 3) / 4;
   if (floats < kLargeTensor) return torch::stable::empty(sizes, dtype);
-  // Twice as large a one may serve: gradients of narrow stages find room in maps of wide ones, which are used up by then.
+  // A buffer of up to twice the size will do: gradients of narrow stages fit into maps of wide ones, used up by then.
   std::unique_ptr<Tensor> buffer(tensors.take(floats, 2 * floats));
   if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
   Tensor* owner = buffer.get();
@@ -241,7 +241,7 @@ Tensor lasting_floats(int64_t floats) {
   if (room > kSlabFloats / 2) return empty_floats(floats);
   std::unique_ptr<Slab> slab(filling.exchange(nullptr));
   if (slab && slab->memory.use_count() == 1) {
-    // Whatever the last one's owner did with it is over.
+    // Whatever its last owner did with it must be visible here.
     std::atomic_thread_fence(std::memory_order_acquire);
     slab->used = 0;
   }

@@ -31,16 +31,16 @@ bool suits_groups(const ConvShape& shape) {
   return outputs % kLanes == 0 || (inputs == 4 && outputs == 4 && suits_pieces(shape));
 }
 
-// Of sums over taps, those over three dims that the vendor makes as fast and whose weights' gradient it finds faster
-// (measured on Zen 4: 1.0 and 0.8 to 0.95 of its speed here): stride 1, some channels, more taps than one. A single small
-// volume it unfolds, at a third of that speed.
+// Whether the vendor sums over taps in three dims as fast as these kernels, and finds the weight gradient faster: so it
+// does with stride 1, one group and more taps than one (measured on Zen 4: these kernels have 1.0 and 0.8 to 0.95 of
+// its speed). A single small volume it unfolds, at a third of that speed.
 bool suits_vendor(const ConvShape& shape) {
   constexpr int64_t kUnfolded = 20480;  // channels x levels x rows, torch's own bound
   const bool unfolds = shape.images == 1 && shape.inputs * shape.size.level * shape.size.row <= kUnfolded;
   return !shape.has_one_level() && shape.stride.product() == 1 && shape.taps() > 1 && shape.groups == 1 && !unfolds;
 }
 
-// Of the products at least a sixth must be no padding.
+// At least a sixth of the products must not be padding.
 constexpr int64_t kPadding = 6;
 
 // Whether so many weights of a tap are worth packing for so many rows of products, tiles or pixels. Group by group

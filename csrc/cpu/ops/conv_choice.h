@@ -10,14 +10,14 @@ namespace wnfused::cpu {
 // weights are packed for many calls.
 std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed, bool kept = false);
 
-// Whether the vendor's are faster all the same for a layer that has a method, by its maps. last: y is channels_last;
-// passes: an activation or a residual follows; input: its gradient is asked for.
+// Whether the vendor's kernels are faster all the same for a layer that has a method, to judge by its maps. last: y is
+// channels_last; passes: an activation or a residual follows; input: its gradient is asked for.
 bool is_vendors(const ConvLayer& layer, bool last, bool passes);
 bool is_vendors_backward(const ConvLayer& layer, bool last, bool input);
 
-// .. and for one in bfloat16, which these kernels multiply as float32: whether its products are so many that the vendor's
-// instructions for bfloat16 make up for what a call of the vendor's costs, and for `times` as much; and whether they do
-// beside the method.
+// For a layer in bfloat16, which these kernels multiply as float32: whether it has so many products that the vendor's
+// instructions for bfloat16 make up for `times` what a call of the vendor's costs; and whether the vendor's kernels are
+// then faster than the layer's method.
 bool has_many_bfloat16_products(const ConvShape& shape, int64_t times = 1);
 bool is_vendors_bfloat16(const ConvLayer& layer);
 

@@ -26,16 +26,16 @@ struct Sliding {
 
 void check_window(const Tensor& x, const Tensor& v, const Sliding& at);
 
-// Of a layer's output along dim d; nothing where there is none.
+// The size of a layer's output along dim d; nothing where there is no output.
 std::optional<int64_t> output_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d);
 
-// The layer as conv_layer.h describes one; nothing where that has no word for it.
+// The layer as conv_layer.h describes it; nothing where that cannot describe it.
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Sliding& at);
 
 // A gradient, or an output, of a layer over any number of dims.
 void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at);
 
-// One layer: v with dense rows; gain null for a plain convolution, w = v, which is own's alone. bias may be null.
+// One layer: v with dense rows; gain null for a plain convolution, w = v, which only `own` takes. bias may be null.
 struct ConvCall {
   const Tensor &x, &v;
   const float *gain, *bias;
@@ -49,7 +49,7 @@ inline bool gives_channels_last(const ConvCall& conv) {
   return suggests_channels_last(conv.x) || suggests_channels_last(conv.v);
 }
 
-// What of the gradients is asked for, in the bits of the ops' `needs`.
+// Which gradients are asked for, by the bits of the ops' `needs`.
 struct ConvNeeds {
   bool x, v, bias, residual;
 
@@ -66,7 +66,7 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
 std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
                                                      const float* norms, const ConvNeeds& needs, float* dgain);
 
-// y, and the norms unless the convolution is plain. Nothing where it, or a value that is not finite, is the vendor's.
+// y, and the norms unless the convolution is plain. Nothing where the vendor is faster, or a value is not finite.
 // banks: see kept_banks.h; with them nothing, too, where none is worth keeping.
 std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms,
                                KeptBanks* banks = nullptr);

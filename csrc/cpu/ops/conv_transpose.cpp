@@ -41,7 +41,7 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
                   "conv_transpose: bias must have the dtype of x, or float32");
 }
 
-// The convolution whose data gradient the layer is; nothing where the kernels have no word for it.
+// The convolution whose data gradient the layer is; nothing where the kernels cannot describe it.
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const TransposedSliding& at) {
   if (at.groups != 1 || x.size(1) != v.size(0) || !has_dense_rows(v) || !is_fused_dtype(x) || !is_fused_dtype(v))
     return std::nullopt;
@@ -54,7 +54,7 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Tran
   const Triple output{extent(&Triple::level), extent(&Triple::row), extent(&Triple::column)};
   const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation, 1};
   if (std::min({extra.level, extra.row, extra.column}) < 0 || !shape.is_sound()) return std::nullopt;
-  // An output_padding of a stride or more has rows of y that no pixel of x knows.
+  // An output_padding of a stride or more adds rows of y that no pixel of x reaches.
   return shape.output_size() == input ? std::optional(shape) : std::nullopt;
 }
 

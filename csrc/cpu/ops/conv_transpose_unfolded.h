@@ -28,7 +28,7 @@ bool suits_transposed_unfolding_backward(const ConvShape& shape, bool input, con
 bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,
                              float* norms);
 
-// What is filled where it is there. dgain has dv beside it.
+// The gradients to fill; those that are absent or null are left out. dgain comes with dv only.
 struct TransposedGradients {
   std::optional<Tensor> dx, dv, dz;
   float *dgain, *dbias;

@@ -1,6 +1,6 @@
 // A convolution layer on the vendor's convolution, in the memory format that torch picks for it:
 //
-//      map-heavy layers        w = s v beforehand where there is no pass over z to ride in; else, and
+//      map-heavy layers        w = s v beforehand if no pass over z can take the scale along; else, and
 //      weight-heavy layers     z = conv(x, v), the scale in the epilogue; dx from s dz, dw from dz
 //
 // z [N, C, spatial] is a matrix of lines along C (channels_last) or along the map (NCHW), and each pass of ours works
@@ -17,11 +17,11 @@
 namespace wnfused::cpu {
 namespace {
 
-// Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. In bfloat16
-// where some tap of the kernel reads nothing but padding; over three dims where no window lies within the depth, or the
-// padding there is more than half of it; where groups of one input have several outputs, one column wide, with a stride
-// along it. In float32 over three dims where both hold of the depth, and there is a stride along it. (The same stands
-// in wnfused/_convolution.py, for torch's own functions.)
+// Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. In bfloat16 it
+// does where some tap of the kernel reads nothing but padding; over three dims where no window lies within the depth,
+// or the padding there is more than half of a window; and where groups of one input have several outputs, one column
+// wide, with a stride along it. In float32 it does over three dims where both are true of the depth, and there is a
+// stride along it. (wnfused/_convolution.py asks the same for torch's own functions.)
 bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
   const bool half = is_bfloat16(x), single = x.scalar_type() == ScalarType::Float;
   for (int64_t d = 2; (half || (single && w.dim() == 5)) && d < w.dim(); ++d) {
@@ -45,8 +45,8 @@ bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
   return false;
 }
 
-// The same of the backward alone, in bfloat16: with a single tap and a stride it writes beyond its memory for fewer than
-// 16 inputs; of groups with a dilation dw is wrong.
+// The same for the backward, where more goes wrong in bfloat16: with a single tap, a stride and fewer than 16 inputs it
+// writes beyond its memory; with groups and a dilation dw is wrong.
 bool misleads_vendor_backward(const Tensor& x, const Tensor& w, const Sliding& at, bool weight) {
   if (misleads_vendor(x, w, at)) return true;
   if (!is_bfloat16(x)) return false;
@@ -97,13 +97,13 @@ bool map_heavy(int64_t entries, const Tensor& v) { return entries > v.numel(); }
 
 int64_t output_entries(const ConvCall& conv) {
   int64_t entries = conv.x.size(0) * conv.v.size(0);
-  // Of no output the vendor's error will tell.
+  // If there is no output at all, the vendor raises its own error.
   for (int64_t d = 2; d < conv.v.dim(); ++d) entries *= output_extent(conv.x, conv.v, conv.at, d).value_or(0);
   return entries;
 }
 
-// The scale, and beside it the bias, in a pass over z that is needed anyway; whether all of it is finite. Null for a
-// product that has both.
+// Applies the scale and the bias, null where the product has them already, in the pass over z that is needed anyway.
+// Returns whether all of z is finite.
 bool finish(const ConvCall& conv, const Tensor& y, const std::optional<Tensor>& residual_given, const float* scale,
             const float* added) {
   const Tensor z = in_lines(y);

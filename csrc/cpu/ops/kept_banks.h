@@ -1,6 +1,6 @@
-// Weights that do not change for a while, packed once: a forward of conv_layer.h takes its bank from here, and packs one
-// only where there is none of the method that it goes by. What method that is depends on x's size, so a layer may have
-// several.
+// Weights that do not change for a while, packed once: a forward of conv_layer.h takes its bank from here, and packs
+// one only where there is none for its method. Which method that is depends on x's size, so a layer may have several
+// banks.
 #pragma once
 
 #include <vector>
@@ -15,8 +15,8 @@ struct KeptBanks {
   std::optional<torch::stable::Tensor> added;
 };
 
-// Whether what was packed is read sooner than packed again, in a network whose banks come from memory (bench/NOTES.md):
-// smaller banks are packed into a cache, where they are read.
+// Whether reading a kept bank is faster than packing it again, in a network whose banks come from memory
+// (bench/NOTES.md): smaller banks are packed into a cache, and read there.
 bool is_worth_keeping(const ConvShape& shape, Method method);
 
 // run_conv_layer; banks may be null, and are where nothing is worth keeping. With them the norms are filled only where a

@@ -14,7 +14,7 @@ ConvShape pixels_of(const LinearShape& shape) {
 
 }  // namespace
 
-// Measured beside the products of AVX-512 (bench/NOTES.md): entries of v that a row of x pays the packing of.
+// Measured beside the products of AVX-512 (bench/NOTES.md): how many entries of v one row of x makes worth packing.
 bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products,
                 bool backward) {
   constexpr int64_t kForward = 512, kBackward = 160;

@@ -12,19 +12,19 @@ namespace {
 constexpr int64_t kAlone = int64_t{1} << 18;  // multiply-adds below which a second worker costs more than it brings
 constexpr int64_t kGradientFloats = int64_t{1} << 17;  // of dw that an item should hold
 constexpr int64_t kOwnFloats = int64_t{1} << 18;  // of a packed x that each worker keeps for itself
-constexpr int64_t kPackedFloats = int64_t{1} << 21;  // .. and of the part of x that it packs forward
+constexpr int64_t kPackedFloats = int64_t{1} << 21;  // of the part of x that a worker packs in the forward
 
 int64_t workers_for(const LinearShape& shape) {
   return shape.rows * shape.inner * shape.features < kAlone ? 1 : worker_limit();
 }
 
-// As few parts of at most `most` blocks as each of `sharers` can have the same number of.
+// The fewest parts of at most `most` blocks of which every one of `sharers` gets the same number.
 Cut cut(int64_t entries, int64_t most, int64_t sharers) {
   const int64_t count = divide_up(entries, kLanes);
   return {count, std::min(count, divide_up(divide_up(count, most), sharers) * sharers)};
 }
 
-// How the forward is shared out. To divide the rows of x has every worker pack all of v, to divide those of v all of x.
+// How the forward is shared out. If the rows of x are divided, every worker packs all of v; if those of v, all of x.
 struct Shares {
   Cut groups, row_blocks;
   int64_t cost;  // of a worker for each entry of a row, in multiply-adds

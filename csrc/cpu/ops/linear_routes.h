@@ -38,7 +38,7 @@ struct LinearCall {
   bool is_half() const { return is_bfloat16(x); }
 };
 
-// Where dx or dv is there, it is filled, and dgain beside dv. dz is that of a layer without activation.
+// dx and dv are filled unless they are absent, dgain together with dv. dz is that of a layer without activation.
 struct LinearGradient {
   LinearShape shape;
   Tensor x, v;
@@ -54,8 +54,8 @@ const LinearKernels* products_for(const LinearShape& shape, const Tensor& x);
 
 void run_linear(const LinearCall& call);
 
-// From dy and, with an activation, y: what `call` asks for, and dbias where it is not null. Returns dz where that is kept
-// and no other than dy.
+// From dy and, with an activation, y: what `call` asks for, and dbias unless it is null. Returns dz if it is to be kept
+// and is not simply dy.
 std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y,
                                           Activation activation, float slope, bool keep_dz, float* dbias);
 
@@ -74,8 +74,8 @@ void linear_by_products_backward(const LinearKernels& kernels, const LinearGradi
 bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products,
                 bool backward);
 
-// Of the gradients, dz is filled where it is there, dbias beside dv. False if a value that is not finite was met: then
-// nothing of it counts.
+// Both return false if they met a value that is not finite: then nothing of it counts. The backward fills dz unless it
+// is absent, and dbias together with dv.
 bool linear_by_pixels(const LinearCall& call);
 bool linear_by_pixels_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activation activation,
                                float slope, const std::optional<Tensor>& dz, float* dbias);

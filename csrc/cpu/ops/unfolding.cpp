@@ -11,7 +11,7 @@
 namespace wnfused::cpu {
 namespace {
 
-// Along one dim: of a pixel's window the taps [first, last) that meet the map, and where tap 0 would, in entries of it.
+// Along one dim: the taps [first, last) of a pixel's window that meet the map, and at which entry of it tap 0 would be.
 struct TapRange {
   int64_t place, first, last;
 };

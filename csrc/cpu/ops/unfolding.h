@@ -43,7 +43,7 @@ struct Order {
 
 constexpr Order kPixels{1, 1};  // of rows with one tap
 
-// .. of the rows of v, NCHW or channels_last.
+// The order of the rows of v, NCHW or channels_last.
 inline Order order_of(const Tensor& v, int64_t taps) {
   return v.is_contiguous() ? Order{taps, 1} : Order{1, v.size(1)};
 }
@@ -65,9 +65,9 @@ void fold(const Tensor& rows, const ConvShape& shape, const Order& order, const 
 // The pixels of a map as rows.
 Tensor rows_of(const Tensor& map);
 
-// Of a dense tensor in float32.
+// Whether all entries of a dense tensor in float32 are finite.
 bool all_finite(const Tensor& t);
-// Of the weights' rows: norms, and what scales them.
+// The same of the norms of the weights' rows, and of what scales them.
 bool all_finite(const float* gain, const float* norms, int64_t rows);
 
 }  // namespace wnfused::cpu

@@ -62,7 +62,7 @@ bool has_pieces(const ConvShape& shape) {
          reaches_map(&Triple::row) && reaches_map(&Triple::column) && !shape.has_thin_input();
 }
 
-// Of a layer's outputs and taps along one dim, stride 1: how many pairs meet the map.
+// How many pairs of an output and a tap of a layer meet the map, along one dim with stride 1.
 int64_t meetings(const ConvShape& shape, const Triple& outputs, int64_t Triple::*at) {
   int64_t count = 0;
   for (int64_t k = 0; k < shape.kernel.*at; ++k) {

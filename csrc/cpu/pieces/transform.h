@@ -40,7 +40,7 @@ class ThreePairs {
     constexpr float sum() const { return of(0) + of(1) + of(2); }
     constexpr float pairs() const { return of(0) * of(1) + of(1) * of(2) + of(2) * of(0); }
     constexpr float product() const { return of(0) * of(1) * of(2); }
-    // .. of the two others.
+    // The same of the two other points.
     constexpr float other_sum(int i) const { return of((i + 1) % kPairs) + of((i + 2) % kPairs); }
     constexpr float other_product(int i) const { return of((i + 1) % kPairs) * of((i + 2) % kPairs); }
     // 1 / product of the differences to the other points, but for 0, whose factor is the point itself.

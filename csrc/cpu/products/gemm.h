@@ -50,13 +50,13 @@ struct Singles {
     return WNFUSED_ISA::multiply_add(a, b, sum);
   }
 
-  // 16 units along the depth of a run that lies along it ..
+  // 16 units along the depth, of a run that lies along it.
   template <class T>
   WNFUSED_INLINE static Block along(const Runs<T>& runs, int64_t run, int64_t unit) {
     return runs.entries(run, unit);
   }
 
-  // .. and of runs that lie across it, the unit at 16 places.
+  // One unit at 16 places, of runs that lie across the depth.
   template <class T>
   WNFUSED_INLINE static Block across(const Runs<T>& runs, int64_t unit, int64_t at) {
     return runs.entries(unit, at);

@@ -7,8 +7,8 @@
 //                \__ broadcast a_k  x  vector w_k  ->  accumulator [r][col]
 //
 //   AVX-512 holds 8 rows x 2 blocks (16 of 32 registers, 10 loads to 16 multiply-adds) or 16 x 1; AVX2 4 x 1 (a block
-//   is two registers there: 8 accumulators of 16); portable 128-bit vectors 2 x 1 (8 of 16). What a panel has over is
-//   done by 4 rows (portable 2) at a time, since a single small image fills no more.
+//   is two registers there: 8 accumulators of 16); portable 128-bit vectors 2 x 1 (8 of 16). The last rows of a panel
+//   are taken 4 (portable 2) at a time, since a single small image fills no more.
 //
 // outer_tile: panel transposed times gradient rows (weight gradient); the accumulators stay in registers over a panel
 //

@@ -24,15 +24,15 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// v of one convolution, if there is such a one.
+// v of one convolution; empty if there is no convolution of that number.
 WNFUSED_INLINE Upcoming weights_of(const Parameter& v, const Geometry& geometry, int64_t convolution) {
   if (convolution < 0 || convolution >= 2 * geometry.blocks) return {static_cast<const char*>(v.data), 0};
   const int64_t bytes = geometry.channels * geometry.channels * kTaps * (v.bfloat16 ? 2 : 4);
   return {static_cast<const char*>(v.data) + convolution * bytes, bytes};
 }
 
-// The part of v that item `item` of convolution `convolution` fetches ahead, `step` (1 or -1) being the way the walk
-// goes: of the convolution that is packed in the phase after this one, all of it for every worker that packs it all.
+// The part of v that item `item` of convolution `convolution` fetches ahead: v of the convolution that is packed in the
+// next phase, in full by every worker that packs it in full. `step`, 1 or -1, is the direction of the walk.
 WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution,
                                          int64_t step, int64_t item) {
   if (geometry.by_groups) return {nullptr, 0};  // v is more than a cache holds

@@ -22,8 +22,8 @@ struct Upcoming {
   }
 };
 
-// What no cache near may have: parameters and, of a backward, a saved map, which the next phase reads; and the bank of this
-// one, if it was packed by an earlier call.
+// What may be in none of the nearer caches: parameters and, in a backward, a saved map, which the next phase reads; and
+// the bank of this phase, if it was packed by an earlier call.
 struct Ahead {
   Upcoming weights, map;
   bool bank = false;
@@ -38,7 +38,7 @@ struct Ahead {
   }
 };
 
-// As the only core's that has it. Processors without the instruction do nothing.
+// Fetches a line for this core alone. Processors without the instruction do nothing.
 WNFUSED_INLINE void prefetch_for_writing(const void* line) {
 #if defined(__x86_64__)
   __asm__ __volatile__("prefetchw %0" : : "m"(*static_cast<const char*>(line)));

@@ -185,7 +185,7 @@ WNFUSED_INLINE void store(uint16_t* target, const Block& block) {
   }
 }
 
-// .. of numbers that are bfloat16 already.
+// The same for numbers that are bfloat16 already.
 WNFUSED_INLINE void store_exact(uint16_t* target, const Block& block) {
   WNFUSED_FOR_PARTS {
     const NativeHalf half = __builtin_convertvector((NativeBits)block.part[i] >> 16, NativeHalf);

@@ -168,7 +168,7 @@ struct PanelEnd {
   Block poison;  // 0 while everything is finite, before its activation
 };
 
-// Any number of floats, not many.
+// Copies any number of floats, as long as they are few.
 inline void put_floats(float* target, const float* source, int64_t count) {
   for (; count >= kLanes; count -= kLanes, target += kLanes, source += kLanes) store(target, load(source));
   copy_lanes(target, source, count);

@@ -55,7 +55,7 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
   }
 }
 
-// .. by the scales of rows whose norms are known.
+// The same, by the scales of rows whose norms are known.
 template <class Job>
 void pack_known_window(const Job& job, const Window& window, int64_t outputs, int64_t output_block, float* target) {
   Block scale[kLanes];
@@ -118,7 +118,7 @@ WNFUSED_INLINE Block load_entry(const Window& window, int64_t output_block, cons
   return load(values);
 }
 
-// dv, dg and, where it is there, dbias of one output block, whose part of the first slice's bank begins at `bank`.
+// dv, dg and, unless it is null, dbias of one output block, whose part of the first slice's bank begins at `bank`.
 // window: the one whose weight gradient it is. `scratch`: kFinishRows rows of whole Blocks.
 template <class Job>
 void finish_window_gradient(const Job& job, const Window& window, int64_t output_block, const float* bank,

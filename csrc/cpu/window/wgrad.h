@@ -10,7 +10,7 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Which inputs of row t a tile sums up, and their place in the bank: a run of channels ..
+// Which inputs of row t a tile sums up, and their place in the bank: a run of channels.
 struct ChannelRun {
   const float* const* rows;
   int64_t first;
@@ -20,7 +20,7 @@ struct ChannelRun {
   float* place(int i) const { return bank + i * kLanes; }
 };
 
-// .. or any entries of any taps. What fills up a tile is the last one again, whose place gets the same sum.
+// The same for any entries of any taps. The last one fills up the tile: its place gets the same sum again.
 struct Entries {
   const float* const* rows[kPairRows];
   int64_t first[kPairRows];
@@ -86,7 +86,7 @@ WNFUSED_INLINE MetRows rows_that_meet(const Window& window, const PanelGradient&
   return {places, gradients, offset, count};
 }
 
-// Adds a panel to the bank of its output blocks, tap by tap ..
+// Adds a panel to the bank of its output blocks, tap by tap.
 inline void add_panel(const Window& window, const PanelGradient& panel, float* bank) {
   const int64_t col_stride = window.block_floats();
   // Nothing is read beyond the channels of a pixel, or of a group, unless there are zeros.
@@ -122,7 +122,7 @@ inline void add_panel(const Window& window, const PanelGradient& panel, float* b
   }
 }
 
-// .. or, where few channels are summed over, so many entries at a time, of whatever taps.
+// The same where few channels are summed over: a tile of entries at a time, of whatever taps.
 inline void add_entries(const Window& window, const PanelGradient& panel, const float* zeros, float* bank) {
   const int64_t col_stride = window.block_floats();
   Entries entries;

@@ -92,8 +92,8 @@ void divide(Window& window, int64_t slice_units, int64_t workers) {
   else divide_gradient(work, units, slice_units, window);
 }
 
-// Puts the taps that a pixel of x at `origin` meets, and every one a stride further, after the first `count`; how many
-// there are then.
+// Puts the taps that a pixel of x at `origin` meets, as does every pixel a stride further, after the first `count`.
+// Returns how many there are then.
 int64_t add_taps(const ConvShape& shape, const Triple& origin, int64_t count, Window& window) {
   const auto moved = [&](int64_t Triple::*at, int64_t k) {
     return origin.*at + shape.padding.*at - k * (shape.dilation.*at);

@@ -64,7 +64,7 @@ struct ConvShape {
   }
   // Whether it is a convolution at all: only then it has an output_size().
   bool is_sound() const;
-  // .. one within the bounds of a Window.
+  // Whether a Window has room for its taps and its stride.
   bool fits_window() const;
   Triple output_size() const;
 };
@@ -146,12 +146,12 @@ struct Window : Division {
     const Triple at{within / source_size.row, within % source_size.row, column};
     return image * padded_pixels() + padded_offset(at);
   }
-  // From the first pixel of an image, or from a unit's to a tap's.
+  // Pixels from the first one of an image, or from a unit's to a tap's.
   int64_t padded_offset(const Triple& at) const { return from(before, at); }
   int64_t tap_offset(const Tap& tap) const { return from({0, 0, 0}, {tap.level, tap.row, tap.column}); }
-  // Units are the target's pixels, in their order.
+  // Whether units are the target's pixels, in their order.
   bool is_run() const { return grid_count == 1 && !by_position; }
-  // .. and those of the source, too.
+  // Whether they are the source's pixels, too.
   bool is_pointwise() const {
     return is_run() && planes == 1 && !leaves_map && source_size == target_size;
   }
