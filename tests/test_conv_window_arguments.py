@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from own_conv import Case, sample, way_of
+from torch import nn
 
 import wnfused
 from wnfused.backends import native
@@ -13,27 +14,28 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(nat
 
 PAIRS = ((wnfused, "WNConv"), (torch.nn, "Conv"))
 
-# A layer's arguments and the size of its input.
+# A torch layer's arguments, some of which our constructors refuse, and the size of its input.
 REFUSED = {
-    "stride 0": (wnfused.WNConv2d, (16, 16, 1, 0), (8, 8)),
-    "kernel beyond the map": (wnfused.WNConv2d, (16, 16, 5, 2), (4, 4)),
-    "kernel beyond the line": (wnfused.WNConv1d, (32, 32, 7, 2), (6,)),
-    "negative padding": (wnfused.WNConv2d, (16, 16, 3, 1, (-1, -1)), (8, 8)),
-    "dilation 0": (wnfused.WNConv2d, (16, 16, 3, 1, 1, 0), (8, 8)),
-    "negative dilation": (wnfused.WNConv2d, (16, 16, 3, 1, 1, -1), (8, 8)),
-    "negative stride": (wnfused.WNConv2d, (16, 16, 3, (-5, -3)), (4, 4)),
-    "three dims, stride 0": (wnfused.WNConv3d, (16, 16, 1, (0, 1, 1)), (4, 4, 4)),
-    "three dims, kernel beyond the levels": (wnfused.WNConv3d, (16, 16, (5, 1, 1)), (4, 4, 4)),
-    "transposed, stride 0": (wnfused.WNConvTranspose2d, (16, 16, 3, 0), (4, 4)),
-    "transposed, negative padding": (wnfused.WNConvTranspose2d, (16, 16, 3, 1, (-1, -1)), (4, 4)),
-    "transposed, dilation 0": (wnfused.WNConvTranspose2d, (16, 16, 3, 1, 0, 0, 1, True, 0), (4, 4)),
-    "transposed, negative output padding": (wnfused.WNConvTranspose2d, (16, 16, 3, 2, 0, (-1, -1)), (1, 1)),
+    "stride 0": (nn.Conv2d, (16, 16, 1, 0), (8, 8)),
+    "kernel beyond the map": (nn.Conv2d, (16, 16, 5, 2), (4, 4)),
+    "kernel beyond the line": (nn.Conv1d, (32, 32, 7, 2), (6,)),
+    "negative padding": (nn.Conv2d, (16, 16, 3, 1, (-1, -1)), (8, 8)),
+    "dilation 0": (nn.Conv2d, (16, 16, 3, 1, 1, 0), (8, 8)),
+    "negative dilation": (nn.Conv2d, (16, 16, 3, 1, 1, -1), (8, 8)),
+    "negative stride": (nn.Conv2d, (16, 16, 3, (-5, -3)), (4, 4)),
+    "three dims, stride 0": (nn.Conv3d, (16, 16, 1, (0, 1, 1)), (4, 4, 4)),
+    "three dims, kernel beyond the levels": (nn.Conv3d, (16, 16, (5, 1, 1)), (4, 4, 4)),
+    "transposed, stride 0": (nn.ConvTranspose2d, (16, 16, 3, 0), (4, 4)),
+    "transposed, negative padding": (nn.ConvTranspose2d, (16, 16, 3, 1, (-1, -1)), (4, 4)),
+    "transposed, dilation 0": (nn.ConvTranspose2d, (16, 16, 3, 1, 0, 0, 1, True, 0), (4, 4)),
+    "transposed, negative output padding": (nn.ConvTranspose2d, (16, 16, 3, 2, 0, (-1, -1)), (1, 1)),
 }
 
 
 @pytest.mark.parametrize(("kind", "arguments", "size"), REFUSED.values(), ids=REFUSED)
 def test_what_torch_refuses_is_refused(kind, arguments, size):
-    layer = kind(*arguments)
+    layer = wnfused.convert(kind(*arguments), plain=True)
+    assert isinstance(layer, wnfused.nn.WeightNormalised)
     with pytest.raises((RuntimeError, ValueError)):
         layer(torch.randn(1, arguments[0], *size))
     with wnfused.frozen(layer):  # which asks for the method too
