@@ -419,6 +419,30 @@ def test_a_regularised_network_becomes_orthogonal():
     assert regularizer.loss(model) < 1e-4
 
 
+NAN = torch.full((2, 2), math.nan)
+
+
+def of_nan():
+    layer = nn.Linear(2, 2)
+    nn.init.constant_(layer.weight, math.nan)
+    return layer
+
+
+@pytest.mark.parametrize("retraction", [qr_retraction, polar_retraction])
+def test_retractions_where_numbers_cannot_be_seen(retraction):
+    w = drawn((6, 3, 5))
+    compiled = torch.compile(retraction, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(w), retraction(w))
+    torch.testing.assert_close(torch.func.vmap(retraction)(w), retraction(w))
+    assert retraction(w.to("meta")).shape == w.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_of_another_dtype(dtype):
+    w, g = orthogonal_batched(torch.empty(4, 3, dtype=torch.float64)), drawn((4, 3)).to(dtype)
+    torch.testing.assert_close(cayley_step(w, g, 0.1), cayley_step(w, g.double(), 0.1))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -460,6 +484,46 @@ def test_a_regularised_network_becomes_orthogonal():
         (lambda: Regularizer().loss(3), TypeError, "model: expected an nn.Module, got int"),
         (lambda: gain_adjusted(drawn((2, 3)), torch.tensor(math.inf)), ValueError, "gain: inf must be finite"),
         (lambda: singular_value_margin(drawn((2, 3)), 0.1, gain=-1.0), ValueError, "gain: -1.0 must be"),
+        (lambda: qr_retraction(NAN), ValueError, "w: has NaN or inf"),
+        (lambda: polar_retraction(NAN), ValueError, "w: has NaN or inf"),
+        (lambda: polar_retraction(torch.full((2, 3), math.inf)), ValueError, "w: has NaN or inf"),
+        (lambda: singular_value_margin(NAN, 0.1), ValueError, "w: has NaN or inf"),
+        (lambda: cayley_step(NAN, torch.ones(2, 2), 0.1), ValueError, "w: has NaN or inf"),
+        (lambda: cayley_step(torch.ones(2, 2), NAN, 0.1), ValueError, "gradient: has NaN or inf"),
+        (
+            lambda: cayley_step(torch.ones(2, 2), torch.ones(2, 2, device="meta"), 0.1),
+            ValueError,
+            "gradient: is on meta, w on cpu; use one device",
+        ),
+        (
+            lambda: cayley_step(torch.ones(2, 2), torch.ones(2, 2).long(), 0.1),
+            TypeError,
+            "gradient: expected a floating-point tensor, got torch.int64",
+        ),
+        (lambda: soft(torch.eye(2).to_sparse()), TypeError, "w: expected a dense tensor, got torch.sparse_coo"),
+        (lambda: srip(torch.ones(2, 2), start=NAN[0]), ValueError, "start: has NaN or inf"),
+        (lambda: srip(torch.ones(2, 2), start=torch.zeros(2)), ValueError, "start: is 0 for some matrix"),
+        (lambda: srip(torch.ones(2, 2), start=torch.ones(2, device="meta")), ValueError, "start: is on meta, w on cpu"),
+        (
+            lambda: gain_adjusted(torch.ones(2, 2), torch.tensor(1j)),
+            TypeError,
+            "gain: expected real numbers, got torch.complex64",
+        ),
+        (
+            lambda: gain_adjusted(torch.ones(2, 2), torch.tensor(1.0, device="meta")),
+            ValueError,
+            "gain: is on meta, w on cpu",
+        ),
+        (lambda: Regularizer("gain_adjusted", gain=10**400), ValueError, "gain: 10+ must be finite and above 0"),
+        (
+            lambda: orthogonal_proxy(nn.Linear(2, 2), orthogonal_map="qr"),
+            ValueError,
+            "orthogonal_map: unknown 'qr'; use",
+        ),
+        (lambda: orthogonal_proxy(nn.Linear(2, 2), orthogonal_map=3), ValueError, "orthogonal_map: unknown 3; use one"),
+        (lambda: orthogonal_proxy(nn.LazyLinear(2)), ValueError, "layer: weight has no shape yet; run the layer once"),
+        (lambda: orthogonal_proxy(nn.Linear(2, 2, device="meta")), ValueError, "layer: weight is a meta tensor"),
+        (lambda: orthogonal_proxy(of_nan()), ValueError, r"layer\.weight: has NaN or inf"),
         (lambda: retract_(nn.Linear(2, 2), "svd"), ValueError, "method: unknown 'svd'; use 'polar' or 'qr'"),
     ],
 )

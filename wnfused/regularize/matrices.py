@@ -7,12 +7,14 @@ group, whatever the layout of the weight. A stage gives two for each of its bloc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from wnfused import functional
@@ -32,6 +34,29 @@ WEIGHTS = ("effective", "direction")
 def check_floating(name: str, w: object) -> None:
     if not isinstance(w, Tensor) or not w.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
+    if w.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got {w.layout}; use to_dense()")
+
+
+def check_like(name: str, t: Tensor, w: Tensor, shape: Sequence[int]) -> None:
+    """A floating-point tensor of this shape, on the device of w."""
+    check_floating(name, t)
+    if list(t.shape) != list(shape):
+        raise ValueError(f"{name}: shape {list(t.shape)} does not fit; use {list(shape)}")
+    if t.device != w.device:
+        raise ValueError(f"{name}: is on {t.device}, w on {w.device}; use one device")
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Each without NaN or inf, as far as its numbers can be seen."""
+    for name, t in tensors.items():
+        if can_be_seen(t) and not t.isfinite().all():
+            raise ValueError(f"{name}: has NaN or inf")
+
+
+def can_be_seen(t: Tensor) -> bool:
+    """Whether a decision may depend on a tensor's numbers: not in a trace, under vmap or on the meta device."""
+    return not (torch.compiler.is_compiling() or t.is_meta or is_fake(t) or is_batchedtensor(t))
 
 
 def check_matrices(w: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -20,6 +21,8 @@ from wnfused.reference import wide
 from wnfused.regularize import hard, penalties
 from wnfused.regularize.matrices import WEIGHTS, Filter, Layers, from_matrices, matrices, of_layer
 from wnfused.regularize.matrices import layers as layers_of
+
+_LARGEST = sys.float_info.max
 
 _PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "soft": penalties.soft,
@@ -59,7 +62,7 @@ class Regularizer:
         if penalty not in (*_PENALTIES, "gain_adjusted"):
             raise ValueError(f"penalty: unknown {penalty!r}; use one of {', '.join((*_PENALTIES, 'gain_adjusted'))}")
         at_least_0(strength=strength)
-        if gain != "initial" and not (isinstance(gain, numbers.Real) and math.isfinite(gain) and gain > 0):
+        if gain != "initial" and not (isinstance(gain, numbers.Real) and 0 < gain <= _LARGEST):
             raise ValueError(f"gain: {gain!r} must be finite and above 0, or 'initial'")
         if penalty != "gain_adjusted" and gain != 1.0:
             raise ValueError(f"gain: {gain!r} is for penalty='gain_adjusted'; {penalty!r} takes none")
@@ -83,7 +86,9 @@ class Regularizer:
         device, in the widest dtype of all.
 
         Raises:
-            ValueError: the model has no layer to regularise, or a lazy one without a shape.
+            TypeError: ``model`` is not a module.
+            ValueError: the model has no layer to regularise, or a lazy one without a shape; an initial gain that is
+                not above 0.
         """
         values = [self._values(layers).sum() for layers in self._layers(model)]
         dtype = reduce(torch.promote_types, (value.dtype for value in values))
@@ -92,7 +97,11 @@ class Regularizer:
 
     @torch.no_grad()
     def terms(self, model: nn.Module) -> dict[str, float]:
-        """The penalty of every layer, summed over its groups or blocks, without ``strength``."""
+        """The penalty of every layer by its name, summed over its groups or blocks, without ``strength``.
+
+        Raises:
+            TypeError, ValueError: as ``loss``.
+        """
         found: dict[str, float] = {}
         for layers in self._layers(model):
             parts = self._values(layers).split(layers.counts)
@@ -153,7 +162,7 @@ def retract_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    methods = {"polar": hard.polar_retraction, "qr": hard.qr_retraction}
+    methods = {"polar": hard.polar_factor, "qr": hard.qr_factor}
     if not isinstance(method, str) or method not in methods:
         raise ValueError(f"method: unknown {method!r}; use 'polar' or 'qr'")
     finite(gain=gain)

@@ -17,18 +17,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
 from torch.autograd import forward_ad
 
 from wnfused._numbers import above_0, positive, random_source
 from wnfused.reference import wide
-from wnfused.regularize.matrices import at_its_own_precision, check_floating, check_matrices
+from wnfused.regularize.matrices import (
+    at_its_own_precision,
+    can_be_seen,
+    check_finite,
+    check_like,
+    check_matrices,
+)
 
 
 def soft(w: Tensor) -> Tensor:
     """``||W W^T - I||_F^2``, ``[...]``; gradient ``4 (W W^T - I) W``.
 
     For more rows than columns ``||W^T W - I||_F^2``, which is less by the constant ``r - c``.
+
+    Args:
+        w: ``[..., r, c]``, floating point. NaN and inf give NaN or inf, here and in the other penalties.
+
+    Raises:
+        TypeError: ``w`` is no dense floating-point tensor.
+        ValueError: ``w`` is no batch of matrices.
 
     Source: Hlav 2019, eq. 8; Bansal et al. 2018, section 3.1.
     """
@@ -43,16 +55,27 @@ def gain_adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
     than columns of ``W^T W``, which is less by the constant ``r - c``.
 
     Args:
-        gain: above 0; a number, or a constant tensor ``[...]`` with one for each matrix.
+        w: ``[..., r, c]``, floating point.
+        gain: above 0; a number, or a constant real tensor ``[...]`` with one for each matrix, on w's device.
+
+    Raises:
+        TypeError: ``w`` is no dense floating-point tensor, or ``gain`` no number and no real tensor.
+        ValueError: ``w`` is no batch of matrices; a ``gain`` of another shape or on another device, or one that is not
+            finite and above 0.
 
     Source: Hlav 2019, eq. 10.
     """
     check_matrices(w)
     if not isinstance(gain, Tensor):
         above_0(gain=gain)
-    elif gain.dim() and gain.shape != w.shape[:-2]:
+        return adjusted(w, gain)
+    if gain.is_complex():
+        raise TypeError(f"gain: expected real numbers, got {gain.dtype}")
+    if gain.dim() and gain.shape != w.shape[:-2]:
         raise ValueError(f"gain: shape {list(gain.shape)} does not fit; use {list(w.shape[:-2])}")
-    elif not is_batchedtensor(gain) and not ((gain > 0) & gain.isfinite()).all():
+    if gain.device != w.device and (gain.dim() or gain.is_meta):  # a single number may come from a CPU
+        raise ValueError(f"gain: is on {gain.device}, w on {w.device}; use one device")
+    if can_be_seen(gain) and not ((gain > 0) & gain.isfinite()).all():
         raise ValueError(f"gain: {gain} must be finite and above 0")
     return adjusted(w, gain)
 
@@ -67,6 +90,9 @@ def adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
 def double_soft(w: Tensor) -> Tensor:
     """``||W^T W - I||_F^2 + ||W W^T - I||_F^2``, ``[...]``: twice ``soft`` and the constant ``|r - c|``.
 
+    Raises:
+        TypeError, ValueError: as ``soft``.
+
     Source: Bansal et al. 2018, section 3.2.
     """
     return 2 * soft(w) + abs(w.shape[-2] - w.shape[-1])
@@ -76,6 +102,9 @@ def mutual_coherence(w: Tensor) -> Tensor:
     """The largest absolute entry of ``W W^T - I``, ``[...]``. Where several are largest, the gradient is the first's.
 
     For more rows than columns that of ``W^T W - I``.
+
+    Raises:
+        TypeError, ValueError: as ``soft``.
 
     Source: Bansal et al. 2018, section 3.3.
     """
@@ -91,9 +120,15 @@ def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: t
     Spectral restricted isometry property. The gradient is that of this very quotient, for a fixed x.
 
     Args:
+        w: ``[..., r, c]``, floating point.
         steps: at least 1; 2 as published.
-        start: x, ``[..., min(r, c)]``; Gaussian if None.
+        start: x, ``[..., min(r, c)]``, floating point, on w's device; Gaussian if None.
         generator: source of the start; torch's own if None.
+
+    Raises:
+        TypeError: ``w`` or ``start`` is no dense floating-point tensor, or ``generator`` no generator.
+        ValueError: ``w`` is no batch of matrices; ``steps`` below 1; a ``start`` of another shape or on another device,
+            with NaN or inf, or of zeros, which no power of E moves.
 
     Source: Bansal et al. 2018, section 3.4, eq. 10.
     """
@@ -104,9 +139,10 @@ def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: t
     if start is None:
         start = torch.randn(wanted, dtype=wide(w.dtype), device=w.device, generator=generator)
     else:
-        check_floating("start", start)
-        if tuple(start.shape) != wanted:
-            raise ValueError(f"start: shape {list(start.shape)} does not fit; use {list(wanted)}")
+        check_like("start", start, w, wanted)
+        check_finite(start=start)
+        if can_be_seen(start) and (start == 0).all(-1).any():
+            raise ValueError("start: is 0 for some matrix, which no power of E moves; use random numbers")
     return _penalty(w, 1.0, _SpectralNorm(start.detach().to(wide(w.dtype)), steps))
 
 
