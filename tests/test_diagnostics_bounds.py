@@ -48,6 +48,7 @@ def test_the_constant_of_theorem_1_is_one() -> None:
         (lambda: resnet_growth(2.5), "num_blocks: 2.5 must be an int of at least 1"),
         (lambda: layer_constant(2.5), "n: 2.5 must be an int of at least 2"),
         (lambda: mlp_growth([3, math.nan]), r"widths: \[3, nan\] must be at least two numbers"),
+        (lambda: mlp_growth([3, math.inf]), r"widths: \[3, inf\] must be .* each finite and at least 1"),
     ],
 )
 def test_growths_count(call, message) -> None:
@@ -55,9 +56,18 @@ def test_growths_count(call, message) -> None:
         call()
 
 
-def test_widths_are_numbers() -> None:
-    with pytest.raises(TypeError, match="widths: expected numbers, got 'wide'"):
-        mlp_growth("wide")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mlp_growth("wide"), "widths: expected numbers, got 'wide'"),
+        (lambda: mlp_growth([3, None]), r"widths: expected numbers, got \[3, None\]"),
+        (lambda: mlp_growth([3, 4], proposed="no"), "proposed: 'no' must be True or False"),
+        (lambda: resnet_growth(3, proposed="no"), "proposed: 'no' must be True or False"),
+    ],
+)
+def test_growths_of_wrong_types(call, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 def test_a_stage_stays_in_its_band() -> None:
@@ -275,6 +285,30 @@ def test_sets_of_torch_s_weight_norm() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("model", "inputs", "error", "message"),
+    [
+        (3, IMAGES, TypeError, r"model: expected an nn\.Module, got int"),
+        (nn.Linear, IMAGES, TypeError, r"model: expected an nn\.Module, got type"),
+        (nn.Linear(2, 2), None, TypeError, "inputs: expected a Tensor, got NoneType"),
+        (nn.Linear(2, 2), torch.ones(0, 2), ValueError, r"inputs: shape \[0, 2\] has no sample"),
+        (nn.LazyLinear(2), torch.ones(2, 2), ValueError, "model: 'weight' has no shape yet"),
+    ],
+)
+def test_sets_of_wrong_arguments(model, inputs, error, message) -> None:
+    with pytest.raises(error, match=message):
+        homogeneous_sets(model, inputs)
+
+
+def test_outputs_without_a_graph() -> None:
+    class Cut(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).detach()
+
+    with pytest.raises(ValueError, match="model: its outputs have no graph"):
+        parameter_gradient_bounds(Cut(2, 2), torch.ones(3, 2), torch.zeros(3, dtype=torch.long))
+
+
 def test_pictures(tmp_path: Path) -> None:
     model = residual_network()
     layer_norms(model, IMAGES).save(tmp_path / "norms.png", title="norms")
@@ -288,6 +322,8 @@ def test_pictures(tmp_path: Path) -> None:
     [
         ({"a": []}, ValueError, "sets: 'a' names no parameter; give at least one"),
         ({}, ValueError, "sets: is empty"),
+        ({"a": "weight"}, TypeError, "sets: 'a' must be a sequence of parameters' names, not 'weight'"),
+        ({"a": 3}, TypeError, "sets: 'a' must be a sequence of parameters' names, not 3"),
         (["weight"], TypeError, "sets: expected a mapping from names to parameters' names, got list"),
     ],
 )

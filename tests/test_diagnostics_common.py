@@ -100,7 +100,7 @@ def test_flags_of_parameters_survive_an_error() -> None:
         layer_norms(model, torch.ones(2, 4))
     assert model[0].weight.requires_grad
     frozen = nn.Sequential(nn.Linear(4, 3)).requires_grad_(False)
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="targets: 7 is none of"):
         parameter_gradient_bounds(frozen, torch.ones(2, 4), torch.tensor([0, 7]))
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
 
@@ -234,9 +234,70 @@ def test_wrong_outputs_and_losses_are_named(measure: Callable) -> None:
             measure(nn.Sequential(nn.Linear(5, 3), nn.Flatten(0)), torch.randn(5, 5))
 
 
+LOSSES = (layer_norms, hessian_norm, activation_gradient_bounds, parameter_gradient_bounds)
+OF_CLASSES = LOSSES[2:]
+
+
+@pytest.mark.parametrize("measure", LOSSES)
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        (TARGETS + 1, ValueError, "targets: 3 is none of the model's 3 classes, 0 to 2"),
+        (TARGETS - 1, ValueError, "targets: -1 is none of the model's 3 classes, 0 to 2"),
+        (TARGETS.int(), TypeError, r"targets: expected classes in int64, got torch\.int32"),
+        (TARGETS.bool(), TypeError, r"targets: expected classes in int64, got torch\.bool"),
+        (TARGETS[:, None], ValueError, r"targets: shape \[4, 1\] does not fit; use \[4\]"),
+        (TARGETS[:2], ValueError, r"targets: shape \[2\] does not fit 4 samples"),
+        ([0, 1, 2, 0], TypeError, "targets: expected a Tensor, got list"),
+        (TARGETS.to("meta"), ValueError, "targets: are on meta, the model's outputs on cpu; use one device"),
+    ],
+)
+def test_wrong_targets_are_named(measure: Callable, targets: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        measure(nn.Linear(5, 3), torch.randn(4, 5), targets)
+
+
+@pytest.mark.parametrize("measure", LOSSES)
+def test_targets_that_are_no_classes(measure: Callable) -> None:
+    """Probabilities, bytes and torch's mark of no class are the cross-entropy's; the bounds speak of classes."""
+    x, model = torch.randn(4, 5), nn.Linear(5, 3)
+    if measure not in OF_CLASSES:
+        for targets in (torch.full((4, 3), 1 / 3), TARGETS.to(torch.uint8), torch.full((4,), -100)):
+            measure(model, x, targets)
+        with pytest.raises(ValueError, match=r"targets: torch\.float32 of shape \[4\] are no probabilities of shape"):
+            measure(model, x, TARGETS.float())
+        return
+    for targets in (torch.full((4, 3), 1 / 3), TARGETS.to(torch.uint8)):
+        with pytest.raises(TypeError, match=f"targets: expected classes in int64, got {targets.dtype}"):
+            measure(model, x, targets)
+    with pytest.raises(ValueError, match="targets: -100 is none of the model's 3 classes"):
+        measure(model, x, torch.full((4,), -100))
+    with pytest.raises(ValueError, match=r"model: the bounds are for logits \[n, classes\], not for shape \[4, 3, 2\]"):
+        measure(nn.Sequential(nn.Linear(5, 6), nn.Unflatten(1, (3, 2))), x, TARGETS)
+
+
 def test_a_wrong_progress_is_named() -> None:
     with pytest.raises(TypeError, match="progress: 'x' must be True, False or a function"):
         similarity(nn.Linear(5, 3), torch.randn(4, 5), progress="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("measured", "ax", "message"),
+    [
+        (lambda: layer_norms(nn.Linear(5, 3), torch.randn(4, 5)), 3, "ax: expected a sequence of 2 axes, got int"),
+        (lambda: layer_norms(nn.Linear(5, 3), torch.randn(4, 5)), "ab", "ax: expected matplotlib's axes, got str"),
+        (lambda: similarity(nn.Linear(5, 3), torch.randn(4, 5)), 3, "ax: expected matplotlib's axes, got int"),
+    ],
+)
+def test_what_is_no_axes_is_named(measured: Callable, ax: object, message: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(TypeError, match=message):
+        measured().draw(ax)
+
+
+def test_what_is_no_path_is_named() -> None:
+    with pytest.raises(TypeError, match="path: expected a path, got None"):
+        similarity(nn.Linear(5, 3), torch.randn(4, 5)).save(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("error", "ignore:.torch.jit.script. is deprecated")  # torch's own, by forward mode

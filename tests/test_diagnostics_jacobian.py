@@ -185,6 +185,8 @@ def test_wrong_arguments() -> None:
     model = small()
     with pytest.raises(ValueError, match="start: the model has no module 'x'"):
         jacobian_spectrum(model, IMAGES, start="x")
+    with pytest.raises(ValueError, match=r"end: the model has no module \['x'\]"):
+        jacobian_spectrum(model, IMAGES, end=["x"])
     with pytest.raises(ValueError, match="end: the output of 'stem' does not depend on 'head'"):
         jacobian_spectrum(model, IMAGES, start="head", end="stem")
     with pytest.raises(ValueError, match="method: unknown 'fast'"):

@@ -245,6 +245,24 @@ def test_wrong_arguments() -> None:
         phase_diagram("tanh", points=2.5)
     with pytest.raises(TypeError, match="q: expected numbers, got 'a'"):
         order_chaos_boundary("tanh", "a")
+    with pytest.raises(TypeError, match="q: expected numbers, got None"):
+        order_chaos_boundary("tanh", None)
+    with pytest.raises(ValueError, match=r"largest_q, points: 10+, 100 must be finite"):
+        phase_diagram("tanh", largest_q=10**400)
+
+
+@pytest.mark.parametrize(
+    ("activation", "error", "message"),
+    [
+        (lambda x: 3, TypeError, "activation: .* must return a Tensor, not int"),
+        (lambda x: x.sum(), ValueError, r"activation: .* must be elementwise; of shape \[2\] it makes \[\]"),
+        (nn.Linear(3, 3), ValueError, "activation: .* does not run on a float64 tensor"),
+        (lambda x: x.detach(), ValueError, "activation: what .* returns has no graph to differentiate"),
+    ],
+)
+def test_wrong_activations(activation, error, message) -> None:
+    with pytest.raises(error, match=message):
+        chi(activation, 1, 0.1)
 
 
 @pytest.mark.filterwarnings("error")

@@ -228,3 +228,29 @@ def test_wrong_arguments(measure) -> None:
         orthogonality_gap([1])
     with pytest.raises(ValueError, match=r"h: shape \[3\] is not"):
         orthogonality_gap(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: orthogonality_gap(torch.ones(3, 2) * 1j),
+            TypeError,
+            "h: expected a dense tensor of real numbers, got",
+        ),
+        (lambda: gaussian_distance(torch.eye(3).to_sparse()), TypeError, "h: expected a dense tensor of real numbers"),
+        (lambda: stationary_gap(torch.ones(3, 2), torch.eye(2) * 1j), TypeError, "expected: expected a dense tensor"),
+        (lambda: stationary_gap(torch.ones(3, 2), None), TypeError, "expected: expected a Tensor, got NoneType"),
+        (
+            lambda: stationary_gap(torch.ones(3, 2), torch.eye(2, device="meta")),
+            ValueError,
+            "expected: is on meta, h on cpu; use one device",
+        ),
+        (lambda: gap_bound(None, 2, 4, 0.2), TypeError, "layers: expected numbers, got None"),
+        (lambda: gap_bound([0, -1], 2, 4, 0.2), ValueError, r"layers: \[0, -1\] must be at least 0"),
+        (lambda: gap_bound(float("nan"), 2, 4, 0.2), ValueError, "layers: nan must be at least 0"),
+    ],
+)
+def test_wrong_arguments_of_tensors(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def function(**values: Any) -> None:
     for name, value in values.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name}: expected a function, got {value!r}")
+
+
+def file_path(**values: Any) -> None:
+    """Each a str, or a path that is one."""
+    for name, value in values.items():
+        if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+            raise TypeError(f"{name}: expected a path, got {value!r}")
 
 
 def random_source(**values: Any) -> None:

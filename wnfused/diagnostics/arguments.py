@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,8 +19,15 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The default loss, summed over the samples."""
+    """The default loss, summed over the samples.
+
+    Args:
+        outputs: ``[n, classes, ...]``.
+        targets: classes ``[n, ...]``, int64 or uint8, with torch's -100 for what has none; or probabilities of the
+            outputs' shape.
+    """
     check_logits(outputs)
+    check_classes(outputs, targets)
     return F.cross_entropy(outputs, targets, reduction="sum")
 
 
@@ -37,6 +45,34 @@ def check_logits(outputs: Any) -> None:
     if not isinstance(outputs, Tensor) or outputs.dim() < 2:
         what = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
         raise TypeError(f"model: expected logits [n, classes] for the cross-entropy, got {what}; give a loss")
+
+
+def check_classes(outputs: Tensor, targets: Tensor, *, for_all: bool = False) -> None:
+    """What the cross-entropy takes beside ``outputs [n, classes, ...]``; ``for_all``: a class for each of them, int64,
+    as what picks its logit needs."""
+    wanted, classes = [outputs.shape[0], *outputs.shape[2:]], outputs.shape[1]
+    if targets.device != outputs.device:
+        raise ValueError(f"targets: are on {targets.device}, the model's outputs on {outputs.device}; use one device")
+    if targets.is_floating_point() and not for_all:
+        if targets.shape != outputs.shape:
+            raise ValueError(
+                f"targets: {targets.dtype} of shape {list(targets.shape)} are no probabilities of shape "
+                f"{list(outputs.shape)}; use these, or classes {wanted} in int64"
+            )
+        return
+    if targets.dtype not in ((torch.int64,) if for_all else (torch.int64, torch.uint8)):
+        raise TypeError(f"targets: expected classes in int64, got {targets.dtype}")
+    if list(targets.shape) != wanted:
+        raise ValueError(f"targets: shape {list(targets.shape)} does not fit; use {wanted}, a class for each output")
+    wrong = (targets < 0) | (targets >= classes)
+    if not for_all:
+        wrong &= targets != _NO_CLASS
+    if wrong.any():
+        raise ValueError(f"targets: {targets[wrong][0]} is none of the model's {classes} classes, 0 to {classes - 1}")
+
+
+# What torch's cross-entropy leaves out.
+_NO_CLASS = -100
 
 
 def check_differentiable() -> None:
@@ -78,8 +114,11 @@ def mini_batches(inputs: Tensor, targets: Tensor, batch_size: int | None) -> Ite
 def floats(name: str, values: ArrayLike) -> np.ndarray:
     """One number or an array of them as an array of floats."""
     try:
-        return np.asarray(values, dtype=float)
-    except (TypeError, ValueError):
+        array = np.asarray(values)
+        if not all(isinstance(value, numbers.Real) for value in array.ravel().tolist()):  # None would become NaN
+            raise TypeError
+        return array.astype(float)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is a tensor's with a graph
         raise TypeError(f"{name}: expected numbers, got {values!r}") from None
 
 

@@ -10,12 +10,13 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from wnfused._numbers import file_path
 from wnfused.optional import require
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -44,21 +45,33 @@ class Drawable:
 
         Raises:
             MissingDependencyError: without matplotlib.
+            TypeError: for something else than axes.
             ValueError: for another number of axes than ``panels``.
         """
         require("matplotlib", "drawing")
-        axes = new_axes(self.panels) if ax is None else [ax] if self.panels == 1 else list(ax)
-        if len(axes) != self.panels:
-            raise ValueError(f"ax: {len(axes)} axes do not fit; {type(self).__name__} draws onto {self.panels}")
+        axes = new_axes(self.panels) if ax is None else self._checked_axes(ax)
         self._draw(axes, label)
         return axes[0] if self.panels == 1 else axes
+
+    def _checked_axes(self, ax: Any) -> list[Any]:
+        from matplotlib.axes import Axes
+
+        if self.panels > 1 and not isinstance(ax, Iterable):
+            raise TypeError(f"ax: expected a sequence of {self.panels} axes, got {type(ax).__name__}")
+        axes = [ax] if self.panels == 1 else list(ax)
+        if len(axes) != self.panels:
+            raise ValueError(f"ax: {len(axes)} axes do not fit; {type(self).__name__} draws onto {self.panels}")
+        for axis in axes:
+            if not isinstance(axis, Axes):
+                raise TypeError(f"ax: expected matplotlib's axes, got {type(axis).__name__}")
+        return axes
 
     def save(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw, and write the picture to ``path``, a PNG, PDF or SVG by its ending.
 
         Raises:
-            ValueError: for another ending; MissingDependencyError: without matplotlib; OSError: as the file system
-                reports it.
+            TypeError: ``path`` is no path; ValueError: for another ending; MissingDependencyError: without matplotlib;
+                OSError: as the file system reports it.
         """
         save_together({"": self}, path, title=title)
 
@@ -96,7 +109,8 @@ def save_together(
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """Raises ValueError unless pictures can be written under that ending."""
+    """Raises TypeError for what is no path, and ValueError unless pictures can be written under that ending."""
+    file_path(path=path)
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"path: {str(path)!r} is no name of a picture; end it in {', '.join(FORMATS)}")

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from wnfused._numbers import positive
 from wnfused.diagnostics.arguments import (
+    check_classes,
     check_differentiable,
     check_inputs,
+    check_logits,
     check_model,
     check_targets,
-    cross_entropy,
     mini_batches,
 )
 from wnfused.diagnostics.drawing import Drawable, key, logarithmic, over_stations
@@ -72,10 +73,10 @@ def activation_gradient_bounds(
     and no normalisation over the batch; a gradient below it shows that something is not.
 
     Args:
-        inputs: ``[n, ...]``; targets: classes ``[n]``.
+        inputs: ``[n, ...]``; targets: classes ``[n]``, int64.
 
     Raises:
-        TypeError, ValueError: naming the argument that cannot work.
+        TypeError, ValueError: naming the argument that cannot work; outputs that are no logits ``[n, classes]``.
         RuntimeError: inside of ``torch.inference_mode()``.
     """
     check_model(model)
@@ -84,7 +85,7 @@ def activation_gradient_bounds(
     excess: list[Tensor] = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        total = cross_entropy(outputs, targets)
+        total = _class_loss(outputs, targets)
         excess.append(_excess(outputs.detach(), targets))
         return total
 
@@ -148,12 +149,12 @@ def parameter_gradient_bounds(
     """Theorem 2 for sets of parameters: gradients of the mean cross-entropy beside G.
 
     Args:
-        inputs: ``[n, ...]``; targets: classes ``[n]``.
+        inputs: ``[n, ...]``; targets: classes ``[n]``, int64.
         sets: names of parameters under a name of your own; default: ``homogeneous_sets``.
         batch_size: samples differentiated at once; None: all.
 
     Raises:
-        TypeError, ValueError: naming the argument that cannot work.
+        TypeError, ValueError: naming the argument that cannot work; outputs that are no logits ``[n, classes]``.
         RuntimeError: inside of ``torch.inference_mode()``.
     """
     check_model(model)
@@ -170,6 +171,8 @@ def parameter_gradient_bounds(
     if not sets:
         raise ValueError("sets: is empty; the model has no linear or convolutional layer, or none was named")
     for name, parameters in sets.items():
+        if isinstance(parameters, str) or not isinstance(parameters, Sequence):
+            raise TypeError(f"sets: {name!r} must be a sequence of parameters' names, not {parameters!r}")
         if not len(parameters):
             raise ValueError(f"sets: {name!r} names no parameter; give at least one")
     named = dict(model.named_parameters())
@@ -183,7 +186,9 @@ def parameter_gradient_bounds(
         excess = largest = 0.0
         for batch, classes in mini_batches(inputs, targets, batch_size):
             outputs = outputs_of(model, batch)
-            loss = cross_entropy(outputs, classes) / len(inputs)
+            loss = _class_loss(outputs, classes) / len(inputs)
+            if not loss.requires_grad:
+                raise ValueError("model: its outputs have no graph: no parameter affects them")
             parts = torch.autograd.grad(loss, [named[name] for name in chosen], materialize_grads=True)
             for name, part in zip(chosen, parts, strict=True):
                 gradients[name] += part
@@ -205,7 +210,19 @@ def homogeneous_sets(model: nn.Module, inputs: Tensor) -> dict[str, tuple[str, .
     Stem and head are the first and last layers that run on ``inputs``; the shortcuts are those of blocks that keep
     theirs under ``shortcut`` and their last layer under ``conv2``, as this package's do. A layer's parameters are its
     weight, or its gains if it is weight-normalised, and its bias.
+
+    Args:
+        inputs: ``[n, ...]``, of any dtype that the model takes; two samples are enough.
+
+    Returns:
+        Names of parameters under the names of their layers; empty for a model without linear or convolutional layers.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``inputs`` no tensor.
+        ValueError: ``inputs`` holds no sample, or the model a lazy layer without a shape.
     """
+    check_model(model)
+    check_inputs(inputs)
     layers: list[str] = []
     names = {id(module): name for name, module in model.named_modules() if _scales(module)}
     hooks = [
@@ -242,6 +259,15 @@ def _scales(module: nn.Module | None, prefix: str = "") -> tuple[str, ...]:
     gains = [n for n in ("weight_g", "parametrizations.weight.original0", "weight") if n in parameters][:1]
     names = gains + ["bias"] * ("bias" in parameters)
     return tuple(f"{prefix}.{name}" if prefix else name for name in names)
+
+
+def _class_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of logits ``[n, classes]``, whose theorems speak of one class for each sample."""
+    check_logits(outputs)
+    if outputs.dim() != 2:
+        raise ValueError(f"model: the bounds are for logits [n, classes], not for shape {list(outputs.shape)}")
+    check_classes(outputs, targets, for_all=True)
+    return F.cross_entropy(outputs, targets, reduction="sum")
 
 
 def _excess(outputs: Tensor, targets: Tensor) -> Tensor:

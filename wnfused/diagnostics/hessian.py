@@ -104,7 +104,8 @@ def hessian_norm(
 
     Args:
         inputs, targets: ``[n, ...]``, of which the first ``samples`` are used.
-        loss: from (outputs, targets) to the *sum* of the samples' losses; default: cross-entropy.
+        loss: from (outputs, targets) to the *sum* of the samples' losses; default: cross-entropy, whose targets are
+            classes in int64 or probabilities.
         batch_size: samples differentiated at once, which bounds the memory; None: all, which keeps the gradient's
             graph from one iteration to the next and takes half the time.
         tolerance: relative change of the estimate at which to stop.
@@ -115,7 +116,8 @@ def hessian_norm(
         progress: True for a bar on the terminal, or a function of (iterations done, None).
 
     Raises:
-        TypeError, ValueError: naming the argument that cannot work.
+        TypeError, ValueError: naming the argument that cannot work; targets that the cross-entropy does not take; a
+            loss without a graph.
         RuntimeError: inside of ``torch.inference_mode()``.
 
     A loss whose derivatives overflow ends the iteration with a norm of inf or NaN and ``converged`` False.
@@ -140,7 +142,9 @@ def hessian_norm(
         if not isinstance(p, Tensor):
             raise TypeError(f"parameters: expected tensors, got {p!r}")
     if not theta or not all(p.requires_grad for p in theta):
-        raise ValueError("parameters: none asks for a gradient" if not theta else "parameters: all must require_grad")
+        raise ValueError(
+            "parameters: none asks for a gradient" if not theta else "parameters: all must have requires_grad=True"
+        )
     inputs, targets = inputs[:samples], targets[:samples]
     with undisturbed(model, freeze=False), torch.enable_grad(), _by_the_formula(model):
         product = _HessianProduct(model, theta, inputs, targets, loss or cross_entropy, batch_size)
@@ -202,6 +206,8 @@ class _HessianProduct:
         # The same random numbers every time: a dropped unit stays dropped, or there would be no one Hessian.
         with forked(self.model, seed=0):
             total = checked_loss(self.loss, outputs_of(self.model, inputs), targets) / self.samples
+        if not total.requires_grad:
+            raise ValueError("loss: what it returns has no graph: no parameter that asks for a gradient affects it")
         return torch.autograd.grad(total, self.theta, create_graph=True, materialize_grads=True)
 
     def _of(self, gradient: tuple[Tensor, ...], v: list[Tensor], keep: bool) -> list[Tensor]:

@@ -214,7 +214,7 @@ def _ends(model: nn.Module, inputs: Tensor, start: str | None, end: str | None) 
     found: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
     for argument, name in (("start", start), ("end", end)):
-        if name is not None and name not in modules:
+        if name is not None and not (isinstance(name, str) and name in modules):
             raise ValueError(f"{argument}: the model has no module {name!r}")
     hooks = []
 

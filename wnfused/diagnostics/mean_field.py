@@ -13,6 +13,7 @@ after Pennington, Schoenholz & Ganguli (2017, 2018), whose S-transforms give the
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,12 @@ WEIGHTS = ("gaussian", "orthogonal")
 
 
 def q_map(activation: Activation, q: float, sw2: float, sb2: float) -> float:
-    """``sw^2 E phi(sqrt(q) z)^2 + sb^2``: the next layer's variance of a pre-activation."""
+    """``sw^2 E phi(sqrt(q) z)^2 + sb^2``: the next layer's variance of a pre-activation.
+
+    Raises:
+        TypeError, ValueError: a variance that is not finite and at least 0; an activation that is unknown, or as a
+            function is not elementwise.
+    """
     at_least_0(q=q, sw2=sw2, sb2=sb2)
     return sw2 * _Moments(activation).square(q) + sb2
 
@@ -47,6 +53,9 @@ def fixed_point(activation: Activation, sw2: float, sb2: float) -> float:
     Infinite where it grows without end; NaN for ReLU and linear layers at their critical point (``sw^2`` 2 or 1 and
     ``sb^2 = 0``), where every q is fixed and chi depends on none. The map is taken to be concave in q, as it is for
     saturating activations.
+
+    Raises:
+        TypeError, ValueError: as ``q_map``.
     """
     at_least_0(sw2=sw2, sb2=sb2)
     moments = _Moments(activation)
@@ -82,6 +91,9 @@ def chi(activation: Activation, sw2: float, sb2: float) -> float:
     """``sw^2 E phi'(sqrt(q*) z)^2``: by how much a layer multiplies the mean squared length of a perturbation.
 
     Where q* is infinite, its limit for large q.
+
+    Raises:
+        TypeError, ValueError: as ``q_map``; an activation without a derivative.
     """
     return sw2 * _Moments(activation).slopes(fixed_point(activation, sw2, sb2))
 
@@ -90,6 +102,13 @@ def order_chaos_boundary(activation: Activation, q: ArrayLike) -> tuple[np.ndarr
     """``(sw^2, sb^2)`` on the line ``chi = 1``, for fixed points ``q`` of any shape.
 
     ReLU and linear layers have a single point, ``(2, 0)`` and ``(1, 0)``, whatever q is.
+
+    Returns:
+        Both in the shape of q, float64.
+
+    Raises:
+        TypeError: ``q`` are no numbers.
+        ValueError: one that is not finite and at least 0; an activation as in ``chi``.
     """
     values = floats("q", q)
     if not ((values >= 0) & np.isfinite(values)).all():
@@ -130,6 +149,9 @@ def jacobian_theory(
     Args:
         depth: L, at least 1.
         weights: ``"gaussian"`` or ``"orthogonal"`` (scaled by sw).
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work; an activation as in ``chi``.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights: unknown {weights!r}; use 'gaussian' or 'orthogonal'")
@@ -194,6 +216,18 @@ def _closed_form(activation: Activation) -> Activation:
     return _MODULES.get(type(activation), by_function)
 
 
+def _check_elementwise(activation: Callable[[Tensor], Tensor]) -> None:
+    x = torch.zeros(2, dtype=torch.float64)
+    try:
+        y = activation(x)
+    except Exception as error:  # it is the user's own code that runs, which may raise anything
+        raise ValueError(f"activation: {activation!r} does not run on a float64 tensor: {error}") from error
+    if not isinstance(y, Tensor):
+        raise TypeError(f"activation: {activation!r} must return a Tensor, not {type(y).__name__}")
+    if y.shape != x.shape:
+        raise ValueError(f"activation: {activation!r} must be elementwise; of shape [2] it makes {list(y.shape)}")
+
+
 # What stands for an infinite variance: slopes are then at their limits to six digits.
 _LARGEST_Q = 1e12
 # What stands for none: of a function with a kink at 0 the slopes are then those of both sides.
@@ -208,6 +242,8 @@ class _Moments:
         if not callable(activation) and activation not in known:
             raise ValueError(f"activation: unknown {activation!r}; use one of {', '.join(known)}, or a function")
         self.activation = activation = _closed_form(activation)
+        if not isinstance(activation, str):
+            _check_elementwise(activation)
         self.slope = {"linear": 1.0, "relu": 0.5}.get(activation) if isinstance(activation, str) else None
         """p of positively homogeneous activations, for which ``E phi^2 = p q``."""
         self.bernoulli = self.slope is not None or activation == "hard_tanh"
@@ -261,7 +297,10 @@ class _Moments:
             return 1 / torch.cosh(x.clamp(-300, 300)).square()
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            return torch.autograd.grad(self._function(x).sum(), x)[0]
+            y = self._function(x)
+            if not y.requires_grad:
+                raise ValueError(f"activation: what {self.activation!r} returns has no graph to differentiate")
+            return torch.autograd.grad(y.sum(), x)[0]
 
     @classmethod
     def _mean(cls, f: Callable[[Tensor], Tensor], q: float) -> float:
@@ -317,10 +356,18 @@ class PhaseDiagram(Drawable):
 
 
 def phase_diagram(activation: Activation, *, largest_q: float = 3.0, points: int = 100) -> PhaseDiagram:
-    """``order_chaos_boundary`` for q* from 0 to ``largest_q``, to be drawn."""
+    """``order_chaos_boundary`` for q* from 0 to ``largest_q``, to be drawn.
+
+    Args:
+        largest_q: finite, above 0.
+        points: at least 2.
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work; an activation as in ``chi``.
+    """
     number(largest_q=largest_q)
     positive(points=points)
-    if not 0 < largest_q < math.inf or points < 2:
+    if not 0 < largest_q <= sys.float_info.max or points < 2:
         raise ValueError(f"largest_q, points: {largest_q}, {points} must be finite and above 0, and at least 2")
     name = activation if isinstance(activation, str) else getattr(activation, "__name__", type(activation).__name__)
     # Squares put more points where the line starts, at q* = 0.

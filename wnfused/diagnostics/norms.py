@@ -33,6 +33,7 @@ from wnfused.diagnostics.arguments import (
     check_inputs,
     check_logits,
     check_model,
+    check_targets,
     checked_loss,
     cross_entropy,
 )
@@ -188,8 +189,8 @@ def layer_norms(
 
     Args:
         inputs: ``[n, ...]``, of any dtype; where it is an integer one, gradients are taken from the first station on.
-        targets: whatever ``loss`` takes as its second argument; None: the class that the model itself holds for
-            likeliest, for each sample.
+        targets: whatever ``loss`` takes as its second argument, for the cross-entropy classes in int64 or
+            probabilities; None: the class that the model itself holds for likeliest, for each sample.
         loss: from (outputs, targets) to the *sum* of the samples' losses, so that a sample's gradient does not depend
             on how many there are; default: cross-entropy.
         filter: which modules are stations, see ``wnfused.diagnostics.stations``.
@@ -203,6 +204,8 @@ def layer_norms(
     check_inputs(inputs)
     check_differentiable()
     function(loss=loss)
+    if targets is not None and loss is None:
+        check_targets(targets, inputs)
     record = _Record(model)
     with undisturbed(model), torch.enable_grad(), advancing(progress, "norms", None) as record.advance:
         x = inputs.detach()

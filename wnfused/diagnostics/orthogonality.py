@@ -33,9 +33,14 @@ from wnfused.diagnostics.stations import Call, Filter, observed
 
 
 def orthogonality_gap(h: Tensor) -> Tensor:
-    """``V(H)`` for ``h [..., d, n]``, whose columns are samples: ``[...]`` in float64. NaN for ``H = 0``.
+    """``V(H)`` for ``h [..., d, n]``, whose columns are samples: ``[...]`` in float64. NaN for ``H = 0``, and for one
+    that has NaN or inf.
 
     With fewer dimensions than samples it is at least ``sqrt(1/d - 1/n)``.
+
+    Raises:
+        TypeError: ``h`` is no dense tensor of real numbers.
+        ValueError: it has fewer than two dims, or d or n is 0.
     """
     return _gap(_gram(h), h.shape[-1])
 
@@ -45,28 +50,53 @@ def gaussian_distance(h: Tensor) -> Tensor:
 
     Exact: the rows of both are Gaussian, with covariances ``H^T H / d`` and ``I / (n d)`` that commute. H is scaled to
     ``||H||_F = 1``. Lemma 2 bounds it by ``2 n V(H)``.
+
+    Raises:
+        TypeError, ValueError: as ``orthogonality_gap``.
     """
     return _distance(_squared_singular_values(_gram(h), h.shape[-1]))
 
 
 def gap_bound(layers: ArrayLike, samples: int, width: int, alpha: float) -> np.ndarray:
-    """Theorem 1's bound on ``E V(H_{l+1})`` for l in ``layers``, an int or an array of them."""
+    """Theorem 1's bound on ``E V(H_{l+1})``, ``2 (1 - 2 alpha / 3)^l + 3 n / (alpha sqrt d)``.
+
+    Args:
+        layers: l, an int or an array of them, at least 0.
+        samples: n.
+        width: d.
+        alpha: a lower bound of ``s_n^2`` in every layer, above 0 and at most ``1 / n``.
+
+    Returns:
+        The shape of ``layers``, float64.
+
+    Raises:
+        TypeError: ``layers`` are no numbers, or ``alpha`` is none.
+        ValueError: a number out of these ranges.
+    """
     positive(samples=samples, width=width)
     number(alpha=alpha)
     if not 0 < alpha <= 1 / samples:
         raise ValueError(f"alpha: {alpha} must be above 0 and at most 1/samples = {1 / samples:.3g}, as s_n^2 is")
     l = floats("layers", layers)  # noqa: E741
+    if not (l >= 0).all():
+        raise ValueError(f"layers: {layers!r} must be at least 0")
     return 2 * (1 - 2 * alpha / 3) ** l + 3 * samples / (alpha * width**0.5)
 
 
 def stationary_gap(h: Tensor, expected: Tensor) -> Tensor:
     """``L(Q) = || Q^T Q / d - expected ||_F`` for ``h [..., d, n]`` and ``expected [n, n]``, the mean of
-    ``Q^T Q / d`` over many layers: the gap of layers with an activation (appendix F)."""
+    ``Q^T Q / d`` over many layers: the gap of layers with an activation (appendix F). ``[...]`` in float64.
+
+    Raises:
+        TypeError: ``h`` or ``expected`` is no dense tensor of real numbers.
+        ValueError: ``h`` is not ``[..., d, n]``, or ``expected`` does not fit or is on another device.
+    """
     d, n = _columns(h)
-    if not isinstance(expected, Tensor):
-        raise TypeError(f"expected: expected a Tensor, got {type(expected).__name__}")
+    _check_real("expected", expected)
     if expected.shape[-2:] != (n, n):
         raise ValueError(f"expected: shape {list(expected.shape)} does not fit; use [{n}, {n}]")
+    if expected.device != h.device:
+        raise ValueError(f"expected: is on {expected.device}, h on {h.device}; use one device")
     h = h.double()
     return torch.linalg.matrix_norm(h.mT @ h / d - expected.double())
 
@@ -157,9 +187,15 @@ def orthogonality(
     return OrthogonalityProfile(tuple(names), gap, distance, smallest, widths, len(inputs))
 
 
-def _columns(h: Tensor) -> tuple[int, int]:
+def _check_real(name: str, h: Tensor) -> None:
     if not isinstance(h, Tensor):
-        raise TypeError(f"h: expected a Tensor, got {type(h).__name__}")
+        raise TypeError(f"{name}: expected a Tensor, got {type(h).__name__}")
+    if h.is_complex() or h.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor of real numbers, got {h.dtype}, {h.layout}")
+
+
+def _columns(h: Tensor) -> tuple[int, int]:
+    _check_real("h", h)
     if h.dim() < 2 or 0 in h.shape[-2:]:
         raise ValueError(f"h: shape {list(h.shape)} is not [..., d, n] with d, n >= 1")
     return h.shape[-2], h.shape[-1]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wnfused._numbers import positive
+from wnfused._numbers import flag, positive
 from wnfused.diagnostics.arguments import floats
 
 
@@ -33,7 +33,11 @@ def layer_constant(n: int) -> float:
 
 
 def stage_growth(num_blocks: int) -> float:
-    """``(1 + 1/B)^(B/2)``, by which a stage of B blocks multiplies norms, forward and backward (theorems 3, 4)."""
+    """``(1 + 1/B)^(B/2)``, by which a stage of B blocks multiplies norms, forward and backward (theorems 3, 4).
+
+    Raises:
+        ValueError: ``num_blocks`` is no int of at least 1.
+    """
     positive(num_blocks=num_blocks)
     return math.exp(num_blocks / 2 * math.log1p(1 / num_blocks))
 
@@ -50,10 +54,18 @@ def mlp_growth(widths: Sequence[int], *, proposed: bool = True) -> tuple[np.ndar
         proposed: the gain ``sqrt(2 n_{l-1} / n_l)``, under which the first is 1 and the square of the second
             ``n_l / n_L``; False: g = 1, where a layer multiplies the squares by ``n_l / (2 n_{l-1})`` forward and 1/2
             backward.
+
+    Returns:
+        Both as ``[L + 1]``.
+
+    Raises:
+        TypeError: ``widths`` are no numbers, or ``proposed`` is neither True nor False.
+        ValueError: fewer than two widths, or one that is not finite and at least 1.
     """
+    flag(proposed=proposed)
     n = floats("widths", widths)
-    if n.ndim != 1 or len(n) < 2 or not n.min() >= 1:
-        raise ValueError(f"widths: {widths} must be at least two numbers of units, each at least 1")
+    if n.ndim != 1 or len(n) < 2 or not (np.isfinite(n) & (n >= 1)).all():
+        raise ValueError(f"widths: {widths} must be at least two numbers of units, each finite and at least 1")
     if proposed:
         return np.ones(len(n)), np.sqrt(n / n[-1])
     layers = np.arange(len(n))
@@ -64,6 +76,14 @@ def resnet_growth(num_blocks: int, *, proposed: bool = True) -> np.ndarray:
     """Root-mean-square ``||h^b|| / ||h^0||``, b = 0 ... B, of a stage, and of its gradients from the end.
 
     A block multiplies the squares by ``1 + 1/B`` (``proposed``), or by 1.5 with g = 1.
+
+    Returns:
+        ``[B + 1]``.
+
+    Raises:
+        TypeError: ``proposed`` is neither True nor False.
+        ValueError: ``num_blocks`` is no int of at least 1.
     """
+    flag(proposed=proposed)
     positive(num_blocks=num_blocks)
     return (1 + (1 / num_blocks if proposed else 0.5)) ** (np.arange(num_blocks + 1) / 2)
