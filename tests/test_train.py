@@ -1,6 +1,7 @@
 """Whole runs, small ones: results, divergence, accumulation, the step."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,11 @@ def test_cuda_graphs_need_cuda(tmp_path: Path, device: str) -> None:
         ({"width": "2"}, "--width 2: must be of type int or None"),
         ({"devices": 2}, "--devices 2: must be of type str"),
         ({"milestones": [1]}, r"--milestones \[1\]: must be of type tuple"),
+        ({"milestones": ("a",)}, r"--milestones \('a',\): must be epochs"),
+        ({"milestones": (1.5,)}, r"--milestones \(1\.5,\): must be epochs"),
+        ({"milestones": (True,)}, r"--milestones \(True,\): must be epochs"),
+        ({"init_options": {3: 4}}, r"--init-options \{3: 4\}: must be options by name"),
+        ({"init_options": {"v": ["he"]}}, r"--init-options \{'v': \['he'\]\}: must be options by name, each a number"),
     ],
 )
 def test_a_field_of_the_wrong_type_is_named(wrong: dict[str, Any], message: str) -> None:
@@ -233,6 +239,17 @@ def test_a_field_of_the_wrong_type_is_named(wrong: dict[str, Any], message: str)
         ({"depth": 10**23}, r"--depth \d+: must be below 2\*\*31"),
         ({"devices": "²"}, "--devices ²: must be a number of devices or auto"),
         ({"devices": "9" * 30}, r"--devices \d+: must be a number of devices or auto"),
+        ({"recompute": 10**30}, r"--recompute 10+: must be below 2\*\*31"),
+        ({"milestones": (2**31,)}, r"--milestones \(\d+,\): must be epochs, counted from 0, below 2\*\*31"),
+        ({"momentum": 2.0}, r"--momentum 2\.0: must be 0 or more and below 1"),
+        ({"momentum": 1}, "--momentum 1: must be 0 or more and below 1"),
+        ({"momentum": -0.1}, r"--momentum -0\.1: must be 0 or more and below 1"),
+        ({"momentum": math.nan}, "--momentum nan: must be 0 or more and below 1"),
+        ({"lr": math.nan}, "--lr nan: must be a finite number, above 0"),
+        ({"warmup": math.nan}, "--warmup nan: must be a finite number, 0 or more"),
+        ({"mixup": -1}, "--mixup -1: must be a finite number, 0 or more"),
+        ({"data": "imagenet"}, "--data imagenet: is not a data set; there are digits"),
+        ({"init": "magic"}, "--init magic: is not a scheme; there are arpit2019"),
         ({"recompute": 2, "stack": False}, "--recompute 2: is for stacked blocks"),
     ],
 )
@@ -263,3 +280,26 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="config: expected a TrainConfig, got dict"):
         train({"depth": 16}, tmp_path / "run")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"out": None}, "out: expected a path, got None"),
+        ({"out": b"run"}, "out: expected a path, got b'run'"),
+        ({"resume": "no"}, "resume: 'no' must be True or False"),
+        ({"data_folder": 3}, "data_folder: expected a path, got 3"),
+        ({"reporter": 3}, "reporter: int has no method on_batch"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        train(SMALL, **{"out": tmp_path / "run", **arguments})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_configuration_is_read_from_a_dict() -> None:
+    with pytest.raises(TypeError, match="content: expected a dict, got int"):
+        TrainConfig.from_dict(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--milestones 3: must be of type tuple"):
+        TrainConfig.from_dict({"milestones": 3})

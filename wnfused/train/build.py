@@ -24,8 +24,6 @@ def build(config: TrainConfig, data: Dataset) -> nn.Module:
     """
     from wnfused import init
 
-    if config.init not in init.schemes():
-        raise UsageError("init", config.init, f"is not a scheme; there are {', '.join(init.schemes())}")
     torch.manual_seed(config.seed)
     try:
         model = _network(config, data)

@@ -8,8 +8,10 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from wnfused.init import schemes
 from wnfused.models._common import RESIDUAL_NORMS
 from wnfused.models.resnet import depth_error
+from wnfused.train.data import names
 from wnfused.train.errors import UsageError
 
 MODELS = ("wrn", "resnet", "cnn", "mlp")
@@ -71,6 +73,7 @@ class TrainConfig:
         for name, choices in (("model", MODELS), ("norm", RESIDUAL_NORMS), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
                 raise UsageError(name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        self._check_names()
         for name, least in (("depth", 1), ("width", 1), ("recompute", 1), ("epochs", 1), ("batch_size", 1)):
             self._at_least(name, least)
         for name, least in (("accumulate", 1), ("cutout", 0), ("seed", 0)):
@@ -80,12 +83,14 @@ class TrainConfig:
                 raise UsageError(name, getattr(self, name), "must be below 2**31")
         if self.seed >= 2**63:
             raise UsageError("seed", self.seed, "must be below 2**63, what torch's generators take")
-        for name in ("momentum", "weight_decay", "warmup", "mixup"):
+        if not 0 <= self.momentum < 1:
+            raise UsageError("momentum", self.momentum, "must be 0 or more and below 1")
+        for name in ("weight_decay", "warmup", "mixup"):
             self._finite(name, positive=False)
         for name in ("lr", "factor"):
             self._finite(name, positive=True)
-        if any(milestone < 0 for milestone in self.milestones):
-            raise UsageError("milestones", self.milestones, "must be epochs, counted from 0")
+        if any(not isinstance(m, int) or isinstance(m, bool) or not 0 <= m < 2**31 for m in self.milestones):
+            raise UsageError("milestones", self.milestones, "must be epochs, counted from 0, below 2**31")
         if math.log10(self.lr) + len(self.milestones) * math.log10(self.factor) > _LARGEST:
             raise UsageError("factor", self.factor, f"makes rates above 1e{_LARGEST} of lr {self.lr}")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -114,6 +119,16 @@ class TrainConfig:
             if not (fits and isinstance(value, bool) == (kind is bool)) and not (optional and value is None):
                 raise UsageError(name, value, f"must be of type {kind.__name__}{' or None' if optional else ''}")
 
+    def _check_names(self) -> None:
+        if self.data not in names():
+            raise UsageError("data", self.data, f"is not a data set; there are {', '.join(names())}")
+        if self.init not in schemes():
+            raise UsageError("init", self.init, f"is not a scheme; there are {', '.join(schemes())}")
+        for option, value in self.init_options.items():
+            if not isinstance(option, str) or not (value is None or isinstance(value, (bool, int, float, str))):
+                right = "must be options by name, each a number, a string, True, False or None"
+                raise UsageError("init_options", self.init_options, right)
+
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value is not None and value < least:
@@ -131,12 +146,20 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> TrainConfig:
-        """The configuration that ``to_dict`` or a command line gave; names it does not know are an error."""
+        """The configuration that ``to_dict`` or a command line gave; names it does not know are an error.
+
+        Raises:
+            TypeError: for no dict; UsageError: for a name or a value that cannot work.
+        """
+        if not isinstance(content, dict):
+            raise TypeError(f"content: expected a dict, got {type(content).__name__}")
         known = {f.name for f in fields(cls)}
         for name in content:
             if name not in known:
                 raise UsageError(name, content[name], "is not an option of this version")
-        fitting: dict[str, Any] = {name: tuple(v) if name == "milestones" else v for name, v in content.items()}
+        fitting: dict[str, Any] = {
+            name: tuple(v) if name == "milestones" and isinstance(v, list) else v for name, v in content.items()
+        }
         return cls(**fitting)
 
     def differences(self, other: TrainConfig) -> list[str]:

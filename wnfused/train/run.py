@@ -31,6 +31,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from wnfused._numbers import file_path, flag
 from wnfused.dispatch import BackendUnavailableError
 from wnfused.optional import require
 from wnfused.train.augment import Augmentation
@@ -82,7 +83,8 @@ def train(
     Under ``torchrun`` every process calls this; the first writes.
 
     Raises:
-        UsageError: an argument cannot work; CorruptCheckpointError: ``last.ckpt`` is not whole;
+        TypeError: an argument is of another type; UsageError: one cannot work;
+        CorruptCheckpointError: ``last.ckpt`` is not whole;
         BackendUnavailableError: the backend that was asked for cannot train this network;
         MissingDependencyError: without Lightning or the data set's library;
         InterruptedRun: Ctrl-C or SIGTERM, a ``KeyboardInterrupt`` that says how to go on.
@@ -90,6 +92,14 @@ def train(
     began = time.perf_counter()
     if not isinstance(config, TrainConfig):
         raise TypeError(f"config: expected a TrainConfig, got {type(config).__name__}")
+    file_path(out=out)
+    flag(resume=resume)
+    if data_folder is not None:
+        file_path(data_folder=data_folder)
+    if reporter is not None:
+        for name in ("on_batch", "on_epoch"):
+            if not callable(getattr(reporter, name, None)):
+                raise TypeError(f"reporter: {type(reporter).__name__} has no method {name}")
     require("lightning.pytorch", "training")
     folder = RunFolder(out)
     first = is_first_process()
