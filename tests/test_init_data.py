@@ -168,6 +168,7 @@ def unfit(shape=(64, 6), **entry):
         (unfit((64, 5)), "^sample: the model does not run on it: .* does not end in in_features = 6"),
         (unfit((1, 6)), "^sample: the model does not run on it: Expected more than 1 value per channel"),
         (torch.empty(64, 6, device="meta"), "^sample: is a meta tensor"),
+        (unfit().to_sparse(), r"^sample: is torch\.sparse_coo; use to_dense\(\)$"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(scheme, sample, message):
@@ -180,6 +181,16 @@ def test_what_does_not_fit_changes_nothing(scheme, sample, message):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(("scheme", "enough"), [("salimans2016", 2), ("mishkin2016", 1), ("daneshmand2021", 16)])
+@pytest.mark.parametrize("count", [1, 2, 8, 63])
+def test_a_small_sample_is_taken(scheme, enough, count):
+    """Its statistics are those of few inputs; what they leave a layer short of is in the report."""
+    model = wnfused.models.mlp(3, 16, in_features=6)
+    report = initialize(model, scheme, sample=unfit((count, 6)), generator=generator())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert bool(report.notes) == (count < enough)
 
 
 @pytest.mark.parametrize("scheme", ["he", "salimans2016"])

@@ -181,6 +181,23 @@ def test_bad_options(scheme, options, message):
         (lambda m: initialize(m, generator=0), TypeError, "generator: 0 must be a torch.Generator or None"),
         (lambda m: initialize(m, "hanin2018", factor="a"), TypeError, "factor: expected a number, got str"),
         (lambda m: initialize(m, gammas=["0"]), TypeError, "gammas: expected a mapping from layer names, got list"),
+        (lambda m: initialize(m, gammas=0), TypeError, "gammas: expected a mapping from layer names, got int"),
+        (
+            lambda m: initialize(m, roles=torch.ones(2)),
+            TypeError,
+            "roles: expected a mapping from layer names, got Ten",
+        ),
+        (
+            lambda m: initialize(m, sample="x"),
+            TypeError,
+            "sample: expected a batch of inputs or a tuple of them, got str",
+        ),
+        (
+            lambda m: initialize(m, "daneshmand2021", sample=torch.ones(64, 3), exponent=torch.ones(2)),
+            TypeError,
+            r"exponent: expected a number, got Tensor of shape \[2\]",
+        ),
+        (lambda m: initialize_population([m, m], "he"), ValueError, "models: hold one model more than once"),
         (lambda m: initialize(m, roles={"0": 3}), TypeError, r"roles\['0'\]: expected a mapping, got int"),
         (
             lambda m: initialize(m, roles={"0": {"activation_gamma": -2.0}}),

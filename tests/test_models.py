@@ -172,6 +172,8 @@ def test_a_flag_is_true_or_false():
         (lambda: wnfused.models.CNN(2, 8, 10, 3, "wieght"), "norm: unknown 'wieght'"),
         (lambda: wnfused.models.ResNet(2, 1, 10, 3, "wieght", None, True, False), "norm: unknown 'wieght'"),
         (lambda: wnfused.models.ResNet(0, 1, 10, 3, "batch", None, True, False), "blocks: 0"),
+        (lambda: wnfused.models.ResNet(2, 1, 10, 3, "batch", 2, True, False), "recompute: 2 is for norm='weight'"),
+        (lambda: wnfused.models.ResNet(2, 1, 10, 3, ["batch"], None, True, False), r"norm: unknown \['batch'\]"),
     ],
 )
 def test_the_classes_check_what_their_makers_check(make, message):

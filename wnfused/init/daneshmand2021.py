@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from wnfused._numbers import number
 from wnfused.init.glorot2010 import draw_xavier_
 from wnfused.init.isotropic import Representation, isotropic_weight, patches, represent, represent_columns
 from wnfused.init.registry import Context, scheme
@@ -67,6 +68,7 @@ def daneshmand2021(
     ):
         if value not in known:
             raise ValueError(f"{name}: unknown {value!r}; use {known[0]!r} or {known[1]!r}")
+    number(exponent=exponent)
     if exponent not in (0.5, 1.0):
         raise ValueError(f"exponent: {exponent} must be 0.5 or 1")
     for unit in context.units:

@@ -3,7 +3,7 @@
 Orthonormal weights and zero biases; then, in order of execution, each linear or convolutional layer on its real input,
 inside residual branches too: the weight (of a weight-normalised layer: its gains) is divided by the standard deviation
 of the layer's output, over batch, space and units together, until ``|variance - 1| < tolerance``, at most ``steps``
-times. Means are not shifted.
+times. Means are not shifted. The variance is that of the sample: of a few inputs, a rough one of all; 64 or more do.
 
 Source: Mishkin & Matas 2016, "All you need is a good init", algorithm 1.
 """
@@ -24,7 +24,7 @@ from wnfused.init.walk import walk
 
 @scheme("mishkin2016", needs_sample=True)
 def mishkin2016(context: Context, tolerance: float = 0.1, steps: int = 10) -> list[Entry]:
-    """``tolerance``: of the variance, above 0; ``steps``: at most, at least 1. Needs ``sample``."""
+    """``tolerance``: of the variance, above 0; ``steps``: at most, at least 1. Needs ``sample``, of 64 or more."""
     above_0(tolerance=tolerance)
     positive(steps=steps)
     fill_orthogonal_(context.units, generator=context.generator)

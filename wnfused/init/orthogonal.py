@@ -90,8 +90,8 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
         ``tensor``.
 
     Raises:
-        TypeError: ``tensor`` is not floating point, or ``generator`` no generator.
-        ValueError: it has fewer than two dims, or ``gain`` is not finite.
+        TypeError: ``tensor`` is not floating point or not dense, or ``generator`` no generator.
+        ValueError: it has fewer than two dims, or entries that share memory, or ``gain`` is not finite.
         BackendUnavailableError: the native backend was asked for by name and the library that has the route is not
             there: on a CPU, for float32 matrices at least twice as long as wide, the C++ library; on a GPU, for ones so
             large or few that Householder's QR takes them, the CUDA library or its cuSOLVER. An automatic choice takes
@@ -103,8 +103,14 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"tensor: expected a floating-point tensor, got {kind}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"tensor: expected a dense tensor, got {tensor.layout}")
     if tensor.dim() < 2:
         raise ValueError(f"tensor: shape {list(tensor.shape)} must have at least two dims, [..., r, c]")
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"tensor: of strides {list(tensor.stride())}, its entries share memory; use tensor.contiguous()"
+        )
     finite(gain=gain)
     random_source(generator=generator)
     if tensor.numel() == 0 or tensor.device.type == "meta" or is_fake(tensor):  # there is nothing to fill

@@ -43,8 +43,8 @@ def initialize_population(
         One report for each model.
 
     Raises:
-        ValueError, TypeError: as ``initialize``; no model, models that differ in their parameters' shapes, or
-            another number of generators.
+        ValueError, TypeError: as ``initialize``; no model, one more than once, models that differ in their parameters'
+            shapes, or another number of generators.
     """
     if not isinstance(models, (Sequence, nn.ModuleList)):  # of which nn.Sequential is none: it is one model
         raise TypeError(f"models: expected a sequence of models, got {type(models).__name__}")
@@ -53,6 +53,8 @@ def initialize_population(
     population = list(models)
     if not population:
         raise ValueError("models: is empty; give at least one")
+    if len({id(model) for model in population}) < len(population):
+        raise ValueError("models: hold one model more than once; give each its own")
     for model in population:
         check_request(model, scheme, options)
     shapes = [[(name, tuple(p.shape)) for name, p in model.named_parameters()] for model in population]

@@ -107,7 +107,9 @@ def initialize(
     Args:
         model: any module; weight-normalised or not, as far as the scheme has a rule for it.
         scheme: a name of ``schemes``.
-        sample: a batch of inputs, for the schemes that look at data; a tuple is taken for several arguments.
+        sample: a batch of inputs, for the schemes that look at data; a tuple is taken for several arguments. 64 or more
+            inputs are enough for every scheme. Fewer are taken, one too where the model runs on it: the statistics are
+            then those of so few, and the report says where they leave a layer short.
         generator: source of randomness; torch's own if None.
         gammas: factors stated by hand, by layer name, where the model's structure does not tell: 2 before a ReLU,
             ``1 / B_k`` for the last layer of a branch in a stage of ``B_k`` blocks.
@@ -167,6 +169,9 @@ def prepared(
 ) -> Context:  # fmt: skip
     """What a scheme works on, its layers found and placed."""
     looks = scheme in _data_dependent
+    if not (sample is None or isinstance(sample, (Tensor, tuple))) and not looks:
+        raise TypeError(f"sample: expected a batch of inputs or a tuple of them, got {type(sample).__name__}")
+    stated = _stated_mappings(gammas, roles)
     if looks:
         _check_sample(scheme, sample)
     _materialise(model, sample)
@@ -174,7 +179,7 @@ def prepared(
         try_sample(model, sample, settle=True)
     restore_sums_(model)
     found = find_roles(model)
-    units = _stated([unit for role in found for unit in units_of(role)], gammas or {}, roles or {})
+    units = _stated([unit for role in found for unit in units_of(role)], *stated)
     units, repeated = once(units)
     context = Context(model, units, sample, generator, [other for _, others in repeated for other in others])
     for first, others in repeated:
@@ -234,10 +239,20 @@ def _check_sample(scheme: str, sample: Tensor | tuple[Tensor, ...] | None) -> No
             raise ValueError(f"sample: scheme {scheme!r} looks at data; give a batch of inputs, of 64 or more")
         if argument.dim() == 0 or argument.shape[0] == 0:
             raise ValueError(f"sample: shape {list(argument.shape)} has no input in it")
+        if argument.layout is not torch.strided:
+            raise ValueError(f"sample: is {argument.layout}; use to_dense()")
         if argument.is_meta:
             raise ValueError("sample: is a meta tensor, which holds no numbers")
         if not argument.isfinite().all():
             raise ValueError("sample: holds NaN or inf")
+
+
+def _stated_mappings(gammas: Any, roles: Any) -> tuple[Mapping[str, float], Mapping[str, Mapping[str, Any]]]:
+    """Both as mappings, empty where there is none."""
+    for argument, stated in (("gammas", gammas), ("roles", roles)):
+        if stated is not None and not isinstance(stated, Mapping):
+            raise TypeError(f"{argument}: expected a mapping from layer names, got {type(stated).__name__}")
+    return {} if gammas is None else gammas, {} if roles is None else roles
 
 
 def _stated(
@@ -246,8 +261,6 @@ def _stated(
     """The units with the factors and attributes that were stated by hand."""
     names = [unit.name for unit in units]
     for argument, stated in (("gammas", gammas), ("roles", roles)):
-        if not isinstance(stated, Mapping):
-            raise TypeError(f"{argument}: expected a mapping from layer names, got {type(stated).__name__}")
         unknown = sorted(set(stated) - set(names))
         if unknown:
             raise ValueError(f"{argument}: the model has no layer {unknown[0]!r}; it has {', '.join(names)}")

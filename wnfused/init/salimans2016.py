@@ -25,7 +25,7 @@ from wnfused.init.walk import walk
 
 @scheme("salimans2016", needs_sample=True)
 def salimans2016(context: Context, v: str = "orthogonal") -> list[Entry]:
-    """``v``: directions, ``"orthogonal"`` or ``"he"``. Needs ``sample``."""
+    """``v``: directions, ``"orthogonal"`` or ``"he"``. Needs ``sample``, of 64 or more."""
     fill_([unit for unit in context.units if not is_plain_head(unit)], v, generator=context.generator)
     for unit in context.units:
         if not is_plain_head(unit):

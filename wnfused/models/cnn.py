@@ -9,7 +9,11 @@ from wnfused.models._common import checked_norm, conv_relu
 
 
 class CNN(nn.Module):
-    """``depth`` 3x3 convolutions with ReLU, the first two of stride 2; global average pooling; a plain head."""
+    """``depth`` 3x3 convolutions with ReLU, the first two of stride 2; global average pooling; a plain head.
+
+    Raises:
+        ValueError: naming the argument, its value and what is right.
+    """
 
     def __init__(self, depth: int, width: int, num_classes: int, in_channels: int, norm: str) -> None:
         super().__init__()

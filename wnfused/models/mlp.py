@@ -11,7 +11,11 @@ from wnfused.models._common import checked_norm, linear_relu
 
 
 class MLP(nn.Module):
-    """``depth`` hidden layers ``Linear + ReLU`` of one width, then a plain linear head; inputs are flattened."""
+    """``depth`` hidden layers ``Linear + ReLU`` of one width, then a plain linear head; inputs are flattened.
+
+    Raises:
+        ValueError: naming the argument, its value and what is right.
+    """
 
     def __init__(self, depth: int, width: int, num_classes: int, in_features: int, norm: str) -> None:
         super().__init__()

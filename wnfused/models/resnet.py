@@ -48,6 +48,9 @@ class ResNet(nn.Module):
     Stages have ``16 width``, ``32 width`` and ``64 width`` channels; the first convolution of stages 2 and 3 has
     stride 2. No non-linearity after the stem or after a block's sum, but with ``norm="fixup"``, whose blocks take an
     input that was rectified. ``outer_norms``: batch norm after the stem and before the pooling, too.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is right.
     """
 
     def __init__(
@@ -58,6 +61,11 @@ class ResNet(nn.Module):
         positive(blocks=blocks, width=width, num_classes=num_classes, in_channels=in_channels)
         flag(stack=stack, outer_norms=outer_norms)
         norm = checked_norm(norm, RESIDUAL_NORMS)
+        if recompute is not None:
+            positive(recompute=recompute)
+            if norm != "weight":
+                right = f"is for norm='weight'; norm={norm!r} has no stage to recompute"
+                raise ValueError(f"recompute: {recompute} {right}")
         if norm == "weight":
             self.stem: nn.Module = WNConv2d(in_channels, STEM_CHANNELS, 3, padding=1, gamma=1.0)
         elif norm == "fixup":
@@ -110,16 +118,10 @@ def _build(
     name: str, depth: int, width: int, num_classes: int, in_channels: int, norm: str, recompute: int | None,
     stack: bool,
 ) -> ResNet:  # fmt: skip
-    positive(depth=depth, width=width, num_classes=num_classes, in_channels=in_channels)
+    positive(depth=depth)
     wrong = depth_error(name, depth)
     if wrong is not None:
         raise ValueError(f"depth: {depth} {wrong}")
-    flag(stack=stack)
-    norm = checked_norm(norm, RESIDUAL_NORMS)
-    if recompute is not None:
-        positive(recompute=recompute)
-        if norm != "weight":
-            raise ValueError(f"recompute: {recompute} is for norm='weight'; norm={norm!r} has no stage to recompute")
     outer_norms = name == "resnet" and norm == "batch"
     return ResNet(depth // 6, width, num_classes, in_channels, norm, recompute, stack, outer_norms)
 
@@ -157,6 +159,9 @@ def resnet(
 
     Its batch-norm twin normalises after the stem and before the pooling, too, as the published code has it in this
     family alone; without that, features, and with them the logits, grow with the number of blocks.
+
+    Raises:
+        TypeError, ValueError: as ``wrn``.
 
     Source: Arpit, Campos & Bengio 2019, Table 1; the 164 layers are 27 basic blocks a stage.
     """
