@@ -58,11 +58,8 @@ def as_text(facts: dict[str, Any]) -> str:
 
 
 def _instruction_set() -> str:
-    """The one our kernels chose where the C++ library tells, otherwise the one that torch's kernels chose."""
-    native = backend_module("native")
-    if native.unavailable() is None and hasattr(native, "instruction_set"):
-        return str(native.instruction_set())
-    return torch.backends.cpu.get_cpu_capability()
+    """The one our kernels chose where the C++ library is there, otherwise the one that torch's kernels chose."""
+    return backend_module("native").instruction_set() or torch.backends.cpu.get_cpu_capability()
 
 
 def _cuda() -> str | None:
