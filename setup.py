@@ -1,8 +1,9 @@
 """Builds the C++ libraries where a compiler and torch are at hand, and says why where they are not.
 
 The libraries use LibTorch's stable ABI (target 2.11) and no Python C API: one binary serves every supported
-Python and torch. A build that fails leaves a working pure-torch package; the reason is written to
-``wnfused/_build.json``, which ``wnfused info`` prints.
+Python and torch. Only that of the autograd nodes, which the stable ABI does not have, fits the torch that it was built
+with alone; with another, the nodes are Python's. A build that fails leaves a working pure-torch package; the reason is
+written to ``wnfused/_build.json``, which ``wnfused info`` prints.
 
 ``WNFUSED_CUDA``: ``auto`` (default) builds the CUDA library where torch is a CUDA build and nvcc is found; ``0`` leaves
 it out; ``1`` requires it, also beside a CPU build of torch, which cannot load it: so every kernel is compiled and
@@ -143,18 +144,22 @@ def extensions():
             "`pip install --no-build-isolation .` in the checkout"
         )
         return []
-    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "cpu").rglob("*.cpp"))
     headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h"))
-    return [
-        CppExtension(
-            "wnfused._cpu",
-            sources,
+
+    def library(name, flags, optional=False):
+        return CppExtension(
+            f"wnfused._{name}",
+            sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / name).rglob("*.cpp")),
             depends=headers,
             include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args={"cxx": CPU_FLAGS + DEBUG_FLAGS + STABLE_ABI},
-            py_limited_api=True,
+            extra_compile_args={"cxx": CPU_FLAGS + DEBUG_FLAGS + flags},
+            py_limited_api=True,  # none of Python's API at all
+            optional=optional,
         )
-    ]
+
+    # torch's own headers are C++20, and full of what these warnings find.
+    with_torch = ["-std=c++20", "-Wno-unused-parameter", "-Wno-array-bounds"]
+    return [library("cpu", STABLE_ABI), library("autograd", with_torch, optional=True)]
 
 
 def build_ext_class():
@@ -184,6 +189,17 @@ def build_ext_class():
                 self.run_cuda(root / "wnfused" / "_cuda.abi3.so")
             finally:
                 record(root)
+
+        def build_extension(self, extension):
+            try:
+                super().build_extension(extension)
+            except Exception as error:
+                if not extension.optional or os.environ.get("WNFUSED_REQUIRE_EXTENSIONS") == "1":
+                    raise
+                reasons["autograd"] = f"the build of the C++ autograd nodes failed: {first_line(error)}"
+                self.warn(reasons["autograd"])
+                for path in (self.get_ext_fullpath(extension.name), ROOT / "wnfused" / "_autograd.abi3.so"):
+                    Path(path).unlink(missing_ok=True)  # one of another build would be loaded
 
         def run_cuda(self, library):
             library.unlink(missing_ok=True)  # one of another build would be loaded
@@ -222,15 +238,24 @@ def first_line(error: Exception) -> str:
 def record(root: Path) -> None:
     target = root / "wnfused" / "_build.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    record = {"not_built": reasons, "declarations": declarations()}
+    record = {"not_built": reasons, "declarations": declarations(), "torch": torch_version()}
     temporary = target.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     temporary.replace(target)
 
 
 def declarations():
-    """What a library built in place must have been built from: with another signature, a call would crash."""
-    return hashlib.sha256((ROOT / "csrc" / "ops.h").read_bytes()).hexdigest()
+    """What libraries built in place must have been built from: with another signature, a call would crash."""
+    files = ("ops.h", "autograd/layers.cpp")
+    return {file: hashlib.sha256((ROOT / "csrc" / file).read_bytes()).hexdigest() for file in files}
+
+
+def torch_version():
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.__version__
 
 
 if __name__ == "__main__":

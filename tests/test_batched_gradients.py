@@ -5,6 +5,8 @@ import torch
 from torch.autograd.functional import hessian, jacobian
 
 import wnfused
+from wnfused import dispatch
+from wnfused.backends import native_autograd
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::wnfused.BackendWarning")]
 
@@ -16,6 +18,15 @@ LAYERS = {
     "stage": (lambda **kind: wnfused.WNResidualStage(4, 4, 2, **kind), (2, 4, 4, 4)),
 }
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, params=["C++", "Python"])
+def nodes(request, monkeypatch):
+    """What layers are recorded by."""
+    if request.param == "Python":
+        monkeypatch.setattr(native_autograd, "unavailable", lambda: "a test does without")
+    elif not dispatch.prefers_native() or native_autograd.unavailable() is not None:
+        pytest.skip("there are no nodes in C++ here")
 
 
 def close(a, b):
@@ -39,6 +50,22 @@ def test_a_batch_of_gradients_is_each_of_them(name, dtype):
     parts = [torch.autograd.grad(y, of[:2], dy, create_graph=True) for dy in dys]
     (expected,) = torch.autograd.grad(sum((a**2).sum() + (b**2).sum() for a, b in parts), of[2], allow_unused=True)
     close(twice, expected)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_vmap_of_a_backward(name, dtype, graph):
+    """By ``torch.func.vmap``, over a graph that was recorded outside."""
+    make, shape = LAYERS[name]
+    layer, x = make(dtype=dtype), torch.randn(shape, dtype=dtype, requires_grad=True)
+    y, of = layer(x), [x, *layer.parameters()]
+    dys = torch.randn(3, *y.shape, dtype=dtype)
+    options = {"retain_graph": True, "create_graph": graph}
+    together = torch.func.vmap(lambda dy: torch.autograd.grad(y, of, dy, **options))(dys)
+    alone = [torch.autograd.grad(y, of, dy, retain_graph=True) for dy in dys]
+    for found, *each in zip(together, *alone, strict=True):
+        close(found, torch.stack(each))
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -1,5 +1,6 @@
 """The one place that chooses a backend, and what it says when it cannot."""
 
+import json
 import os
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
     package = tmp_path / "wnfused"
     package.mkdir()
     (package / "_cpu.abi3.so").write_bytes(b"not a library")
-    (package / "_build.json").write_text('{"not_built": {}, "declarations": "of older sources"}')
+    (package / "_build.json").write_text('{"not_built": {}, "declarations": {"ops.h": "of older sources"}}')
     monkeypatch.setattr(library, "_PACKAGE", package)
     assert "does not load" in library.opened("cpu")
     (tmp_path / "csrc").mkdir()
@@ -159,3 +160,20 @@ def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
     assert "was built from another csrc/ops.h; `make install`" in library.opened("cpu")
     (package / "_build.json").unlink()
     assert "has no record of its build; `make install`" in library.opened("cpu")
+
+
+def test_autograd_nodes_of_another_torch_are_not_opened(tmp_path, monkeypatch):
+    """torch's C++ interface changes from version to version; the record of an older build knows none."""
+    package = tmp_path / "wnfused"
+    package.mkdir()
+    monkeypatch.setattr(library, "_PACKAGE", package)
+    assert "the C++ autograd library was not built; `pip install" in library.opened("autograd")
+    (package / "_autograd.abi3.so").write_bytes(b"not a library")
+    assert f"was built for torch None, this is {torch.__version__}" in library.opened("autograd")
+    (package / "_build.json").write_text('{"declarations": "of an older build", "torch": "2.12.0"}')
+    assert f"was built for torch 2.12.0, this is {torch.__version__}" in library.opened("autograd")
+    (package / "_build.json").write_text(json.dumps({"torch": torch.__version__}))
+    assert "does not load" in library.opened("autograd")
+    (tmp_path / "csrc" / "autograd").mkdir(parents=True)
+    (tmp_path / "csrc" / "autograd" / "layers.cpp").write_text("// newer")
+    assert "has no record of its build; `make install`" in library.opened("autograd")

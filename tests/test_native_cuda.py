@@ -261,6 +261,7 @@ def test_however_the_cuda_build_ends_the_other_library_keeps_its_record(
         made.run()
     assert json.loads(file.read_text()) == {
         "not_built": {} if reason is None else {"cuda": reason}, "declarations": build["declarations"](),
+        "torch": torch.__version__,
     }  # fmt: skip
 
 
@@ -290,6 +291,36 @@ def test_a_library_that_fails_to_build_leaves_none_of_an_older_build_in_place(bu
     assert json.loads((older.parent / "_build.json").read_text())["not_built"] == {
         "cpu": "the C++ build failed: Error compiling objects", "cuda": "no CUDA here",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_autograd_nodes_that_do_not_build_leave_the_others(build, monkeypatch, tmp_path, required):
+    """They are built with torch's own C++ interface, which a torch to come may change."""
+    from setuptools.command.build_ext import build_ext
+    from setuptools.dist import Distribution
+
+    def fails(self, extension):
+        raise RuntimeError("Error compiling objects\nlayers.cpp: no luck")
+
+    command = build["build_ext_class"]()
+    names = command.run.__globals__
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    monkeypatch.setitem(names, "reasons", reasons := {})
+    monkeypatch.setattr(build_ext, "build_extension", fails)
+    monkeypatch.setenv("WNFUSED_REQUIRE_EXTENSIONS", str(int(required)))
+    older = tmp_path / "wnfused" / "_autograd.abi3.so"
+    older.parent.mkdir()
+    older.write_bytes(b"a library")
+    cpu, autograd = sorted(build["extensions"](), key=lambda extension: extension.optional)
+    made = command(Distribution({"ext_modules": [cpu, autograd]}))
+    made.finalize_options()
+    with pytest.raises(RuntimeError, match="no luck"):
+        made.build_extension(cpu)
+    with pytest.raises(RuntimeError, match="no luck") if required else contextlib.nullcontext():
+        made.build_extension(autograd)
+    assert older.exists() == required
+    expected = {"autograd": "the build of the C++ autograd nodes failed: Error compiling objects"}
+    assert reasons == ({} if required else expected)
 
 
 def test_build_says_what_it_lacks(build, monkeypatch, tmp_path):

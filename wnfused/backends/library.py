@@ -11,19 +11,31 @@ import torch
 _PACKAGE = Path(__file__).parents[1]
 
 
+_KINDS = {"cpu": "C++", "cuda": "CUDA", "autograd": "C++ autograd"}
+_DECLARED = {"cpu": "ops.h", "cuda": "ops.h", "autograd": "autograd/layers.cpp"}
+"""Where in csrc/ the signatures of each library stand."""
+
+
 def opened(name: str) -> str | None:
-    """Opens library ``_<name>``, ``"cpu"`` or ``"cuda"``; the reason if there is none or it does not load."""
+    """Opens library ``_<name>``: ``"cpu"``, ``"cuda"`` or ``"autograd"``; the reason if there is none or it does not
+    load."""
     library = next(iter(sorted(_PACKAGE.glob(f"_{name}*.so"))), None)
     file = _PACKAGE / "_build.json"
     record = json.loads(file.read_text()) if file.exists() else {}
     if library is None:
-        kind = "C++" if name == "cpu" else "CUDA"
-        otherwise = f"the {kind} library was not built; `pip install --no-build-isolation .` builds it"
+        otherwise = f"the {_KINDS[name]} library was not built; `pip install --no-build-isolation .` builds it"
         return record.get("not_built", {}).get(name, otherwise)
-    sources = _PACKAGE.parent / "csrc" / "ops.h"  # of a checkout that the library was built in
-    if sources.exists() and record.get("declarations") != hashlib.sha256(sources.read_bytes()).hexdigest():
-        known = "was built from another csrc/ops.h" if "declarations" in record else "has no record of its build"
+    sources = _PACKAGE.parent / "csrc" / _DECLARED[name]  # of a checkout that the library was built in
+    declarations = record.get("declarations")
+    declared = declarations.get(_DECLARED[name]) if isinstance(declarations, dict) else None
+    if sources.exists() and declared != hashlib.sha256(sources.read_bytes()).hexdigest():
+        known = "has no record of its build" if declared is None else f"was built from another csrc/{_DECLARED[name]}"
         return f"{library.name} {known}; `make install` builds it anew"
+    if name == "autograd" and record.get("torch") != torch.__version__:
+        return (
+            f"{library.name} was built for torch {record.get('torch')}, this is {torch.__version__}; "
+            "`pip install --no-build-isolation .` builds it anew"
+        )
     try:
         torch.ops.load_library(str(library))
     except OSError as error:

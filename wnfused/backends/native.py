@@ -321,16 +321,23 @@ def conv_backward(
 # contiguous, parameters in the dtype of x or float32, the activation by its number.
 
 
-def conv_transpose(
+def conv_transpose(x: Tensor, v: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """``rest``: bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope."""
+    y, norm = torch.ops.wnfused_native.conv_transpose.default._op(x, v, g, *rest)
+    return (y, norm) if y is not None else composed_conv_transpose(x, v, g, *rest)
+
+
+def conv_transpose_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """``arguments``: as those of ``composed_conv_transpose_backward``."""
+    done, *found = torch.ops.wnfused_native.conv_transpose_backward.default._op(*arguments)
+    return tuple(found) if done else composed_conv_transpose_backward(*arguments)
+
+
+def composed_conv_transpose(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
     negative_slope: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y, norm = torch.ops.wnfused_native.conv_transpose.default._op(
-        x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope
-    )
-    if y is not None:
-        return y, norm
     w, norm = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)
     bias = None if bias is None else bias.to(x.dtype)
     y = convolution(x, w.to(x.dtype), bias, stride, padding, dilation, True, output_padding, groups)
@@ -339,16 +346,11 @@ def conv_transpose(
     return epilogue_(y, residual, reference.ACTIVATIONS[activation], negative_slope), norm
 
 
-def conv_transpose_backward(
+def composed_conv_transpose_backward(
     dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: int, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
     negative_slope: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    done, *found = torch.ops.wnfused_native.conv_transpose_backward.default._op(
-        dy, y, x, v, g, norm, needs, stride, padding, dilation, output_padding, groups, activation, negative_slope
-    )
-    if done:
-        return tuple(found)
     dz = masked(dy, y, reference.ACTIVATIONS[activation], negative_slope)
     w = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)[0].to(x.dtype)
     wanted = [bool(needs & 1), bool(needs & 2), bool(needs & 4)]

@@ -136,6 +136,14 @@ def is_between(name: str, least: float, value: float) -> bool:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
 
 
+def below_autocast(run: Callable[..., Any], *arguments: Any) -> Any:
+    """``run(*arguments)``, whose dtypes are settled: autocast must not touch what a kernel does inside."""
+    if not torch._C._is_any_autocast_enabled():
+        return run(*arguments)
+    with torch._C._DisableAutocast():
+        return run(*arguments)
+
+
 def autocast_is_on(device: str) -> bool:
     """Whether autocast is on for a device type; some, such as meta, know none."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -16,17 +16,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from wnfused import dispatch
-from wnfused.backends import native
-from wnfused.ops._arguments import autocast
-from wnfused.ops._input_gradient import asks_for_input_alone, input_gradient, is_zero_gradient, zeros_through
-from wnfused.ops._registration import is_transformed, no_view, through_reference
+from wnfused.backends import native, native_autograd
+from wnfused.ops._arguments import autocast, below_autocast
+from wnfused.ops._nodes import Gradients, python_node
 from wnfused.reference import ACTIVATIONS
 
 CODES = {None if name == "none" else name: number for number, name in enumerate(ACTIVATIONS)}
 """The kernels' numbers of the activations, by the names that layers have for them."""
-
-# Multiply-adds of a product from which a weight's gradient costs far more than the question whether it is asked for.
-_WORTH_ASKING = 2**25
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -61,14 +57,6 @@ def _casts_to_open(*parameters: Any) -> bool:
     )
 
 
-def below_autocast(run: Callable[..., Any], *arguments: Any) -> Any:
-    """``run(*arguments)``, whose dtypes are settled: autocast must not touch what a kernel does inside."""
-    if not torch._C._is_any_autocast_enabled():
-        return run(*arguments)
-    with torch._C._DisableAutocast():
-        return run(*arguments)
-
-
 def layer(
     name: str, reference: Callable[..., tuple[Tensor, ...]], kernels: tuple[Callable[..., Any], ...] = ()
 ) -> Callable[..., Tensor]:
@@ -87,53 +75,14 @@ def layer(
     # The functions below torch.ops' own Python wrappers, which only hand over to them.
     names = () if kernels else (name, f"{name}_backward")
     kernel, kernel_backward = kernels or (getattr(torch.ops.wnfused_native, n).default._op for n in names)
-    gradient = input_gradient(name, kernel, kernel_backward, reference)
-
-    class Direct(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            x, v, g, bias, residual, *constants = arguments
-            y, norm = kernel(*arguments)
-            y = no_view(y)
-            ctx.constants = constants
-            # Without an activation the backward does not read y. The order is that of the op's own derivative: a
-            # checkpoint may run the forward again under another backend.
-            ctx.save_for_backward(x, v, g, bias, residual, y if constants[-2] else None, norm)
-            return y
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Any:
-            return below_autocast(backward_of, ctx, dy)
-
-    def backward_of(ctx: Any, dy: Tensor) -> Any:
-        x, v, g, bias, residual, y, norm = ctx.saved_tensors
-        constants, needs = ctx.constants, ctx.needs_input_grad
-        if is_transformed(dy):
-            return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
-        if torch.is_grad_enabled():
-            if asks_for_input_alone(ctx, needs):
-                constant = [None if t is None else t.detach() for t in (x, bias, residual)]
-                dx, dz = gradient(dy, v, g, y, *constant, norm, needs[4], constants)
-                dz = dy if needs[4] and y is None else dz
-                return dx, None, None, None, dz, *(None,) * len(constants)
-            return through_reference(reference, dy, (x, v, g, bias, residual, *constants), needs)
-        if is_zero_gradient(dy):
-            return tuple(zeros_through(ctx, (x, v, g, bias, residual, *constants)))
-        products_are_many = dy.numel() * v.numel() >= _WORTH_ASKING * g.numel()
-        if products_are_many and needs[0] and asks_for_input_alone(ctx, needs):
-            needs = (True, False, False, False, needs[4])
-        wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
-        *found, dresidual = kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
-        if needs[4] and y is None:
-            dresidual = dy
-        return *found, dresidual, *(None,) * len(constants)
-
-    Direct.__name__ = Direct.__qualname__ = name
-    # torch.autograd.Function.apply itself: a look for functorch transforms, which is_open has seen to, and this.
-    record = super(torch.autograd.Function, Direct).apply
+    gradients = Gradients(name, kernel, kernel_backward, reference)
+    record = python_node(name, gradients)
+    record_natively = native_autograd.layer(name, gradients.of_native_node)
 
     def run(*arguments: Any) -> Any:
-        return record(*arguments) if torch.is_grad_enabled() else kernel(*arguments)[0]
+        if not torch.is_grad_enabled():
+            return kernel(*arguments)[0]
+        return record_natively(*arguments) if native_autograd.unavailable() is None else record(*arguments)
 
     def call(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, *constants: Any) -> Any:
         if not torch._C._is_any_autocast_enabled():

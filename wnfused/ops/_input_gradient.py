@@ -51,24 +51,28 @@ def is_zero_gradient(dy: Tensor) -> bool:
     return known is not None and dy.data_ptr() == known[1].data_ptr() and known[0] == torch._C._current_graph_task_id()
 
 
-def zeros_through(node: Any, inputs: Sequence[Any]) -> Sequence[Tensor | None]:
+def leaves_of(node: Any, inputs: Sequence[Any]) -> list[bool]:
+    """Which of the inputs that a node was called with are leaves of the graph."""
+    following = iter(node.next_functions)  # those of tensors alone
+    return [t is not None and isinstance(next(following)[0], _LEAF) for t in inputs]
+
+
+def zeros_through(
+    inputs: Sequence[Tensor | None], needs: Sequence[bool], leaves: Sequence[bool]
+) -> list[Tensor | None]:
     """What a layer whose output has a gradient of zeros hands on: zeros of one number to the layers before it.
 
     Leaves get tensors of their own, for what becomes a parameter's ``.grad`` will be written to.
-
-    Args:
-        node: the layer's.
-        inputs: all that the node was called with.
     """
-    following = iter(node.next_functions)  # those of tensors alone
-    found: list[Tensor | None] = []
-    for given, needed in zip(inputs, node.needs_input_grad, strict=True):
-        before = next(following)[0] if isinstance(given, Tensor) else None
-        if not needed:
-            found.append(None)
-        else:
-            found.append(torch.zeros_like(given) if isinstance(before, _LEAF) else zero_gradient(given))
-    return found
+    return [
+        None if not needed or t is None else torch.zeros_like(t) if leaf else zero_gradient(t)
+        for t, needed, leaf in zip(inputs, needs, leaves, strict=True)
+    ]
+
+
+def is_of_input_alone(wanted: Sequence[bool]) -> bool:
+    """Whether of a layer's ``x, v, g, bias`` and residual the gradient by ``x`` is wanted, and by no parameter."""
+    return wanted[0] and not any(wanted[1:4])
 
 
 # The last backward that was asked for gradients of leaves by name, which torch tells by an error: at 30 us, that is to

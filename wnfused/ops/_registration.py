@@ -250,7 +250,10 @@ def _vjp(function: Callable[..., Any], primals: Sequence[Tensor]) -> tuple[Tenso
 
 def is_transformed(*gradients: Tensor | None) -> bool:
     """Whether a gradient may be a batch, or have a tangent of forward mode; the kernels' backward knows neither."""
-    return forward_ad._current_level >= 0 or any(dy is not None and is_batch(dy) for dy in gradients)
+    if forward_ad._current_level >= 0:
+        return True
+    given = [dy for dy in gradients if dy is not None]
+    return any(is_batch(dy) or torch._C._functorch.is_batchedtensor(dy) for dy in given)
 
 
 def is_batch(dy: Tensor) -> bool:

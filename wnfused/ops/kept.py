@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.ops._arguments import autocast
-from wnfused.ops._direct import below_autocast, is_open
+from wnfused.ops._arguments import autocast, below_autocast
+from wnfused.ops._direct import is_open
 
 
 def kept_kernel(transposed: bool) -> Callable[..., Any]:

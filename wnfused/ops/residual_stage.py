@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function
 from wnfused import reference
 from wnfused._numbers import positive
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import below_autocast, is_open
+from wnfused.ops._direct import is_open
 from wnfused.ops._input_gradient import asks_for_input_alone
 from wnfused.ops._registration import (
     below_autograd,
@@ -84,7 +84,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return below_autocast(_gradients, ctx, dy)
+        return arguments.below_autocast(_gradients, ctx, dy)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> Any:
@@ -149,7 +149,7 @@ def residual_stage(
     if not direct:
         return _general(x, v, g, bias, skip_scale, recompute)
     try:
-        y: Tensor = below_autocast(_run_direct, arguments.autocast(x), v, g, bias, skip_scale, every)
+        y: Tensor = arguments.below_autocast(_run_direct, arguments.autocast(x), v, g, bias, skip_scale, every)
         return y
     except (RuntimeError, TypeError):
         _checked(x, v, g, bias, skip_scale, recompute)

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function
 from wnfused import reference
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import below_autocast, is_open
+from wnfused.ops._direct import is_open
 from wnfused.ops._registration import (
     below_autograd,
     define,
@@ -62,7 +62,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> Any:
-        return below_autocast(_gradients, ctx, dw)
+        return arguments.below_autocast(_gradients, ctx, dw)
 
 
 def _gradients(ctx: Any, dw: Tensor) -> Any:

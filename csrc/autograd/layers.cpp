@@ -1,0 +1,259 @@
+// Layers with their autograd nodes in C++: what the short way of a layer (wnfused/ops/_direct.py) records. A node of
+// Python's costs as much as the arithmetic of 128 features, forward and backward.
+//
+// torch's stable ABI has no autograd. So this library, unlike the others, fits one version of torch, and does nothing
+// that the node in wnfused/ops/_direct.py does not do as well: where it is missing, that one takes its place.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace wnfused {
+namespace {
+
+using at::IntArrayRef;
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+using Optional = std::optional<Tensor>;
+using Outputs = std::tuple<Tensor, Tensor>;                                       // y, norm
+using Gradients = std::tuple<Optional, Optional, Optional, Optional, Optional>;  // by x, v, g, bias and residual
+
+template <class... Constants>
+using ForwardOp = Outputs(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual, Constants...);
+template <class... Constants>
+using BackwardOp = Gradients(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, Constants...);
+// The same with all that a node knows, for gradients that are more than one call of a kernel: a graph of them is asked
+// for, or they are batches. needs and leaves: a bit for each of x, v, g, bias and residual.
+template <class... Constants>
+using GeneralOp = Gradients(
+    const Tensor& dy, const Optional& y, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
+    const Optional& residual, const Tensor& norm, int64_t needs, int64_t leaves, Constants...);
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> op(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
+}
+
+// What runs one kind of layer, by the names of its ops.
+template <class Ops, class... Constants>
+struct Kernels {
+  static Outputs forward(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... constants) {
+    static const auto run = op<ForwardOp<Constants...>>(Ops::kForward);
+    return run.call(x, v, g, bias, residual, constants...);
+  }
+  static Gradients backward(
+      const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+      int64_t needs, Constants... constants) {
+    static const auto run = op<BackwardOp<Constants...>>(Ops::kBackward);
+    return run.call(dy, y, x, v, g, norm, needs, constants...);
+  }
+  static Gradients general(
+      const Tensor& dy, const Optional& y, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
+      const Optional& residual, const Tensor& norm, int64_t needs, int64_t leaves, Constants... constants) {
+    static const auto run = op<GeneralOp<Constants...>>(Ops::kGeneral);
+    // Past all dispatch: gradients of vmap would otherwise need a rule for batches of this very op.
+    constexpr c10::DispatchKeySet composite(c10::DispatchKey::CPU);
+    return run.redispatch(composite, dy, y, x, v, g, bias, residual, norm, needs, leaves, constants...);
+  }
+};
+
+struct LinearOps {
+  static constexpr const char* kForward = "wnfused_native::linear";
+  static constexpr const char* kBackward = "wnfused_native::linear_backward";
+  static constexpr const char* kGeneral = "wnfused_autograd::linear_gradients";
+};
+template <class... Constants>
+using Linear = Kernels<LinearOps, Constants...>;
+
+struct ConvOps {
+  static constexpr const char* kForward = "wnfused_native::conv";
+  static constexpr const char* kBackward = "wnfused_native::conv_backward";
+  static constexpr const char* kGeneral = "wnfused_autograd::conv_gradients";
+};
+template <class... Constants>
+using Conv = Kernels<ConvOps, Constants...>;
+
+struct ConvTransposeOps {
+  static constexpr const char* kForward = "wnfused_autograd::composed_conv_transpose";
+  static constexpr const char* kBackward = "wnfused_autograd::composed_conv_transpose_backward";
+  static constexpr const char* kGeneral = "wnfused_autograd::conv_transpose_gradients";
+};
+// The library's kernels take a part of them; the others are composed, in Python.
+template <class... Constants>
+struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
+  using Composed = Kernels<ConvTransposeOps, Constants...>;
+
+  static Outputs forward(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... constants) {
+    using Signature = std::tuple<Optional, Optional>(
+        const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...);
+    static const auto run = op<Signature>("wnfused_native::conv_transpose");
+    const auto [y, norm] = run.call(x, v, g, bias, residual, constants...);
+    return y ? Outputs(*y, *norm) : Composed::forward(x, v, g, bias, residual, constants...);
+  }
+  static Gradients backward(
+      const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+      int64_t needs, Constants... constants) {
+    using Signature = std::tuple<bool, Optional, Optional, Optional, Optional, Optional>(
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, Constants...);
+    static const auto run = op<Signature>("wnfused_native::conv_transpose_backward");
+    const auto [done, dx, dv, dg, dbias, dz] = run.call(dy, y, x, v, g, norm, needs, constants...);
+    if (done) return {dx, dv, dg, dbias, dz};
+    return Composed::backward(dy, y, x, v, g, norm, needs, constants...);
+  }
+};
+
+// Kernels run below autograd, and autocast must not touch what they do inside: dtypes are settled before.
+struct KernelsOnly {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+Optional given(const Tensor& t) { return t.defined() ? Optional(t) : Optional(); }
+
+// Whether dy may be the zeros of one number that wnfused/ops/_input_gradient.py hands on.
+bool may_be_zero_gradient(const Tensor& dy) {
+  if (dy.numel() < 2 || !dy.is_cpu() || dy.layout() != at::kStrided || !dy.has_storage()) return false;
+  for (const int64_t stride : dy.strides()) {
+    if (stride != 0) return false;
+  }
+  const auto* bytes = static_cast<const char*>(dy.const_data_ptr());
+  for (int64_t i = 0; bytes && i < dy.element_size(); ++i) {
+    if (bytes[i] != 0) return false;
+  }
+  return bytes != nullptr;
+}
+
+// Whether a gradient asks for more than the kernels know.
+bool is_general(const Tensor& dy) {
+  const c10::DispatchKeySet keys = dy.key_set();
+  const bool is_batch = keys.has(c10::DispatchKey::Batched) || keys.has(c10::DispatchKey::FuncTorchBatched);
+  return is_batch || at::GradMode::is_enabled() || dy._fw_grad(0).defined() ||
+         (!keys.has(c10::DispatchKey::Python) && may_be_zero_gradient(dy));
+}
+
+// What a constant is kept as between the passes.
+template <class T>
+struct Kept {
+  using Type = T;
+};
+template <>
+struct Kept<IntArrayRef> {
+  using Type = std::vector<int64_t>;
+};
+
+// The two passes of torch::autograd::Function.
+template <class Run, class... Constants>
+struct Passes {
+  static constexpr size_t kConstants = sizeof...(Constants);
+  static constexpr const char* kLeaves = "leaves";
+  static constexpr const char* kKept = "constants";
+
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
+      const Optional& residual, Constants... constants) {
+    const KernelsOnly guard;
+    auto [y, norm] = Run::forward(x, v, g, bias, residual, constants...);
+    const int64_t activation = std::get<kConstants - 2>(std::make_tuple(constants...));
+    // Without an activation the backward does not read y. The order is that of the node in Python.
+    ctx->save_for_backward({x, v, g, bias.value_or(Tensor()), residual.value_or(Tensor()),
+                            activation != 0 ? y : Tensor(), norm});
+    ctx->set_materialize_grads(false);
+    int64_t leaves = x.is_leaf() + 2 * v.is_leaf() + 4 * g.is_leaf();
+    if (bias) leaves += 8 * bias->is_leaf();
+    if (residual) leaves += 16 * residual->is_leaf();
+    ctx->saved_data[kLeaves] = leaves;
+    ctx->saved_data[kKept] = c10::ivalue::Tuple::create({c10::IValue(constants)...});
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
+    variable_list found(5 + kConstants);
+    const Tensor& dy = outputs[0];
+    if (!dy.defined()) return found;
+    const variable_list saved = ctx->get_saved_variables();
+    // The edges of a node count the tensors that it was given.
+    int64_t needs = 0;
+    for (size_t i = 0, edge = 0; i < 5; ++i) {
+      if (saved[i].defined() && ctx->needs_input_grad(edge++)) needs |= int64_t{1} << i;
+    }
+    const auto& kept = ctx->saved_data[kKept].toTupleRef().elements();
+    const Gradients gradients =
+        gradients_of(dy, saved, needs, ctx->saved_data[kLeaves].toInt(), kept, std::index_sequence_for<Constants...>());
+    auto put = [&](size_t i, const Optional& gradient) {
+      if (gradient && (needs >> i & 1)) found[i] = *gradient;
+    };
+    put(0, std::get<0>(gradients));
+    put(1, std::get<1>(gradients));
+    put(2, std::get<2>(gradients));
+    put(3, std::get<3>(gradients));
+    put(4, std::get<4>(gradients));
+    return found;
+  }
+
+  template <class Elements, size_t... I>
+  static Gradients gradients_of(
+      const Tensor& dy, const variable_list& saved, int64_t needs, int64_t leaves, const Elements& kept,
+      std::index_sequence<I...>) {
+    const std::tuple<typename Kept<Constants>::Type...> constants{
+        kept[I].template to<typename Kept<Constants>::Type>()...};
+    const Tensor &x = saved[0], &v = saved[1], &g = saved[2], &y = saved[5], &norm = saved[6];
+    if (is_general(dy)) {
+      return Run::general(
+          dy, given(y), x, v, g, given(saved[3]), given(saved[4]), norm, needs, leaves, std::get<I>(constants)...);
+    }
+    const KernelsOnly guard;
+    const int64_t wanted = (needs & 1) + 2 * ((needs & 6) != 0) + 4 * ((needs & 8) != 0) + 8 * ((needs & 16) != 0);
+    Gradients found = Run::backward(dy, y.defined() ? y : dy, x, v, g, norm, wanted, std::get<I>(constants)...);
+    if (!y.defined()) std::get<4>(found) = dy;
+    return found;
+  }
+};
+
+template <class... Constants>
+using LinearPasses = Passes<Linear<Constants...>, Constants...>;
+template <class... Constants>
+using ConvPasses = Passes<Conv<Constants...>, Constants...>;
+template <class... Constants>
+using ConvTransposePasses = Passes<ConvTranspose<Constants...>, Constants...>;
+
+// Under these names a tensor shows its node.
+struct WNLinear : torch::autograd::Function<WNLinear>, LinearPasses<int64_t, double> {};
+struct WNConv : torch::autograd::Function<WNConv>,
+                ConvPasses<IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double> {};
+struct WNConvTranspose
+    : torch::autograd::Function<WNConvTranspose>,
+      ConvTransposePasses<IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double> {};
+
+template <class Layer, class... Constants>
+Tensor layer(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    Constants... constants) {
+  return Layer::apply(x, v, g, bias, residual, constants...);
+}
+
+}  // namespace
+}  // namespace wnfused
+
+// The schemas stand in wnfused/backends/native_autograd.py.
+TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeImplicitAutograd, library) {
+  using namespace wnfused;
+  library.impl("linear", layer<WNLinear, int64_t, double>);
+  library.impl("conv", layer<WNConv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
+  library.impl(
+      "conv_transpose",
+      layer<WNConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
+}

@@ -1,0 +1,63 @@
+"""Layers whose autograd nodes are in C++: the schemas of ``csrc/autograd``, and what that library calls back for.
+
+It fits one version of torch, as autograd is no part of the stable ABI. Where it was not built, or for another version,
+``wnfused.ops._direct`` records nodes of its own, which do the same; only small layers are slower then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wnfused.backends import native
+from wnfused.backends.library import opened
+
+_library = torch.library.Library("wnfused_autograd", "DEF")
+
+_GEOMETRY = "int[] stride, int[] padding, int[] dilation, "
+_CONSTANTS = {
+    name: f"{geometry}int activation, float negative_slope"
+    for name, geometry in (
+        ("linear", ""),
+        ("conv", f"{_GEOMETRY}int groups, "),
+        ("conv_transpose", f"{_GEOMETRY}int[] output_padding, int groups, "),
+    )
+}
+_GRADIENTS = "(Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dresidual)"
+
+for _name, _constants in _CONSTANTS.items():
+    _layer = f"Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_constants}"
+    _library.define(f"{_name}({_layer}) -> Tensor y")
+    # needs and leaves: a bit for each of x, v, g, bias and residual.
+    _library.define(
+        f"{_name}_gradients(Tensor dy, Tensor? y, Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, "
+        f"Tensor norm, int needs, int leaves, {_constants}) -> {_GRADIENTS}"
+    )
+_library.define(f"composed_conv_transpose({_layer}) -> (Tensor y, Tensor norm)")
+_library.define(
+    "composed_conv_transpose_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, "
+    f"{_constants}) -> {_GRADIENTS}"
+)
+_library.impl("composed_conv_transpose", native.composed_conv_transpose, "CompositeExplicitAutograd")
+_library.impl("composed_conv_transpose_backward", native.composed_conv_transpose_backward, "CompositeExplicitAutograd")
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Opens the library; the reason if there is none or it does not load."""
+    return native.unavailable() or opened("autograd")
+
+
+def layer(name: str, gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """The op that runs a layer and records it.
+
+    Args:
+        name: one of ``linear``, ``conv``, ``conv_transpose``.
+        gradients: what gives the gradients that no kernel does, by the arguments of ``<name>_gradients``.
+    """
+    _library.impl(f"{name}_gradients", gradients, "CompositeImplicitAutograd")
+    recorded: Callable[..., Any] = getattr(torch.ops.wnfused_autograd, name).default._op
+    return recorded
