@@ -97,9 +97,6 @@ def test_jit_trace_of_an_output_size_read_off_the_input():
     model = wnfused.convert(Halved(), plain=True)
     traced = torch.jit.trace(model, (x,))
     torch.testing.assert_close(traced(x), model(x))
-    inputs = torch.ones(1, 2, 4, 4), torch.ones(2, 3, 2, 2), torch.ones(2)
-    with pytest.raises(ValueError, match=r"output_padding: \[tensor\(1\), 1\] must be an int or 2 ints"):
-        wnfused.functional.conv_transpose2d(*inputs, None, 2, output_padding=[torch.tensor(1), 1])
 
 
 @pytest.mark.parametrize("folded", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "wnfused"
 LEVELS = (
-    {"optional", "_numbers", "_modules", "_reachable", "_symbolic", "_undisturbed", "_convolution"},
+    {"optional", "_numbers", "_modules", "_reachable", "_spatial", "_symbolic", "_undisturbed", "_convolution"},
     {"reference"},
     {"backends"},
     {"dispatch"},

@@ -14,6 +14,7 @@ from wnfused.nn import WNLazyConv2d, WNLazyConvTranspose2d, WNLazyLinear
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda: wnfused.nn.fixup_scalars([]), TypeError, "model: expected an nn.Module, got list"),
         (lambda: WNLinear(3, 2, activation="gelu"), ValueError, "activation: unknown 'gelu'; use None, 'relu'"),
         (lambda: WNLinear(3, 2, init="xavier"), ValueError, "init: unknown 'xavier'; use 'orthogonal' or 'he'"),
         (lambda: WNLinear(3, 2, gamma=float("nan")), ValueError, "gamma: nan must be finite"),
@@ -262,3 +263,57 @@ def test_gains_are_compared_with_their_directions():
     v, g = torch.randn(3, 3), torch.ones(3, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"gs\[0\]: dtype torch.float64 does not go with vs\[0\] of torch.float32"):
         functional.weight_norm_many([v], [g])
+
+
+IN_TUPLES = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
+EXTENTS = [
+    {"stride": (1,)}, {"stride": (2,), "padding": (1,), "dilation": (1,)}, {"stride": np.int64(2)},
+    {"stride": (np.int64(2),) * 2, "padding": (1, 1), "dilation": (1, 1)}, {"stride": torch.tensor(2)},
+    {"groups": np.int64(2)}, {"padding": [1, 0]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extents", EXTENTS, ids=str)
+def test_extents_in_every_form_that_torch_takes(extents):
+    x, v = torch.randn(2, 4, 6, 6), torch.randn(4, 4 // int(extents.get("groups", 1)), 3, 3)
+    g = v.flatten(1).norm(dim=1)
+    bias = torch.randn(4)
+    torch.testing.assert_close(
+        functional.conv2d(x, v, g, bias, **extents), torch.nn.functional.conv2d(x, v, bias, **extents),
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+    if "groups" not in extents:
+        torch.testing.assert_close(
+            functional.conv_transpose2d(x, v, g, bias, output_padding=(0, 0), **extents),
+            torch.nn.functional.conv_transpose2d(x, v, bias, output_padding=(0, 0), **extents), rtol=1e-4, atol=1e-4,
+        )  # fmt: skip
+
+
+def test_layers_of_torch_with_one_number_for_all_dims_are_converted():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 4, 3, stride=(2,), padding=(1,)), torch.nn.ConvTranspose2d(4, 4, 3, stride=(2,))
+    )
+    x = torch.randn(2, 4, 8, 8)
+    expected = model(x)
+    torch.testing.assert_close(wnfused.convert(model, plain=True)(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "error", "message"),
+    [
+        (functional.linear, {"dim": False}, TypeError, "dim: False must be an int or None"),
+        (functional.linear, {"dim": 0.0}, TypeError, "dim: 0.0 must be an int or None"),
+        (
+            functional.conv2d,
+            {"dim": False, "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)},
+            TypeError,
+            "dim: ",
+        ),
+        (functional.conv2d, {"groups": True}, ValueError, "groups: True must be at least 1"),
+        (functional.conv2d, {"stride": True}, ValueError, "stride: True must be an int or 2 ints, each at least 1"),
+    ],
+)
+def test_truth_values_are_no_numbers(function, options, error, message):
+    shape = (4, 3) if function is functional.linear else (4, 3, 1, 1)
+    with pytest.raises(error, match=message):
+        function(torch.ones(2, *shape[1:]), torch.ones(shape), torch.ones(4), **options)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from wnfused._numbers import from_0, plain_int, positive
-from wnfused.ops.conv import Extent, _text_in_dims
+from wnfused._spatial import Extent, extents, text_in_dims
 
 _MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -38,15 +36,15 @@ def geometry(
     groups = plain_int(groups)
     positive(groups=groups)
     divide(groups, *channels.values())
-    strides = _extents("stride", stride, spatial, 1)
+    strides = extents("stride", stride, spatial, 1)
     if padding_mode not in _MODES:
         raise ValueError(f"padding_mode: {padding_mode!r} must be one of {', '.join(map(repr, _MODES))}")
     return {
         **channels,
-        "kernel_size": _extents("kernel_size", kernel_size, spatial, 1, exact=True),
+        "kernel_size": extents("kernel_size", kernel_size, spatial, 1, exact=True),
         "stride": strides,
         "padding": _padding(padding, spatial, strides, padding_mode),
-        "dilation": _extents("dilation", dilation, spatial, 1),
+        "dilation": extents("dilation", dilation, spatial, 1),
         "groups": groups,
         "padding_mode": padding_mode,
     }
@@ -62,7 +60,7 @@ def transposed_geometry(
     if padding_mode != "zeros":
         raise ValueError(f"padding_mode: {padding_mode!r} must be 'zeros' for a transposed convolution")
     # Its bound depends on stride and dilation, and counts only in a forward without an output_size.
-    extra = _extents("output_padding", output_padding, spatial, 0)
+    extra = extents("output_padding", output_padding, spatial, 0)
     shared = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode)
     return {**geometry(spatial, *shared), "output_padding": extra}
 
@@ -72,37 +70,15 @@ def in_dims(spatial: int, text: str | None) -> str | None:
 
     The site, which imports nothing, shows the line that stands under the class itself.
     """
-    return None if text is None else _text_in_dims(spatial, text)
+    return None if text is None else text_in_dims(spatial, text)
 
 
 def _padding(padding: Extent | str, spatial: int, strides: tuple[int, ...], mode: str) -> tuple[int, ...] | str:
     if not isinstance(padding, str):
         # With another padding mode a negative number crops, as torch.nn.functional.pad does.
-        return _extents("padding", padding, spatial, 0 if mode == "zeros" else None)
+        return extents("padding", padding, spatial, 0 if mode == "zeros" else None)
     if padding not in ("same", "valid"):
         raise ValueError(f"padding: {padding!r} must be 'same', 'valid' or ints")
     if padding == "same" and any(stride != 1 for stride in strides):
         raise ValueError(f"padding: 'same' needs stride 1, got stride {list(strides)}")
     return padding
-
-
-def _extents(name: str, value: Extent, spatial: int, least: int | None, exact: bool = False) -> tuple[int, ...]:
-    """One number a spatial dim, each at least ``least``.
-
-    Args:
-        exact: a single number in a list does not stand for all dims; torch makes a kernel of fewer dims of it.
-    """
-    plain = plain_int(value)
-    try:
-        numbers, single = [plain_int(n) for n in plain], False
-    except TypeError:  # nothing to iterate over
-        numbers, single = [plain], True
-    if len(numbers) == 1 and (single or not exact):
-        numbers *= spatial
-    fit = [type(n) is not bool and isinstance(n, (int, torch.SymInt)) for n in numbers]
-    if len(numbers) != spatial or not all(fit) or (least is not None and min(numbers) < least):
-        bound = "" if least is None else f", each at least {least}"
-        raise ValueError(f"{name}: {value!r} must be an int or {spatial} ints{bound}")
-    if max(numbers) >= 2**63:
-        raise ValueError(f"{name}: {value!r} must be below 2**63")
-    return tuple(numbers)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused._spatial import Extent
 from wnfused.nn._geometry import in_dims, transposed_geometry
 from wnfused.nn._layer import WeightNormalised
-from wnfused.ops.conv import Extent
 
 
 class _WNConvTranspose(WeightNormalised):

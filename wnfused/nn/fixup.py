@@ -12,7 +12,13 @@ from wnfused._numbers import positive
 
 def fixup_scalars(model: nn.Module) -> list[nn.Parameter]:
     """The scalar multipliers and biases of a model, in its order; the published code trains them at a tenth of the
-    learning rate."""
+    learning rate.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     holders = (module for module in model.modules() if isinstance(module, (FixupBlock, ScalarBias)))
     return [parameter for holder in holders for parameter in holder.parameters(recurse=False)]
 

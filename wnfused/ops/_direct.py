@@ -24,6 +24,9 @@ from wnfused.reference import ACTIVATIONS
 CODES = {None if name == "none" else name: number for number, name in enumerate(ACTIVATIONS)}
 """The kernels' numbers of the activations, by the names that layers have for them."""
 
+FIRST_DIM = 0
+"""What ``dim`` is on the short way; asked by ``is``, as False and 0.0 are equal to it, too."""
+
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
 

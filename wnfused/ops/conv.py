@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from wnfused import reference
+from wnfused._numbers import plain_int
+from wnfused._spatial import Extent, extents, text_in_dims
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import CODES, is_open, layer
+from wnfused.ops._direct import CODES, FIRST_DIM, is_open, layer
 from wnfused.ops._registration import define, differentiable
 from wnfused.ops.linear import GRADIENTS_LIKE, fake_layer_gradients, layer_backward
-
-Extent = int | Sequence[int]
 
 _GEOMETRY = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
@@ -115,23 +115,6 @@ def _is_plain(v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None
     )
 
 
-def _extents(name: str, value: Extent, spatial: int, least: int) -> list[int]:
-    """One number a spatial dim."""
-    values = [value] if isinstance(value, _INT) else list(value) if isinstance(value, Sequence) else []
-    if len(values) == 1:
-        values = values * spatial
-    if len(values) != spatial or any(not _is_int(n) or n < least for n in values):
-        raise ValueError(f"{name}: {value!r} must be an int or {spatial} ints, each at least {least}")
-    return values
-
-
-def _is_int(value: Any) -> bool:
-    """An int; in ``torch.jit.trace``, where sizes are tensors, also what was computed of them."""
-    if isinstance(value, Tensor):
-        return torch._C._get_tracing_state() is not None and value.dim() == 0 and not value.is_floating_point()
-    return isinstance(value, _INT)
-
-
 @arguments.quiet_in_a_trace
 def _checked(
     spatial: int, transposed: bool, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, stride: Extent,
@@ -147,7 +130,8 @@ def _checked(
         raise ValueError(f"v: shape {list(v.shape)} must have {spatial + 2} dims")
     if 0 in v.shape:
         raise ValueError(f"v: shape {list(v.shape)} has no entry; channels and kernel must be at least 1 each")
-    if not isinstance(groups, _INT) or groups < 1 or v.shape[0] % groups:
+    groups = plain_int(groups)
+    if isinstance(groups, bool) or not isinstance(groups, _INT) or groups < 1 or v.shape[0] % groups:
         raise ValueError(f"groups: {groups!r} must be at least 1 and divide v.shape[0] = {v.shape[0]}")
     channels = v.shape[0] if transposed else v.shape[1] * groups
     features = v.shape[1] * groups if transposed else v.shape[0]
@@ -160,9 +144,9 @@ def _checked(
     arguments.matches("g", g, x)
     arguments.gain(g, v, dim)
     arguments.bias(bias, features, x)
-    strides = _extents("stride", stride, spatial, 1)
-    dilations = _extents("dilation", dilation, spatial, 1)
-    extra = _extents("output_padding", output_padding, spatial, 0)
+    strides = list(extents("stride", stride, spatial, 1))
+    dilations = list(extents("dilation", dilation, spatial, 1))
+    extra = list(extents("output_padding", output_padding, spatial, 0))
     if any(extra) and any(e >= max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
         raise ValueError(f"output_padding: {extra} must be below stride {strides} or dilation {dilations}, dim by dim")
     if not batched:
@@ -175,7 +159,7 @@ def _checked(
     else:
         if isinstance(padding, str):
             raise ValueError(f"padding: {padding!r} must be an int or {spatial} ints for a transposed convolution")
-        paddings = _extents("padding", padding, spatial, 0)
+        paddings = list(extents("padding", padding, spatial, 0))
     sizes = _output_sizes(x, v, strides, paddings, dilations, transposed, extra)
     if any(_is_below_1(size) for size in sizes) and not (transposed and x.shape[0] == 0 and min(sizes) == 0):
         raise ValueError(
@@ -285,7 +269,7 @@ def _conv(
     # A layer's own attributes are tuples; anything else is put in order first.
     if (
         code is None
-        or dim != 0
+        or dim is not FIRST_DIM
         or not (type(stride) is type(padding) is type(dilation) is tuple)
         or not is_open(x, v, g, bias, residual)
         or not (x.dim() == v.dim() == spatial + 2)
@@ -298,7 +282,9 @@ def _conv(
     try:
         return _direct(x, v, g, bias, residual, stride, padding, dilation, groups, code, negative_slope)
     except (RuntimeError, TypeError):
-        _checked(spatial, False, x, v, g, bias, stride, *rest)
+        given = _checked(spatial, False, x, v, g, bias, stride, *rest)
+        if _in_other_words(given, stride, padding, dilation, groups):
+            return _run(x, given)
         raise
 
 
@@ -332,7 +318,7 @@ def _conv_transpose(
         code = None
     if (
         code is None
-        or dim != 0
+        or dim is not FIRST_DIM
         or not (type(stride) is type(padding) is type(dilation) is type(output_padding) is tuple)
         or not is_open(x, v, g, bias, residual)
         or not (x.dim() == v.dim() == spatial + 2)
@@ -347,8 +333,21 @@ def _conv_transpose(
         geometry = (stride, padding, dilation, output_padding, groups)
         return _direct_transposed(*tensors, *geometry, code, negative_slope)
     except (RuntimeError, TypeError):
-        _checked(spatial, True, x, v, g, bias, stride, *rest)
+        given = _checked(spatial, True, x, v, g, bias, stride, *rest)
+        if _in_other_words(given, stride, padding, dilation, output_padding, groups):
+            return _run(x, given)
         raise
+
+
+def _in_other_words(given: tuple[Any, ...], *geometry: Any) -> bool:
+    """Whether the checked arguments are others than the kernel was given: ``(1,)`` for all dims, ints of numpy's."""
+    strides, paddings, dilations, transposed, extra, groups = given[5:11]
+    checked = (strides, paddings, dilations, *([extra] if transposed else []), [groups])
+    named = (*geometry[:-1], geometry[-1:])
+    return any(
+        [(type(n), n) for n in extents] != [(int, n) for n in right]
+        for extents, right in zip(named, checked, strict=True)
+    )
 
 
 def _handed_over(
@@ -373,22 +372,8 @@ def _in_dims(spatial: int, name: str, function: Callable[Concatenate[int, P], Te
     parameters = list(signature.parameters.values())[1:]
     convolution.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     convolution.__name__ = convolution.__qualname__ = f"{name}{spatial}d"
-    convolution.__doc__ = None if function.__doc__ is None else _text_in_dims(spatial, function.__doc__)
+    convolution.__doc__ = None if function.__doc__ is None else text_in_dims(spatial, function.__doc__)
     return convolution
-
-
-def _text_in_dims(spatial: int, text: str) -> str:
-    """A docstring of two spatial dims, for another number of them."""
-    sizes, ones = "DHW"[-spatial:], ", 1" * (spatial + 1)
-    for in_two, here in (
-        ("H, W", ", ".join(sizes)),
-        ("H', W'", ", ".join(f"{size}'" for size in sizes)),
-        ("k_h, k_w", ", ".join(f"k_{size.lower()}" for size in sizes)),
-        (", 1, 1, 1]", f"{ones}]"),
-        ("2d", f"{spatial}d"),
-    ):
-        text = text.replace(in_two, here)
-    return text
 
 
 conv1d = _in_dims(1, "conv", _conv)

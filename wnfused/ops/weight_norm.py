@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function
 from wnfused import reference
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import is_open
+from wnfused.ops._direct import FIRST_DIM, is_open
 from wnfused.ops._registration import (
     below_autograd,
     define,
@@ -78,12 +78,9 @@ _Direct.__name__ = _Direct.__qualname__ = "weight_norm"
 _record = super(torch.autograd.Function, _Direct).apply
 
 
-_FIRST = 0
-
-
 def _is_direct(v: Tensor, g: Tensor, dim: int | None) -> bool:
     return (
-        dim is _FIRST  # False and 0.0 are equal to it, too
+        dim is FIRST_DIM
         and is_open(v, v, g, None, None)
         and v.is_contiguous()
         and v.dim() > 0
