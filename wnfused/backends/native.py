@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused._convolution import convolution, convolution_backward
 from wnfused.backends import native_composed, native_cuda, tensors_of
-from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.library import opened
 from wnfused.backends.native_norm import (  # noqa: F401  ops of this backend, found by name
     laid_out_like,
@@ -338,12 +336,12 @@ def composed_conv_transpose(
     padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
     negative_slope: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    w, norm = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)
-    bias = None if bias is None else bias.to(x.dtype)
-    y = convolution(x, w.to(x.dtype), bias, stride, padding, dilation, True, output_padding, groups)
+    geometry = (stride, padding, dilation, True, output_padding, groups)
+    name = reference.ACTIVATIONS[activation]
+    y, norm = native_composed.conv(x, v, g, bias, residual, *geometry, 0, name, negative_slope)
     if residual is not None and residual.shape != y.shape:
         raise RuntimeError("a residual of another shape")
-    return epilogue_(y, residual, reference.ACTIVATIONS[activation], negative_slope), norm
+    return y, norm
 
 
 def composed_conv_transpose_backward(
@@ -351,13 +349,9 @@ def composed_conv_transpose_backward(
     padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
     negative_slope: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    dz = masked(dy, y, reference.ACTIVATIONS[activation], negative_slope)
-    w = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)[0].to(x.dtype)
-    wanted = [bool(needs & 1), bool(needs & 2), bool(needs & 4)]
-    dx, dw, db = convolution_backward(
-        dz, x, w, [v.shape[1] * groups], stride, padding, dilation, True, output_padding, groups, wanted
-    )
-    dv = dg = None
-    if wanted[1]:
-        dv, dg = torch.ops.wnfused_native.weight_norm_backward.default._op(laid_out_like(dw, v), v, g, norm, 0)
-    return dx, dv, dg, None if db is None else db.to(v.dtype), dz if needs & 8 else None
+    wanted = [bool(needs >> i & 1) for i in range(4)]
+    geometry = (stride, padding, dilation, True, output_padding, groups)
+    name = reference.ACTIVATIONS[activation]
+    found = native_composed.conv_backward(dy, y, x, v, g, norm, wanted, *geometry, 0, name, negative_slope)
+    by_v = (wanted[0], wanted[1], *wanted[1:])  # by v and g together
+    return tuple(gradient if needed else None for gradient, needed in zip(found, by_v, strict=True))
