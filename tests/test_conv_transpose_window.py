@@ -25,7 +25,7 @@ from own_conv import (
 )
 
 import wnfused
-from wnfused.backends import native
+from wnfused.backends import native, native_composed
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
@@ -65,7 +65,7 @@ def test_every_window_and_layout(isa, case, layout):
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
     # Not composed of torch's convolution, in either direction.
-    with patch.object(torch, "convolution", side_effect=AssertionError), patch.object(native, "masked", None):
+    with patch.object(torch, "convolution", side_effect=AssertionError), patch.object(native_composed, "masked", None):
         run(native.conv, native.conv_backward, case, tensors, tensors[4], "relu")
 
 

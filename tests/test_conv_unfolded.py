@@ -26,7 +26,7 @@ from own_conv import (
 )
 
 import wnfused
-from wnfused.backends import native
+from wnfused.backends import native, native_composed
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
@@ -76,7 +76,7 @@ def test_every_window_and_layout(isa, case, layout):
     assert_layouts_agree(case, tensors, TOLERANCE)
     if case.transposed and unfolds(case, layout != "nchw") == (True, True):
         # Not composed of torch's convolution, in either direction.
-        with patch.object(torch, "convolution", side_effect=AssertionError), patch.object(native, "masked", None):
+        with patch.object(torch, "convolution", side_effect=AssertionError), patch.object(native_composed, "masked", None):
             run(native.conv, native.conv_backward, case, tensors, tensors[4], "relu")
 
 

@@ -18,7 +18,6 @@ from wnfused import reference
 from wnfused.backends import native_composed, native_cuda, tensors_of
 from wnfused.backends.library import opened
 from wnfused.backends.native_norm import (  # noqa: F401  ops of this backend, found by name
-    laid_out_like,
     weight_norm,
     weight_norm_backward,
     weight_norm_many,
