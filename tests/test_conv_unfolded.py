@@ -76,7 +76,8 @@ def test_every_window_and_layout(isa, case, layout):
     assert_layouts_agree(case, tensors, TOLERANCE)
     if case.transposed and unfolds(case, layout != "nchw") == (True, True):
         # Not composed of torch's convolution, in either direction.
-        with patch.object(torch, "convolution", side_effect=AssertionError), patch.object(native_composed, "masked", None):
+        no_product = patch.object(torch, "convolution", side_effect=AssertionError)
+        with no_product, patch.object(native_composed, "masked", None):
             run(native.conv, native.conv_backward, case, tensors, tensors[4], "relu")
 
 
