@@ -54,7 +54,8 @@ def test_any_shape(data):
         tensors[1:4] = [t.to(dtype) for t in tensors[1:4]]
     torch.ops.wnfused_native.set_cpu_isa(data.draw(st.sampled_from(ISAS), "isa"))
     try:
-        found, expected = both(tensors, (), activation, needs=needs)
+        dy = torch.randn(m, n).to(dtype)
+        found, expected = both(tensors, (), activation, needs=needs, dy=dy)
     finally:
         torch.ops.wnfused_native.set_cpu_isa("auto")
     # y, of few outputs of which ReLU keeps few, may be far smaller than the terms it sums, whose error it has.
@@ -62,6 +63,10 @@ def test_any_shape(data):
     terms = [reference.linear(*wide[:3], None, None, 0, "none")[0], wide[3].expand(m, n), wide[4]]
     error = (found.pop("y").double() - expected.pop("y")).norm()
     assert error <= TOLERANCE[dtype] * sum(term.norm() for term in terms)
+    if needs[2]:
+        # The sum over rows of a single feature, say, may cancel.
+        error = (found.pop("db").double() - expected.pop("db")).norm()
+        assert error <= TOLERANCE[dtype] * dy.double().abs().sum(0).norm()
     if needs[1]:
         # <dw, v> / ||v||, of a single row say, may be far smaller than dw, whose error it has.
         _, v, g, *_ = wide

@@ -113,6 +113,7 @@ int64_t rows_of_line(int64_t lines, int64_t width, const PairTile& tile) {
 }
 
 constexpr int64_t kChunkPixels = 128;
+constexpr int64_t kMaxImages = 8;  // of a chunk of a weight gradient
 
 }  // namespace
 
@@ -174,10 +175,17 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
   const int64_t run = geometry.wgrad_lines * geometry.wgrad_line_pixels;
   geometry.wgrad_depth = tile.flat ? round_up(run, tile.depth) : round_up(width, 2);
   geometry.wgrad_run = tile.flat ? geometry.wgrad_depth : run;
-  // Two lines and two pixels further for the last tap; an odd number of cache lines, so that channels do not share sets.
+  // The last tap is two lines and two pixels further on. Channels lie an odd number of cache lines apart, so that they do
+  // not share sets.
   constexpr int64_t kLine = 32;
-  geometry.wgrad_plane = round_up(geometry.wgrad_run + 2 * geometry.wgrad_line_pixels + 2, 2 * kLine) + kLine;
-  divide_wgrad(images * divide_up(height, geometry.wgrad_lines), geometry.pixels());
+  const int64_t reach = geometry.wgrad_run + 2 * geometry.wgrad_line_pixels + 2;
+  geometry.wgrad_turned = tile.flat;
+  geometry.wgrad_span = round_up(reach, 2);
+  const bool whole = geometry.wgrad_turned && geometry.wgrad_lines == height;
+  geometry.wgrad_images = whole ? std::clamp<int64_t>(2 * kChunkPixels / (height * width), 1, kMaxImages) : 1;
+  const int64_t plane = geometry.wgrad_turned ? geometry.wgrad_images * geometry.wgrad_depth : reach;
+  geometry.wgrad_plane = round_up(plane, 2 * kLine) + kLine;
+  divide_wgrad(divide_up(images, geometry.wgrad_images) * divide_up(height, geometry.wgrad_lines), geometry.pixels());
   return geometry;
 }
 

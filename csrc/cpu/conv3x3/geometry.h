@@ -49,6 +49,10 @@ struct Geometry : MapShape, Division {
   int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
   int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
   bool wgrad_flat;
+  // Whether its tiles have outputs as rows and inputs as lanes (pair_wgrad.h); elements of the depth that taps reach, and
+  // images of a chunk.
+  bool wgrad_turned;
+  int64_t wgrad_span, wgrad_images;
 
   bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
   bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
@@ -69,12 +73,18 @@ struct Geometry : MapShape, Division {
     return rows * padded_channels + pair_slack();
   }
   int64_t wgrad_inputs() const {
+    if (wgrad_turned) return 2 * wgrad_images * padded_channels * wgrad_span;
     return padded_channels * (method == Method::kLines ? wgrad_plane : wgrad_run);
   }
-  int64_t wgrad_gradients() const { return wgrad_group_blocks * kLanes * wgrad_run; }
+  int64_t wgrad_gradients() const {
+    return wgrad_group_blocks * kLanes * (wgrad_turned ? wgrad_plane : wgrad_run);
+  }
   // Of a plane of sums (wgrad.h).
   int64_t sums_stride() const { return wgrad_group_blocks * padded_channels * kLanes + kLanes; }
-  int64_t wgrad_segments() const { return method == Method::kLines ? wgrad_lines : height * width; }
+  int64_t wgrad_segments() const {
+    if (wgrad_turned) return wgrad_images;
+    return method == Method::kLines ? wgrad_lines : height * width;
+  }
 };
 
 // Slices, which fix the order of every sum, depend on the shape alone; how a convolution is divided depends on the

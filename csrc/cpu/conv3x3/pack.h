@@ -238,6 +238,22 @@ inline void sum_slices(const Geometry& geometry, const float* bank, float* targe
   }
 }
 
+// The same of a bank whose blocks have outputs as rows and inputs as lanes, at the first input's target.
+template <int kLevelTaps>
+inline void sum_turned_slices(const Geometry& geometry, const float* bank, float* target) {
+  for (int k = 0; k < kLevelTaps * kTaps; ++k) {
+    const float* tap = bank + k * geometry.gradient_stride;
+    Block block[kLanes];
+    for (int r = 0; r < kLanes; ++r) {
+      block[r] = load(tap + r * kLanes);
+      for (int64_t s = 1; s < geometry.wgrad_slices; ++s)
+        block[r] = block[r] + load(tap + s * geometry.gradient_size() + r * kLanes);
+    }
+    transpose(block);
+    for (int i = 0; i < kLanes; ++i) store(target + (i * kLevelTaps * kTaps + k) * kLanes, block[i]);
+  }
+}
+
 inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.padded_channels * geometry.taps(); }
 
 // dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
@@ -254,9 +270,14 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
   fetch_row(job, convolution * geometry.outputs + output_block * kLanes, shape.row_floats());
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const int64_t input0 = input_block * kLanes;
-    const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
-    for (int i = 0; i < kLanes; ++i)
-      sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
+    if (geometry.wgrad_turned) {
+      const float* source = bank + (input_block * geometry.padded_channels + output_block * kLanes) * kLanes;
+      sum_turned_slices<kLevelTaps>(geometry, source, lanes);
+    } else {
+      const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
+      for (int i = 0; i < kLanes; ++i)
+        sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
+    }
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       float* target = gradients + (order.taps_first ? input0 : input0 * shape.taps);
       for (int64_t k = 0; k < shape.taps; ++k) {

@@ -89,8 +89,10 @@ struct ConvolutionChunk {
 template <Ending kEnding>
 inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_t item,
                            const ConvEpilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk,
-                           Block& poison) {
+                           Block& gathered_poison) {
+  // Copies of its own: the compiler could keep neither in registers across the stores to maps.
   const ConvEpilogue<uint16_t> epilogue = shared_epilogue;
+  Block poison = gathered_poison;
   const int64_t chunks = (geometry.height + geometry.conv_lines - 1) / geometry.conv_lines;
   const int64_t image = item / chunks, begin = item % chunks * geometry.conv_lines;
   const int64_t end = smaller(begin + geometry.conv_lines, geometry.height);
@@ -131,13 +133,15 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
         finish_pixel<kEnding>(geometry, epilogue, pixel + x, block, load(source), bias, poison);
     }
   }
+  gathered_poison = poison;
 }
 
 template <Ending kEnding>
 inline void convolve_positions(const Geometry& geometry, const uint16_t* map, int64_t item,
                                const ConvEpilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk,
-                               Block& poison) {
+                               Block& gathered_poison) {
   const ConvEpilogue<uint16_t> epilogue = shared_epilogue;
+  Block poison = gathered_poison;
   const int64_t rows = geometry.conv_rows, begin = item * rows, count = smaller(rows, geometry.images - begin);
   const int64_t padded = geometry.padded_channels, pixels = geometry.height * geometry.width;
   gather_positions(geometry, map, begin, count, rows, chunk.panel);
@@ -162,6 +166,7 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
                               bias, poison);
     }
   }
+  gathered_poison = poison;
 }
 
 // Item `item` of a convolution: one chunk, one group of output blocks.

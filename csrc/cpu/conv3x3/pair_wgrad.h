@@ -2,11 +2,17 @@
 //
 //   lines       inputs     [channel][lines + 2][W + 2]            a channel's pixels are a run; a tap shifts it
 //               gradients  [output block][line][pixel / 2][16][2]
+//   turned      gradients  [output][image][lines][W + 2]          for tiles, which sum over all lines of an image's chunk
+//               inputs     [image][2][input block][pixel / 2][16][2]   as one run; border pixels have gradients of zero
 //   positions   inputs     [pixel][channel][images]               a tap is another pixel
 //               gradients  [output block][pixel][image / 2][16][2]
 //
-// Tiles sum over the lines of a chunk as one run, whose border pixels have gradients of zero. A slice is a run of chunks,
-// summed into its own bank [tap][output block][channel][16] in order, which is finished like any other's (pack.h).
+// A tile is slow to load from rows that do not begin a cache line. So `turned` has the gradients as rows, which no tap
+// shifts, and the inputs as pairs, which a tap shifts by whole rows of 64 bytes: there are two copies, of pairs that begin
+// at even pixels and at odd ones.
+//
+// A slice is a run of chunks, summed in order into its own bank, [tap][output block][input][16 outputs], turned
+// [tap][input block][output][16 inputs], which is finished like any other's (pack.h).
 #pragma once
 
 #include "cpu/conv3x3/pair_conv.h"
@@ -15,15 +21,34 @@ namespace wnfused::cpu::WNFUSED_ISA {
 
 constexpr int64_t kRun = 2 * kLanes;  // pixels that are transposed at once
 
+// 16 channels of two pixels side by side, null for zeros.
+WNFUSED_INLINE Block pairs_of(const uint16_t* even, const uint16_t* odd, int64_t lanes) {
+  if (lanes == kLanes) return load_pairs(even, odd);
+  uint16_t values[2][kLanes] = {};
+  for (int64_t i = 0; i < lanes; ++i) {
+    if (even) values[0][i] = even[i];
+    if (odd) values[1][i] = odd[i];
+  }
+  return load_pairs(values[0], values[1]);
+}
+
 // 16 channels of up to 32 pixels, one channel's pixels side by side: run[c] are the 32 of channel c, as bits. Pixels
-// beyond `count` are zero.
+// beyond `count` are zero. Adds up the pixels in `sum`.
+WNFUSED_INLINE void transpose_pixels(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t pixel_step,
+                                     int64_t count, int64_t channel_block, Block (&run)[kLanes], Block& sum) {
+  const int64_t lanes = lanes_of_block(geometry, channel_block), step = pixel_step * geometry.channels;
+  const uint16_t* source = map + pixel * geometry.channels + channel_block * kLanes;
+  for (int64_t i = 0; i < kLanes; ++i, source += 2 * step) {
+    run[i] = pairs_of(2 * i < count ? source : nullptr, 2 * i + 1 < count ? source + step : nullptr, lanes);
+    sum = sum + sum_of_pairs(run[i]);
+  }
+  transpose(run);
+}
+
 WNFUSED_INLINE void transpose_pixels(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t pixel_step,
                                      int64_t count, int64_t channel_block, Block (&run)[kLanes]) {
-  const auto at = [&](int64_t i) {
-    return i < count ? load_operand(geometry, map, pixel + i * pixel_step, channel_block) : zero();
-  };
-  for (int64_t i = 0; i < kLanes; ++i) run[i] = exact_pairs(at(2 * i), at(2 * i + 1));
-  transpose(run);
+  Block unused = zero();
+  transpose_pixels(geometry, map, pixel, pixel_step, count, channel_block, run, unused);
 }
 
 // The first `count` of a run.
@@ -34,6 +59,21 @@ WNFUSED_INLINE void store_run(uint16_t* target, const Block& run, int64_t count)
   for (int64_t i = 0; i < count; ++i) target[i] = values[i];
 }
 
+// A channel's run of pixels from pixel p on, cut into lines of `width`, which lie `line` apart.
+WNFUSED_INLINE void store_in_lines(uint16_t* target, const Block& run, int64_t p, int64_t count, int64_t width,
+                                   int64_t line) {
+  constexpr int64_t kPiece = 8;
+  if (width % kRun == 0) return store_bits(target + p / width * line + p % width, run);
+  uint16_t values[kRun];
+  store_bits(values, run);
+  if (width % kPiece == 0) {  // pieces that lie in one line each
+    for (int64_t i = 0; i < count; i += kPiece)
+      __builtin_memcpy(target + (p + i) / width * line + (p + i) % width, values + i, kPiece * sizeof(uint16_t));
+  } else {
+    for (int64_t i = 0; i < count; ++i) target[(p + i) / width * line + (p + i) % width] = values[i];
+  }
+}
+
 // Lines [begin - 1, end + 1) that are in the map: their pixels follow one another there, and are cut into lines here.
 inline void gather_input_lines(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
                                uint16_t* panel) {
@@ -42,29 +82,12 @@ inline void gather_input_lines(const Geometry& geometry, const uint16_t* map, in
   const int64_t top = begin > 0 ? begin - 1 : 0, bottom = smaller(end + 1, geometry.height);
   const int64_t pixels = (bottom - top) * width, first = (image * geometry.height + top) * width;
   panel += (top - begin + 1) * line + 1;
-  // Pieces of a run that lie in one line each.
-  constexpr int64_t kPiece = 8;
-  const bool whole = width % kRun == 0, pieces = width % kPiece == 0;
   for (int64_t b = 0; b < geometry.channel_blocks; ++b, panel += kLanes * plane)
     for (int64_t p = 0; p < pixels; p += kRun) {
       const int64_t count = smaller(kRun, pixels - p);
       Block run[kLanes];
       transpose_pixels(geometry, map, first + p, 1, count, b, run);
-      for (int64_t c = 0; c < kLanes; ++c) {
-        uint16_t* target = panel + c * plane;
-        if (whole) {
-          store_bits(target + p / width * line + p % width, run[c]);
-          continue;
-        }
-        uint16_t values[kRun];
-        store_bits(values, run[c]);
-        if (pieces) {
-          for (int64_t i = 0; i < count; i += kPiece)
-            __builtin_memcpy(target + (p + i) / width * line + (p + i) % width, values + i, kPiece * sizeof(uint16_t));
-        } else {
-          for (int64_t i = 0; i < count; ++i) target[(p + i) / width * line + (p + i) % width] = values[i];
-        }
-      }
+      for (int64_t c = 0; c < kLanes; ++c) store_in_lines(panel + c * plane, run[c], p, count, width, line);
     }
 }
 
@@ -94,7 +117,6 @@ WNFUSED_INLINE void interleave(const Geometry& geometry, const uint16_t* map, in
 // Gradients of lines [begin, end) of an image; `target` is one output block's run.
 inline void gather_gradient_lines(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin,
                                   int64_t end, int64_t channel_block, uint16_t* target, Block& sum) {
-  if (geometry.wgrad_flat) clear_elements(target, geometry.wgrad_run * kLanes);
   for (int64_t y = begin; y < end; ++y)
     interleave(geometry, map, (image * geometry.height + y) * geometry.width, 1, geometry.width, channel_block,
                target + (y - begin) * geometry.wgrad_line_pixels * kLanes, sum);
@@ -142,11 +164,93 @@ inline void line_gradients(const Geometry& geometry, int64_t item, const uint16_
   for (int64_t b = 0; b < chunk.blocks; ++b)
     gather_gradient_lines(geometry, dy, image, begin, end, chunk.first_block + b,
                           chunk.gradients + b * geometry.wgrad_run * kLanes, bias_gradient[b]);
-  const int64_t segments = geometry.wgrad_flat ? 1 : end - begin, line = geometry.wgrad_line_pixels;
+  const int64_t segments = end - begin, line = geometry.wgrad_line_pixels;
   for (int64_t tap = 0; tap < kTaps; ++tap) {
     for (int64_t l = 0; l < segments; ++l)
       chunk.segments[l] = {chunk.inputs + (l + tap / 3) * line + tap % 3, chunk.gradients + l * line * kLanes};
     multiply_taps(geometry, chunk, tap, segments);
+  }
+}
+
+// Lines [begin - 1, end + 1) of an image as pairs, those that begin at even pixels of a line and those at odd ones.
+inline void gather_input_pairs(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
+                               uint16_t* panel) {
+  constexpr int64_t kPair = 2 * kLanes;
+  const int64_t width = geometry.width, pairs = geometry.wgrad_line_pixels / 2, all = geometry.wgrad_span / 2;
+  const int64_t channels = geometry.channels;
+  for (int64_t odd = 0; odd < 2; ++odd)
+    for (int64_t b = 0; b < geometry.channel_blocks; ++b, panel += all * kPair) {
+      const int64_t lanes = lanes_of_block(geometry, b);
+      uint16_t* target = panel;
+      for (int64_t y = begin - 1; y < end + 1; ++y, target += pairs * kPair) {
+        if (y < 0 || y >= geometry.height) {
+          clear_elements(target, pairs * kPair);
+          continue;
+        }
+        // Element e of a line is pixel e - 1.
+        const uint16_t* source = map + (image * geometry.height + y) * width * channels + b * kLanes;
+        const auto pair = [&](int64_t i, bool even, bool odd_one) {
+          const uint16_t* first = source + (2 * i + odd - 1) * channels;
+          store_bits(target + i * kPair, pairs_of(even ? first : nullptr, odd_one ? first + channels : nullptr, lanes));
+        };
+        const int64_t inside = (width - odd + 1) / 2;  // pairs up to here end inside the line
+        if (odd == 0) pair(0, false, true);
+        for (int64_t i = 1 - odd; i < inside; ++i) pair(i, true, true);
+        for (int64_t i = inside; i < pairs; ++i) pair(i, 2 * i + odd - 1 < width, false);
+      }
+      clear_elements(target, all * kPair - (target - panel));
+    }
+}
+
+// Gradients of lines [begin, end) of an image, each output's as a run; `target` is the first one's.
+inline void gather_gradient_rows(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin,
+                                 int64_t end, int64_t channel_block, uint16_t* target, Block& bias_gradient) {
+  const int64_t width = geometry.width, line = geometry.wgrad_line_pixels, plane = geometry.wgrad_plane;
+  Block sum = bias_gradient;  // in registers
+  const int64_t first = (image * geometry.height + begin) * width, pixels = (end - begin) * width;
+  // Zeros between lines, two or three, and behind the last one: up to a run further than the depth, where the next image's
+  // gradients are written later.
+  for (int64_t c = 0; c < kLanes; ++c) {
+    uint16_t* row = target + c * plane;
+    for (int64_t y = 1; y <= end - begin; ++y) {
+      row[y * line - 2] = row[y * line - 1] = 0;
+      if (line - width == 3) row[y * line - 3] = 0;
+    }
+    for (int64_t i = (end - begin) * line; i < geometry.wgrad_depth; i += kRun) store_bits(row + i, zero());
+  }
+  for (int64_t p = 0; p < pixels; p += kRun) {
+    const int64_t count = smaller(kRun, pixels - p);
+    Block run[kLanes];
+    transpose_pixels(geometry, map, first + p, 1, count, channel_block, run, sum);
+    for (int64_t c = 0; c < kLanes; ++c) store_in_lines(target + c * plane, run[c], p, count, width, line);
+  }
+  bias_gradient = sum;
+}
+
+inline void turned_gradients(const Geometry& geometry, int64_t item, const uint16_t* x, const uint16_t* dy,
+                             const GradientChunk& chunk, Block* bias_gradient) {
+  const int64_t chunks = (geometry.height + geometry.wgrad_lines - 1) / geometry.wgrad_lines;
+  const int64_t image = item / chunks * geometry.wgrad_images, begin = item % chunks * geometry.wgrad_lines;
+  const int64_t end = smaller(begin + geometry.wgrad_lines, geometry.height);
+  const int64_t images = smaller(geometry.wgrad_images, geometry.images - image);
+  const int64_t block = geometry.wgrad_span * kLanes, parity = geometry.channel_blocks * block;
+  for (int64_t i = 0; i < images; ++i) {
+    gather_input_pairs(geometry, x, image + i, begin, end, chunk.inputs + 2 * i * parity);
+    for (int64_t b = 0; b < chunk.blocks; ++b)
+      gather_gradient_rows(geometry, dy, image + i, begin, end, chunk.first_block + b,
+                           chunk.gradients + b * kLanes * geometry.wgrad_plane + i * geometry.wgrad_depth,
+                           bias_gradient[b]);
+  }
+  int64_t offsets[kMaxGroupBlocks];
+  for (int64_t b = 0; b < chunk.blocks; ++b) offsets[b] = b * kLanes * geometry.wgrad_plane;
+  for (int64_t tap = 0; tap < kTaps; ++tap) {
+    const int64_t shift = tap / 3 * geometry.wgrad_line_pixels + tap % 3;
+    for (int64_t i = 0; i < images; ++i)
+      chunk.segments[i] = {chunk.gradients + i * geometry.wgrad_depth,
+                           chunk.inputs + (2 * i + shift % 2) * parity + shift / 2 * 2 * kLanes};
+    Pairs::multiply({chunk.segments, images, geometry.wgrad_depth, geometry.wgrad_plane, block,
+                     chunk.bank + tap * geometry.gradient_stride, geometry.block_floats(), chunk.accumulate, false},
+                    offsets, chunk.blocks, geometry.channel_blocks);
   }
 }
 
@@ -187,14 +291,19 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const u
   scratch += (geometry.wgrad_segments() * sizeof(Segment) / sizeof(float) + kLanes - 1) / kLanes * kLanes;
   chunk.inputs = reinterpret_cast<uint16_t*>(scratch);
   chunk.gradients = reinterpret_cast<uint16_t*>(scratch + panel_floats(geometry.wgrad_inputs()));
-  chunk.bank = banks + slice * geometry.gradient_size() + first_block * block_stride;
+  const bool turned = geometry.wgrad_turned;
+  chunk.bank = banks + slice * geometry.gradient_size() + first_block * (turned ? kLanes * kLanes : block_stride);
+  // Of an empty batch: the item's blocks are one run, turned one of each input block.
+  const int64_t runs = turned ? geometry.channel_blocks : 1, run = blocks * (turned ? kLanes * kLanes : block_stride);
   for (int64_t tap = 0; begin >= end && tap < kTaps; ++tap)
-    __builtin_memset(chunk.bank + tap * geometry.gradient_stride, 0, blocks * block_stride * sizeof(float));
+    for (int64_t i = 0; i < runs; ++i)
+      __builtin_memset(chunk.bank + tap * geometry.gradient_stride + i * block_stride, 0, run * sizeof(float));
   Block bias_gradient[kMaxGroupBlocks];
   for (Block& sum : bias_gradient) sum = zero();
   for (int64_t part = begin; part < end; ++part) {
     chunk.accumulate = part > begin;
-    if (geometry.method == Method::kLines) line_gradients(geometry, part, x, dy, chunk, bias_gradient);
+    if (turned) turned_gradients(geometry, part, x, dy, chunk, bias_gradient);
+    else if (geometry.method == Method::kLines) line_gradients(geometry, part, x, dy, chunk, bias_gradient);
     else position_gradients(geometry, part, x, dy, chunk, bias_gradient);
   }
   for (int64_t b = 0; b < blocks; ++b)

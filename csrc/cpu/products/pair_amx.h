@@ -1,8 +1,11 @@
-// Products of pairs by AMX: 2 x 2 tiles of 16 rows x 16 lanes are accumulated at a time from 2 + 2 tiles of operands,
-// one load to each TDPBF16PS. WNFUSED_TILES names the tiles, real or emulated (amx_tiles.h).
+// Products of pairs by AMX: 2 x 2 tiles of 16 rows x 16 lanes are accumulated at a time from 2 + 2 tiles of operands, one
+// load to each TDPBF16PS; 4 x 1 of a single output block. WNFUSED_TILES names the tiles, real or emulated (amx_tiles.h).
 //
-// Floor: a TDPBF16PS of 16 x 16 x 32 multiply-adds takes 16 cycles.
+// Floor: a TDPBF16PS of 16 x 16 x 32 multiply-adds takes 16 cycles, also where it adds to the one before; a TILELOADD 8,
+// but about 50 where rows of 64 bytes do not begin a cache line (measured on a Xeon of 2024, bench/NOTES.md).
 #pragma once
+
+#include <utility>
 
 #include "cpu/machine/amx_tiles.h"
 #include "cpu/products/pairs.h"
@@ -21,53 +24,64 @@ class Pairs {
 
   // Groups of 16 rows, group g at row_offset[g] elements from each segment's rows, times `cols` output blocks.
   static void multiply(const PairProduct& product, const int64_t* row_offset, int64_t groups, int64_t cols) {
-    for (int64_t c = 0; c < cols; c += 2)
-      for (int64_t g = 0; g < groups; g += 2) {
-        const bool two_rows = g + 1 < groups, two_cols = c + 1 < cols;
+    for (int64_t c = 0; c < cols; c += 2) {
+      const bool two_cols = c + 1 < cols;
+      int64_t g = 0;
+      if (!two_cols)
+        for (; g + 4 <= groups; g += 4) multiply_tiles<4, 1>(product, row_offset + g, g, c);
+      for (; g < groups; g += 2) {
+        const bool two_rows = g + 1 < groups;
         if (two_rows && two_cols) multiply_tiles<2, 2>(product, row_offset + g, g, c);
         else if (two_rows) multiply_tiles<2, 1>(product, row_offset + g, g, c);
         else if (two_cols) multiply_tiles<1, 2>(product, row_offset + g, g, c);
         else multiply_tiles<1, 1>(product, row_offset + g, g, c);
       }
+    }
   }
 
  private:
-  static constexpr int kA = 4, kB = 6;  // the first of the operands' tiles; 0 to 3 accumulate
+  // Tiles 0 to 3 accumulate. A's rows are loaded into two tiles by turns: the processor renames them.
+  static constexpr int kA = 4, kB = 6;
   static constexpr int64_t kOutBytes = kLanes * sizeof(float);
 
   template <int Rows, int Cols>
   static void multiply_tiles(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col) {
-    float* out[Rows][Cols];
-    for (int r = 0; r < Rows; ++r)
-      for (int c = 0; c < Cols; ++c)
-        out[r][c] = product.out + (col + c) * product.out_stride + (group + r) * kTile.rows * kLanes;
-    begin_sum<0>(out[0][0], product.accumulate);
-    if constexpr (Cols == 2) begin_sum<1>(out[0][1], product.accumulate);
-    if constexpr (Rows == 2) begin_sum<2>(out[1][0], product.accumulate);
-    if constexpr (Rows == 2 && Cols == 2) begin_sum<3>(out[1][1], product.accumulate);
-    const int64_t row_bytes = product.row_stride * sizeof(uint16_t);
+    static_assert(Rows * Cols <= 4);
+    float* const out = product.out + col * product.out_stride + group * kTile.rows * kLanes;
+    const int64_t out_col = product.out_stride;
+    each_tile<Rows, Cols>([&](auto r, auto c) {
+      begin_sum<r * Cols + c>(out + c * out_col + r * kTile.rows * kLanes, product.accumulate);
+    });
+    const int64_t row_bytes = product.row_stride * sizeof(uint16_t), next_col = product.bank_stride;
+    const int64_t depth = product.depth;
+    int64_t offset[Rows];
+    for (int r = 0; r < Rows; ++r) offset[r] = row_offset[r];
     for (int64_t s = 0; s < product.segment_count; ++s) {
       const uint16_t* rows = product.segments[s].rows;
-      const uint16_t* bank = product.segments[s].bank + col * product.bank_stride;
-      for (int64_t k = 0; k < product.depth; k += tiles::kDepth, rows += tiles::kDepth, bank += tiles::kDepth * kLanes) {
-        Tiles::template load<kA>(rows + row_offset[0], row_bytes);
+      const uint16_t* bank = product.segments[s].bank + col * next_col;
+      for (int64_t k = 0; k < depth; k += tiles::kDepth, rows += tiles::kDepth, bank += tiles::kDepth * kLanes) {
         Tiles::template load<kB>(bank, tiles::kRowBytes);
-        Tiles::template dot<0, kA, kB>();
-        if constexpr (Cols == 2) {
-          Tiles::template load<kB + 1>(bank + product.bank_stride, tiles::kRowBytes);
-          Tiles::template dot<1, kA, kB + 1>();
-        }
-        if constexpr (Rows == 2) {
-          Tiles::template load<kA + 1>(rows + row_offset[1], row_bytes);
-          Tiles::template dot<2, kA + 1, kB>();
-        }
-        if constexpr (Rows == 2 && Cols == 2) Tiles::template dot<3, kA + 1, kB + 1>();
+        if constexpr (Cols == 2) Tiles::template load<kB + 1>(bank + next_col, tiles::kRowBytes);
+        each_tile<Rows, Cols>([&](auto r, auto c) {
+          if constexpr (c == 0) Tiles::template load<kA + r % 2>(rows + offset[r], row_bytes);
+          Tiles::template dot<r * Cols + c, kA + r % 2, kB + c>();
+        });
       }
     }
-    Tiles::template store<0>(out[0][0], kOutBytes);
-    if constexpr (Cols == 2) Tiles::template store<1>(out[0][1], kOutBytes);
-    if constexpr (Rows == 2) Tiles::template store<2>(out[1][0], kOutBytes);
-    if constexpr (Rows == 2 && Cols == 2) Tiles::template store<3>(out[1][1], kOutBytes);
+    each_tile<Rows, Cols>([&](auto r, auto c) {
+      Tiles::template store<r * Cols + c>(out + c * out_col + r * kTile.rows * kLanes, kOutBytes);
+    });
+  }
+
+  // Calls visit(r, c) with constants, row by row.
+  template <int Rows, int Cols, class Visit>
+  static WNFUSED_INLINE void each_tile(const Visit& visit) {
+    each_of(visit, std::make_integer_sequence<int, Rows * Cols>(), std::integral_constant<int, Cols>());
+  }
+  template <class Visit, int... I, int Cols>
+  static WNFUSED_INLINE void each_of(const Visit& visit, std::integer_sequence<int, I...>,
+                                     std::integral_constant<int, Cols>) {
+    (visit(std::integral_constant<int, I / Cols>(), std::integral_constant<int, I % Cols>()), ...);
   }
 
   template <int T>

@@ -43,19 +43,44 @@ WNFUSED_INLINE Block exact_pairs(const Block& even, const Block& odd) {
 }
 
 #if defined(WNFUSED_CONVERTS_BFLOAT16)
-// Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves; denormals become zero.
-WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
-  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
+// 16 elements and 16 more, side by side.
+WNFUSED_INLINE Block in_pairs(__m512i halves) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return {(Native)_mm512_permutexvar_epi16(order, halves)};
 }
+
+// Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves; denormals become zero.
+WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
+  return in_pairs((__m512i)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]));
+}
+
+// 16 pairs of elements from memory, null for zeros.
+WNFUSED_INLINE Block load_pairs(const uint16_t* even, const uint16_t* odd) {
+  const __m256i low = even ? _mm256_loadu_si256((const __m256i*)even) : _mm256_setzero_si256();
+  const __m256i high = odd ? _mm256_loadu_si256((const __m256i*)odd) : _mm256_setzero_si256();
+  return in_pairs(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
 #else
+WNFUSED_INLINE Block load_pairs(const uint16_t* even, const uint16_t* odd) {
+  return exact_pairs(even ? load(even) : zero(), odd ? load(odd) : zero());
+}
+
 // Two Blocks as 16 pairs of bfloat16, even elements of the depth in the low halves.
 WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
   return exact_pairs(round_to_bfloat16(even), round_to_bfloat16(odd));
 }
 #endif
+
+// Even plus odd elements.
+WNFUSED_INLINE Block sum_of_pairs(const Block& pairs) {
+  Block sum;
+  WNFUSED_FOR_PARTS {
+    const NativeBits bits = (NativeBits)pairs.part[i];
+    sum.part[i] = (Native)(bits << 16) + (Native)(bits & 0xffff0000u);
+  }
+  return sum;
+}
 
 WNFUSED_INLINE void store_bits(uint16_t* target, const Block& bits) {
   WNFUSED_FOR_PARTS __builtin_memcpy(target + 2 * i * kNativeLanes, &bits.part[i], sizeof(Native));
