@@ -83,6 +83,7 @@ def tables() -> dict[str, list[str]]:
     autocast = load("cpu-epyc-2core-autocast")
     return {
         "networks": _networks(stages),
+        "amx": _amx(load("cpu-xeon-2core-amx")),
         "users": _both_passes(users, NETWORKS),
         "layers": _both_passes(layers, LAYERS),
         "kinds": _kinds(layers, users, autocast),
@@ -115,6 +116,22 @@ def _networks(rows: Rows) -> list[str]:
     loop = _find(rows, "3x3 convolutions of WRN-10000", "orthogonal")
     what = "orthogonal directions of WRN-10000, against a loop of `nn.init.orthogonal_`"
     return [*lines, f"| {what} | | {_ratio(loop, 'loop')} | |"]
+
+
+def _amx(rows: Rows) -> list[str]:
+    lines = []
+    for batch in (1, 8, 32):
+        for name, title in ((FORWARD, "forward"), (BACKWARD, "forward + backward")):
+            single, half = (_find(rows, f"WRN-304, batch {batch}{kind}", name, "network") for kind in ("", ", bf16"))
+            medians = [single["ratios"]["eager"], *(half["ratios"][peer] for peer in _BF16)]
+            ratios = [_times(ratio["median"]) for ratio in medians]
+            first = f"WRN-304, 32x32, batch {batch}" if batch == 1 else f"batch {batch}"
+            share = f"{100 * half['share']['median']:.0f}%"
+            lines.append(f"| {first if name == FORWARD else ''} | {title} | {' | '.join(ratios)} | {share} |")
+    return lines
+
+
+_BF16 = ("eager", "eager bf16", "plain bf16")  # peers of a network in bfloat16, the first in float32
 
 
 def _both_passes(rows: Rows, titles: dict[str, str]) -> list[str]:
