@@ -113,14 +113,20 @@ int64_t rows_of_line(int64_t lines, int64_t width, const PairTile& tile) {
 }
 
 constexpr int64_t kChunkPixels = 128;
-constexpr int64_t kMaxImages = 8;  // of a chunk of a weight gradient
+// Of a chunk of a weight gradient: images, and elements of their inputs, a sixth of the second-level cache.
+constexpr int64_t kMaxImages = 8, kInputs = int64_t{1} << 17;
 
 }  // namespace
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile, int64_t workers) {
   Geometry geometry = make_geometry(images, channels, height, width, blocks, Method::kDirect, workers);
-  geometry.weights_stay = false;
+  // Where a bank is so many times as large as a map, each worker packs the weights of its own outputs alone, and reads all
+  // of the map.
+  constexpr int64_t kStay = 2;
+  geometry.weights_dominate =
+      geometry.channel_blocks > 1 && kTaps * geometry.padded_channels > kStay * geometry.pixels();
+  geometry.weights_stay = workers > 1 && geometry.weights_dominate;
   geometry.wgrad_kept_panels = 0;
   geometry.pair_rows = tile.rows;
   geometry.wgrad_flat = tile.flat;
@@ -136,6 +142,8 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
     geometry.conv_chunks = chunks;
     geometry.conv_group_blocks =
         chunks < kEnoughItems ? std::min(kMaxGroupBlocks, geometry.channel_blocks) : geometry.channel_blocks;
+    if (geometry.weights_stay)
+      geometry.conv_group_blocks = divide_up(geometry.channel_blocks, std::min(workers, geometry.channel_blocks));
     geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
     choose_banks(geometry.channel_blocks, workers, geometry);
   };
@@ -150,7 +158,8 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
     geometry.segments = kTaps;
     geometry.segment_depth = round_up(geometry.padded_channels, tile.depth);
     geometry.conv_rows = 2 * tile.rows;
-    while (geometry.conv_rows > tile.rows && divide_up(images, geometry.conv_rows) * all_groups < kEnoughItems)
+    while (geometry.conv_rows > tile.rows && !geometry.weights_stay &&
+           divide_up(images, geometry.conv_rows) * all_groups < kEnoughItems)
       geometry.conv_rows /= 2;
     divide_conv(divide_up(images, geometry.conv_rows));
     geometry.wgrad_rows = round_up(std::clamp<int64_t>(images, 1, 32), tile.depth);
@@ -163,7 +172,8 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
   geometry.segments = 3;
   geometry.segment_depth = round_up(3 * geometry.padded_channels, tile.depth);
   geometry.conv_lines = std::clamp<int64_t>(kChunkPixels / width, 1, height);
-  while (geometry.conv_lines > 1 && images * divide_up(height, geometry.conv_lines) * all_groups < kEnoughItems)
+  while (geometry.conv_lines > 1 && !geometry.weights_stay &&
+         images * divide_up(height, geometry.conv_lines) * all_groups < kEnoughItems)
     geometry.conv_lines = divide_up(geometry.conv_lines, 2);
   geometry.conv_line_pixels = width + 2;
   geometry.conv_line_rows = rows_of_line(geometry.conv_lines, width, tile);
@@ -182,7 +192,9 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
   geometry.wgrad_turned = tile.flat;
   geometry.wgrad_span = round_up(reach, 2);
   const bool whole = geometry.wgrad_turned && geometry.wgrad_lines == height;
-  geometry.wgrad_images = whole ? std::clamp<int64_t>(2 * kChunkPixels / (height * width), 1, kMaxImages) : 1;
+  const int64_t fit = kInputs / (geometry.padded_channels * geometry.wgrad_span);
+  const int64_t few = std::min(2 * kChunkPixels / (height * width), fit);
+  geometry.wgrad_images = whole ? std::clamp<int64_t>(few, 1, kMaxImages) : 1;
   const int64_t plane = geometry.wgrad_turned ? geometry.wgrad_images * geometry.wgrad_depth : reach;
   geometry.wgrad_plane = round_up(plane, 2 * kLine) + kLine;
   divide_wgrad(divide_up(images, geometry.wgrad_images) * divide_up(height, geometry.wgrad_lines), geometry.pixels());
