@@ -105,10 +105,10 @@ namespace {
 // Fewer items than this a phase leave cores idle: cut the output channels too.
 constexpr int64_t kEnoughItems = 8;
 
-// Rows of a product of `lines` lines: each line padded to whole register tiles, or the lines with their borders as one
-// run; whichever is shorter. Returns the rows from one line to the next.
-int64_t rows_of_line(int64_t lines, int64_t width, const PairTile& tile) {
-  const int64_t apart = round_up(width, tile.rows), run = width + 2;
+// Rows of a product of `lines` lines of `width` rows: each line padded to whole register tiles, or the lines with their
+// borders, `run` rows each, as one; whichever is shorter. Returns the rows from one line to the next.
+int64_t rows_of_line(int64_t lines, int64_t width, int64_t run, const PairTile& tile) {
+  const int64_t apart = round_up(width, tile.rows);
   return round_up((lines - 1) * run + width, tile.rows) < lines * apart ? run : apart;
 }
 
@@ -132,10 +132,12 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
   geometry.wgrad_flat = tile.flat;
   // Products in units of C^2: lines multiply by their padding, positions by missing images of a group, and with fewer
   // rows to a bank they stream more of it.
-  const int64_t lines = kTaps * images * height * rows_of_line(height, width, tile);
+  const int64_t lines = kTaps * images * height * rows_of_line(height, width, width + 2, tile);
   const int64_t positions = (3 * height - 2) * (3 * width - 2) * round_up(images, tile.rows);
   const bool small = 5 * positions < 4 * lines;
   geometry.method = small ? Method::kPositions : Method::kLines;
+  // Two pixels of 16 channels are a cache line.
+  geometry.row_pixels = tile.flat && !small && geometry.padded_channels == kLanes ? 2 : 1;
 
   const int64_t all_groups = divide_up(geometry.channel_blocks, kMaxGroupBlocks);
   const auto divide_conv = [&](int64_t chunks) {
@@ -170,14 +172,16 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
   }
 
   geometry.segments = 3;
-  geometry.segment_depth = round_up(3 * geometry.padded_channels, tile.depth);
+  geometry.segment_depth = round_up((geometry.row_pixels + 2) * geometry.padded_channels, tile.depth);
   geometry.conv_lines = std::clamp<int64_t>(kChunkPixels / width, 1, height);
   while (geometry.conv_lines > 1 && !geometry.weights_stay &&
          images * divide_up(height, geometry.conv_lines) * all_groups < kEnoughItems)
     geometry.conv_lines = divide_up(geometry.conv_lines, 2);
-  geometry.conv_line_pixels = width + 2;
-  geometry.conv_line_rows = rows_of_line(geometry.conv_lines, width, tile);
-  geometry.conv_rows = round_up((geometry.conv_lines - 1) * geometry.conv_line_rows + width, tile.rows);
+  const int64_t line_rows = divide_up(width, geometry.row_pixels);
+  geometry.conv_line_pixels = round_up(width + 2, geometry.row_pixels);
+  geometry.conv_line_rows =
+      rows_of_line(geometry.conv_lines, line_rows, geometry.conv_line_pixels / geometry.row_pixels, tile);
+  geometry.conv_rows = round_up((geometry.conv_lines - 1) * geometry.conv_line_rows + line_rows, tile.rows);
   divide_conv(images * divide_up(height, geometry.conv_lines));
 
   geometry.wgrad_lines = std::clamp<int64_t>(2 * kChunkPixels / width, 1, height);

@@ -42,8 +42,9 @@ struct Geometry : MapShape, Division {
   // Panels of inputs that a weight gradient's item leaves to the next one of its slice: all of them, or 0.
   int64_t wgrad_kept_panels;
 
-  // Pairs of bfloat16 (pairs.h). A bank is [segments][output block][segment_depth / 2][16 lanes][2].
-  int64_t segments, segment_depth;
+  // Pairs of bfloat16 (pairs.h). A bank is [segments][output block][row_pixels][segment_depth / 2][16 lanes][2]. A row of
+  // a product is so many neighbouring pixels (pair_conv.h).
+  int64_t segments, segment_depth, row_pixels;
   int64_t pair_rows;                                                         // of the register tile
   int64_t conv_lines, conv_line_pixels, conv_line_rows;                      // lines: of a chunk; of a panel, a product
   int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
@@ -62,11 +63,11 @@ struct Geometry : MapShape, Division {
   int64_t block_floats() const { return padded_channels * kLanes; }  // of an output block of a plane
   int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
   int64_t bank_size() const {
-    if (is_pairs()) return segments * channel_blocks * segment_depth * (kLanes / 2);
+    if (is_pairs()) return segments * channel_blocks * row_pixels * segment_depth * (kLanes / 2);
     return level_taps * level_bank();
   }
   // Pairs: bfloat16 elements of a worker's panels. A convolution's last tile reads past its last row.
-  int64_t pair_slack() const { return (pair_rows + 4) * padded_channels; }
+  int64_t pair_slack() const { return (pair_rows + 4) * row_pixels * padded_channels; }
   int64_t conv_panel() const {
     const int64_t rows =
         method == Method::kLines ? (conv_lines + 2) * conv_line_pixels : height * width * conv_rows;

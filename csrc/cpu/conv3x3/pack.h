@@ -99,6 +99,13 @@ WNFUSED_INLINE void put_filter(const Geometry& geometry, const TapAt& tap, float
   }
 }
 
+// A segment's filters for one output block and pixel of a row, in a bank of pairs.
+WNFUSED_INLINE uint16_t* filters_of(const Geometry& geometry, uint16_t* bank, int64_t segment, int64_t output_block,
+                                    int64_t pixel) {
+  const int64_t block = segment * geometry.channel_blocks + output_block;
+  return bank + (block * geometry.row_pixels + pixel) * geometry.segment_depth * kLanes;
+}
+
 // The filters of depth `depth` and `depth` + 1 in a bank of pairs.
 template <class TapAt>
 WNFUSED_INLINE void put_filter_pair(const Geometry& geometry, const TapAt& even, const TapAt& odd, uint16_t* bank,
@@ -106,18 +113,23 @@ WNFUSED_INLINE void put_filter_pair(const Geometry& geometry, const TapAt& even,
   const bool lines = geometry.method == Method::kLines;
   for (int k = 0; k < kTaps; ++k) {
     const int64_t segment = lines ? k / 3 : k, offset = lines ? k % 3 * geometry.padded_channels + depth : depth;
-    store_pairs(bank + ((segment * geometry.channel_blocks + output_block) * geometry.segment_depth + offset) * kLanes,
-                even(k), odd(k));
+    const Block pairs = rounded_pairs(even(k), odd(k));
+    for (int64_t p = 0; p < geometry.row_pixels; ++p)
+      store_bits(filters_of(geometry, bank, segment, output_block, p) + (offset + p * geometry.padded_channels) * kLanes,
+                 pairs);
   }
 }
 
-// The depth that a bank of pairs has beyond its taps.
+// The depth that a bank of pairs has before and beyond its taps.
 inline void clear_padding(const Geometry& geometry, uint16_t* bank, int64_t output_block) {
   const int64_t used = kTaps / geometry.segments * geometry.padded_channels, unused = geometry.segment_depth - used;
   for (int64_t segment = 0; unused && segment < geometry.segments; ++segment)
-    __builtin_memset(
-        bank + ((segment * geometry.channel_blocks + output_block) * geometry.segment_depth + used) * kLanes, 0,
-        unused * kLanes * sizeof(uint16_t));
+    for (int64_t p = 0; p < geometry.row_pixels; ++p) {
+      uint16_t* filters = filters_of(geometry, bank, segment, output_block, p);
+      const int64_t before = p * geometry.padded_channels;
+      __builtin_memset(filters, 0, before * kLanes * sizeof(uint16_t));
+      __builtin_memset(filters + (before + used) * kLanes, 0, (unused - before) * kLanes * sizeof(uint16_t));
+    }
 }
 
 // One output block of one convolution. `norm` may be null. `scratch`: two units and a row.

@@ -4,6 +4,10 @@
 //
 //               panel [line][W + 2][Cp]     product row of pixel x: the run of 3 Cp elements from panel pixel x on, in
 //                                           three lines
+//               With tiles and 16 channels a row is two pixels, whose four neighbours are one run, so that every row
+//               begins a cache line: a tile is slow to load from others. The outputs of the second pixel are a block of
+//               their own, with the filters one pixel further down the depth.
+//
 //   positions   a chunk is all pixels of a group of images
 //
 //               panel [pixel][image][Cp]    product row of an image: its Cp elements at each tap that is inside the map
@@ -48,7 +52,7 @@ inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t 
     const int64_t pixel = (image * geometry.height + y) * geometry.width;
     clear_elements(panel, padded);
     copy_pixels(geometry, map + pixel * geometry.channels, geometry.channels, geometry.width, panel + padded, padded);
-    clear_elements(panel + (geometry.width + 1) * padded, padded);
+    clear_elements(panel + (geometry.width + 1) * padded, line - (geometry.width + 1) * padded);
   }
   clear_elements(panel, geometry.pair_slack());
 }
@@ -97,27 +101,28 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
   const int64_t image = item / chunks, begin = item % chunks * geometry.conv_lines;
   const int64_t end = smaller(begin + geometry.conv_lines, geometry.height);
   const int64_t padded = geometry.padded_channels, tile = geometry.pair_rows, line = geometry.conv_line_pixels;
+  const int64_t pixels = geometry.row_pixels, bank_stride = geometry.segment_depth * kLanes;
   gather_lines(geometry, map, image, begin, end, chunk.panel);
 
   Segment segments[3];
   for (int64_t i = 0; i < 3; ++i)
     segments[i] = {chunk.panel + i * line * padded,
-                   chunk.bank + i * geometry.channel_blocks * geometry.segment_depth * kLanes};
+                   chunk.bank + i * geometry.channel_blocks * pixels * bank_stride};
   // Lines that are one run of rows have borders in between; otherwise each line begins a tile.
   int64_t offsets[kMaxGroups], groups = 0;
-  const bool run = geometry.conv_line_rows == line;
-  const PairProduct all{segments, 3, geometry.segment_depth, padded, geometry.segment_depth * kLanes, chunk.product,
+  const bool run = geometry.conv_line_rows * pixels == line;
+  const PairProduct all{segments, 3, geometry.segment_depth, pixels * padded, bank_stride, chunk.product,
                         geometry.conv_rows * kLanes, false, true};
   PairProduct part = all;
   const auto multiply = [&] {
-    Pairs::multiply(part, offsets, groups, chunk.blocks);
+    Pairs::multiply(part, offsets, groups, chunk.blocks * pixels);
     part.out += groups * tile * kLanes;
     groups = 0;
   };
-  const int64_t rows = run ? (end - begin - 1) * line + geometry.width : geometry.conv_line_rows;
+  const int64_t rows = run ? ((end - begin - 1) * line + geometry.width + pixels - 1) / pixels : geometry.conv_line_rows;
   for (int64_t l = 0; l < (run ? 1 : end - begin); ++l)
     for (int64_t row = 0; row < rows; row += tile) {
-      offsets[groups++] = (l * line + row) * padded;
+      offsets[groups++] = (l * line + row * pixels) * padded;
       if (groups == kMaxGroups) multiply();
     }
   multiply();
@@ -127,10 +132,12 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
     const Block bias = epilogue.bias ? load(epilogue.bias + block * kLanes) : zero();
     for (int64_t y = begin; y < end; ++y) {
       const float* source =
-          chunk.product + (b * geometry.conv_rows + (y - begin) * geometry.conv_line_rows) * kLanes;
+          chunk.product + (b * pixels * geometry.conv_rows + (y - begin) * geometry.conv_line_rows) * kLanes;
       const int64_t pixel = (image * geometry.height + y) * geometry.width;
-      for (int64_t x = 0; x < geometry.width; ++x, source += kLanes)
-        finish_pixel<kEnding>(geometry, epilogue, pixel + x, block, load(source), bias, poison);
+      for (int64_t x = 0; x < geometry.width; x += pixels, source += kLanes)
+        for (int64_t p = 0; p < pixels && x + p < geometry.width; ++p)
+          finish_pixel<kEnding>(geometry, epilogue, pixel + x + p, block, load(source + p * geometry.conv_rows * kLanes),
+                                bias, poison);
     }
   }
   gathered_poison = poison;
