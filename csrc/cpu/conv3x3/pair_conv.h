@@ -134,10 +134,11 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
       const float* source =
           chunk.product + (b * pixels * geometry.conv_rows + (y - begin) * geometry.conv_line_rows) * kLanes;
       const int64_t pixel = (image * geometry.height + y) * geometry.width;
-      for (int64_t x = 0; x < geometry.width; x += pixels, source += kLanes)
-        for (int64_t p = 0; p < pixels && x + p < geometry.width; ++p)
-          finish_pixel<kEnding>(geometry, epilogue, pixel + x + p, block, load(source + p * geometry.conv_rows * kLanes),
-                                bias, poison);
+      for (int64_t p = 0; p < pixels; ++p) {
+        const float* sums = source + p * geometry.conv_rows * kLanes;
+        for (int64_t x = p; x < geometry.width; x += pixels, sums += kLanes)
+          finish_pixel<kEnding>(geometry, epilogue, pixel + x, block, load(sums), bias, poison);
+      }
     }
   }
   gathered_poison = poison;
