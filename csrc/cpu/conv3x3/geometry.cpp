@@ -129,7 +129,6 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
   geometry.weights_stay = workers > 1 && geometry.weights_dominate;
   geometry.wgrad_kept_panels = 0;
   geometry.pair_rows = tile.rows;
-  geometry.wgrad_flat = tile.flat;
   // Products in units of C^2: lines multiply by their padding, positions by missing images of a group, and with fewer
   // rows to a bank they stream more of it.
   const int64_t lines = kTaps * images * height * rows_of_line(height, width, width + 2, tile);

@@ -49,7 +49,6 @@ struct Geometry : MapShape, Division {
   int64_t conv_lines, conv_line_pixels, conv_line_rows;                      // lines: of a chunk; of a panel, a product
   int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
   int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
-  bool wgrad_flat;
   // Whether its tiles have outputs as rows and inputs as lanes (pair_wgrad.h); elements of the depth that taps reach, and
   // images of a chunk.
   bool wgrad_turned;
