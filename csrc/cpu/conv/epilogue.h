@@ -64,6 +64,16 @@ WNFUSED_INLINE Block activated(const Block& value, Activation activation, float 
   return activation == Activation::kRelu ? relu(value) : leaky_mask(value, value, splat(slope));
 }
 
+// What a convolution's sum becomes, before a ReLU or an activation. `beside`: other, or kMask: a.
+template <Ending kEnding>
+WNFUSED_INLINE Block ended(const Block& accumulator, const Block& bias, const Block& beside, const Block& factor) {
+  if constexpr (kEnding == Ending::kRelu) return accumulator + bias;
+  else if constexpr (kEnding == Ending::kResidual) return factor * (beside + (accumulator + bias));
+  else if constexpr (kEnding == Ending::kMask) return relu_mask(beside, accumulator);
+  else if constexpr (kEnding == Ending::kAdd) return multiply_add(factor, beside, accumulator);
+  else return beside + (accumulator + bias);
+}
+
 // The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite. A ReLU's
 // value is looked at before it: a transform may overflow to -infinity where the convolution is finite, and 0 would hide
 // that. What a mask lets pass shows in dh.
@@ -73,16 +83,15 @@ WNFUSED_INLINE void finish_pixel(const G& geometry, const ConvEpilogue<Operand>&
   constexpr bool kPairs = sizeof(Operand) == sizeof(uint16_t);
   const int64_t offset = pixel * geometry.padded_outputs + channel_block * kLanes;
   Block value;
-  if constexpr (kEnding == Ending::kRelu)
-    value = accumulator + bias;
-  else if constexpr (kEnding == Ending::kResidual)
-    value = splat(epilogue.factor) * (load(epilogue.other + offset) + (accumulator + bias));
-  else if constexpr (kEnding == Ending::kMask)
-    value = relu_mask(load_operand(geometry, epilogue.mask, pixel, channel_block), accumulator);
-  else if constexpr (kEnding == Ending::kAdd)
-    value = multiply_add(splat(epilogue.factor), load(epilogue.other + offset), accumulator);
-  else
-    value = epilogue.other ? load(epilogue.other + offset) + (accumulator + bias) : accumulator + bias;
+  if constexpr (kEnding == Ending::kMask) {
+    value = ended<kEnding>(accumulator, bias, load_operand(geometry, epilogue.mask, pixel, channel_block), zero());
+  } else if constexpr (is_operand(kEnding)) {
+    const bool alone = kEnding == Ending::kRelu || !epilogue.other;
+    value = alone ? ended<Ending::kRelu>(accumulator, bias, zero(), zero())
+                  : ended<kEnding>(accumulator, bias, load(epilogue.other + offset), zero());
+  } else {
+    value = ended<kEnding>(accumulator, bias, load(epilogue.other + offset), splat(epilogue.factor));
+  }
   if constexpr (kEnding != Ending::kMask) poison = multiply_add(value, zero(), poison);
   if constexpr (kEnding == Ending::kRelu) value = relu(value);
   if constexpr (kEnding == Ending::kLayer) value = activated(value, epilogue.activation, epilogue.factor);

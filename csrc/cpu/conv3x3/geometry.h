@@ -49,6 +49,7 @@ struct Geometry : MapShape, Division {
   int64_t conv_lines, conv_line_pixels, conv_line_rows;                      // lines: of a chunk; of a panel, a product
   int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
   int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
+  bool wgrad_positions;  // the weight gradient's method, which need not be the convolution's; else lines
   // Whether its tiles have outputs as rows and inputs as lanes (pair_wgrad.h); elements of the depth that taps reach, and
   // images of a chunk.
   bool wgrad_turned;
@@ -74,7 +75,7 @@ struct Geometry : MapShape, Division {
   }
   int64_t wgrad_inputs() const {
     if (wgrad_turned) return 2 * wgrad_images * padded_channels * wgrad_span;
-    return padded_channels * (method == Method::kLines ? wgrad_plane : wgrad_run);
+    return padded_channels * (wgrad_positions ? wgrad_run : wgrad_plane);
   }
   int64_t wgrad_gradients() const {
     return wgrad_group_blocks * kLanes * (wgrad_turned ? wgrad_plane : wgrad_run);
@@ -83,7 +84,7 @@ struct Geometry : MapShape, Division {
   int64_t sums_stride() const { return wgrad_group_blocks * padded_channels * kLanes + kLanes; }
   int64_t wgrad_segments() const {
     if (wgrad_turned) return wgrad_images;
-    return method == Method::kLines ? wgrad_lines : height * width;
+    return wgrad_positions ? height * width : wgrad_lines;
   }
 };
 

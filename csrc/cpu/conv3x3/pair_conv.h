@@ -13,10 +13,11 @@
 //               panel [pixel][image][Cp]    product row of an image: its Cp elements at each tap that is inside the map
 //
 // The panel is a copy, 2 bytes an element: what lies outside the map or the batch is zero there, and its rows lie apart
-// by the same stride. Product rows that are no pixel (ends of lines) are computed and left out by the epilogue.
+// by the same stride. Product rows that are no pixel (ends of lines, and what is read behind the last one) are computed and
+// left out by the epilogue.
 #pragma once
 
-#include "cpu/conv/epilogue.h"
+#include "cpu/conv3x3/pair_finish.h"
 #include "cpu/vec/prefetch.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -38,9 +39,14 @@ inline void copy_pixels(const Geometry& geometry, const uint16_t* source, int64_
 // Floats that hold so many bfloat16, whole cache lines.
 WNFUSED_INLINE int64_t panel_floats(int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; }
 
-inline void clear_elements(uint16_t* target, int64_t count) { __builtin_memset(target, 0, count * sizeof(uint16_t)); }
+// A multiple of 16.
+WNFUSED_INLINE void clear_elements(uint16_t* target, int64_t count) {
+  for (; count >= 2 * kLanes; count -= 2 * kLanes, target += 2 * kLanes) store_bits(target, zero());
+  if (count > 0) store(target, zero());
+}
 
-// Lines [begin - 1, end + 1) of an image with a pixel of zeros on either side, and what reads past the last line meets.
+// Lines [begin - 1, end + 1) of an image with a pixel of zeros on either side; and zeros where the depth of the last row
+// ends behind the panel, since not even weights of zero make nothing of an infinity.
 inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
                          uint16_t* panel) {
   const int64_t padded = geometry.padded_channels, line = geometry.conv_line_pixels * padded;
@@ -54,7 +60,7 @@ inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t 
     copy_pixels(geometry, map + pixel * geometry.channels, geometry.channels, geometry.width, panel + padded, padded);
     clear_elements(panel + (geometry.width + 1) * padded, line - (geometry.width + 1) * padded);
   }
-  clear_elements(panel, geometry.pair_slack());
+  clear_elements(panel, geometry.segment_depth - (geometry.row_pixels + 2) * padded);
 }
 
 // Images [begin, begin + count), all their pixels, as groups of `rows` images.
@@ -66,7 +72,7 @@ inline void gather_positions(const Geometry& geometry, const uint16_t* map, int6
     copy_pixels(geometry, map + pixel * geometry.channels, pixels * geometry.channels, count, panel, padded);
     clear_elements(panel + count * padded, (rows - count) * padded);
   }
-  clear_elements(panel, geometry.pair_slack());
+  clear_elements(panel, geometry.segment_depth - padded);
 }
 
 // The segments of one position: taps inside the map. Returns their number.
@@ -84,19 +90,14 @@ WNFUSED_INLINE int64_t tap_shift(const Geometry& geometry, int64_t tap) {
 }
 
 struct ConvolutionChunk {
-  int64_t first_block, blocks;  // of outputs
-  const uint16_t* bank;         // of the first output block
+  int64_t blocks;        // of outputs
+  const uint16_t* bank;  // of the first one
   uint16_t* panel;
-  float* product;
 };
 
-template <Ending kEnding>
-inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_t item,
-                           const ConvEpilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk,
-                           Block& gathered_poison) {
-  // Copies of its own: the compiler could keep neither in registers across the stores to maps.
-  const ConvEpilogue<uint16_t> epilogue = shared_epilogue;
-  Block poison = gathered_poison;
+template <class Sink>
+inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_t item, const ConvolutionChunk& chunk,
+                           Sink& sink) {
   const int64_t chunks = (geometry.height + geometry.conv_lines - 1) / geometry.conv_lines;
   const int64_t image = item / chunks, begin = item % chunks * geometry.conv_lines;
   const int64_t end = smaller(begin + geometry.conv_lines, geometry.height);
@@ -108,48 +109,30 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
   for (int64_t i = 0; i < 3; ++i)
     segments[i] = {chunk.panel + i * line * padded,
                    chunk.bank + i * geometry.channel_blocks * pixels * bank_stride};
+  const PairProduct product{segments, 3, geometry.segment_depth, pixels * padded, bank_stride, false, true};
   // Lines that are one run of rows have borders in between; otherwise each line begins a tile.
-  int64_t offsets[kMaxGroups], groups = 0;
   const bool run = geometry.conv_line_rows * pixels == line;
-  const PairProduct all{segments, 3, geometry.segment_depth, pixels * padded, bank_stride, chunk.product,
-                        geometry.conv_rows * kLanes, false, true};
-  PairProduct part = all;
+  const int64_t width = geometry.width / pixels, inside = (end - begin) * width;
+  const int64_t rows = run ? (end - begin - 1) * geometry.conv_line_rows + width : geometry.conv_line_rows;
+  const RowPixels where{(image * geometry.height + begin) * geometry.width, pixels, geometry.conv_line_rows, width, inside};
+  int64_t offsets[kMaxGroups], groups = 0, first_row = 0;
   const auto multiply = [&] {
-    Pairs::multiply(part, offsets, groups, chunk.blocks * pixels);
-    part.out += groups * tile * kLanes;
+    sink.begin(where, first_row);
+    Pairs::multiply(product, offsets, groups, chunk.blocks * pixels, sink);
+    first_row += groups * tile;
     groups = 0;
   };
-  const int64_t rows = run ? ((end - begin - 1) * line + geometry.width + pixels - 1) / pixels : geometry.conv_line_rows;
   for (int64_t l = 0; l < (run ? 1 : end - begin); ++l)
     for (int64_t row = 0; row < rows; row += tile) {
       offsets[groups++] = (l * line + row * pixels) * padded;
       if (groups == kMaxGroups) multiply();
     }
   multiply();
-
-  for (int64_t b = 0; b < chunk.blocks; ++b) {
-    const int64_t block = chunk.first_block + b;
-    const Block bias = epilogue.bias ? load(epilogue.bias + block * kLanes) : zero();
-    for (int64_t y = begin; y < end; ++y) {
-      const float* source =
-          chunk.product + (b * pixels * geometry.conv_rows + (y - begin) * geometry.conv_line_rows) * kLanes;
-      const int64_t pixel = (image * geometry.height + y) * geometry.width;
-      for (int64_t p = 0; p < pixels; ++p) {
-        const float* sums = source + p * geometry.conv_rows * kLanes;
-        for (int64_t x = p; x < geometry.width; x += pixels, sums += kLanes)
-          finish_pixel<kEnding>(geometry, epilogue, pixel + x, block, load(sums), bias, poison);
-      }
-    }
-  }
-  gathered_poison = poison;
 }
 
-template <Ending kEnding>
+template <class Sink>
 inline void convolve_positions(const Geometry& geometry, const uint16_t* map, int64_t item,
-                               const ConvEpilogue<uint16_t>& shared_epilogue, const ConvolutionChunk& chunk,
-                               Block& gathered_poison) {
-  const ConvEpilogue<uint16_t> epilogue = shared_epilogue;
-  Block poison = gathered_poison;
+                               const ConvolutionChunk& chunk, Sink& sink) {
   const int64_t rows = geometry.conv_rows, begin = item * rows, count = smaller(rows, geometry.images - begin);
   const int64_t padded = geometry.padded_channels, pixels = geometry.height * geometry.width;
   gather_positions(geometry, map, begin, count, rows, chunk.panel);
@@ -163,18 +146,10 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
       segments[i] = {chunk.panel + (position + tap_shift(geometry, taps[i])) * rows * padded,
                      chunk.bank + taps[i] * geometry.channel_blocks * geometry.segment_depth * kLanes};
     const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.segment_depth * kLanes,
-                              chunk.product, rows * kLanes, false, false};
-    Pairs::multiply(product, offsets, rows / geometry.pair_rows, chunk.blocks);
-    for (int64_t b = 0; b < chunk.blocks; ++b) {
-      const int64_t block = chunk.first_block + b;
-      const Block bias = epilogue.bias ? load(epilogue.bias + block * kLanes) : zero();
-      const float* source = chunk.product + b * rows * kLanes;
-      for (int64_t i = 0; i < count; ++i)
-        finish_pixel<kEnding>(geometry, epilogue, (begin + i) * pixels + position, block, load(source + i * kLanes),
-                              bias, poison);
-    }
+                              false, false};
+    sink.begin({begin * pixels + position, pixels, rows, count, count}, 0);
+    Pairs::multiply(product, offsets, rows / geometry.pair_rows, chunk.blocks, sink);
   }
-  gathered_poison = poison;
 }
 
 // Item `item` of a convolution: one chunk, one group of output blocks.
@@ -185,15 +160,14 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
   const auto [part, group] = geometry.conv_item(item);
   const int64_t first_block = group * geometry.conv_group_blocks;
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);
+  uint16_t* panel = reinterpret_cast<uint16_t*>(scratch);
   const ConvolutionChunk chunk{
-      first_block, blocks,
-      reinterpret_cast<const uint16_t*>(bank) + first_block * geometry.segment_depth * kLanes,
-      reinterpret_cast<uint16_t*>(scratch), scratch + panel_floats(geometry.conv_panel())};
+      blocks, reinterpret_cast<const uint16_t*>(bank) + first_block * geometry.segment_depth * kLanes, panel};
   ahead.prefetch();
-  Block poison = zero();
-  if (geometry.method == Method::kLines) convolve_lines<kEnding>(geometry, map, part, epilogue, chunk, poison);
-  else convolve_positions<kEnding>(geometry, map, part, epilogue, chunk, poison);
-  if (sum_of(poison) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+  Finisher<kEnding> finisher(geometry, epilogue, first_block, scratch + panel_floats(geometry.conv_panel()));
+  if (geometry.method == Method::kLines) convolve_lines(geometry, map, part, chunk, finisher);
+  else convolve_positions(geometry, map, part, chunk, finisher);
+  if (sum_of(finisher.poison()) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -144,14 +144,14 @@ struct GradientChunk {
 WNFUSED_INLINE void multiply_taps(const Geometry& geometry, const GradientChunk& chunk, int64_t tap, int64_t segments) {
   int64_t offsets[kMaxGroups];
   const int64_t tile = geometry.pair_rows, groups = geometry.padded_channels / tile;
-  PairProduct product{chunk.segments, segments, geometry.wgrad_depth, geometry.wgrad_plane, geometry.wgrad_run * kLanes,
-                      chunk.bank + tap * geometry.gradient_stride, geometry.padded_channels * kLanes, chunk.accumulate,
-                      false};
+  const PairProduct product{chunk.segments, segments, geometry.wgrad_depth, geometry.wgrad_plane,
+                            geometry.wgrad_run * kLanes, chunk.accumulate, false};
+  PlainSink sink{chunk.bank + tap * geometry.gradient_stride, geometry.padded_channels * kLanes, tile};
   for (int64_t first = 0; first < groups; first += kMaxGroups) {
     const int64_t count = smaller(kMaxGroups, groups - first);
     for (int64_t g = 0; g < count; ++g) offsets[g] = (first + g) * tile * geometry.wgrad_plane;
-    Pairs::multiply(product, offsets, count, chunk.blocks);
-    product.out += count * tile * kLanes;
+    Pairs::multiply(product, offsets, count, chunk.blocks, sink);
+    sink.out += count * tile * kLanes;
   }
 }
 
@@ -248,9 +248,9 @@ inline void turned_gradients(const Geometry& geometry, int64_t item, const uint1
     for (int64_t i = 0; i < images; ++i)
       chunk.segments[i] = {chunk.gradients + i * geometry.wgrad_depth,
                            chunk.inputs + (2 * i + shift % 2) * parity + shift / 2 * 2 * kLanes};
-    Pairs::multiply({chunk.segments, images, geometry.wgrad_depth, geometry.wgrad_plane, block,
-                     chunk.bank + tap * geometry.gradient_stride, geometry.block_floats(), chunk.accumulate, false},
-                    offsets, chunk.blocks, geometry.channel_blocks);
+    PlainSink sink{chunk.bank + tap * geometry.gradient_stride, geometry.block_floats(), geometry.pair_rows};
+    Pairs::multiply({chunk.segments, images, geometry.wgrad_depth, geometry.wgrad_plane, block, chunk.accumulate, false},
+                    offsets, chunk.blocks, geometry.channel_blocks, sink);
   }
 }
 
@@ -303,8 +303,8 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const u
   for (int64_t part = begin; part < end; ++part) {
     chunk.accumulate = part > begin;
     if (turned) turned_gradients(geometry, part, x, dy, chunk, bias_gradient);
-    else if (geometry.method == Method::kLines) line_gradients(geometry, part, x, dy, chunk, bias_gradient);
-    else position_gradients(geometry, part, x, dy, chunk, bias_gradient);
+    else if (geometry.wgrad_positions) position_gradients(geometry, part, x, dy, chunk, bias_gradient);
+    else line_gradients(geometry, part, x, dy, chunk, bias_gradient);
   }
   for (int64_t b = 0; b < blocks; ++b)
     store(bias_gradients + slice * geometry.padded_channels + (first_block + b) * kLanes, bias_gradient[b]);

@@ -8,8 +8,7 @@ namespace {
 
 int64_t pair_worker_floats(const Geometry& geometry) {
   const auto floats = [](int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; };
-  const int64_t conv = floats(geometry.conv_panel()) +
-                       geometry.conv_group_blocks * geometry.row_pixels * geometry.conv_rows * kLanes;
+  const int64_t conv = floats(geometry.conv_panel()) + kTileSums;
   constexpr int64_t kSegmentFloats = 2 * sizeof(void*) / sizeof(float);
   const int64_t wgrad = geometry.wgrad_segments() * kSegmentFloats + kLanes + floats(geometry.wgrad_inputs()) +
                         floats(geometry.wgrad_gradients());

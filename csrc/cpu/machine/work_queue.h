@@ -37,18 +37,25 @@ class WorkQueue {
   // Whether every worker has come: the pool may have too few threads for that, or start them late.
   bool complete() const { return present_.load(std::memory_order_relaxed) == workers(); }
 
-  // The next position of a share of `size` items in phase `phase`, counted from 1; -1 if none is left. The caller has
-  // seen every phase before this one done.
-  int64_t take(int64_t share, uint32_t phase, int64_t size) {
+  // Positions of a share.
+  struct Taken {
+    int64_t begin, end;
+  };
+
+  // The next positions of a share of `size` items in phase `phase`, counted from 1, of which most(left) says how many; none
+  // if none is left. The caller has seen every phase before this one done.
+  template <class Most>
+  Taken take(int64_t share, uint32_t phase, int64_t size, const Most& most) {
     std::atomic<uint64_t>& cursor = shares_[share].cursor;
     uint64_t seen = cursor.load(std::memory_order_relaxed);
     for (;;) {
       const uint32_t current = static_cast<uint32_t>(seen >> 32);
-      if (current > phase) return -1;
-      const int64_t position = current == phase ? static_cast<uint32_t>(seen) : 0;
-      if (position >= size) return -1;
-      const uint64_t next = (static_cast<uint64_t>(phase) << 32) + static_cast<uint64_t>(position + 1);
-      if (cursor.compare_exchange_weak(seen, next, std::memory_order_relaxed)) return position;
+      if (current > phase) return {};
+      const int64_t begin = current == phase ? static_cast<uint32_t>(seen) : 0;
+      if (begin >= size) return {};
+      const int64_t end = begin + most(size - begin);
+      const uint64_t next = (static_cast<uint64_t>(phase) << 32) + static_cast<uint64_t>(end);
+      if (cursor.compare_exchange_weak(seen, next, std::memory_order_relaxed)) return {begin, end};
     }
   }
 
@@ -132,13 +139,20 @@ class Worker {
   using Clock = std::chrono::steady_clock;
   static constexpr Clock::duration kPatience = std::chrono::microseconds(5);
 
+  // Its own share a worker takes in pieces, each an eighth of what is left: to take waits until all that was stored
+  // before has left the core. From others it takes what they will begin last, one by one.
   template <class Run>
   void run_share(std::initializer_list<int64_t> groups, int64_t share, const Run& run) {
-    const int64_t size = share_size(groups, share);
-    int64_t taken = 0;
-    for (int64_t position; (position = queue_.take(share, phase_, size)) >= 0; ++taken)
-      run(item_of(groups, share, position));
-    if (taken) queue_.count_done(taken);
+    const int64_t size = share_size(groups, share), pieces = is_alone() ? 1 : 8;
+    const auto most = [&](int64_t left) { return share == index_ ? (left + pieces - 1) / pieces : 1; };
+    int64_t done = 0;
+    for (;;) {
+      const WorkQueue::Taken taken = queue_.take(share, phase_, size, most);
+      if (taken.begin == taken.end) break;
+      for (int64_t position = taken.begin; position < taken.end; ++position) run(item_of(groups, share, position));
+      done += taken.end - taken.begin;
+    }
+    if (done) queue_.count_done(done);
   }
 
   int64_t share_begin(int64_t items, int64_t share) const { return items * share / queue_.workers(); }

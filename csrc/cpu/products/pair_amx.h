@@ -23,39 +23,48 @@ class Pairs {
   static void end() { Tiles::release(); }
 
   // Groups of 16 rows, group g at row_offset[g] elements from each segment's rows, times `cols` output blocks.
-  static void multiply(const PairProduct& product, const int64_t* row_offset, int64_t groups, int64_t cols) {
-    for (int64_t c = 0; c < cols; c += 2) {
-      const bool two_cols = c + 1 < cols;
+  template <class Sink>
+  static void multiply(const PairProduct& product, const int64_t* row_offset, int64_t groups, int64_t cols,
+                       Sink& sink) {
+    // A wide bank comes from the second-level cache: it is read once, and the rows, which are near, once a block.
+    constexpr int64_t kWide = 4;
+    const int64_t wide_rows = groups % 5 == 0 ? 5 : 4;
+    for (int64_t c = 0; c < cols;) {
+      const bool pairwise = c + 1 < cols && cols < kWide;
       int64_t g = 0;
-      if (!two_cols)
-        for (; g + 4 <= groups; g += 4) multiply_tiles<4, 1>(product, row_offset + g, g, c);
+      if (!pairwise) {
+        if (wide_rows == 5)
+          for (; g < groups; g += 5) multiply_tiles<5, 1>(product, row_offset, g, c, sink);
+        for (; g + 4 <= groups; g += 4) multiply_tiles<4, 1>(product, row_offset, g, c, sink);
+      }
       for (; g < groups; g += 2) {
         const bool two_rows = g + 1 < groups;
-        if (two_rows && two_cols) multiply_tiles<2, 2>(product, row_offset + g, g, c);
-        else if (two_rows) multiply_tiles<2, 1>(product, row_offset + g, g, c);
-        else if (two_cols) multiply_tiles<1, 2>(product, row_offset + g, g, c);
-        else multiply_tiles<1, 1>(product, row_offset + g, g, c);
+        if (two_rows && pairwise) multiply_tiles<2, 2>(product, row_offset, g, c, sink);
+        else if (two_rows) multiply_tiles<2, 1>(product, row_offset, g, c, sink);
+        else if (pairwise) multiply_tiles<1, 2>(product, row_offset, g, c, sink);
+        else multiply_tiles<1, 1>(product, row_offset, g, c, sink);
       }
+      c += pairwise ? 2 : 1;
     }
   }
 
  private:
-  // Tiles 0 to 3 accumulate. A's rows are loaded into two tiles by turns: the processor renames them.
-  static constexpr int kA = 4, kB = 6;
   static constexpr int64_t kOutBytes = kLanes * sizeof(float);
 
-  template <int Rows, int Cols>
-  static void multiply_tiles(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col) {
-    static_assert(Rows * Cols <= 4);
-    float* const out = product.out + col * product.out_stride + group * kTile.rows * kLanes;
-    const int64_t out_col = product.out_stride;
+  template <int Rows, int Cols, class Sink>
+  static void multiply_tiles(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col,
+                             Sink& sink) {
+    // The first tiles accumulate. A's rows are loaded into two tiles by turns: the processor renames them.
+    constexpr int kA = Rows * Cols, kB = kA + 2;
+    static_assert(kB + Cols <= 8 && Rows * Cols * kTile.rows * kLanes <= kTileSums);
+    const TileSums sums = sink.place(group, Rows, col, Cols);
     each_tile<Rows, Cols>([&](auto r, auto c) {
-      begin_sum<r * Cols + c>(out + c * out_col + r * kTile.rows * kLanes, product.accumulate);
+      begin_sum<r * Cols + c>(sums.out + c * sums.block_stride + r * kTile.rows * kLanes, product.accumulate);
     });
     const int64_t row_bytes = product.row_stride * sizeof(uint16_t), next_col = product.bank_stride;
     const int64_t depth = product.depth;
     int64_t offset[Rows];
-    for (int r = 0; r < Rows; ++r) offset[r] = row_offset[r];
+    for (int r = 0; r < Rows; ++r) offset[r] = row_offset[group + r];
     for (int64_t s = 0; s < product.segment_count; ++s) {
       const uint16_t* rows = product.segments[s].rows;
       const uint16_t* bank = product.segments[s].bank + col * next_col;
@@ -69,8 +78,9 @@ class Pairs {
       }
     }
     each_tile<Rows, Cols>([&](auto r, auto c) {
-      Tiles::template store<r * Cols + c>(out + c * out_col + r * kTile.rows * kLanes, kOutBytes);
+      Tiles::template store<r * Cols + c>(sums.out + c * sums.block_stride + r * kTile.rows * kLanes, kOutBytes);
     });
+    sink.ready(sums, group, Rows, col, Cols);
   }
 
   // Calls visit(r, c) with constants, row by row.

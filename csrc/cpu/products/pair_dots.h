@@ -18,31 +18,32 @@ class Pairs {
   static void end() {}
 
   // Groups of 8 rows, group g at row_offset[g] elements from each segment's rows, times `cols` output blocks.
-  static void multiply(const PairProduct& product, const int64_t* row_offset, int64_t groups, int64_t cols) {
-    constexpr int64_t kGroup = kTile.rows * kLanes;
+  template <class Sink>
+  static void multiply(const PairProduct& product, const int64_t* row_offset, int64_t groups, int64_t cols,
+                       Sink& sink) {
     int64_t c = 0;
     for (; c + 2 <= cols; c += 2)
-      for (int64_t g = 0; g < groups; ++g)
-        tile<1, 2>(product, row_offset + g, c, product.out + c * product.out_stride + g * kGroup);
+      for (int64_t g = 0; g < groups; ++g) tile<1, 2>(product, row_offset, g, c, sink);
     if (c == cols) return;
-    float* out = product.out + c * product.out_stride;
     int64_t g = 0;
     const bool shared = product.neighbours && product.row_stride == kLanes;
     for (; g + 2 <= groups; g += 2) {
-      if (shared) neighbour_tile(product, row_offset + g, c, out + g * kGroup);
-      else tile<2, 1>(product, row_offset + g, c, out + g * kGroup);
+      if (shared) neighbour_tile(product, row_offset, g, c, sink);
+      else tile<2, 1>(product, row_offset, g, c, sink);
     }
-    if (g < groups) tile<1, 1>(product, row_offset + g, c, out + g * kGroup);
+    if (g < groups) tile<1, 1>(product, row_offset, g, c, sink);
   }
 
  private:
-  template <int Groups, int Cols>
-  static void tile(const PairProduct& product, const int64_t* row_offset, int64_t col, float* out) {
+  template <int Groups, int Cols, class Sink>
+  static void tile(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col, Sink& sink) {
     constexpr int kRows = Groups * kTile.rows;
+    const TileSums sums = sink.place(group, Groups, col, Cols);
+    row_offset += group;
     __m512 accumulator[kRows][Cols];
     WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-        accumulator[r][c] = product.accumulate ? _mm512_loadu_ps(out + c * product.out_stride + r * kLanes)
+        accumulator[r][c] = product.accumulate ? _mm512_loadu_ps(sums.out + c * sums.block_stride + r * kLanes)
                                                : _mm512_setzero_ps();
     }
     // Eight rows are addressed by one pointer and these offsets; eight pointers would not stay in registers.
@@ -70,13 +71,18 @@ class Pairs {
     }
     WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-        _mm512_storeu_ps(out + c * product.out_stride + r * kLanes, accumulator[r][c]);
+        _mm512_storeu_ps(sums.out + c * sums.block_stride + r * kLanes, accumulator[r][c]);
     }
+    sink.ready(sums, group, Groups, col, Cols);
   }
 
   // Two groups of eight neighbours of 16 channels: a pair of pixel i is tap t of pixel i - t.
-  static void neighbour_tile(const PairProduct& product, const int64_t* row_offset, int64_t col, float* out) {
+  template <class Sink>
+  static void neighbour_tile(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col,
+                             Sink& sink) {
     constexpr int kGroup = kTile.rows, kRows = 2 * kGroup, kSide = 3;
+    const TileSums sums = sink.place(group, 2, col, 1);
+    row_offset += group;
     __m512 accumulator[kRows];
     WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) accumulator[r] = _mm512_setzero_ps();
     for (int64_t s = 0; s < product.segment_count; ++s) {
@@ -99,7 +105,8 @@ class Pairs {
         }
       }
     }
-    WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(out + r * kLanes, accumulator[r]);
+    WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(sums.out + r * kLanes, accumulator[r]);
+    sink.ready(sums, group, 2, col, 1);
   }
 };
 

@@ -6,6 +6,7 @@
 namespace wnfused::cpu {
 
 constexpr int kMaxGroups = 16;  // register tiles of one call of a pair product
+constexpr int kTileSums = 1280;  // floats of the register tiles that are summed at once, at most
 
 // Rows of a panel at once, and what the depth must be a multiple of. Tiles sum over a whole chunk at once, dot products
 // line by line.

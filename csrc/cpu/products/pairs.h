@@ -9,6 +9,8 @@
 // run of 3 C elements, since neighbours lie side by side; three segments, one a row of the filter.
 // Weight gradient: rows are input channels, the depth runs over pixels; a tap is a shift of the run.
 //
+// What becomes of the sums is a Sink's business: it says where a register tile's go, and hears when they are there.
+//
 // An instruction set brings Pairs::multiply (pair_dots.h, pair_amx.h). Products and sums are fp32; denormal operands
 // and results count as zero, as in the processor's own instructions.
 #pragma once
@@ -29,10 +31,26 @@ struct PairProduct {
   int64_t depth;        // of each segment; a multiple of PairTile::depth
   int64_t row_stride;   // elements
   int64_t bank_stride;  // elements from one output block to the next
-  float* out;           // [output block][rows][16]
-  int64_t out_stride;   // floats from one output block to the next
-  bool accumulate;      // onto what `out` holds
+  bool accumulate;      // onto what is there
   bool neighbours;      // eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r
+};
+
+// Where the sums of some rows and output blocks are, or go: [output block][row][16].
+struct TileSums {
+  float* out;
+  int64_t block_stride;  // floats
+};
+
+// TileSums that stay where they are: [output block][rows][16].
+struct PlainSink {
+  float* out;
+  int64_t block_stride;
+  int64_t group_rows;
+
+  WNFUSED_INLINE TileSums place(int64_t group, int64_t, int64_t col, int64_t) const {
+    return {out + col * block_stride + group * group_rows * kLanes, block_stride};
+  }
+  WNFUSED_INLINE void ready(const TileSums&, int64_t, int64_t, int64_t, int64_t) const {}
 };
 
 // Pairs of values that are bfloat16 already, as bits.

@@ -131,7 +131,8 @@ class Forward {
                                      [&](int64_t block, const Bank& target) {
                                        pack(convolution, block, target, packed_norm);
                                      });
-        epilogue.bias = bank.bias;
+        // Kernels copy the epilogue in whole vectors, which would wait for a store into it to leave the core.
+        if (epilogue.bias != bank.bias) epilogue.bias = bank.bias;
         convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
                                   {upcoming_weights(job_.v, geometry_, convolution, 1, item), {}}, scratch_,
                                   *job_.poisoned, finds_panel(geometry_, item, left));

@@ -1,0 +1,121 @@
+// How a convolution on pairs of bfloat16 ends: register tile by register tile, while the sums are near.
+#pragma once
+
+#include "cpu/conv/epilogue.h"
+#include "cpu/products/pairs.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Which pixels the rows of a product are: lines of `rows` rows, the first `width` of which are in the map, `count` of them
+// in all. The first one is pixel `first`, and `step` pixels lie from one to the next.
+struct RowPixels {
+  int64_t first, step, rows, width, count;
+};
+
+// kCols blocks side by side of `count` rows that lie `step` elements apart, from element `at` of the maps on.
+template <Ending kEnding, int kCols>
+WNFUSED_INLINE void finish_rows(const ConvEpilogue<uint16_t>& epilogue, int64_t at, int64_t step, int64_t count,
+                                const TileSums& sums, const Block (&bias)[2], Block (&gathered_poison)[2]) {
+  // Copies of its own: the compiler could keep none of these in registers across the stores to maps.
+  const Block factor = splat(epilogue.factor);
+  Block poison[kCols];
+  WNFUSED_UNROLL for (int c = 0; c < kCols; ++c) poison[c] = gathered_poison[c];
+  const uint16_t* mask = epilogue.mask + at;
+  const float *source = sums.out, *other = epilogue.other + at;
+  float* out = epilogue.out + at;
+  uint16_t* operand = epilogue.operand + at;
+  for (int64_t at = 0; count > 0; --count, source += kLanes, at += step) {
+    Block value[kCols];
+    WNFUSED_UNROLL for (int c = 0; c < kCols; ++c) {
+      Block beside = zero();
+      if constexpr (kEnding == Ending::kMask) beside = load(mask + at + c * kLanes);
+      else if constexpr (!is_operand(kEnding)) beside = load(other + at + c * kLanes);
+      value[c] = ended<kEnding>(load(source + c * sums.block_stride), bias[c], beside, factor);
+      if constexpr (kEnding != Ending::kMask) poison[c] = multiply_add(value[c], zero(), poison[c]);
+      if constexpr (kEnding == Ending::kRelu) value[c] = relu(value[c]);
+      if constexpr (!is_operand(kEnding)) store(out + at + c * kLanes, value[c]);
+    }
+    if constexpr (kCols == 2) store_rounded(operand + at, value[0], value[1]);
+    else store_rounded(operand + at, value[0]);
+  }
+  WNFUSED_UNROLL for (int c = 0; c < kCols; ++c) gathered_poison[c] = poison[c];
+}
+
+// The sink of a convolution's products (pairs.h).
+template <Ending kEnding>
+class Finisher {
+ public:
+  // `sums` has room for kTileSums floats.
+  Finisher(const Geometry& geometry, const ConvEpilogue<uint16_t>& epilogue, int64_t first_block, float* sums)
+      : geometry_(geometry),
+        epilogue_(epilogue),
+        full_(geometry.channels == geometry.padded_channels && !epilogue.saved.data),
+        first_block_(first_block),
+        sums_(sums) {}
+
+  // What follows are products of the rows from `first_row` on.
+  void begin(const RowPixels& pixels, int64_t first_row) {
+    pixels_ = pixels;
+    first_row_ = first_row;
+    // Lines without a gap are one.
+    if (pixels.rows == pixels.width) pixels_.rows = pixels_.width = pixels.count;
+  }
+
+  WNFUSED_INLINE TileSums place(int64_t, int64_t groups, int64_t, int64_t) const {
+    return {sums_, groups * geometry_.pair_rows * kLanes};
+  }
+
+  void ready(TileSums sums, int64_t group, int64_t groups, int64_t col, int64_t cols) {
+    // `row_pixels` output blocks of the product are one of the map, for neighbouring pixels.
+    const int64_t pixels = geometry_.row_pixels, block = first_block_ + col / pixels;
+    Block bias[2] = {zero(), zero()};
+    for (int64_t c = 0; epilogue_.bias && c < cols; ++c)
+      bias[c] = load(epilogue_.bias + (block + (pixels == 1 ? c : 0)) * kLanes);
+    const int64_t row = first_row_ + group * geometry_.pair_rows, line = row / pixels_.rows;
+    int64_t rows = groups * geometry_.pair_rows, x = row - line * pixels_.rows;
+    int64_t inside = line * pixels_.width + smaller(x, pixels_.width);
+    while (rows > 0 && inside < pixels_.count) {
+      const bool in_map = x < pixels_.width;
+      const int64_t run = smaller(rows, (in_map ? pixels_.width : pixels_.rows) - x);
+      if (in_map) {
+        finish(block, pixels_.first + inside * pixels_.step, smaller(run, pixels_.count - inside), cols, sums, bias);
+        inside += run;
+      }
+      sums.out += run * kLanes;
+      rows -= run;
+      x = x + run == pixels_.rows ? 0 : x + run;
+    }
+  }
+
+  // Not zero if a value was not finite.
+  Block poison() const { return poison_[0] + poison_[1]; }
+
+ private:
+  void finish(int64_t block, int64_t pixel, int64_t rows, int64_t cols, const TileSums& sums,
+              const Block (&bias)[2]) {
+    const int64_t blocks = geometry_.channel_blocks;
+    if (full_) {
+      const int64_t at = (pixel * blocks + block) * kLanes, step = pixels_.step * blocks * kLanes;
+      if (cols == 2) finish_rows<kEnding, 2>(epilogue_, at, step, rows, sums, bias, poison_);
+      else finish_rows<kEnding, 1>(epilogue_, at, step, rows, sums, bias, poison_);
+      return;
+    }
+    for (int64_t r = 0; r < rows; ++r, pixel += pixels_.step)
+      for (int64_t c = 0; c < cols; ++c) {
+        const int64_t at = pixel * blocks + block + c;
+        finish_pixel<kEnding>(geometry_, epilogue_, at / blocks, at % blocks,
+                              load(sums.out + c * sums.block_stride + r * kLanes), bias[c], poison_[0]);
+      }
+  }
+
+  const Geometry& geometry_;
+  const ConvEpilogue<uint16_t> epilogue_;
+  const bool full_;
+  const int64_t first_block_;
+  float* const sums_;
+  RowPixels pixels_{};
+  int64_t first_row_ = 0;
+  Block poison_[2] = {zero(), zero()};
+};
+
+}  // namespace wnfused::cpu::WNFUSED_ISA
