@@ -38,10 +38,19 @@ WNFUSED_INLINE void transpose_pixels(const Geometry& geometry, const uint16_t* m
                                      int64_t count, int64_t channel_block, Block (&run)[kLanes], Block& sum) {
   const int64_t lanes = lanes_of_block(geometry, channel_block), step = pixel_step * geometry.channels;
   const uint16_t* source = map + pixel * geometry.channels + channel_block * kLanes;
-  for (int64_t i = 0; i < kLanes; ++i, source += 2 * step) {
-    run[i] = pairs_of(2 * i < count ? source : nullptr, 2 * i + 1 < count ? source + step : nullptr, lanes);
-    sum = sum + sum_of_pairs(run[i]);
+  Block total = sum;
+  if (lanes == kLanes && count >= kRun) {
+    WNFUSED_UNROLL for (int64_t i = 0; i < kLanes; ++i, source += 2 * step) {
+      run[i] = load_pairs(source, source + step);
+      total = total + sum_of_pairs(run[i]);
+    }
+  } else {
+    for (int64_t i = 0; i < kLanes; ++i, source += 2 * step) {
+      run[i] = pairs_of(2 * i < count ? source : nullptr, 2 * i + 1 < count ? source + step : nullptr, lanes);
+      total = total + sum_of_pairs(run[i]);
+    }
   }
+  sum = total;
   transpose(run);
 }
 
@@ -59,20 +68,31 @@ WNFUSED_INLINE void store_run(uint16_t* target, const Block& run, int64_t count)
   for (int64_t i = 0; i < count; ++i) target[i] = values[i];
 }
 
-// A channel's run of pixels from pixel p on, cut into lines of `width`, which lie `line` apart.
-WNFUSED_INLINE void store_in_lines(uint16_t* target, const Block& run, int64_t p, int64_t count, int64_t width,
-                                   int64_t line) {
-  constexpr int64_t kPiece = 8;
-  if (width % kRun == 0) return store_bits(target + p / width * line + p % width, run);
-  uint16_t values[kRun];
-  store_bits(values, run);
-  if (width % kPiece == 0) {  // pieces that lie in one line each
-    for (int64_t i = 0; i < count; i += kPiece)
-      __builtin_memcpy(target + (p + i) / width * line + (p + i) % width, values + i, kPiece * sizeof(uint16_t));
-  } else {
-    for (int64_t i = 0; i < count; ++i) target[(p + i) / width * line + (p + i) % width] = values[i];
+// A run of pixels from pixel p on, cut into lines of `width`, which lie `line` apart: pieces that lie in one line each.
+struct Cut {
+  int64_t piece, at[kRun];
+
+  Cut(int64_t p, int64_t count, int64_t width, int64_t line)
+      : piece(width % kRun == 0 ? kRun : width % 8 == 0 ? 8 : 1) {
+    int64_t y = p / width, x = p - y * width;
+    for (int64_t i = 0; i * piece < count; ++i) {
+      at[i] = y * line + x;
+      if ((x += piece) == width) x = 0, ++y;
+    }
   }
-}
+
+  // `run`: a channel's pixels.
+  WNFUSED_INLINE void store(uint16_t* target, const Block& run, int64_t count) const {
+    if (piece == kRun) return store_bits(target + at[0], run);
+    uint16_t values[kRun];
+    store_bits(values, run);
+    if (piece == 8) {
+      for (int64_t i = 0; i * 8 < count; ++i) __builtin_memcpy(target + at[i], values + 8 * i, 8 * sizeof(uint16_t));
+    } else {
+      for (int64_t i = 0; i < count; ++i) target[at[i]] = values[i];
+    }
+  }
+};
 
 // Lines [begin - 1, end + 1) that are in the map: their pixels follow one another there, and are cut into lines here.
 inline void gather_input_lines(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
@@ -87,7 +107,8 @@ inline void gather_input_lines(const Geometry& geometry, const uint16_t* map, in
       const int64_t count = smaller(kRun, pixels - p);
       Block run[kLanes];
       transpose_pixels(geometry, map, first + p, 1, count, b, run);
-      for (int64_t c = 0; c < kLanes; ++c) store_in_lines(panel + c * plane, run[c], p, count, width, line);
+      const Cut cut(p, count, width, line);
+      for (int64_t c = 0; c < kLanes; ++c) cut.store(panel + c * plane, run[c], count);
     }
 }
 
@@ -222,7 +243,8 @@ inline void gather_gradient_rows(const Geometry& geometry, const uint16_t* map, 
     const int64_t count = smaller(kRun, pixels - p);
     Block run[kLanes];
     transpose_pixels(geometry, map, first + p, 1, count, channel_block, run, sum);
-    for (int64_t c = 0; c < kLanes; ++c) store_in_lines(target + c * plane, run[c], p, count, width, line);
+    const Cut cut(p, count, width, line);
+    for (int64_t c = 0; c < kLanes; ++c) cut.store(target + c * plane, run[c], count);
   }
   bias_gradient = sum;
 }
@@ -243,15 +265,19 @@ inline void turned_gradients(const Geometry& geometry, int64_t item, const uint1
   }
   int64_t offsets[kMaxGroupBlocks];
   for (int64_t b = 0; b < chunk.blocks; ++b) offsets[b] = b * kLanes * geometry.wgrad_plane;
-  for (int64_t tap = 0; tap < kTaps; ++tap) {
-    const int64_t shift = tap / 3 * geometry.wgrad_line_pixels + tap % 3;
-    for (int64_t i = 0; i < images; ++i)
-      chunk.segments[i] = {chunk.gradients + i * geometry.wgrad_depth,
-                           chunk.inputs + (2 * i + shift % 2) * parity + shift / 2 * 2 * kLanes};
-    PlainSink sink{chunk.bank + tap * geometry.gradient_stride, geometry.block_floats(), geometry.pair_rows};
-    Pairs::multiply({chunk.segments, images, geometry.wgrad_depth, geometry.wgrad_plane, block, chunk.accumulate, false},
-                    offsets, chunk.blocks, geometry.channel_blocks, sink);
-  }
+  // Where there is one block of inputs, the columns of a product are the taps of a filter's column.
+  const int64_t line_pairs = geometry.wgrad_line_pixels / 2 * 2 * kLanes, lines = geometry.channel_blocks > 1 ? 3 : 1;
+  const int64_t next = lines == 1 ? line_pairs : block, cols = lines == 1 ? 3 : geometry.channel_blocks;
+  const int64_t next_sums = lines == 1 ? 3 * geometry.gradient_stride : geometry.block_floats();
+  for (int64_t x = 0; x < 3; ++x)
+    for (int64_t y = 0; y < lines; ++y) {
+      for (int64_t i = 0; i < images; ++i)
+        chunk.segments[i] = {chunk.gradients + i * geometry.wgrad_depth,
+                             chunk.inputs + (2 * i + x % 2) * parity + y * line_pairs + x / 2 * 2 * kLanes};
+      PlainSink sink{chunk.bank + (3 * y + x) * geometry.gradient_stride, next_sums, geometry.pair_rows};
+      Pairs::multiply({chunk.segments, images, geometry.wgrad_depth, geometry.wgrad_plane, next, chunk.accumulate, false},
+                      offsets, chunk.blocks, cols, sink);
+    }
 }
 
 inline void position_gradients(const Geometry& geometry, int64_t item, const uint16_t* x, const uint16_t* dy,

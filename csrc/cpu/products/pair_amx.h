@@ -26,11 +26,18 @@ class Pairs {
   template <class Sink>
   static void multiply(const PairProduct& product, const int64_t* row_offset, int64_t groups, int64_t cols,
                        Sink& sink) {
-    // A wide bank comes from the second-level cache: it is read once, and the rows, which are near, once a block.
-    constexpr int64_t kWide = 4;
+    // A wide bank comes from the second-level cache: many rows read it once, and are read, from nearby, once a block.
+    const bool wide = cols >= 4 && groups >= 4;
     const int64_t wide_rows = groups % 5 == 0 ? 5 : 4;
     for (int64_t c = 0; c < cols;) {
-      const bool pairwise = c + 1 < cols && cols < kWide;
+      const int64_t left = cols - c;
+      if (groups == 1) {
+        if (left >= 3) c += multiply_tiles<1, 3>(product, row_offset, 0, c, sink);
+        else if (left == 2) c += multiply_tiles<1, 2>(product, row_offset, 0, c, sink);
+        else c += multiply_tiles<1, 1>(product, row_offset, 0, c, sink);
+        continue;
+      }
+      const bool pairwise = left > 1 && !wide;
       int64_t g = 0;
       if (!pairwise) {
         if (wide_rows == 5)
@@ -51,12 +58,14 @@ class Pairs {
  private:
   static constexpr int64_t kOutBytes = kLanes * sizeof(float);
 
+  // Returns Cols.
   template <int Rows, int Cols, class Sink>
-  static void multiply_tiles(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col,
+  static int64_t multiply_tiles(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col,
                              Sink& sink) {
-    // The first tiles accumulate. A's rows are loaded into two tiles by turns: the processor renames them.
-    constexpr int kA = Rows * Cols, kB = kA + 2;
-    static_assert(kB + Cols <= 8 && Rows * Cols * kTile.rows * kLanes <= kTileSums);
+    // The first tiles accumulate. Operands are loaded into two tiles by turns: the processor renames them.
+    constexpr int kA = Rows * Cols, kB = kA + (Rows > 1 ? 2 : 1);
+    static_assert(Rows == 1 || Cols <= 2, "a column's operand stays for all rows");
+    static_assert(kB + (Cols > 1 ? 2 : 1) <= 8 && Rows * Cols * kTile.rows * kLanes <= kTileSums);
     const TileSums sums = sink.place(group, Rows, col, Cols);
     each_tile<Rows, Cols>([&](auto r, auto c) {
       begin_sum<r * Cols + c>(sums.out + c * sums.block_stride + r * kTile.rows * kLanes, product.accumulate);
@@ -69,11 +78,10 @@ class Pairs {
       const uint16_t* rows = product.segments[s].rows;
       const uint16_t* bank = product.segments[s].bank + col * next_col;
       for (int64_t k = 0; k < depth; k += tiles::kDepth, rows += tiles::kDepth, bank += tiles::kDepth * kLanes) {
-        Tiles::template load<kB>(bank, tiles::kRowBytes);
-        if constexpr (Cols == 2) Tiles::template load<kB + 1>(bank + next_col, tiles::kRowBytes);
         each_tile<Rows, Cols>([&](auto r, auto c) {
+          if constexpr (r == 0) Tiles::template load<kB + c % 2>(bank + c * next_col, tiles::kRowBytes);
           if constexpr (c == 0) Tiles::template load<kA + r % 2>(rows + offset[r], row_bytes);
-          Tiles::template dot<r * Cols + c, kA + r % 2, kB + c>();
+          Tiles::template dot<r * Cols + c, kA + r % 2, kB + c % 2>();
         });
       }
     }
@@ -81,6 +89,7 @@ class Pairs {
       Tiles::template store<r * Cols + c>(sums.out + c * sums.block_stride + r * kTile.rows * kLanes, kOutBytes);
     });
     sink.ready(sums, group, Rows, col, Cols);
+    return Cols;
   }
 
   // Calls visit(r, c) with constants, row by row.
