@@ -95,7 +95,7 @@ void lay_out_gradient_positions(const PairTile& tile, Geometry& geometry) {
 
 void lay_out_gradient_lines(const PairTile& tile, Geometry& geometry) {
   const int64_t height = geometry.height, width = geometry.width;
-  geometry.wgrad_lines = std::clamp<int64_t>(2 * kChunkPixels / width, 1, height);
+  geometry.wgrad_lines = std::clamp<int64_t>((tile.flat ? 4 : 2) * kChunkPixels / width, 1, height);
   geometry.wgrad_line_pixels = round_up(width + 2, 2);
   const int64_t run = geometry.wgrad_lines * geometry.wgrad_line_pixels;
   geometry.wgrad_depth = tile.flat ? round_up(run, tile.depth) : round_up(width, 2);
