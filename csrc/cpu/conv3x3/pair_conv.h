@@ -163,11 +163,10 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
   uint16_t* panel = reinterpret_cast<uint16_t*>(scratch);
   const ConvolutionChunk chunk{
       blocks, reinterpret_cast<const uint16_t*>(bank) + first_block * geometry.segment_depth * kLanes, panel};
-  ahead.prefetch();
-  Finisher<kEnding> finisher(geometry, epilogue, first_block, scratch + panel_floats(geometry.conv_panel()));
+  Finisher<kEnding> finisher(geometry, epilogue, ahead, first_block, scratch + panel_floats(geometry.conv_panel()));
   if (geometry.method == Method::kLines) convolve_lines(geometry, map, part, chunk, finisher);
   else convolve_positions(geometry, map, part, chunk, finisher);
-  if (sum_of(finisher.poison()) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+  if (sum_of(finisher.end()) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

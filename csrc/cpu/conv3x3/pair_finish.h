@@ -3,6 +3,7 @@
 
 #include "cpu/conv/epilogue.h"
 #include "cpu/products/pairs.h"
+#include "cpu/vec/prefetch.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
@@ -46,12 +47,16 @@ template <Ending kEnding>
 class Finisher {
  public:
   // `sums` has room for kTileSums floats.
-  Finisher(const Geometry& geometry, const ConvEpilogue<uint16_t>& epilogue, int64_t first_block, float* sums)
+  Finisher(const Geometry& geometry, const ConvEpilogue<uint16_t>& epilogue, const Ahead& ahead, int64_t first_block,
+           float* sums)
       : geometry_(geometry),
         epilogue_(epilogue),
         full_(geometry.channels == geometry.padded_channels && !epilogue.saved.data),
         first_block_(first_block),
-        sums_(sums) {}
+        sums_(sums),
+        fetch_(ahead) {
+    if (!Pairs::kTile.flat) fetch_.finish();
+  }
 
   // What follows are products of the rows from `first_row` on.
   void begin(const RowPixels& pixels, int64_t first_row) {
@@ -64,6 +69,8 @@ class Finisher {
   WNFUSED_INLINE TileSums place(int64_t, int64_t groups, int64_t, int64_t) const {
     return {sums_, groups * geometry_.pair_rows * kLanes};
   }
+
+  WNFUSED_INLINE void meanwhile() { fetch_.step(); }
 
   void ready(TileSums sums, int64_t group, int64_t groups, int64_t col, int64_t cols) {
     // `row_pixels` output blocks of the product are one of the map, for neighbouring pixels.
@@ -88,7 +95,10 @@ class Finisher {
   }
 
   // Not zero if a value was not finite.
-  Block poison() const { return poison_[0] + poison_[1]; }
+  Block end() {
+    fetch_.finish();
+    return poison_[0] + poison_[1];
+  }
 
  private:
   void finish(int64_t block, int64_t pixel, int64_t rows, int64_t cols, const TileSums& sums,
@@ -113,6 +123,7 @@ class Finisher {
   const bool full_;
   const int64_t first_block_;
   float* const sums_;
+  FetchBySteps fetch_;
   RowPixels pixels_{};
   int64_t first_row_ = 0;
   Block poison_[2] = {zero(), zero()};

@@ -88,6 +88,7 @@ class Pairs {
           if constexpr (c == 0) Tiles::template load<kA + r % 2>(rows + offset[r], row_bytes);
           Tiles::template dot<r * Cols + c, kA + r % 2, kB + c % 2>();
         });
+        sink.meanwhile();
       }
     }
     each_tile<Rows, Cols>([&](auto r, auto c) {

@@ -9,7 +9,8 @@
 // run of 3 C elements, since neighbours lie side by side; three segments, one a row of the filter.
 // Weight gradient: rows are input channels, the depth runs over pixels; a tap is a shift of the run.
 //
-// What becomes of the sums is a Sink's business: it says where a register tile's go, and hears when they are there.
+// What becomes of the sums is a Sink's business: it says where a register tile's go, and hears when they are there. Tiles
+// call it after each step of the depth, too, when the rest of the processor has little to do (meanwhile).
 //
 // An instruction set brings Pairs::multiply (pair_dots.h, pair_amx.h). Products and sums are fp32; denormal operands
 // and results count as zero, as in the processor's own instructions.
@@ -50,6 +51,7 @@ struct PlainSink {
   WNFUSED_INLINE TileSums place(int64_t group, int64_t, int64_t col, int64_t) const {
     return {out + col * block_stride + group * group_rows * kLanes, block_stride};
   }
+  WNFUSED_INLINE void meanwhile() const {}
   WNFUSED_INLINE void ready(const TileSums&, int64_t, int64_t, int64_t, int64_t) const {}
 };
 
