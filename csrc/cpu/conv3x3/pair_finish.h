@@ -72,7 +72,20 @@ class Finisher {
 
   WNFUSED_INLINE void meanwhile() { fetch_.step(); }
 
-  void ready(TileSums sums, int64_t group, int64_t groups, int64_t col, int64_t cols) {
+  void ready(const TileSums& sums, int64_t group, int64_t groups, int64_t col, int64_t cols) {
+    for (int64_t c = 0; c < cols; c += 2)
+      finish_columns({sums.out + c * sums.block_stride, sums.block_stride}, group, groups, col + c, smaller(cols - c, 2));
+  }
+
+  // Not zero if a value was not finite.
+  Block end() {
+    fetch_.finish();
+    return poison_[0] + poison_[1];
+  }
+
+ private:
+  // One or two.
+  void finish_columns(TileSums sums, int64_t group, int64_t groups, int64_t col, int64_t cols) {
     // `row_pixels` output blocks of the product are one of the map, for neighbouring pixels.
     const int64_t pixels = geometry_.row_pixels, block = first_block_ + col / pixels;
     Block bias[2] = {zero(), zero()};
@@ -94,13 +107,6 @@ class Finisher {
     }
   }
 
-  // Not zero if a value was not finite.
-  Block end() {
-    fetch_.finish();
-    return poison_[0] + poison_[1];
-  }
-
- private:
   void finish(int64_t block, int64_t pixel, int64_t rows, int64_t cols, const TileSums& sums,
               const Block (&bias)[2]) {
     const int64_t blocks = geometry_.channel_blocks;
