@@ -13,18 +13,18 @@ struct RowPixels {
   int64_t first, step, rows, width, count;
 };
 
-// kCols blocks side by side of `count` rows that lie `step` elements apart, from element `at` of the maps on.
+// kCols blocks side by side of `count` rows that lie `step` elements apart, from element `first` of the maps on.
 template <Ending kEnding, int kCols>
-WNFUSED_INLINE void finish_rows(const ConvEpilogue<uint16_t>& epilogue, int64_t at, int64_t step, int64_t count,
-                                const TileSums& sums, const Block (&bias)[2], Block (&gathered_poison)[2]) {
+WNFUSED_INLINE void finish_run(const ConvEpilogue<uint16_t>& epilogue, int64_t first, int64_t step, int64_t count,
+                               const TileSums& sums, const Block (&bias)[2], Block (&gathered_poison)[2]) {
   // Copies of its own: the compiler could keep none of these in registers across the stores to maps.
   const Block factor = splat(epilogue.factor);
   Block poison[kCols];
   WNFUSED_UNROLL for (int c = 0; c < kCols; ++c) poison[c] = gathered_poison[c];
-  const uint16_t* mask = epilogue.mask + at;
-  const float *source = sums.out, *other = epilogue.other + at;
-  float* out = epilogue.out + at;
-  uint16_t* operand = epilogue.operand + at;
+  const uint16_t* mask = epilogue.mask + first;
+  const float *source = sums.out, *other = epilogue.other + first;
+  float* out = epilogue.out + first;
+  uint16_t* operand = epilogue.operand + first;
   for (int64_t at = 0; count > 0; --count, source += kLanes, at += step) {
     Block value[kCols];
     WNFUSED_UNROLL for (int c = 0; c < kCols; ++c) {
@@ -112,8 +112,8 @@ class Finisher {
     const int64_t blocks = geometry_.channel_blocks;
     if (full_) {
       const int64_t at = (pixel * blocks + block) * kLanes, step = pixels_.step * blocks * kLanes;
-      if (cols == 2) finish_rows<kEnding, 2>(epilogue_, at, step, rows, sums, bias, poison_);
-      else finish_rows<kEnding, 1>(epilogue_, at, step, rows, sums, bias, poison_);
+      if (cols == 2) finish_run<kEnding, 2>(epilogue_, at, step, rows, sums, bias, poison_);
+      else finish_run<kEnding, 1>(epilogue_, at, step, rows, sums, bias, poison_);
       return;
     }
     for (int64_t r = 0; r < rows; ++r, pixel += pixels_.step)

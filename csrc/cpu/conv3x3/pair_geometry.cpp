@@ -52,9 +52,9 @@ void lay_out_positions(int64_t rows, const PairTile& tile, Geometry& geometry) {
   geometry.conv_chunks = divide_up(geometry.images, rows);
 }
 
-// Chunks that are no larger than they should be; the lines' whether positions take less time or not. Lines multiply by
-// their padding, positions by missing images of a group; positions also stream more of the bank, for fewer rows, and of a
-// panel that is whole images, so that one of their tiles takes twice as long (bench/NOTES.md).
+// Whether positions take less time than `lines`, which are laid out. Lines multiply by their padding, positions by missing
+// images of a group; positions also stream more of the bank, for fewer rows, and of a panel that is whole images, so that
+// one of their tiles takes twice as long (bench/NOTES.md).
 bool positions_are_faster(const PairTile& tile, const Geometry& lines) {
   const int64_t positions = pixels_inside(lines) * round_up(lines.images, tile.rows);
   if (tile.flat) {

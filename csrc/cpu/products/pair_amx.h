@@ -1,5 +1,6 @@
 // Products of pairs by AMX: 2 x 2 tiles of 16 rows x 16 lanes are accumulated at a time from 2 + 2 tiles of operands, one
-// load to each TDPBF16PS; 4 x 1 of a single output block. WNFUSED_TILES names the tiles, real or emulated (amx_tiles.h).
+// load to each TDPBF16PS; 4 or 5 x 1 of a single output block or a wide bank; 1 x 3 of a single tile of rows.
+// WNFUSED_TILES names the tiles, real or emulated (amx_tiles.h).
 //
 // Floor: a TDPBF16PS of 16 x 16 x 32 multiply-adds takes 16 cycles, also where it adds to the one before; a TILELOADD 8,
 // but about 50 where rows of 64 bytes do not begin a cache line (measured on a Xeon of 2024, bench/NOTES.md).
@@ -61,7 +62,7 @@ class Pairs {
   // Returns Cols.
   template <int Rows, int Cols, class Sink>
   static int64_t multiply_tiles(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col,
-                             Sink& sink) {
+                                Sink& sink) {
     // The first tiles accumulate. Operands are loaded into two tiles by turns: the processor renames them.
     constexpr int kA = Rows * Cols, kB = kA + (Rows > 1 ? 2 : 1);
     static_assert(Rows == 1 || Cols <= 2, "a column's operand stays for all rows");
