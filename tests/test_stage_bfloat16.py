@@ -41,9 +41,10 @@ ROUNDED_TWICE = 2**-11
 GIVEN_MASKS = 2**-7
 COMPUTED_MASKS = 2**-3.5
 
-# (N, C, H, W): chunks of lines that are whole tiles or not, several chunks an image, chunks of a single tile of rows and many
-# blocks of outputs, positions of small maps with full and incomplete groups of images, channels that fill a block and that do not; with dot products, maps of 4x4 tiles go
-# to the kernels for floats and the others (those of 10x6 and 6x6 pixels are the largest) do not.
+# (N, C, H, W): chunks of lines that are whole tiles or not, several chunks an image, chunks of one tile of rows and
+# many blocks of outputs, positions of small maps with full and incomplete groups of images, channels that fill a block
+# and that do not; with dot products, maps of 4x4 tiles go to the kernels for floats and the others (those of 10x6 and
+# 6x6 pixels are the largest) do not.
 SHAPES = [
     (2, 16, 32, 32), (3, 32, 16, 16), (9, 64, 8, 8), (1, 16, 9, 13), (3, 24, 5, 7), (1, 1, 1, 1), (2, 3, 1, 5),
     (40, 32, 4, 4), (33, 64, 2, 2), (17, 16, 3, 3), (9, 40, 2, 1), (1, 160, 4, 4), (2, 16, 1, 70), (20, 8, 6, 6),
