@@ -51,9 +51,10 @@ def same3x3(images: int, inputs: int, outputs: int, *size: int) -> Case:
     return Case(images, inputs, outputs, size, (3,) * len(size), ones, ones, ones)
 
 
-def method_of(case: Case) -> str:
+def method_of(case: Case, bfloat16: bool = False) -> str:
     """How the layer is multiplied, or "vendor"."""
-    return torch.ops.wnfused_native.cpu_conv_method(_maps(case), *_window(case), case.groups, case.transposed, False)
+    asked = (_maps(case), *_window(case), case.groups, case.transposed, False, bfloat16)
+    return torch.ops.wnfused_native.cpu_conv_method(*asked)
 
 
 def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
@@ -190,13 +191,13 @@ def assert_zero_rows_and_gains(case: Case, tolerance: float) -> None:
     assert found["dg"][5].abs() > 0
 
 
-def assert_same_bits_by_threads(case: Case) -> None:
+def assert_same_bits_by_threads(case: Case, prepared: Any = list) -> None:
     before = torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 2, 3):
             torch.set_num_threads(threads)
-            results.append(both(case, sample(case))[0])
+            results.append(both(case, prepared(sample(case)))[0])
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:

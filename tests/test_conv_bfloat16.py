@@ -1,7 +1,7 @@
-"""Convolutions in bfloat16 on this library's own CPU kernels, which multiply them as float32.
+"""Convolutions in bfloat16 on this library's own CPU kernels, which multiply them as float32 but on tiles.
 
 So nothing is rounded but what is handed out: y, dx and dz differ from float64 by that rounding, gradients of float32
-parameters by float32's errors. The vendor's bfloat16 products would be off by a hundred times as much.
+parameters by float32's errors. Products of bfloat16, on tiles or the vendor's, may be off by a hundred times as much.
 """
 
 from __future__ import annotations
@@ -66,13 +66,17 @@ def in_bfloat16(tensors, parameters=torch.float32):
             None if residual is None else residual.bfloat16()]  # fmt: skip
 
 
-def is_the_vendors(case, y):
-    """With AMX whatever has more products than make up for a call of the vendor's (``is_vendors_bfloat16``)."""
+def multiplies_bfloat16(case, y):
+    """On tiles; and with AMX whatever has more products than make up for a call of the vendor's
+    (``is_vendors_bfloat16``).
+    """
     products = y.numel() * case.inputs // case.groups * math.prod(case.kernel)
-    return torch.ops.wnfused_native.cpu_isa() == "amx" and products > 5_000_000 * torch.get_num_threads()
+    vendors = torch.ops.wnfused_native.cpu_isa() == "amx" and products > 5_000_000 * torch.get_num_threads()
+    return vendors or method_of(case, bfloat16=True) == "pairs"
 
 
-def assert_only_rounded(found, wanted, parameters=torch.float32, exact=FLOAT):
+def assert_only_rounded(case, found, wanted, parameters=torch.float32):
+    exact = ROUNDING if multiplies_bfloat16(case, found["y"]) else FLOAT
     dtypes = dict.fromkeys(("y", "dx", "dz"), torch.bfloat16)
     dtypes |= {"norm": torch.float32} | dict.fromkeys(("dv", "dg", "db"), parameters)
     for name, dtype in dtypes.items():
@@ -91,7 +95,7 @@ def test_every_method_and_layout(isa, method, case, layout):
     for activation in ("none", "relu", "leaky_relu"):
         tensors = in_bfloat16(sample(case, layout))
         found, wanted = both(case, tensors, activation)
-        assert_only_rounded(found, wanted, exact=ROUNDING if is_the_vendors(case, found["y"]) else FLOAT)
+        assert_only_rounded(case, found, wanted)
     if len(case.size) == 2:
         assert found["y"].stride() == torch.convolution(*sample(case, layout)[:2], None, *case.geometry).stride()
     assert found["dv"].stride() == tensors[1].stride()
@@ -103,13 +107,13 @@ def test_few_pixels_and_transposed_layers(isa, case, layout):
     if way_of(case) == "vendor":
         pytest.skip("the vendor's")
     for activation in ("none", "leaky_relu"):
-        assert_only_rounded(*both(case, in_bfloat16(sample(case, layout)), activation))
+        assert_only_rounded(case, *both(case, in_bfloat16(sample(case, layout)), activation))
 
 
 @pytest.mark.parametrize("case", [*(case for _, case in CASES), *OTHERS], ids=str)
 def test_parameters_in_bfloat16_too(isa, case):
     found, wanted = both(case, in_bfloat16(sample(case), torch.bfloat16))
-    assert_only_rounded(found, wanted, torch.bfloat16)
+    assert_only_rounded(case, found, wanted, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dim", [1, None])
@@ -124,7 +128,7 @@ def test_norms_along_another_dim(isa, dim):
     wide = [t.double() for t in (x, v, g, bias, residual)]
     exact, exact_norm = reference.conv(*wide, *tail)
     gradients = reference.conv_backward(dy.double(), y.double(), *wide[:3], exact_norm, [True] * 4, *tail)
-    assert_only_rounded(found, dict(zip(NAMES, (exact, exact_norm, *gradients), strict=True)))
+    assert_only_rounded(case, found, dict(zip(NAMES, (exact, exact_norm, *gradients), strict=True)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -155,7 +159,7 @@ def test_drawn_layers(counts, size, kernel, stride, padding, layout, strided, ac
         found, wanted = both(case, tensors, activation)
     finally:
         torch.ops.wnfused_native.set_cpu_isa("auto")
-    assert_only_rounded(found, wanted)
+    assert_only_rounded(case, found, wanted)
 
 
 @pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
@@ -165,15 +169,15 @@ def test_what_is_not_finite_is_the_vendors(isa, method, case, which):
         assert_not_finite_as_torch(case, which, value, in_bfloat16)
 
 
-def test_large_layers_are_the_vendors_where_it_has_instructions_for_them():
+def test_large_layers_are_the_vendors_where_it_has_dot_products_for_them(isa):
     """Dot products of bfloat16 are twice as many as float32's; Winograd's method saves more."""
-    if torch.ops.wnfused_native.cpu_isa() not in ("avx512_bf16", "amx"):
-        pytest.skip("no such instructions")
+    if isa != "avx512_bf16":
+        pytest.skip("no such instructions, or tiles")
     ones, twos = (1, 1), (2, 2)
     threads = torch.get_num_threads()
     for case, ours in [
         (Case(8 * threads, 64, 64, (32, 32), (3, 3), twos, ones, ones), False),
-        (same3x3(8 * threads, 64, 64, 32, 32), torch.ops.wnfused_native.cpu_isa() == "avx512_bf16"),
+        (same3x3(8 * threads, 64, 64, 32, 32), True),
     ]:
         found, wanted = both(case, in_bfloat16(sample(case)))
         error = (found["dv"].double() - wanted["dv"]).norm() / wanted["dv"].norm()

@@ -100,9 +100,9 @@ for _schema in (
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
     # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, levels, rows and columns
     # of x, and three entries of the others. Of a transposed layer they are those of the convolution whose data gradient
-    # it is. kept: its weights do not change.
+    # it is. kept: its weights do not change. bfloat16: so is x; a forward, or backward, then may be "pairs", too.
     "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "int groups, bool transposed, bool kept) -> str",
+    "int groups, bool transposed, bool kept, bool bfloat16) -> str",
     # Whether one without groups is a linear layer of its windows instead, forward and backward. planes: its output is
     # in NCHW, over two dims; rows: x is its windows, a 1x1 layer's channels_last map.
     "cpu_conv_unfolds(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
@@ -151,7 +151,7 @@ def takes_conv(
     reach = [d * (k - 1) + 1 for k, d in zip(triples[0], triples[3], strict=True)]
     size = [max(pair) for pair in zip({1: [1, 1, 256], 2: [1, 16, 16], 3: [4, 8, 8]}[dims], reach, strict=True)]
     maps = [2 if dims == 3 else 1, inputs * groups, outputs, *size]
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed, True) != "vendor"
+    return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed, True, False) != "vendor"
 
 
 FEW_PIXELS = 8

@@ -4,11 +4,6 @@
 #include "cpu/conv3x3/geometry.h"
 
 namespace wnfused::cpu {
-namespace {
-
-int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
-
-}  // namespace
 
 Method preferred_method(int64_t images, int64_t height, int64_t width) {
   // Multiply-adds in units of C^2, and what a plane of the bank costs to pack and to finish, as if it were rows more. A
@@ -36,6 +31,8 @@ const char* name_of(Method method) {
       return "lines";
     case Method::kPieces:
       return "pieces";
+    case Method::kPairs:
+      return "pairs";
     default:
       return "positions";
   }

@@ -22,8 +22,8 @@ namespace wnfused::cpu {
 constexpr int kTaps = 9;
 constexpr int kMaxLevelTaps = 3;    // levels of a 3x3x3 kernel
 
-// kPieces (pieces.h) is a single layer's alone.
-enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions, kPieces };
+// kPieces (pieces.h) and kPairs (pair_window.h) are single layers' alone.
+enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions, kPieces, kPairs };
 
 struct Geometry : MapShape, Division {
   int64_t blocks;

@@ -17,6 +17,7 @@
 // left out by the epilogue.
 #pragma once
 
+#include "cpu/conv/pair_panels.h"
 #include "cpu/conv3x3/pair_finish.h"
 #include "cpu/vec/prefetch.h"
 
@@ -34,15 +35,6 @@ inline void copy_pixels(const Geometry& geometry, const uint16_t* source, int64_
     __builtin_memcpy(target, source, channels * sizeof(uint16_t));
     for (int64_t c = channels; c < padded; ++c) target[c] = 0;
   }
-}
-
-// Floats that hold so many bfloat16, whole cache lines.
-WNFUSED_INLINE int64_t panel_floats(int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; }
-
-// A multiple of 16.
-WNFUSED_INLINE void clear_elements(uint16_t* target, int64_t count) {
-  for (; count >= 2 * kLanes; count -= 2 * kLanes, target += 2 * kLanes) store_bits(target, zero());
-  if (count > 0) store(target, zero());
 }
 
 // Lines [begin - 1, end + 1) of an image with a pixel of zeros on either side; and zeros where the depth of the last row

@@ -6,8 +6,6 @@
 namespace wnfused::cpu {
 namespace {
 
-int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
-
 // Fewer items than this a phase leave cores idle: cut the output channels too.
 constexpr int64_t kEnoughItems = 8;
 

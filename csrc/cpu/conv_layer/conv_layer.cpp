@@ -4,10 +4,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cpu/conv/scratch.h"
-#include "cpu/layer/tensor.h"
+#include "cpu/conv_layer/describe.h"
+#include "cpu/conv_layer/pair_layer.h"
 #include "cpu/machine/isa.h"
-#include "cpu/machine/parallel.h"
 
 namespace wnfused::cpu {
 namespace {
@@ -37,14 +36,6 @@ const ConvKernels<G>& kernels(bool transposed) {
                 portable::direct_kernels, portable::transposed_kernels);
 }
 
-// Waking a worker costs what so many multiply-adds do.
-int64_t workers_for(const ConvShape& shape) {
-  constexpr int64_t kWorkEach = 1 << 18;
-  const int64_t weights = shape.inputs * shape.outputs / shape.groups * shape.taps();
-  const int64_t work = shape.images * shape.output_size().product() * weights;
-  return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
-}
-
 // The geometry from x's map to y's, or back, for the op's forward or for its backward.
 template <class G>
 G geometry_of(const ConvLayer& layer, bool back, bool backward) {
@@ -62,48 +53,6 @@ G geometry_of(const ConvLayer& layer, bool back, bool backward) {
                                 back ? shape.outputs : shape.inputs, back ? shape.inputs : shape.outputs,
                                 shape.size.row, shape.size.column, layer.method, workers);
   }
-}
-
-Parameter parameter_of(const float* data) { return {const_cast<float*>(data), false, false}; }
-
-Parameter parameter_of(const std::optional<Tensor>& tensor) {
-  if (!tensor) return {};
-  return {const_cast<void*>(tensor->const_data_ptr()), false, !tensor->is_contiguous()};
-}
-
-LayerMap dense_map(const ExternalMap& given, const MapShape& shape) {
-  if (shape.channels != shape.padded_channels) return {given, nullptr, Access::kCopy, true};
-  return {given, static_cast<float*>(given.data), Access::kInPlace, true};
-}
-
-// The distance from one line of a map to the next, the same everywhere (with_even_lines). A map over one dim has one
-// line, and levels of one row are lines.
-int64_t line_stride(const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  if (t.dim() == 3) return t.size(last) * t.stride(last);
-  return t.dim() == 5 && t.size(last - 1) == 1 ? t.stride(2) : t.stride(last - 1);
-}
-
-LayerMap map_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool matrix) {
-  if (!tensor) return {};
-  const Tensor& t = *tensor;
-  if (matrix) {
-    const ExternalMap given{const_cast<void*>(t.const_data_ptr()), false, 0, 1, shape.map_size(), shape.channels};
-    return dense_map(given, shape);
-  }
-  const int64_t last = t.dim() - 1, columns = t.stride(last), rows = line_stride(t);
-  const ExternalMap given{const_cast<void*>(t.const_data_ptr()), is_bfloat16(t), t.stride(0), t.stride(1), rows,
-                          columns};
-  if (given.bfloat16) return {given, nullptr, Access::kCopy, false};
-  const auto lies = [](int64_t size, int64_t stride, int64_t expected) { return size == 1 || stride == expected; };
-  const bool dense = lies(shape.channels, given.channel_stride, 1) && lies(shape.width, columns, shape.channels) &&
-                     lies(shape.height, rows, shape.width * shape.channels) &&
-                     lies(shape.images, given.image_stride, shape.height * shape.width * shape.channels);
-  return dense ? dense_map(given, shape) : LayerMap{given, nullptr, Access::kCopy, false};
-}
-
-void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
-  if (map.is_copied()) map.own = arena.take(floats);
 }
 
 // Floats of the map that a convolution reads, where it is copied.
@@ -232,35 +181,7 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   if (job.sums_bias()) job.bias_sums = arena.take(pixel_runs(job.output) * job.output.padded_channels);
 }
 
-// What the jobs of both directions have.
-template <class Job>
-void describe(const ConvLayer& layer, Job& job) {
-  const ConvShape& shape = layer.shape;
-  job.input = map_of_size(shape.images, shape.inputs, shape.size);
-  job.output = map_of_size(shape.images, shape.outputs, shape.output_size());
-  if (layer.transposed) std::swap(job.input, job.output);
-  job.x = map_of(layer.x, job.input, layer.matrix);
-  job.v = parameter_of(layer.v);
-  job.g = parameter_of(layer.gain);
-  job.bias = parameter_of(layer.bias);
-  job.activation = layer.activation;
-  job.slope = layer.slope;
-}
-
-// False when it met a value that is not finite.
-template <class Job>
-bool run_once(Job& job, int64_t workers, void (*run)(const Job&, Worker&)) {
-  Arena measure(nullptr);
-  lay_out(measure, job, workers);
-  const Workspace workspace(measure.used());
-  Arena arena(workspace.data());
-  lay_out(arena, job, workers);
-  std::fill_n(job.scratch.zeros, zeros_floats(job.geometry), 0.0f);
-  std::atomic<bool> poisoned{false};
-  job.poisoned = &poisoned;
-  run_workers(workers, [&](Worker& worker) { run(job, worker); });
-  return !poisoned.load();
-}
+const auto lay_out_any = [](Arena& arena, auto& job, int64_t workers) { lay_out(arena, job, workers); };
 
 template <class G>
 bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm,
@@ -278,7 +199,7 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
   choose_target_access(job.geometry, job.y, job.residual);
   job.norm = norm;
   const int64_t workers = std::min(workers_for(layer.shape), job.geometry.conv_items());
-  return run_once(job, workers, kernels<G>(layer.transposed).forward);
+  return run_once(job, workers, lay_out_any, kernels<G>(layer.transposed).forward);
 }
 
 template <class G>
@@ -307,13 +228,14 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
   job.norm = norm;
   const int64_t items = job.transposed.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
-  return run_once(job, std::min(workers_for(layer.shape), items), kernels<G>(layer.transposed).backward);
+  return run_once(job, std::min(workers_for(layer.shape), items), lay_out_any, kernels<G>(layer.transposed).backward);
 }
 
 }  // namespace
 
 bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm,
                     const KeptBank* kept) {
+  if (layer.method == Method::kPairs) return run_pair_layer(layer, residual, y, norm, kept);
   const auto run = layer.method == Method::kPieces   ? forward<Pieces>
                    : layer.method != Method::kDirect ? forward<Geometry>
                    : layer.shape.is_depthwise()      ? forward<Depthwise>
@@ -323,6 +245,7 @@ bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residua
 
 KeptFloats kept_floats(const ConvLayer& layer) {
   const auto floats = [](const auto& geometry) { return KeptFloats{geometry.bank_size(), geometry.padded_outputs}; };
+  if (layer.method == Method::kPairs) return kept_pair_floats(layer);
   if (layer.method == Method::kPieces) return floats(geometry_of<Pieces>(layer, false, false));
   if (layer.method != Method::kDirect) return floats(geometry_of<Geometry>(layer, false, false));
   return floats(geometry_of<Window>(layer, false, false));
@@ -330,6 +253,7 @@ KeptFloats kept_floats(const ConvLayer& layer) {
 
 bool run_conv_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
                              const ConvGradients& gradients) {
+  if (layer.method == Method::kPairs) return run_pair_layer_backward(layer, dy, y, norm, gradients);
   const auto run = layer.method == Method::kPieces   ? backward<Pieces>
                    : layer.method != Method::kDirect ? backward<Geometry>
                    : layer.shape.is_depthwise()      ? backward<Depthwise>

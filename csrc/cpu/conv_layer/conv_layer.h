@@ -1,5 +1,5 @@
 // A single convolution layer on kernels of this library: zero padding, one to three spatial dims, float32, and bfloat16
-// maps, which are float32 in the kernels' own layout.
+// maps, which but for pairs are float32 in the kernels' own layout.
 //
 //   forward    read x | y = act(conv(x, w) + b + residual), norms | write y
 //   backward   dz = act'(y) dy, read x | dW = x * dz, dx = conv'(dz, w) | dv, dg, db from dW, write dx
@@ -13,6 +13,7 @@
 //   pieces     stride 1, three columns and more, or one: Winograd's method along the lines of the map, `Pieces`
 //              (pieces.h)
 //   direct     every other window: `Window` (window.h), or `Depthwise` (depthwise.h)
+//   pairs      with tiles and bfloat16 maps, any window of one level without groups: `PairWindow` (pair_layer.h)
 //
 // A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v
 // belong to x's channels, so every norm comes before the first product.

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "cpu/conv_layer/pair_layer.h"
 #include "cpu/layer/tensor.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
@@ -61,6 +62,10 @@ double map_floats(const MapShape& map, const Triple& size, const Triple& border)
          static_cast<double>(map.padded_channels);
 }
 
+double map_entries(int64_t images, int64_t channels, const Triple& size) {
+  return map_floats(map_of_size(images, channels, size), size, {0, 0, 0});
+}
+
 int64_t output_floats(const ConvShape& shape) { return shape.images * shape.outputs * shape.output_size().product(); }
 
 // Multiply-adds of a layer, and of each worker.
@@ -112,12 +117,13 @@ bool are_vendors_groups(const ConvLayer& layer, bool last, bool forward) {
 // How a layer is multiplied, or "vendor", for wnfused/frozen.py and the tests. Triples are of levels, rows and columns.
 std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                             const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed, bool kept) {
+                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed, bool kept, bool bfloat16) {
   const auto triple = [](const std::vector<int64_t>& values, size_t first = 0) {
     return Triple{values.at(first), values.at(first + 1), values.at(first + 2)};
   };
   const ConvShape shape{maps.at(0),      maps.at(1),      maps.at(2),       triple(maps, 3), triple(kernel),
                         triple(stride),  triple(padding), triple(dilation), groups};
+  if (bfloat16 && !transposed && suits_tiles(shape)) return name_of(Method::kPairs);
   const std::optional<Method> method = conv_layer_method(shape, transposed, kept);
   return method ? name_of(*method) : "vendor";
 }
@@ -166,6 +172,7 @@ bool has_many_bfloat16_products(const ConvShape& shape, int64_t times) {
 
 bool is_vendors_bfloat16(const ConvLayer& layer) {
   const ConvShape& shape = layer.shape;
+  if (layer.method == Method::kPairs) return false;
   if (!is_bfloat16(layer.x) || !has_many_bfloat16_products(shape)) return false;
   // Tiles make sixteen times as many products as float32 has, dot products twice as many: Winograd's method in two dims
   // saves more than that, along lines about as many, and depthwise layers move more than they multiply. Grouped ones the
@@ -182,11 +189,20 @@ bool is_vendors_bfloat16(const ConvLayer& layer) {
   return layer.method == Method::kDirect && !shape.is_depthwise();
 }
 
+bool suits_tiles(const ConvShape& shape) {
+  if (!pair_window_kernels() || !suits_pair_window(shape)) return false;
+  const double entries = map_entries(shape.images, shape.inputs, shape.size) +
+                         map_entries(shape.images, shape.outputs, shape.output_size());
+  return entries <= 2 * kCopies;
+}
+
 bool is_vendors(const ConvLayer& layer, bool last, bool passes) {
+  if (layer.method == Method::kPairs) return false;
   return is_vendors_first_layer(layer, last, passes) || are_vendors_groups(layer, last, true);
 }
 
 bool is_vendors_backward(const ConvLayer& layer, bool last, bool input) {
+  if (layer.method == Method::kPairs) return false;
   return is_vendors_first_layer_backward(layer, last, input) || are_vendors_groups(layer, last, false);
 }
 

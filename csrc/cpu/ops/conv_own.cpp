@@ -2,6 +2,7 @@
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
 #include "cpu/ops/conv_choice.h"
+#include "cpu/ops/conv_gradients.h"
 #include "cpu/ops/conv_routes.h"
 
 namespace wnfused::cpu {
@@ -11,7 +12,8 @@ namespace {
 std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at, bool kept = false) {
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return std::nullopt;
-  const std::optional<Method> method = conv_layer_method(*shape, false, kept);
+  const bool pairs = is_bfloat16(x) && suits_tiles(*shape);
+  const std::optional<Method> method = pairs ? Method::kPairs : conv_layer_method(*shape, false, kept);
   if (!method) return std::nullopt;
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
 }
@@ -20,8 +22,8 @@ std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Slidi
 Tensor rows_for(const ConvLayer& layer) {
   const Tensor& v = layer.v;
   const bool flat = v.dim() < 5 && v.size(1) % kLanes == 0;
-  const bool known = v.is_contiguous() || flat || layer.method == Method::kDirect ||
-                     layer.method == Method::kPieces;
+  const bool any = layer.method == Method::kDirect || layer.method == Method::kPieces || layer.method == Method::kPairs;
+  const bool known = v.is_contiguous() || flat || any;
   return as_dtype(known ? v : torch::stable::contiguous(v), ScalarType::Float);
 }
 
@@ -89,23 +91,14 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   const std::optional<ConvLayer> found = ours ? own_layer(x, v, conv.at) : std::nullopt;
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
-  const bool last = gives_channels_last(conv);
-  if (is_vendors_bfloat16(*found) || is_vendors_backward(*found, last, needs.x)) return std::nullopt;
+  const bool vendors = is_vendors_backward(*found, gives_channels_last(conv), needs.x);
+  if (is_vendors_bfloat16(*found) || vendors) return std::nullopt;
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};
-  LayerGradients made;
-  if (needs.x) made.dx = empty_map(sizes_of(x), last, x.scalar_type());
-  if (needs.v) made.dv = empty_as(rows);
-  if (needs.bias) made.dbias = empty({shape.outputs}, ScalarType::Float);
-  if (needs.residual && conv.activation != Activation::kNone)
-    made.dz = empty_map(sizes_of(y), is_channels_last(y), x.scalar_type());
-  float* dbias = made.dbias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr;
-  const ConvGradients gradients{made.dx, made.dv, made.dz, dgain, dbias};
+  const LayerGradients made = empty_gradients(conv, rows, y, needs);
   const Tensor signs = conv.activation == Activation::kNone ? dy : with_even_lines(y);
-  if (!run_conv_layer_backward(layer, with_even_lines(dy), signs, norms, gradients)) return std::nullopt;
-  if (made.dv) made.dv = laid_out_as(as_dtype(*made.dv, v.scalar_type()), v);
-  if (made.dbias) made.dbias = as_dtype(*made.dbias, v.scalar_type());
-  return made;
+  if (!run_conv_layer_backward(layer, with_even_lines(dy), signs, norms, to_fill(made, dgain))) return std::nullopt;
+  return in_format_of(v, made);
 }
 
 }  // namespace wnfused::cpu

@@ -5,7 +5,7 @@
 //      own        kernels of this library (conv_layer.h), where they are faster
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
 //
-// The first two take float32 and bfloat16, which they multiply as float32.
+// The first two take float32, and bfloat16, which they multiply as float32 but on tiles (pair_layer.h).
 #pragma once
 
 #include <optional>

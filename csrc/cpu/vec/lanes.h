@@ -9,6 +9,7 @@ namespace wnfused::cpu {
 constexpr int kLanes = 16;
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 // float or bfloat16 entries; arithmetic is float.
 struct Values {

@@ -1,0 +1,119 @@
+#include "cpu/conv_layer/pair_layer.h"
+
+#include "cpu/conv_layer/describe.h"
+#include "cpu/machine/isa.h"
+
+namespace wnfused::cpu {
+namespace {
+
+using torch::stable::Tensor;
+
+// A map of operands is read and written where it is.
+void choose_access(const MapShape& shape, LayerMap& map) {
+  if (!map.given.data || !is_dense(map.given, shape)) return;
+  map.own = static_cast<float*>(map.given.data);
+  map.access = Access::kInPlace;
+}
+
+LayerMap operands_of(const std::optional<Tensor>& tensor, const MapShape& shape) {
+  LayerMap map = map_of(tensor, shape, false);
+  choose_access(shape, map);
+  return map;
+}
+
+int64_t pixel_runs(const MapShape& map) { return map.images * divide_up(map.height * map.width, kMapPixels); }
+
+// Pixels that meet one pixel each are one line of as many: whole tiles of them, whatever the size of a map.
+ConvShape flattened(ConvShape shape) {
+  if (shape.taps() > 1 || shape.stride.product() > 1 || !(shape.padding == Triple{0, 0, 0})) return shape;
+  shape.size = {1, 1, shape.images * shape.size.product()};
+  shape.images = 1;
+  return shape;
+}
+
+PairWindow window_of(const ConvLayer& layer, bool back) {
+  return make_pair_window(flattened(layer.shape), back, pair_window_kernels()->tile, workers_for(layer.shape));
+}
+
+void lay_out_forward(Arena& arena, ConvForward<PairWindow>& job, int64_t workers) {
+  lay_out_common(arena, job.geometry, job.kept ? 0 : 1, workers, worker_floats(job.geometry), job.scratch);
+  if (job.kept) job.scratch.bank[0] = job.kept->bank;
+  lay_out_copy(arena, operand_floats(job.input), job.x);
+  lay_out_copy(arena, operand_floats(job.output), job.y);
+  lay_out_copy(arena, operand_floats(job.output), job.residual);
+}
+
+void lay_out_backward(Arena& arena, ConvBackward<PairWindow>& job, int64_t workers) {
+  const int64_t floats = std::max(worker_floats(job.geometry), worker_floats(job.transposed));
+  lay_out_common(arena, job.transposed, 1, workers, floats, job.scratch);
+  if (job.weight) {
+    job.scratch.gradient[0] = arena.take(job.geometry.gradient_size() * job.geometry.wgrad_slices);
+    lay_out_copy(arena, operand_floats(job.input), job.x);
+  }
+  lay_out_copy(arena, operand_floats(job.input), job.dx);
+  if (!job.make_dz) job.dz.own = job.dy.own;
+  else if (!job.dz.is_in_place()) job.dz.own = arena.take(operand_floats(job.output));
+  if (job.weight && job.dbias.data) job.bias_sums = arena.take(pixel_runs(job.output) * job.output.padded_channels);
+}
+
+}  // namespace
+
+const PairWindowKernels* pair_window_kernels() {
+  switch (active_pair_products()) {
+#if defined(__x86_64__)
+    case PairProducts::kTiles:
+      return &amx::pair_window_kernels;
+#endif
+    case PairProducts::kEmulatedTiles:
+      return &amx_emulated::pair_window_kernels;
+    default:
+      return nullptr;
+  }
+}
+
+bool run_pair_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm,
+                    const KeptBank* kept) {
+  ConvForward<PairWindow> job{};
+  describe(layer, job);
+  choose_access(job.input, job.x);
+  job.y = operands_of(y, job.output);
+  job.residual = operands_of(residual, job.output);
+  job.norm = norm;
+  job.kept = kept;
+  job.geometry = window_of(layer, false);
+  // All workers share a kept bank, which has room for all blocks.
+  if (kept) job.geometry.own_banks = job.geometry.narrow_banks = false;
+  const int64_t workers = std::min(workers_for(layer.shape), job.geometry.conv_items());
+  return run_once(job, workers, lay_out_forward, pair_window_kernels()->kernels.forward);
+}
+
+KeptFloats kept_pair_floats(const ConvLayer& layer) {
+  const PairWindow window = window_of(layer, false);
+  return {window.bank_size(), window.padded_outputs};
+}
+
+bool run_pair_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
+                             const ConvGradients& gradients) {
+  ConvBackward<PairWindow> job{};
+  describe(layer, job);
+  choose_access(job.input, job.x);
+  // Not 0 * dy, which is NaN where dy is infinite.
+  if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
+  job.dx = operands_of(gradients.dx, job.input);
+  job.dy = operands_of(dy, job.output);
+  job.y = operands_of(y, job.output);
+  job.dz = operands_of(gradients.dz, job.output);
+  job.dv = parameter_of(gradients.dv);
+  job.dg = parameter_of(gradients.dgain);
+  job.dbias = parameter_of(gradients.dbias);
+  job.weight = gradients.dv.has_value();
+  job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
+  job.norm = norm;
+  job.geometry = window_of(layer, false);
+  job.transposed = window_of(layer, true);
+  const int64_t items = job.transposed.conv_items() + (job.weight ? job.geometry.wgrad_items() : 0);
+  const int64_t workers = std::min(workers_for(layer.shape), items);
+  return run_once(job, workers, lay_out_backward, pair_window_kernels()->kernels.backward);
+}
+
+}  // namespace wnfused::cpu

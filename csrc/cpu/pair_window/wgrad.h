@@ -1,0 +1,117 @@
+// The weight gradient of a convolution over a window, on pairs of bfloat16: turned panels (pair_window.h), chunk by
+// chunk, every tap a product of its own.
+#pragma once
+
+#include "cpu/pair_window/conv.h"
+#include "cpu/pair_window/operand_maps.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// dz of a chunk, of `blocks` output blocks: [O][lines][pixels].
+inline void turn_outputs(const PairWindow& window, const uint16_t* dz, const PairChunk& chunk, int64_t first_block,
+                         int64_t blocks, uint16_t* target) {
+  const MapShape& map = window.target;
+  const int64_t plane = window.wgrad_plane, line = window.wgrad_line_pixels, channels = map.channels;
+  __builtin_memset(target, 0, window.wgrad_outputs() * sizeof(uint16_t));
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t channel0 = (first_block + b) * kLanes, here = smaller(channels - channel0, kLanes);
+    for (int64_t l = 0; l < chunk.lines; ++l) {
+      const uint16_t* source = line_of(map, dz, chunk.image, chunk.line + l) + chunk.column * channels + channel0;
+      for (int64_t x = 0; x < chunk.columns; x += kLanes) {
+        const int64_t pixels = smaller(chunk.columns - x, kLanes);
+        Block block[kLanes];
+        for (int64_t i = 0; i < kLanes; ++i) {
+          const uint16_t* pixel = source + (x + i) * channels;
+          block[i] = i >= pixels ? zero() : here == kLanes ? load(pixel) : load(pixel, here);
+        }
+        transpose(block);
+        uint16_t* corner = target + b * kLanes * plane + l * line + x;
+        for (int64_t o = 0; o < here; ++o) {
+          if (pixels == kLanes) {
+            store_rounded(corner + o * plane, block[o]);
+          } else {
+            uint16_t entries[kLanes];
+            store_rounded(entries, block[o]);
+            copy_entries(corner + o * plane, entries, pixels);
+          }
+        }
+      }
+    }
+  }
+}
+
+// x of a chunk: [residue][input block][shift][pixel / 2][16][2]. `line`: a line of pixels.
+inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairChunk& chunk, uint16_t* target,
+                        uint16_t* line) {
+  const PairGrid& grid = window.grids[0];
+  const int64_t padded = window.source.padded_channels, blocks = window.source.channel_blocks;
+  const int64_t pixels = window.wgrad_line_pixels, step = window.column_step, panel = window.wgrad_span * kLanes;
+  const int64_t row0 = grid.source_row + chunk.line * window.row_step, columns = window.column_residues();
+  const int64_t column0 = grid.source_column + chunk.column * step;
+  for (int64_t row = 0; row < window.row_residues(); ++row) {
+    const int64_t lines = chunk.lines + (grid.reach_rows - 1 - row) / window.row_step;
+    for (int64_t k = 0; k < lines; ++k) {
+      copy_line(window.source, line_of(window.source, x, chunk.image, row0 + row + k * window.row_step), column0, 1,
+                pixels * step, padded, line);
+      for (int64_t column = 0; column < columns; ++column)
+        for (int64_t b = 0; b < blocks; ++b) {
+          uint16_t* at = target + (((row * columns + column) * blocks + b) * window.wgrad_shifts) * panel +
+                         k * pixels * kLanes;
+          const uint16_t* source = line + column * padded + b * kLanes;
+          for (int64_t p = 0; p < pixels; p += 2, source += 2 * step * padded, at += 2 * kLanes) {
+            const uint16_t *second = source + step * padded, *third = source + 2 * step * padded;
+            store_bits(at, load_pairs(source, second));
+            // A pixel of the next line is of no tap.
+            if (window.wgrad_shifts > 1) store_bits(at + panel, load_pairs(second, p + 2 < pixels ? third : nullptr));
+          }
+        }
+    }
+    for (int64_t i = 0; i < columns * blocks * window.wgrad_shifts; ++i) {
+      uint16_t* at = target + (row * columns * blocks * window.wgrad_shifts + i) * panel;
+      __builtin_memset(at + lines * pixels * kLanes, 0, (panel - lines * pixels * kLanes) * sizeof(uint16_t));
+    }
+  }
+}
+
+// Item `item` of the weight gradient: a slice, a group of output blocks.
+inline void pair_window_gradient_item(const PairWindow& window, int64_t item, const uint16_t* x, const uint16_t* dz,
+                                      float* sums, float* scratch) {
+  const auto [slice, group] = window.wgrad_item(item);
+  const int64_t first_block = group * window.wgrad_group_blocks;
+  const int64_t blocks = smaller(window.wgrad_group_blocks, window.output_blocks - first_block);
+  uint16_t* inputs = reinterpret_cast<uint16_t*>(scratch);
+  scratch += panel_floats(window.wgrad_inputs());
+  uint16_t* outputs = reinterpret_cast<uint16_t*>(scratch);
+  scratch += panel_floats(window.wgrad_outputs());
+  uint16_t* line = reinterpret_cast<uint16_t*>(scratch);
+  sums += slice * window.gradient_size() + first_block * kLanes * kLanes;
+
+  const PairGrid& grid = window.grids[0];
+  const int64_t panel = window.wgrad_span * kLanes, block = window.wgrad_shifts * panel;
+  const int64_t first = slice * window.wgrad_slice_chunks;
+  const int64_t end = smaller(first + window.wgrad_slice_chunks, window.wgrad_chunks);
+  int64_t offsets[kMaxGroups];
+  for (int64_t b = 0; b < blocks; ++b) offsets[b] = b * kLanes * window.wgrad_plane;
+  for (int64_t chunk = first; chunk < end; ++chunk) {
+    const PairChunk where = window.wgrad_chunk(chunk);
+    turn_outputs(window, dz, where, first_block, blocks, outputs);
+    turn_inputs(window, x, where, inputs, line);
+    for (int64_t s = 0; s < grid.segments; ++s) {
+      const PairSegment& segment = window.segments[grid.first_segment + s];
+      for (int64_t t = 0; t < grid.run; ++t) {
+        const int64_t column = segment.column + t;
+        const int64_t residue = segment.row % window.row_step * window.column_residues() + column % window.column_step;
+        const int64_t shift = segment.row / window.row_step * window.wgrad_line_pixels + column / window.column_step;
+        const uint16_t* bank = inputs + residue * window.source.channel_blocks * block + shift % 2 * panel +
+                               shift / 2 * (2 * kLanes);
+        const Segment part{outputs, bank};
+        const PairProduct product{&part, 1, window.wgrad_run, window.wgrad_plane, block, chunk > first, false};
+        const int64_t tap = segment.first_plane + t * segment.plane_step;
+        PlainSink sink{sums + tap * window.tap_sums(), window.padded_outputs * kLanes, kLanes};
+        Pairs::multiply(product, offsets, blocks, window.source.channel_blocks, sink);
+      }
+    }
+  }
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,159 @@
+"""Convolutions in bfloat16 on tiles, by ``pair_window`` (csrc/cpu): where there are none, on emulated ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from instruction_sets import ISAS
+from own_conv import (
+    LAYOUTS,
+    NAMES,
+    Case,
+    assert_not_finite_as_torch,
+    assert_same_bits_by_threads,
+    both,
+    method_of,
+    same3x3,
+    sample,
+)
+
+import wnfused
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+ROUNDING = 2.0**-8
+TILES = [isa for isa in ISAS if isa.startswith("amx")]
+
+CASES = [
+    same3x3(2, 16, 32, 8, 9),
+    same3x3(1, 20, 23, 12, 7),
+    same3x3(3, 64, 48, 5, 3),
+    same3x3(9, 32, 32, 1, 1),
+    Case(2, 16, 32, (32, 16), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(2, 48, 80, (9, 11), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(2, 16, 32, (9, 11), (1, 1), (2, 2), (0, 0), (1, 1)),  # grids that meet no tap
+    Case(70, 40, 24, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
+    Case(2, 72, 40, (9, 8), (1, 1), (1, 1), (0, 0), (1, 1)),
+    Case(2, 3, 20, (13, 12), (7, 7), (2, 2), (3, 3), (1, 1)),  # thin
+    Case(2, 7, 33, (13, 12), (3, 5), (1, 3), (1, 0), (2, 1)),
+    Case(1, 24, 5, (10, 12), (3, 3), (1, 2), (2, 2), (1, 2)),  # thin backward; taps apart
+    Case(1, 16, 16, (10, 12), (4, 2), (3, 3), (2, 1), (1, 3)),
+    Case(1, 300, 200, (4, 4), (3, 3), (1, 1), (1, 1), (1, 1)),  # each worker its own outputs
+    Case(2, 16, 24, (700,), (7,), (1,), (3,), (1,)),  # lines in several chunks
+    Case(1, 2, 16, (1300,), (9,), (2,), (4,), (1,)),
+    Case(1, 24, 16, (40, 300), (3, 3), (1, 1), (1, 1), (1, 1)),
+]
+
+
+@pytest.fixture(params=TILES)
+def tiles(request):
+    torch.ops.wnfused_native.set_cpu_isa(request.param)
+    yield request.param
+    torch.ops.wnfused_native.set_cpu_isa("auto")
+
+
+def in_bfloat16(tensors):
+    x, *parts, residual = tensors
+    return [x.bfloat16(), *parts, None if residual is None else residual.bfloat16()]
+
+
+def assert_rounded(case, found, wanted):
+    """To what rounding x, w and dz to bfloat16 costs, measured by the largest entries: sums may cancel."""
+    dtypes = dict.fromkeys(("y", "dx", "dz"), torch.bfloat16)
+    for name in NAMES:
+        actual, expected = found[name], wanted[name]
+        assert actual.shape == expected.shape, name
+        if expected.numel() == 0:
+            continue
+        assert actual.dtype == dtypes.get(name, torch.float32), name
+        # A gradient of a row of few entries is what is left of larger ones; dg's and dv's are those of dW.
+        scale = expected.norm() + (wanted["dg"].norm() + wanted["db"].norm()) * (name in ("dv", "dg", "db"))
+        error = (actual.double() - expected).norm() / scale.clamp_min(1e-3)
+        assert error <= ROUNDING, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(tiles, case, layout):
+    assert method_of(case, bfloat16=True) == "pairs"
+    for activation in ("none", "relu", "leaky_relu"):
+        found, wanted = both(case, in_bfloat16(sample(case, layout)), activation)
+        assert_rounded(case, found, wanted)
+    if len(case.size) == 2:
+        assert found["y"].stride() == torch.convolution(*sample(case, layout)[:2], None, *case.geometry).stride()
+    assert found["dv"].stride() == sample(case, layout)[1].stride()
+
+
+@pytest.mark.parametrize("needs", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 1, 1, 1), (1, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize("case", CASES[:1] + CASES[5:6] + CASES[9:10], ids=str)
+def test_gradients_that_are_needed(tiles, case, needs):
+    for activation in ("none", "relu"):
+        found, wanted = both(case, in_bfloat16(sample(case)), activation, [bool(n) for n in needs])
+        for name in NAMES:
+            assert (found[name] is None) == (wanted[name] is None) or found[name].shape == wanted[name].shape
+        assert_rounded(case, found, wanted)
+
+
+@pytest.mark.parametrize("case", CASES[1:3] + CASES[5:6] + CASES[9:14], ids=str)
+def test_the_same_bits_for_any_number_of_threads(tiles, case):
+    assert_same_bits_by_threads(case, in_bfloat16)
+
+
+@pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
+@pytest.mark.parametrize("case", CASES[:2] + CASES[5:6] + CASES[9:10] + CASES[14:15], ids=str)
+def test_what_is_not_finite_is_the_vendors(tiles, case, which):
+    for value in (float("inf"), float("nan")):
+        assert_not_finite_as_torch(case, which, value, in_bfloat16)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.tuples(st.integers(1, 4), st.integers(1, 70), st.integers(1, 70)),
+    size=st.lists(st.integers(1, 40), min_size=1, max_size=2),
+    kernel=st.lists(st.integers(1, 7), min_size=2, max_size=2),
+    stride=st.lists(st.integers(1, 3), min_size=2, max_size=2),
+    padding=st.lists(st.integers(0, 3), min_size=2, max_size=2),
+    dilation=st.lists(st.integers(1, 3), min_size=2, max_size=2),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    strided=st.booleans(),
+    activation=st.sampled_from(["none", "relu", "leaky_relu"]),
+    isa=st.sampled_from(TILES),
+    seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_drawn_layers(counts, size, kernel, stride, padding, dilation, layout, strided, activation, isa, seed):
+    dims = len(size)
+    window = [tuple(extents[:dims]) for extents in (kernel, stride, padding, dilation)]
+    case = Case(*counts, tuple(size), *window)
+    assume(all(n >= 1 for n in case.output_size))
+    assume(case.inputs * window[0][0] * window[0][-1] > 2)
+    tensors = in_bfloat16(sample(case, layout, seed))
+    if strided:
+        tensors[0] = tensors[0].mT.contiguous().mT
+        tensors[4] = torch.stack([tensors[4]] * 2, -1).flatten(-2)[..., ::2]
+    torch.ops.wnfused_native.set_cpu_isa(isa)
+    try:
+        assert method_of(case, bfloat16=True) == "pairs"
+        found, wanted = both(case, tensors, activation)
+    finally:
+        torch.ops.wnfused_native.set_cpu_isa("auto")
+    assert_rounded(case, found, wanted)
+
+
+def test_banks_are_kept_beside_those_of_float32(tiles):
+    layer = wnfused.WNConv2d(230, 219, 3, padding=1, activation="relu")
+    xs = [torch.randn(1, 230, 9, n) for n in (8, 9, 8)]
+
+    def half(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    with torch.no_grad():
+        expected = [(layer(x), half(x)) for x in xs]
+        with wnfused.frozen(layer):
+            for x, (single, rounded) in zip(xs, expected, strict=True):
+                assert torch.equal(half(x), rounded)
+                torch.testing.assert_close(layer(x), single, rtol=1e-5, atol=1e-4)
+            assert len(layer._frozen.banks) == 2
