@@ -53,7 +53,9 @@ inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairC
     for (int64_t k = 0; k < lines; ++k) {
       copy_line(window.source, line_of(window.source, x, chunk.image, row0 + row + k * window.row_step), column0, 1,
                 pixels * step, padded, line);
-      for (int64_t column = 0; column < columns; ++column)
+      for (int64_t column = 0; column < columns; ++column) {
+        // Whether a tap of this residue is shifted by an odd number.
+        const bool shifted = column + step < grid.reach_columns;
         for (int64_t b = 0; b < blocks; ++b) {
           uint16_t* at = target + (((row * columns + column) * blocks + b) * window.wgrad_shifts) * panel +
                          k * pixels * kLanes;
@@ -62,9 +64,10 @@ inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairC
             const uint16_t *second = source + step * padded, *third = source + 2 * step * padded;
             store_bits(at, load_pairs(source, second));
             // A pixel of the next line is of no tap.
-            if (window.wgrad_shifts > 1) store_bits(at + panel, load_pairs(second, p + 2 < pixels ? third : nullptr));
+            if (shifted) store_bits(at + panel, load_pairs(second, p + 2 < pixels ? third : nullptr));
           }
         }
+      }
     }
     for (int64_t i = 0; i < columns * blocks * window.wgrad_shifts; ++i) {
       uint16_t* at = target + (row * columns * blocks * window.wgrad_shifts + i) * panel;
