@@ -24,7 +24,7 @@ inline Parameter parameter_of(const float* data) { return {const_cast<float*>(da
 
 inline Parameter parameter_of(const std::optional<torch::stable::Tensor>& tensor) {
   if (!tensor) return {};
-  return {const_cast<void*>(tensor->const_data_ptr()), false, !tensor->is_contiguous()};
+  return {const_cast<void*>(tensor->const_data_ptr()), is_bfloat16(*tensor), !tensor->is_contiguous()};
 }
 
 inline LayerMap dense_map(const ExternalMap& given, const MapShape& shape) {

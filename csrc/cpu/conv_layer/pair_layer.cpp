@@ -15,8 +15,8 @@ void choose_access(const MapShape& shape, LayerMap& map) {
   map.access = Access::kInPlace;
 }
 
-LayerMap operands_of(const std::optional<Tensor>& tensor, const MapShape& shape) {
-  LayerMap map = map_of(tensor, shape, false);
+LayerMap operands_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool matrix) {
+  LayerMap map = map_of(tensor, shape, matrix);
   choose_access(shape, map);
   return map;
 }
@@ -76,8 +76,8 @@ bool run_pair_layer(const ConvLayer& layer, const std::optional<Tensor>& residua
   ConvForward<PairWindow> job{};
   describe(layer, job);
   choose_access(job.input, job.x);
-  job.y = operands_of(y, job.output);
-  job.residual = operands_of(residual, job.output);
+  job.y = operands_of(y, job.output, layer.matrix);
+  job.residual = operands_of(residual, job.output, layer.matrix);
   job.norm = norm;
   job.kept = kept;
   job.geometry = window_of(layer, false);
@@ -99,10 +99,10 @@ bool run_pair_layer_backward(const ConvLayer& layer, const Tensor& dy, const Ten
   choose_access(job.input, job.x);
   // Not 0 * dy, which is NaN where dy is infinite.
   if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
-  job.dx = operands_of(gradients.dx, job.input);
-  job.dy = operands_of(dy, job.output);
-  job.y = operands_of(y, job.output);
-  job.dz = operands_of(gradients.dz, job.output);
+  job.dx = operands_of(gradients.dx, job.input, layer.matrix);
+  job.dy = operands_of(dy, job.output, layer.matrix);
+  job.y = operands_of(y, job.output, layer.matrix);
+  job.dz = operands_of(gradients.dz, job.output, layer.matrix);
   job.dv = parameter_of(gradients.dv);
   job.dg = parameter_of(gradients.dgain);
   job.dbias = parameter_of(gradients.dbias);

@@ -34,6 +34,24 @@ Masked mask(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activ
   return made;
 }
 
+// Whether oneDNN 3, with AMX, reads behind a row of x: what stands there, be it infinite, it multiplies by zero.
+bool misleads_vendor(const LinearCall& call) {
+  constexpr int64_t kDepth = 32, kRows = 16;
+  return call.is_half() && call.shape.inner % kDepth != 0 && call.shape.rows > kRows;
+}
+
+// The layer in float32.
+void widened_linear(const LinearCall& call) {
+  LinearCall wide = call;
+  wide.x = as_dtype(call.x, ScalarType::Float);
+  wide.v = as_dtype(call.v, ScalarType::Float);
+  if (call.residual) wide.residual = as_dtype(*call.residual, ScalarType::Float);
+  wide.y = empty_as(call.y, ScalarType::Float);
+  run_linear(wide);
+  Tensor y = call.y;
+  torch::stable::copy_(y, wide.y);
+}
+
 }  // namespace
 
 const LinearKernels* products_for(const LinearShape& shape, const Tensor& x) {
@@ -48,6 +66,7 @@ void run_linear(const LinearCall& call) {
   if (small && small_linear(call, products)) return;
   if (!small && are_pixels(call.shape, call.x, call.v, products, false) && linear_by_pixels(call)) return;
   if (products) linear_by_products(*products, call);
+  else if (misleads_vendor(call)) widened_linear(call);
   else if (small) vendor_linear_by_weight(call);
   else vendor_linear(call);
 }

@@ -20,10 +20,34 @@ WNFUSED_INLINE void copy_lanes(float* target, const Block& value, int64_t lanes)
   for (int64_t i = 0; i < lanes; ++i) target[i] = values[i];
 }
 
-WNFUSED_INLINE Block load_some(const float* source, int64_t lanes) {
+template <class T>
+WNFUSED_INLINE Block load_some(const T* source, int64_t lanes) {
   if (lanes >= kLanes) return load(source);
   return lanes > 0 ? load(source, lanes) : zero();
 }
+
+// use(entries) with those of v in their own type.
+template <class Use>
+WNFUSED_INLINE void with_entries(const Parameter& v, const Use& use) {
+  if (v.bfloat16) use(static_cast<const uint16_t*>(v.data));
+  else use(static_cast<const float*>(v.data));
+}
+
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+// 32 neighbours rounded, two to a word, as they lie in memory.
+WNFUSED_INLINE Block rounded_run(const Block& first, const Block& second) {
+  return {(Native)_mm512_cvtne2ps_pbh(second.part[0], first.part[0])};
+}
+#else
+WNFUSED_INLINE Block rounded_run(const Block& first, const Block& second) {
+  uint16_t entries[2 * kLanes];
+  store(entries, first);
+  store(entries + kLanes, second);
+  Block bits;
+  WNFUSED_FOR_PARTS __builtin_memcpy(&bits.part[i], entries + 2 * i * kNativeLanes, sizeof(Native));
+  return bits;
+}
+#endif
 
 // Every tap of an output block's part of the bank: put(pairs, plane, first) for the depth of the tap's channels, which is
 // so many elements from the block's beginning, whole pairs of channels from even ones on. Zeros elsewhere.
@@ -69,20 +93,39 @@ WNFUSED_INLINE void put_channels(const PairWindow& window, uint16_t* block, int6
   });
 }
 
-// One block of outputs, scaled, to its part of the bank. `scratch`: 16 channels of all taps.
-inline void pack_pair_window(const PairWindow& window, const Parameter& v, int64_t output_block,
-                             const Block (&scale)[kLanes], uint16_t* block, float* scratch) {
+// One block of outputs, scaled, to its part of the bank, where the channels of a tap are one run of a row: pairs of them
+// are words, which are transposed as such.
+template <class T>
+void pack_channel_runs(const PairWindow& window, const T* rows, int64_t count, const Block (&scale)[kLanes],
+                       uint16_t* block) {
+  const int64_t channels = window.source.channels, floats = window.row_floats();
+  for_taps(window, [&](int64_t plane, int64_t depth) {
+    for (int64_t c = 0; c < channels; c += 2 * kLanes) {
+      Block words[kLanes];
+      const T* source = rows + plane * channels + c;
+      for (int64_t r = 0; r < kLanes; ++r, source += floats)
+        words[r] = r < count ? rounded_run(load_some(source, channels - c) * scale[r],
+                                           load_some(source + kLanes, channels - c - kLanes) * scale[r])
+                             : zero();
+      transpose(words);
+      const int64_t pairs = smaller((channels - c + 1) / 2, kLanes);
+      uint16_t* target = block + (depth + c) * kLanes;
+      for (int64_t p = 0; p < pairs; ++p) store_bits(target + p * 2 * kLanes, words[p]);
+    }
+  });
+}
+
+// The same in either order. `scratch`: 16 channels of all taps.
+template <class T>
+void pack_rows(const PairWindow& window, const T* values, bool taps_first, int64_t rows, const Block (&scale)[kLanes],
+               uint16_t* block, float* scratch) {
   const int64_t channels = window.source.channels, taps = window.row_taps, floats = window.row_floats();
-  const int64_t rows = smaller(window.target.channels - output_block * kLanes, kLanes);
-  const bool taps_first = has_channel_runs(v, taps);
-  const float* values = static_cast<const float*>(v.data) + output_block * kLanes * floats;
-  __builtin_memset(block, 0, window.block_elements * sizeof(uint16_t));
   for (int64_t channel0 = 0; channel0 < channels; channel0 += kLanes) {
     const int64_t here = smaller(channels - channel0, kLanes);
     // [16][taps][16 lanes], or [taps][16][16 lanes].
     const int64_t runs = taps_first ? taps : 1, run = taps_first ? here : here * taps;
     for (int64_t i = 0; i < runs; ++i) {
-      const float* source = values + (taps_first ? i * channels + channel0 : channel0 * taps);
+      const T* source = values + (taps_first ? i * channels + channel0 : channel0 * taps);
       float* target = scratch + i * kLanes * kLanes;
       for (int64_t e = 0; e < run; e += kLanes) {
         Block part[kLanes];
@@ -99,32 +142,51 @@ inline void pack_pair_window(const PairWindow& window, const Parameter& v, int64
   }
 }
 
+// One block of outputs, scaled, to its part of the bank. `scratch`: 16 channels of all taps.
+inline void pack_pair_window(const PairWindow& window, const Parameter& v, int64_t output_block,
+                             const Block (&scale)[kLanes], uint16_t* block, float* scratch) {
+  const int64_t rows = smaller(window.target.channels - output_block * kLanes, kLanes);
+  const bool taps_first = has_channel_runs(v, window.row_taps);
+  __builtin_memset(block, 0, window.block_elements * sizeof(uint16_t));
+  with_entries(v, [&](const auto* entries) {
+    const auto* values = entries + output_block * kLanes * window.row_floats();
+    if (taps_first && !window.thin) pack_channel_runs(window, values, rows, scale, block);
+    else pack_rows(window, values, taps_first, rows, scale, block, scratch);
+  });
+}
+
+// 16 channels of a row of v, all taps: [taps][16 lanes].
+template <class T>
+void turn_row(const T* row, int64_t channels, int64_t taps, bool taps_first, int64_t channel0, const Block& scale,
+              float* target) {
+  const int64_t here = smaller(channels - channel0, kLanes);
+  for (int64_t k = 0; k < taps && taps_first; ++k)
+    store(target + k * kLanes, load_some(row + k * channels + channel0, here) * scale);
+  for (int64_t k0 = 0; k0 < taps && !taps_first; k0 += kLanes) {
+    Block part[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i)
+      part[i] = i < here ? load_some(row + (channel0 + i) * taps + k0, taps - k0) : zero();
+    transpose(part);
+    const int64_t count = smaller(taps - k0, kLanes);
+    for (int64_t k = 0; k < count; ++k) store(target + (k0 + k) * kLanes, part[k] * scale);
+  }
+}
+
 // One block of inputs, the outputs of the data gradient: the rows of v are the source's channels. `scratch`: two rows of
 // 16 channels of all taps.
 template <class Job>
 void pack_turned_pair_window(const Job& job, const PairWindow& window, int64_t input_block, uint16_t* block,
                              float* scratch) {
   const int64_t inputs = window.target.channels, taps = window.row_taps, outputs = window.source.channels;
-  const int64_t channel0 = input_block * kLanes, here = smaller(inputs - channel0, kLanes);
   const bool taps_first = has_channel_runs(job.v, taps);
   __builtin_memset(block, 0, window.block_elements * sizeof(uint16_t));
   for (int64_t output0 = 0; output0 < outputs; output0 += 2) {
     const int64_t rows = smaller(outputs - output0, 2);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* row = static_cast<const float*>(job.v.data) + (output0 + r) * inputs * taps;
-      const Block scale = splat(row_scale(job, output0 + r));
-      float* target = scratch + r * taps * kLanes;
-      for (int64_t k = 0; k < taps && taps_first; ++k)
-        store(target + k * kLanes, load_some(row + k * inputs + channel0, here) * scale);
-      for (int64_t k0 = 0; k0 < taps && !taps_first; k0 += kLanes) {
-        Block part[kLanes];
-        for (int64_t i = 0; i < kLanes; ++i)
-          part[i] = i < here ? load_some(row + (channel0 + i) * taps + k0, taps - k0) : zero();
-        transpose(part);
-        const int64_t count = smaller(taps - k0, kLanes);
-        for (int64_t k = 0; k < count; ++k) store(target + (k0 + k) * kLanes, part[k] * scale);
-      }
-    }
+    with_entries(job.v, [&](const auto* entries) {
+      for (int64_t r = 0; r < rows; ++r)
+        turn_row(entries + (output0 + r) * inputs * taps, inputs, taps, taps_first, input_block * kLanes,
+                 splat(row_scale(job, output0 + r)), scratch + r * taps * kLanes);
+    });
     put_channels(window, block, output0, rows,
                  [&](int64_t c, int64_t plane) { return load(scratch + (c * taps + plane) * kLanes); });
   }

@@ -9,6 +9,8 @@ namespace {
 // Elements of the inputs of a chunk, and its pixels at least (bench/NOTES.md); of a weight gradient's chunk.
 constexpr int64_t kChunk = 2048, kChunkPixels = 64, kGradientPixels = 512;
 constexpr int64_t kItemsEach = 4;
+// Floats of a bank, half of the second-level cache: more output blocks are packed group by group, each over the last.
+constexpr int64_t kCachedBank = int64_t{1} << 18;
 
 // The taps of a grid as segments: runs of equal length, or every tap by itself.
 void join_taps(const Window& window, const Grid& from, int64_t first_segment, PairWindow& pairs, PairGrid& grid) {
@@ -57,12 +59,15 @@ void lay_out_grid(const PairWindow& pairs, int64_t pixels, PairGrid& grid) {
 }
 
 void divide(int64_t workers, PairWindow& pairs) {
-  const int64_t bank = pairs.bank_size(), map = pairs.source.map_size();
+  const int64_t blocks = pairs.output_blocks, bank = pairs.bank_size(), map = pairs.source.map_size();
   constexpr int64_t kStay = 2;
-  pairs.weights_dominate = pairs.output_blocks > 1 && bank > kStay * map;
-  pairs.weights_stay = workers > 1 && pairs.weights_dominate;
-  pairs.conv_group_blocks = pairs.output_blocks;
-  if (pairs.weights_stay) pairs.conv_group_blocks = divide_up(pairs.output_blocks, std::min(workers, pairs.output_blocks));
+  pairs.weights_dominate = blocks > 1 && bank > kStay * map;
+  pairs.weights_stay = (workers > 1 && pairs.weights_dominate) || bank > kCachedBank;
+  pairs.conv_group_blocks = blocks;
+  if (pairs.weights_stay) {
+    const int64_t fit = std::max<int64_t>(kCachedBank / std::max<int64_t>(pairs.block_floats(), 1), 1);
+    pairs.conv_group_blocks = std::min(divide_up(blocks, std::min(workers, blocks)), fit);
+  }
   const auto count = [&] {
     pairs.conv_chunks = 0;
     for (int64_t i = 0; i < pairs.grid_count; ++i) {
