@@ -45,6 +45,11 @@ CASES = [
     Case(2, 16, 24, (700,), (7,), (1,), (3,), (1,)),  # lines in several chunks
     Case(1, 2, 16, (1300,), (9,), (2,), (4,), (1,)),
     Case(1, 24, 16, (40, 300), (3, 3), (1, 1), (1, 1), (1, 1)),
+    Case(2, 24, 20, (9, 7), (4, 4), (2, 2), (1, 1), (1, 1), transposed=True),
+    Case(1, 20, 40, (21,), (16,), (8,), (4,), (1,), transposed=True),
+    Case(2, 5, 48, (6, 9), (3, 3), (1, 2), (1, 0), (2, 1), transposed=True, output_padding=(1, 1)),
+    Case(1, 64, 3, (9, 8), (3, 3), (2, 3), (1, 2), (1, 1), transposed=True),
+    Case(2, 130, 400, (4, 3), (4, 4), (2, 2), (1, 1), (1, 1), transposed=True),
 ]
 
 
@@ -117,16 +122,19 @@ def test_what_is_not_finite_is_the_vendors(tiles, case, which):
     stride=st.lists(st.integers(1, 3), min_size=2, max_size=2),
     padding=st.lists(st.integers(0, 3), min_size=2, max_size=2),
     dilation=st.lists(st.integers(1, 3), min_size=2, max_size=2),
+    transposed=st.booleans(),
     layout=st.sampled_from(sorted(LAYOUTS)),
     strided=st.booleans(),
     activation=st.sampled_from(["none", "relu", "leaky_relu"]),
     isa=st.sampled_from(TILES),
     seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_drawn_layers(counts, size, kernel, stride, padding, dilation, layout, strided, activation, isa, seed):
+def test_drawn_layers(
+    counts, size, kernel, stride, padding, dilation, transposed, layout, strided, activation, isa, seed
+):  # fmt: skip
     dims = len(size)
     window = [tuple(extents[:dims]) for extents in (kernel, stride, padding, dilation)]
-    case = Case(*counts, tuple(size), *window)
+    case = Case(*counts, tuple(size), *window, transposed)
     assume(all(n >= 1 for n in case.output_size))
     assume(case.inputs * window[0][0] * window[0][-1] > 2)
     tensors = in_bfloat16(sample(case, layout, seed))

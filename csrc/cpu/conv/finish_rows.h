@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "cpu/conv/division.h"
 #include "cpu/conv/parameter_rows.h"
 #include "cpu/vec/prefetch.h"
 
@@ -67,6 +68,16 @@ void fetch_row(const Job& job, int64_t index, int64_t floats) {
   if (!job.dv.bfloat16)
     for (int64_t k = 0; k < floats; k += kLanes)
       prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
+}
+
+// One block of the bias gradient, from the sums of `count` runs.
+inline void finish_bias(const Parameter& dbias, const MapShape& map, int64_t count, const float* sums, int64_t block) {
+  Block sum = zero();
+  for (int64_t i = 0; i < count; ++i) sum = sum + load(sums + i * map.padded_channels + block * kLanes);
+  float values[kLanes];
+  store(values, sum);
+  const int64_t channels = smaller(kLanes, map.channels - block * kLanes);
+  for (int64_t i = 0; i < channels; ++i) write(dbias, block * kLanes + i, values[i]);
 }
 
 // dv, dg and, unless it is null, dbias of one output block, from dW of its rows, which are in `gradients`. The first

@@ -250,16 +250,6 @@ inline void sum_pixels(const float* pixels, int64_t count, int64_t channels, flo
   }
 }
 
-// One block of the bias gradient, from the sums of `count` runs.
-inline void finish_bias(const Parameter& dbias, const MapShape& map, int64_t count, const float* sums, int64_t block) {
-  Block sum = zero();
-  for (int64_t i = 0; i < count; ++i) sum = sum + load(sums + i * map.padded_channels + block * kLanes);
-  float values[kLanes];
-  store(values, sum);
-  const int64_t channels = smaller(kLanes, map.channels - block * kLanes);
-  for (int64_t i = 0; i < channels; ++i) write(dbias, block * kLanes + i, values[i]);
-}
-
 // Item `item` of dz: dy where the activation was passed, else `slope` of it; and its sum over pixels. `scratch`:
 // kMapPixels pixels.
 template <class Parts>

@@ -7,6 +7,8 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-const PairWindowKernels pair_window_kernels = {Pairs::kTile, {pair_window_forward, pair_window_backward}};
+const PairWindowKernels pair_window_kernels = {Pairs::kTile,
+                                               {pair_window_forward<false>, pair_window_backward<false>},
+                                               {pair_window_forward<true>, pair_window_backward<true>}};
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -32,7 +32,7 @@ ConvShape flattened(ConvShape shape) {
 }
 
 PairWindow window_of(const ConvLayer& layer, bool back) {
-  return make_pair_window(flattened(layer.shape), back, pair_window_kernels()->tile, workers_for(layer.shape));
+  return make_pair_window(flattened(layer.shape), layer.transposed != back, pair_window_kernels()->tile, workers_for(layer.shape));
 }
 
 void lay_out_forward(Arena& arena, ConvForward<PairWindow>& job, int64_t workers) {
@@ -47,7 +47,7 @@ void lay_out_backward(Arena& arena, ConvBackward<PairWindow>& job, int64_t worke
   const int64_t floats = std::max(worker_floats(job.geometry), worker_floats(job.transposed));
   lay_out_common(arena, job.transposed, 1, workers, floats, job.scratch);
   if (job.weight) {
-    job.scratch.gradient[0] = arena.take(job.geometry.gradient_size() * job.geometry.wgrad_slices);
+    job.scratch.gradient[0] = arena.take(job.products().gradient_size() * job.products().wgrad_slices);
     lay_out_copy(arena, operand_floats(job.input), job.x);
   }
   lay_out_copy(arena, operand_floats(job.input), job.dx);
@@ -84,7 +84,7 @@ bool run_pair_layer(const ConvLayer& layer, const std::optional<Tensor>& residua
   // All workers share a kept bank, which has room for all blocks.
   if (kept) job.geometry.own_banks = job.geometry.narrow_banks = false;
   const int64_t workers = std::min(workers_for(layer.shape), job.geometry.conv_items());
-  return run_once(job, workers, lay_out_forward, pair_window_kernels()->kernels.forward);
+  return run_once(job, workers, lay_out_forward, pair_window_kernels()->of(layer.transposed).forward);
 }
 
 KeptFloats kept_pair_floats(const ConvLayer& layer) {
@@ -106,14 +106,15 @@ bool run_pair_layer_backward(const ConvLayer& layer, const Tensor& dy, const Ten
   job.dv = parameter_of(gradients.dv);
   job.dg = parameter_of(gradients.dgain);
   job.dbias = parameter_of(gradients.dbias);
+  job.is_transposed = layer.transposed;
   job.weight = gradients.dv.has_value();
   job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
   job.norm = norm;
   job.geometry = window_of(layer, false);
   job.transposed = window_of(layer, true);
-  const int64_t items = job.transposed.conv_items() + (job.weight ? job.geometry.wgrad_items() : 0);
+  const int64_t items = job.transposed.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
   const int64_t workers = std::min(workers_for(layer.shape), items);
-  return run_once(job, workers, lay_out_backward, pair_window_kernels()->kernels.backward);
+  return run_once(job, workers, lay_out_backward, pair_window_kernels()->of(layer.transposed).backward);
 }
 
 }  // namespace wnfused::cpu

@@ -10,7 +10,9 @@ namespace wnfused::cpu {
 // What an instruction set provides that multiplies tiles.
 struct PairWindowKernels {
   PairTile tile;
-  ConvKernels<PairWindow> kernels;
+  ConvKernels<PairWindow> kernels, transposed;
+
+  const ConvKernels<PairWindow>& of(bool is_transposed) const { return is_transposed ? transposed : kernels; }
 };
 
 namespace amx {

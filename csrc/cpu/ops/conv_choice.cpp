@@ -123,7 +123,7 @@ std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<
   };
   const ConvShape shape{maps.at(0),      maps.at(1),      maps.at(2),       triple(maps, 3), triple(kernel),
                         triple(stride),  triple(padding), triple(dilation), groups};
-  if (bfloat16 && !transposed && suits_tiles(shape)) return name_of(Method::kPairs);
+  if (bfloat16 && suits_tiles(shape)) return name_of(Method::kPairs);
   const std::optional<Method> method = conv_layer_method(shape, transposed, kept);
   return method ? name_of(*method) : "vendor";
 }

@@ -61,7 +61,12 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Tran
 // In bfloat16: whether the vendor's products are the faster ones, though they are composed with other calls.
 bool is_vendors_bfloat16(const Tensor& x, const ConvShape& shape) {
   constexpr int64_t kTimes = 4;
-  return is_bfloat16(x) && has_many_bfloat16_products(shape, kTimes);
+  return is_bfloat16(x) && !suits_tiles(shape) && has_many_bfloat16_products(shape, kTimes);
+}
+
+// How this library multiplies the layer, if it does. kept: see conv_layer_method.
+std::optional<Method> method_for(const Tensor& x, const ConvShape& shape, bool kept = false) {
+  return is_bfloat16(x) && suits_tiles(shape) ? Method::kPairs : conv_layer_method(shape, true, kept);
 }
 
 // What the kernels read maps as. bfloat16 maps of few pixels are nothing beside the weights.
@@ -78,9 +83,10 @@ std::tuple<Gradient, Gradient> forward(
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
   // Kept banks are faster than any other way, on few pixels too.
-  const bool keeps = banks && is_worth_keeping(*shape, Method::kDirect) && conv_layer_method(*shape, true, true);
+  const bool keeps = banks && is_worth_keeping(*shape, Method::kDirect) && method_for(x, *shape, true);
   const bool few = !keeps && suits_transposed_unfolding(*shape);
-  if (!few && !keeps && !conv_layer_method(*shape, true)) return {};
+  const std::optional<Method> own = method_for(x, *shape, keeps);
+  if (!few && !own) return {};
   if (!few && is_vendors_bfloat16(x, *shape)) return {};
   const ScalarType dtype = map_dtype(x, few);
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
@@ -94,7 +100,8 @@ std::tuple<Gradient, Gradient> forward(
                             static_cast<Activation>(activation), static_cast<float>(slope)};
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
-  const ConvLayer layer{*shape, true, Method::kDirect, map, weights, call.gain, call.bias, call.activation, call.slope};
+  const ConvLayer layer{*shape,    true,      own.value_or(Method::kDirect), map,       weights,
+                        call.gain, call.bias, call.activation,               call.slope};
   const bool finite = few ? unfolded_conv_transpose(call, added, y, norms)
                           : run_kept_layer(layer, added, y, norms, keeps ? banks : nullptr);
   if (!finite) return {};
@@ -134,8 +141,8 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   const bool ours = need_v || (need_x && !need_bias);
   const std::optional<ConvShape> shape = ours ? conv_shape(x, v, at) : std::nullopt;
   if (!shape) return {};
-  const std::optional<Method> own = conv_layer_method(*shape, true);
-  const bool few = suits_transposed_unfolding_backward(*shape, need_x, own);
+  const std::optional<Method> own = method_for(x, *shape);
+  const bool few = suits_transposed_unfolding_backward(*shape, need_x, conv_layer_method(*shape, true));
   if (!few && (!own || is_vendors_bfloat16(x, *shape))) return {};
   const bool masked = activation != 0;
   const bool last = suggests_channels_last(x) || suggests_channels_last(v);
@@ -158,7 +165,8 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   if (need_residual && masked) dz = empty_map(sizes, is_channels_last(y), dtype);
   float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
   const float* norms = entries<float>(norm);
-  const ConvLayer layer{*shape, true, Method::kDirect, map, weights, call.gain, nullptr, call.activation, call.slope};
+  const ConvLayer layer{*shape,    true,    own.value_or(Method::kDirect), map,       weights,
+                        call.gain, nullptr, call.activation,               call.slope};
   const bool finite =
       few ? unfolded_conv_transpose_backward(call, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias})
           : run_conv_layer_backward(layer, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});

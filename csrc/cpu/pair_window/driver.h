@@ -17,36 +17,61 @@ WNFUSED_INLINE void write_item(const MapShape& shape, const LayerMap& map, int64
   write_operand(shape, operand(map) + first_entry(shape, run), run, map.given);
 }
 
-inline void pair_window_forward(const ConvForward<PairWindow>& job, Worker& worker) {
+// The scales of one block's rows of v, whose norms are known.
+template <class Job>
+void known_scales(const Job& job, int64_t rows, int64_t block, Block (&scale)[kLanes]) {
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t row = block * kLanes + r;
+    scale[r] = splat(row < rows ? row_scale(job, row) : 0.0f);
+  }
+}
+
+// kTransposed: the rows of v belong to x's channels, so every norm comes before the first product.
+template <bool kTransposed>
+void pair_window_forward(const ConvForward<PairWindow>& job, Worker& worker) {
   Pairs::begin();
   const PairWindow& window = job.geometry;
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
+  float* staging = scratch + job.scratch.packing;
   Banks banks(window, job.scratch, worker.index());
-  const bool own = window.own_banks;
-  const auto pack = [&](int64_t block, const Bank& bank, float* norm) {
-    Block scale[kLanes];
-    float* staging = scratch + job.scratch.packing;
-    measure_scales(job, window.target.channels, window.row_floats(), 0, block, bank.bias, norm, staging, scale);
-    uint16_t* weights = reinterpret_cast<uint16_t*>(bank.weights) + block * window.block_elements;
-    pack_pair_window(window, job.v, block, scale, weights, staging);
+  const MapShape& rows = kTransposed ? job.input : job.output;
+  const int64_t row_floats = (kTransposed ? job.output.channels : job.input.channels) * window.row_taps;
+  const auto measure = [&](int64_t block) {
+    measure_norms(job.v, rows.channels, row_floats, 0, block, job.norm, staging);
   };
+  const auto pack = [&](int64_t block, const Bank& bank, float* norm) {
+    uint16_t* weights = reinterpret_cast<uint16_t*>(bank.weights) + block * window.block_elements;
+    if constexpr (kTransposed) {
+      for (int64_t i = block * kLanes; i < (block + 1) * kLanes; ++i)
+        bank.bias[i] = i < job.output.channels && job.bias.data ? read(job.bias, i) : 0.0f;
+      pack_turned_pair_window(job, window, block, weights, staging);
+    } else {
+      Block scale[kLanes];
+      measure_scales(job, window.target.channels, row_floats, 0, block, bank.bias, norm, staging, scale);
+      pack_pair_window(window, job.v, block, scale, weights, staging);
+    }
+  };
+  const auto pack_shared = [&](int64_t block) { pack(block, job.scratch.bank[0], job.norm); };
+  const bool own = window.own_banks;
   const int64_t inputs = count_of(job.x.is_copied(), map_items(job.input));
   const int64_t added = count_of(job.residual.is_copied(), map_items(job.output));
-  worker.phase({inputs, added, count_of(!own, window.output_blocks)}, [&](int64_t item) {
+  const int64_t packs = count_of(!own && !job.is_packed(), window.output_blocks);
+  const int64_t norms_first = count_of(kTransposed && !job.is_packed(), rows.channel_blocks);
+  worker.phase({inputs, added, kTransposed ? norms_first : packs}, [&](int64_t item) {
     if (item < inputs) return read_item(job.input, job.x, item);
     if ((item -= inputs) < added) return read_item(job.output, job.residual, item);
-    pack(item - added, job.scratch.bank[0], job.norm);
+    if constexpr (kTransposed) measure(item - added);
+    else pack_shared(item - added);
   });
+  if constexpr (kTransposed) worker.phase({packs}, pack_shared);
 
   // A worker that packs alone meets every row once, as does the only item of a group of rows.
   const bool once = worker.is_alone() || (window.weights_stay && window.conv_chunks == 1);
   float* packed_norm = once ? job.norm : nullptr;
-  const int64_t items = window.conv_items(), norms = count_of(job.norm && own && !once, window.output_blocks);
-  worker.phase({items, norms}, [&](int64_t item) {
-    if (item >= items) {
-      return measure_norms(job.v, window.target.channels, window.row_floats(), 0, item - items, job.norm,
-                           scratch + job.scratch.packing);
-    }
+  const bool measured = !kTransposed && job.norm && own && !once;
+  const int64_t items = window.conv_items();
+  worker.phase({items, count_of(measured, rows.channel_blocks)}, [&](int64_t item) {
+    if (item >= items) return measure(item - items);
     const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) { pack(block, target, packed_norm); });
     const PairWindowEnding ending{operand(job.y), operand(job.residual), bank.bias, job.activation, job.slope};
     pair_window_item(window, item, operand(job.x), bank.weights, ending, scratch, *job.poisoned);
@@ -103,19 +128,28 @@ inline void mask_operands(const ConvBackward<PairWindow>& job, int64_t item, flo
   if (job.dz.is_copied()) write_operand(map, dz, run, job.dz.given);
 }
 
-inline void pair_window_backward(const ConvBackward<PairWindow>& job, Worker& worker) {
+template <bool kTransposed>
+void pair_window_backward(const ConvBackward<PairWindow>& job, Worker& worker) {
   Pairs::begin();
-  const PairWindow &window = job.geometry, &turned = job.transposed;
+  // Of the weight's gradient, between the maps of the convolution that has v; and of dx.
+  const PairWindow &window = job.products(), &back = job.transposed;
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
-  Banks banks(turned, job.scratch, worker.index());
+  Banks banks(back, job.scratch, worker.index());
   const auto pack = [&](int64_t block, const Bank& bank) {
-    uint16_t* weights = reinterpret_cast<uint16_t*>(bank.weights) + block * turned.block_elements;
-    pack_turned_pair_window(job, turned, block, weights, scratch + job.scratch.packing);
+    uint16_t* weights = reinterpret_cast<uint16_t*>(bank.weights) + block * back.block_elements;
+    float* staging = scratch + job.scratch.packing;
+    if constexpr (kTransposed) {
+      Block scale[kLanes];
+      known_scales(job, job.input.channels, block, scale);
+      pack_pair_window(back, job.v, block, scale, weights, staging);
+    } else {
+      pack_turned_pair_window(job, back, block, weights, staging);
+    }
   };
   const bool input = job.dx.given.data != nullptr;
   const int64_t runs = map_items(job.output), masks = count_of(job.make_dz || job.bias_sums, runs);
   const int64_t inputs = count_of(job.weight && job.x.is_copied(), map_items(job.input));
-  const int64_t packs = count_of(input && !turned.own_banks, turned.output_blocks);
+  const int64_t packs = count_of(input && !back.own_banks, back.output_blocks);
   worker.phase({masks, inputs, packs}, [&](int64_t item) {
     if (item < masks) return mask_operands(job, item, scratch);
     if ((item -= masks) < inputs) return read_item(job.input, job.x, item);
@@ -123,19 +157,25 @@ inline void pair_window_backward(const ConvBackward<PairWindow>& job, Worker& wo
   });
 
   const PairWindowEnding ending{operand(job.dx), nullptr, nullptr, Activation::kNone, 0.0f};
+  const uint16_t *from = operand(kTransposed ? job.dz : job.x), *to = operand(kTransposed ? job.x : job.dz);
   const int64_t gradients = count_of(job.weight, window.wgrad_items());
-  worker.phase({gradients, count_of(input, turned.conv_items())}, [&](int64_t item) {
+  worker.phase({gradients, count_of(input, back.conv_items())}, [&](int64_t item) {
     if (item < gradients)
-      return pair_window_gradient_item(window, item, operand(job.x), operand(job.dz), job.scratch.gradient[0], scratch);
+      return pair_window_gradient_item(window, item, from, to, job.scratch.gradient[0], scratch);
     item -= gradients;
     const Bank& bank = banks.of(0, item, pack);
-    pair_window_item(turned, item, operand(job.dz), bank.weights, ending, scratch, *job.poisoned);
+    pair_window_item(back, item, operand(job.dz), bank.weights, ending, scratch, *job.poisoned);
   });
 
+  // The bias belongs to y's channels, which are rows of v unless the layer is transposed.
   const int64_t finished = count_of(job.weight, window.output_blocks);
-  worker.phase({finished, count_of(job.dx.is_copied(), map_items(job.input))}, [&](int64_t item) {
-    if (item >= finished) return write_item(job.input, job.dx, item - finished);
-    finish_pair_gradient(job, window, item, job.scratch.gradient[0], job.dbias, job.bias_sums, runs, scratch);
+  const int64_t biases = count_of(kTransposed && job.bias_sums, job.output.channel_blocks);
+  const Parameter dbias = kTransposed ? Parameter{} : job.dbias;
+  worker.phase({finished, biases, count_of(job.dx.is_copied(), map_items(job.input))}, [&](int64_t item) {
+    if (item < finished)
+      return finish_pair_gradient(job, window, item, job.scratch.gradient[0], dbias, job.bias_sums, runs, scratch);
+    if ((item -= finished) < biases) return finish_bias(job.dbias, job.output, runs, job.bias_sums, item);
+    write_item(job.input, job.dx, item - biases);
   });
   Pairs::end();
 }
