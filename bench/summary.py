@@ -88,10 +88,8 @@ def tables() -> dict[str, list[str]]:
         "layers": _both_passes(layers, LAYERS),
         "kinds": _kinds(layers, users, autocast),
         "kinds-shortly": _kinds(layers, users, autocast, named=2),
-        "autocast": [
-            f"| {row['workload']} | {row['pass_name']} | {_ratio(row, 'eager')} | {_ratio(row, 'plain')} |"
-            for row in autocast
-        ],
+        "autocast": _single(autocast),
+        "amx-autocast": _single(load("cpu-xeon-2core-amx-autocast")),
         "frozen": [
             f"| {row['workload'].removesuffix(', batch 1')} | "
             f"{' | '.join(_ratio(row, peer) for peer in ('native', 'eager', 'plain'))} |"
@@ -132,6 +130,12 @@ def _amx(rows: Rows) -> list[str]:
 
 
 _BF16 = ("eager", "eager bf16", "plain bf16")  # peers of a network in bfloat16, the first in float32
+
+
+def _single(rows: Rows) -> list[str]:
+    return [
+        f"| {row['workload']} | {row['pass_name']} | {_ratio(row, 'eager')} | {_ratio(row, 'plain')} |" for row in rows
+    ]
 
 
 def _both_passes(rows: Rows, titles: dict[str, str]) -> list[str]:

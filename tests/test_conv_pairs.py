@@ -65,8 +65,8 @@ def in_bfloat16(tensors):
     return [x.bfloat16(), *parts, None if residual is None else residual.bfloat16()]
 
 
-def assert_rounded(case, found, wanted):
-    """To what rounding x, w and dz to bfloat16 costs, measured by the largest entries: sums may cancel."""
+def assert_rounded(found, wanted, tolerance=ROUNDING):
+    """To what rounding w, dz and the results to bfloat16 costs."""
     dtypes = dict.fromkeys(("y", "dx", "dz"), torch.bfloat16)
     for name in NAMES:
         actual, expected = found[name], wanted[name]
@@ -77,7 +77,7 @@ def assert_rounded(case, found, wanted):
         # A gradient of a row of few entries is what is left of larger ones; dg's and dv's are those of dW.
         scale = expected.norm() + (wanted["dg"].norm() + wanted["db"].norm()) * (name in ("dv", "dg", "db"))
         error = (actual.double() - expected).norm() / scale.clamp_min(1e-3)
-        assert error <= ROUNDING, f"{name}: {error:.2e}"
+        assert error <= tolerance, f"{name}: {error:.2e}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -86,7 +86,7 @@ def test_every_layout(tiles, case, layout):
     assert method_of(case, bfloat16=True) == "pairs"
     for activation in ("none", "relu", "leaky_relu"):
         found, wanted = both(case, in_bfloat16(sample(case, layout)), activation)
-        assert_rounded(case, found, wanted)
+        assert_rounded(found, wanted)
     if len(case.size) == 2:
         assert found["y"].stride() == torch.convolution(*sample(case, layout)[:2], None, *case.geometry).stride()
     assert found["dv"].stride() == sample(case, layout)[1].stride()
@@ -99,7 +99,7 @@ def test_gradients_that_are_needed(tiles, case, needs):
         found, wanted = both(case, in_bfloat16(sample(case)), activation, [bool(n) for n in needs])
         for name in NAMES:
             assert (found[name] is None) == (wanted[name] is None) or found[name].shape == wanted[name].shape
-        assert_rounded(case, found, wanted)
+        assert_rounded(found, wanted)
 
 
 @pytest.mark.parametrize("case", CASES[1:3] + CASES[5:6] + CASES[9:14], ids=str)
@@ -147,7 +147,8 @@ def test_drawn_layers(
         found, wanted = both(case, tensors, activation)
     finally:
         torch.ops.wnfused_native.set_cpu_isa("auto")
-    assert_rounded(case, found, wanted)
+    # Sums of few terms may cancel.
+    assert_rounded(found, wanted, 4 * ROUNDING)
 
 
 def test_banks_are_kept_beside_those_of_float32(tiles):

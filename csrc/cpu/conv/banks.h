@@ -14,7 +14,7 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-template <class G>  // Geometry, Pieces or Window
+template <class G>  // Geometry, Pieces, Window or PairWindow
 class Banks {
  public:
   Banks(const G& geometry, const Scratch& scratch, int64_t worker)

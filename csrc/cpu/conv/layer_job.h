@@ -31,7 +31,7 @@ struct KeptBank {
   bool packed;  // by an earlier call of the same layer and method
 };
 
-// G: Geometry, Pieces, Window or Depthwise.
+// G: Geometry, Pieces, Window, Depthwise or PairWindow, whose maps' memory holds bfloat16.
 template <class G>
 struct ConvForward {
   G geometry;              // from x's map to y's

@@ -8,7 +8,8 @@ namespace {
 
 // Elements of the inputs of a chunk, and its pixels at least (bench/NOTES.md); of a weight gradient's chunk.
 constexpr int64_t kChunk = 2048, kChunkPixels = 64, kGradientPixels = 512;
-constexpr int64_t kItemsEach = 4;
+constexpr int64_t kItemsEach = 4;                     // of a worker's
+constexpr int64_t kGradients = int64_t{1} << 25;      // floats of all slices of a weight gradient
 // Floats of a bank, half of the second-level cache: more output blocks are packed group by group, each over the last.
 constexpr int64_t kCachedBank = int64_t{1} << 18;
 
@@ -123,7 +124,8 @@ void divide_weight_gradient(int64_t workers, PairWindow& pairs) {
   pairs.wgrad_shifts = column_shift > 0 ? 2 : 1;
   pairs.wgrad_span = round_up(pairs.wgrad_run + row_shift * pairs.wgrad_line_pixels + column_shift + 1, 2);
   const int64_t pixels = pairs.target.pixels();
-  const int64_t slices = std::clamp<int64_t>(pixels / (4 * pairs.source.padded_channels), 1, kMaxSlices);
+  const int64_t most = std::clamp<int64_t>(kGradients / pairs.gradient_size(), 1, kMaxSlices);
+  const int64_t slices = std::clamp<int64_t>(pixels / (4 * pairs.source.padded_channels), 1, most);
   pairs.wgrad_slice_chunks = std::max<int64_t>(1, divide_up(pairs.wgrad_chunks, slices));
   pairs.wgrad_slices = std::max<int64_t>(1, divide_up(pairs.wgrad_chunks, pairs.wgrad_slice_chunks));
   int64_t groups = divide_up(pairs.output_blocks, kMaxGroups);

@@ -89,17 +89,12 @@ struct PairWindow : Division {
     while (chunk < grids[i].first_chunk) --i;
     return grids[i];
   }
-  static PairChunk chunk_of(int64_t chunk, int64_t rows, int64_t columns, const PairGrid& grid, int64_t lines,
-                            int64_t width) {
-    const int64_t column = chunk % columns * width, line = chunk / columns % rows * lines;
-    return {chunk / columns / rows, line, std::min(lines, grid.height - line), column, std::min(width, grid.width - column)};
-  }
   // A chunk of the convolution, counted from the grid's first, and of the weight gradient.
   PairChunk conv_chunk(const PairGrid& grid, int64_t chunk) const {
-    return chunk_of(chunk, grid.row_chunks, grid.column_chunks, grid, grid.lines, grid.columns);
+    return chunk_of(grid, chunk, grid.row_chunks, grid.column_chunks, grid.lines, grid.columns);
   }
   PairChunk wgrad_chunk(int64_t chunk) const {
-    return chunk_of(chunk, wgrad_row_chunks, wgrad_column_chunks, grids[0], wgrad_lines, wgrad_columns);
+    return chunk_of(grids[0], chunk, wgrad_row_chunks, wgrad_column_chunks, wgrad_lines, wgrad_columns);
   }
   int64_t tap_sums() const { return source.padded_channels * padded_outputs; }
   int64_t gradient_size() const { return row_taps * tap_sums(); }
@@ -110,6 +105,15 @@ struct PairWindow : Division {
   }
   int64_t wgrad_outputs() const { return wgrad_group_blocks * kLanes * wgrad_plane + kLanes; }
   int64_t wgrad_line() const { return (wgrad_line_pixels * column_step + 2) * source.padded_channels; }
+
+ private:
+  // Images are cut into `rows` x `columns` chunks of at most `lines` x `width`.
+  static PairChunk chunk_of(const PairGrid& grid, int64_t chunk, int64_t rows, int64_t columns, int64_t lines,
+                            int64_t width) {
+    const int64_t line = chunk / columns % rows * lines, column = chunk % columns * width;
+    const int64_t lines_left = grid.height - line, columns_left = grid.width - column;
+    return {chunk / columns / rows, line, std::min(lines, lines_left), column, std::min(width, columns_left)};
+  }
 };
 
 // Whether a layer is one of these at all.
