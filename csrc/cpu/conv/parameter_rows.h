@@ -71,6 +71,15 @@ WNFUSED_INLINE float row_scale(const Job& job, int64_t row) {
   return row_scale(job, row, job.norm ? job.norm[row] : 0.0f);
 }
 
+// The scales of one block's rows of v, whose norms are known.
+template <class Job>
+void known_scales(const Job& job, int64_t rows, int64_t block, Block (&scale)[kLanes]) {
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t row = block * kLanes + r;
+    scale[r] = splat(row < rows ? row_scale(job, row) : 0.0f);
+  }
+}
+
 // g / ||v|| and the bias of one output block's rows, and their norms unless that is null; zeros for absent rows.
 // `staging` holds a row.
 template <class Job>

@@ -160,8 +160,6 @@ void lay_out(Arena& arena, ConvForward<G>& job, int64_t workers) {
   lay_out_copy(arena, job.output.map_size(), job.residual);
 }
 
-int64_t pixel_runs(const MapShape& map) { return map.images * divide_up(map.height * map.width, kMapPixels); }
-
 template <class G>
 void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   const G &geometry = job.geometry, &products = job.products();

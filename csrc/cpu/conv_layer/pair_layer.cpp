@@ -21,8 +21,6 @@ LayerMap operands_of(const std::optional<Tensor>& tensor, const MapShape& shape,
   return map;
 }
 
-int64_t pixel_runs(const MapShape& map) { return map.images * divide_up(map.height * map.width, kMapPixels); }
-
 // Pixels that meet one pixel each are one line of as many: whole tiles of them, whatever the size of a map.
 ConvShape flattened(ConvShape shape) {
   if (shape.taps() > 1 || shape.stride.product() > 1 || !(shape.padding == Triple{0, 0, 0})) return shape;

@@ -17,15 +17,6 @@ WNFUSED_INLINE void write_item(const MapShape& shape, const LayerMap& map, int64
   write_operand(shape, operand(map) + first_entry(shape, run), run, map.given);
 }
 
-// The scales of one block's rows of v, whose norms are known.
-template <class Job>
-void known_scales(const Job& job, int64_t rows, int64_t block, Block (&scale)[kLanes]) {
-  for (int64_t r = 0; r < kLanes; ++r) {
-    const int64_t row = block * kLanes + r;
-    scale[r] = splat(row < rows ? row_scale(job, row) : 0.0f);
-  }
-}
-
 // kTransposed: the rows of v belong to x's channels, so every norm comes before the first product.
 template <bool kTransposed>
 void pair_window_forward(const ConvForward<PairWindow>& job, Worker& worker) {

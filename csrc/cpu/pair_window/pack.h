@@ -49,8 +49,8 @@ WNFUSED_INLINE Block rounded_run(const Block& first, const Block& second) {
 }
 #endif
 
-// Every tap of an output block's part of the bank: put(pairs, plane, first) for the depth of the tap's channels, which is
-// so many elements from the block's beginning, whole pairs of channels from even ones on. Zeros elsewhere.
+// Calls put(plane, depth) for every tap of an output block's part of the bank: its plane in v, and the depth there of its
+// first channel.
 template <class Put>
 WNFUSED_INLINE void for_taps(const PairWindow& window, const Put& put) {
   const int64_t channels = window.thin ? window.source.channels : window.pixel;
@@ -76,7 +76,7 @@ WNFUSED_INLINE void put_single(uint16_t* block, int64_t depth, const Block& valu
   for (int i = 0; i < kLanes; ++i) target[2 * i] = to_bfloat16(values[i]);
 }
 
-// at(channel, plane): the Block of 16 lanes of a channel below `channels`, from `channel0` on; `last`: there are no more.
+// Puts `channels` channels from `channel0` on into every tap; at(channel, plane): the Block of one of them.
 template <class At>
 WNFUSED_INLINE void put_channels(const PairWindow& window, uint16_t* block, int64_t channel0, int64_t channels,
                                  const At& at) {

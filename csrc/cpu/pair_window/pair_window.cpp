@@ -120,7 +120,6 @@ void divide_weight_gradient(int64_t workers, PairWindow& pairs) {
   pairs.wgrad_row_chunks = divide_up(grid.height, pairs.wgrad_lines);
   pairs.wgrad_column_chunks = divide_up(grid.width, pairs.wgrad_columns);
   pairs.wgrad_chunks = pairs.source.images * pairs.wgrad_row_chunks * pairs.wgrad_column_chunks;
-  pairs.wgrad_residue_lines = pairs.wgrad_lines + row_shift;
   pairs.wgrad_shifts = column_shift > 0 ? 2 : 1;
   pairs.wgrad_span = round_up(pairs.wgrad_run + row_shift * pairs.wgrad_line_pixels + column_shift + 1, 2);
   const int64_t pixels = pairs.target.pixels();

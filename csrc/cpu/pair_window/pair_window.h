@@ -79,7 +79,7 @@ struct PairWindow : Division {
   int64_t wgrad_lines, wgrad_columns, wgrad_line_pixels, wgrad_run;
   int64_t wgrad_chunks, wgrad_row_chunks, wgrad_column_chunks, wgrad_slice_chunks;
   int64_t wgrad_plane;  // elements of an output: an odd number of cache lines, so that outputs do not share sets
-  int64_t wgrad_shifts, wgrad_residue_lines, wgrad_span;  // of the inputs' panels; elements of one, of a block of 16
+  int64_t wgrad_shifts, wgrad_span;  // the inputs' panels of a block, and pixels of one
 
   int64_t bank_size() const { return output_blocks * block_floats(); }
   int64_t block_floats() const { return block_elements / 2; }

@@ -59,10 +59,7 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
 template <class Job>
 void pack_known_window(const Job& job, const Window& window, int64_t outputs, int64_t output_block, float* target) {
   Block scale[kLanes];
-  for (int64_t r = 0; r < kLanes; ++r) {
-    const int64_t row = output_block * kLanes + r;
-    scale[r] = splat(row < outputs ? row_scale(job, row) : 0.0f);
-  }
+  known_scales(job, outputs, output_block, scale);
   pack_window(window, job.v, output_block, scale, target);
 }
 
