@@ -8,7 +8,6 @@
 namespace wnfused::cpu::WNFUSED_ISA {
 
 WNFUSED_INLINE int64_t blocks_of(int64_t lanes) { return divide_up(lanes, kLanes); }
-WNFUSED_INLINE int64_t whole_tiles(int64_t rows) { return divide_up(rows, kTileRows) * kTileRows; }
 
 template <class T>
 WNFUSED_INLINE Runs<T> runs_of(const Values& matrix, int64_t count, int64_t length, const float* scale = nullptr) {
@@ -61,37 +60,46 @@ inline void output_item(const LinearForward& job, const WideShape& shape, int64_
     scale[r] = norm == 0 ? 0.0f : job.gain[first + r] / norm;
   }
   const Runs<V> w = {v.data + first * job.inner, count, job.inner, scale};
-  float *narrow = scratch, *out = narrow + kNarrowRows * kDepthChunk;
+  float *narrow = scratch, *out = narrow + kNarrowRows * Units::kUnit.chunk;
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
     const int64_t units = shape.chunk_units(chunk);
-    pack_narrow_along<Units>(w, 0, rows, chunk * kDepthChunk, units, narrow);
-    multiply<Units>(narrow, rows, wide + shape.at(chunk, 0), shape.block_floats, blocks_of(lanes), units, out,
+    pack_narrow_along<Units>(w, 0, rows, chunk * Units::kUnit.chunk, units, narrow);
+    Units::multiply(narrow, rows, wide + shape.at(chunk, 0), shape.block_floats, blocks_of(lanes), units, out,
                     kWideBlocks * kLanes, kLanes, chunk > 0);
   }
   finish_outputs<X>(job, first, count, lane0, lanes, out);
 }
 
-template <class Units, class X>
-void linear_forward(const LinearForward& job, Worker& worker) {
-  const WideShape shape(job.groups.largest() * kLanes, job.inner, Units::kEntries);
+// Packs what the items of a worker have of x, and calls item(shape, first, count, lane0, lanes, wide, scratch) with their
+// rows of v and of x.
+template <class Units, class X, class Item>
+WNFUSED_INLINE void share_outputs(const LinearForward& job, Worker& worker, const Item& item) {
+  const WideShape shape(job.groups.largest() * kLanes, job.inner, Units::kUnit);
   const Runs<X> x = runs_of<X>(job.x, job.rows, job.inner);
   float* wide = job.memory.x + worker.index() * job.memory.x_stride;
   float* scratch = job.memory.worker + worker.index() * job.memory.worker_stride;
   int64_t packed = -1;
-  worker.phase({job.groups.parts * job.row_blocks.parts}, [&](int64_t item) {
-    const int64_t group = item / job.row_blocks.parts, part = item % job.row_blocks.parts;
+  worker.phase({job.groups.parts * job.row_blocks.parts}, [&](int64_t index) {
+    const int64_t group = index / job.row_blocks.parts, part = index % job.row_blocks.parts;
     const int64_t lane0 = job.groups.first(group), lanes = job.groups.size(group, job.rows);
     if (group != packed) {
       for (int64_t chunk = 0; chunk < shape.chunks; ++chunk)
         for (int64_t b = 0; b < blocks_of(lanes); ++b)
-          pack_wide_along<Units>(x, lane0 + b * kLanes, chunk * kDepthChunk, shape.chunk_units(chunk),
+          pack_wide_along<Units>(x, lane0 + b * kLanes, chunk * Units::kUnit.chunk, shape.chunk_units(chunk),
                                  wide + shape.at(chunk, b));
       packed = group;
     }
+    item(shape, job.row_blocks.first(part), job.row_blocks.size(part, job.features), lane0, lanes, wide, scratch);
+  });
+}
+
+template <class Units, class X>
+void linear_forward(const LinearForward& job, Worker& worker) {
+  share_outputs<Units, X>(job, worker, [&](const WideShape& shape, int64_t first, int64_t count, int64_t lane0,
+                                           int64_t lanes, const float* wide, float* scratch) {
     with_entries(job.v, [&](auto* v) {
       using V = std::remove_pointer_t<decltype(v)>;
-      output_item<Units, X, V>(job, shape, job.row_blocks.first(part), job.row_blocks.size(part, job.features), lane0,
-                               lanes, wide, scratch);
+      output_item<Units, X, V>(job, shape, first, count, lane0, lanes, wide, scratch);
     });
   });
 }
@@ -100,21 +108,21 @@ void linear_forward(const LinearForward& job, Worker& worker) {
 template <class Units, class X, class V>
 inline void input_item(const LinearBackward& job, int64_t row_part, int64_t column_part, float* scratch) {
   constexpr int64_t kStride = kWideBlocks * kLanes;
-  const WideShape shape(job.inner, job.features, Units::kEntries);
+  const WideShape shape(job.inner, job.features, Units::kUnit);
   const int64_t row0 = job.input_rows.first(row_part), end = row0 + job.input_rows.size(row_part, job.rows);
   const int64_t column = job.input_columns.first(column_part), width = job.input_columns.size(column_part, job.inner);
   const int64_t blocks = blocks_of(width);
   const Runs<V> v = runs_of<V>(job.v, job.features, job.inner, job.scale);
   const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
-  float *narrow = scratch, *wide = narrow + kNarrowRows * kDepthChunk, *out = wide + kWideBlocks * kDepthChunk * kLanes;
+  float *narrow = scratch, *wide = narrow + kNarrowRows * Units::kUnit.chunk, *out = wide + kWideBlocks * Units::kUnit.chunk * kLanes;
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
-    const int64_t first = chunk * kDepthChunk, units = shape.chunk_units(chunk);
+    const int64_t first = chunk * Units::kUnit.chunk, units = shape.chunk_units(chunk);
     for (int64_t b = 0; b < blocks; ++b)
       pack_wide_across<Units>(v, column + b * kLanes, first, units, wide + b * shape.block_floats);
     for (int64_t row = row0; row < end; row += kNarrowRows) {
-      const int64_t rows = whole_tiles(smaller(kNarrowRows, end - row));
+      const int64_t rows = round_up(smaller(kNarrowRows, end - row), Units::kRows);
       pack_narrow_along<Units>(dz, row, rows, first, units, narrow);
-      multiply<Units>(narrow, rows, wide, shape.block_floats, blocks, units, out + (row - row0) * kStride, kStride,
+      Units::multiply(narrow, rows, wide, shape.block_floats, blocks, units, out + (row - row0) * kStride, kStride,
                       kLanes, chunk > 0);
     }
   }
@@ -134,12 +142,12 @@ inline void weight_item(const LinearBackward& job, const WideShape& shape, int64
   const int64_t rows = blocks_of(count) * kLanes;
   const int64_t stride = shape.blocks * kLanes;
   const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
-  float *narrow = scratch, *dw = narrow + kNarrowRows * kDepthChunk;
+  float *narrow = scratch, *dw = narrow + kNarrowRows * Units::kUnit.chunk;
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
     const int64_t units = shape.chunk_units(chunk);
-    pack_narrow_across<Units>(dz, first, rows, chunk * kDepthChunk, units, narrow);
+    pack_narrow_across<Units>(dz, first, rows, chunk * Units::kUnit.chunk, units, narrow);
     for (int64_t block = 0; block < shape.blocks; block += kWideBlocks)
-      multiply<Units>(narrow, rows, wide + shape.at(chunk, block), shape.block_floats,
+      Units::multiply(narrow, rows, wide + shape.at(chunk, block), shape.block_floats,
                       smaller(kWideBlocks, shape.blocks - block), units, dw + block * kLanes, stride, kLanes,
                       chunk > 0);
   }
@@ -152,13 +160,13 @@ inline void weight_item(const LinearBackward& job, const WideShape& shape, int64
 
 template <class Units, class X>
 void linear_backward(const LinearBackward& job, Worker& worker) {
-  const WideShape shape(job.inner, job.rows, Units::kEntries);
+  const WideShape shape(job.inner, job.rows, Units::kUnit);
   const Runs<X> x = runs_of<X>(job.x, job.rows, job.inner);
   float* wide = job.memory.x + worker.index() * job.memory.x_stride;
   float* scratch = job.memory.worker + worker.index() * job.memory.worker_stride;
   const auto pack = [&](int64_t item) {
     const int64_t block = item / shape.chunks, chunk = item % shape.chunks;
-    pack_wide_across<Units>(x, block * kLanes, chunk * kDepthChunk, shape.chunk_units(chunk),
+    pack_wide_across<Units>(x, block * kLanes, chunk * Units::kUnit.chunk, shape.chunk_units(chunk),
                             wide + shape.at(chunk, block));
   };
   const int64_t x_items = job.dv.data ? shape.blocks * shape.chunks : 0;

@@ -23,7 +23,9 @@
 
 namespace wnfused::cpu {
 
-constexpr int64_t kInputRows = 256;   // of dx in an item
+constexpr int64_t kInputRows = 256;     // of dx in an item
+constexpr int64_t kTileItemRows = 512;  // of v in an item of the forward on tiles
+constexpr int64_t kTileItemSums = 1 << 17;  // of it
 
 // `count` blocks of 16 rows or columns cut into `parts`, as even as can be.
 struct Cut {
@@ -68,7 +70,8 @@ struct LinearBackward {
 };
 
 struct LinearKernels {
-  int64_t entries;  // of a unit
+  DepthUnit unit;
+  bool tiles;
   bool (*small_pairs)(const SmallLinear&, int64_t begin, int64_t end);  // null where units are no pairs
   void (*forward)(const LinearForward&, Worker&);
   void (*backward)(const LinearBackward&, Worker&);
@@ -81,6 +84,12 @@ namespace avx512_bf16 {
 extern const LinearKernels linear_kernels;
 }
 namespace avx2 {
+extern const LinearKernels linear_kernels;
+}
+namespace amx {
+extern const LinearKernels linear_kernels;
+}
+namespace amx_emulated {
 extern const LinearKernels linear_kernels;
 }
 

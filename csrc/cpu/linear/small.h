@@ -60,7 +60,7 @@ WNFUSED_INLINE void small_norms(const SmallLinear& task, int64_t first, int64_t 
   float square[kLanes];
   store(square, sums_of(squares));
   for (int64_t r = 0; r < count; ++r) {
-    if constexpr (Units::kEntries == 2) {
+    if constexpr (Units::kUnit.entries == 2) {
       const uint16_t* row = static_cast<const uint16_t*>(task.v.data) + (first + r) * task.inner;
       if (square[r] < kSafe) square[r] = dot(row, row, task.inner);
     }
@@ -93,7 +93,7 @@ WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t 
   // As many as there are registers for, up to two streams of v; four where one row of x has little to do with each.
   constexpr int kFit = kSumBlocks / (kTile + 1), kRows = kTile == 1 && kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
   Block sums[kTile][kLanes], squares[kLanes];
-  const int64_t inner = task.inner / Units::kEntries;
+  const int64_t inner = task.inner / Units::kUnit.entries;
   const float* x = static_cast<const float*>(task.x.data) + m * inner;
   Block* square = m == 0 ? squares : nullptr;
   int64_t r = 0;

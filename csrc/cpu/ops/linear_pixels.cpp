@@ -24,6 +24,7 @@ bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, cons
   constexpr int64_t kForward = 512, kBackward = 160;
   if (is_bfloat16(x)) {
     constexpr int64_t kSmall = 1 << 16, kMedium = 1 << 18, kFewRows = 64, kVendorDepth = 32;
+    if (getenv("NOPIX")) return false;
     if (shape.is_empty() || !pair_window_kernels() || !is_fused_dtype(v)) return false;
     const int64_t weights = shape.inner * shape.features;
     const bool rounded = v.scalar_type() == ScalarType::Float, medium = weights <= kMedium;

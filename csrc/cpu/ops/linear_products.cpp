@@ -30,10 +30,10 @@ struct Shares {
   int64_t cost;  // of a worker for each entry of a row, in multiply-adds
 };
 
-Shares divide(const LinearShape& shape, int64_t most_blocks, int64_t workers, int64_t sharers_of_x) {
+Shares divide(const LinearShape& shape, int64_t most_blocks, int64_t item_rows, int64_t workers, int64_t sharers_of_x) {
   constexpr int64_t kPackX = 12, kPackV = 4;  // x is transposed
   const Cut groups = cut(shape.rows, most_blocks, sharers_of_x);
-  const Cut row_blocks = cut(shape.features, kNarrowRows / kLanes, divide_up(workers, groups.parts));
+  const Cut row_blocks = cut(shape.features, item_rows / kLanes, divide_up(workers, groups.parts));
   const int64_t sharers = std::min(sharers_of_x, groups.count);
   const int64_t x = divide_up(groups.count, sharers) * kLanes;
   const int64_t v = divide_up(row_blocks.count, divide_up(workers, sharers)) * kLanes;
@@ -47,12 +47,14 @@ constexpr int64_t kAvx2Rows = 64;  // of x from which on the vendor's product, h
 }  // namespace
 
 const LinearKernels* linear_kernels(bool bfloat16, int64_t rows) {
+  const PairProducts pairs = active_pair_products();
+  if (bfloat16 && pairs == PairProducts::kEmulatedTiles) return &amx_emulated::linear_kernels;
 #if defined(__x86_64__)
-  if (bfloat16) return active_pair_products() == PairProducts::kDots ? &avx512_bf16::linear_kernels : nullptr;
+  if (bfloat16 && pairs == PairProducts::kTiles) return &amx::linear_kernels;
+  if (bfloat16) return pairs == PairProducts::kDots ? &avx512_bf16::linear_kernels : nullptr;
   if (active_isa() == Isa::kAvx512) return &avx512::linear_kernels;
   if (active_isa() == Isa::kAvx2 && rows <= kAvx2Rows) return &avx2::linear_kernels;
 #endif
-  (void)bfloat16;
   (void)rows;
   return nullptr;
 }
@@ -61,11 +63,13 @@ void linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const auto [rows, inner, features] = call.shape;
   const int64_t workers = workers_for(call.shape);
   const int64_t most_blocks = std::clamp<int64_t>(kPackedFloats / (inner * kLanes) / 2 * 2, 2, kWideBlocks);
-  const Shares by_x = divide(call.shape, most_blocks, workers, workers);
-  const Shares by_v = divide(call.shape, most_blocks, workers, 1);
+  const int64_t lanes = std::min(most_blocks * kLanes, round_up(rows, kLanes));
+  const int64_t item_rows = kernels.tiles ? std::clamp(kTileItemSums / lanes / kNarrowRows, int64_t{1}, kTileItemRows / kNarrowRows) * kNarrowRows : kNarrowRows;
+  const Shares by_x = divide(call.shape, most_blocks, item_rows, workers, workers);
+  const Shares by_v = divide(call.shape, most_blocks, item_rows, workers, 1);
   const auto& [groups, row_blocks, cost] = by_x.cost <= by_v.cost ? by_x : by_v;
-  const int64_t packed = WideShape(groups.largest() * kLanes, inner, kernels.entries).size();
-  const int64_t own = kNarrowRows * (kDepthChunk + kWideBlocks * kLanes);
+  const int64_t packed = WideShape(groups.largest() * kLanes, inner, kernels.unit).size();
+  const int64_t own = kNarrowRows * kDepthChunk + item_rows * (kLanes + kWideBlocks * kLanes);
   const Workspace memory(workers * (packed + own));
   const LinearForward job{
       rows, inner, features, values_of(call.x), values_of(call.v), values_of(call.y),
@@ -78,7 +82,7 @@ void linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
 void linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz) {
   const auto [rows, inner, features] = call.shape;
   const int64_t workers = workers_for(call.shape);
-  const WideShape shape(inner, rows, kernels.entries);
+  const WideShape shape(inner, rows, kernels.unit);
   const int64_t columns = shape.blocks * kLanes;
   const Cut input_rows = cut(rows, kInputRows / kLanes, rows > kInputRows ? workers : 1);
   const Cut input_columns = cut(inner, kWideBlocks, divide_up(workers, input_rows.parts));

@@ -33,22 +33,6 @@ WNFUSED_INLINE void with_entries(const Parameter& v, const Use& use) {
   else use(static_cast<const float*>(v.data));
 }
 
-#if defined(WNFUSED_CONVERTS_BFLOAT16)
-// 32 neighbours rounded, two to a word, as they lie in memory.
-WNFUSED_INLINE Block rounded_run(const Block& first, const Block& second) {
-  return {(Native)_mm512_cvtne2ps_pbh(second.part[0], first.part[0])};
-}
-#else
-WNFUSED_INLINE Block rounded_run(const Block& first, const Block& second) {
-  uint16_t entries[2 * kLanes];
-  store(entries, first);
-  store(entries + kLanes, second);
-  Block bits;
-  WNFUSED_FOR_PARTS __builtin_memcpy(&bits.part[i], entries + 2 * i * kNativeLanes, sizeof(Native));
-  return bits;
-}
-#endif
-
 // Calls put(plane, depth) for every tap of an output block's part of the bank: its plane in v, and the depth there of its
 // first channel.
 template <class Put>

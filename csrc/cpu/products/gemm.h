@@ -3,7 +3,7 @@
 //   out[row][lane] = sum over the depth of narrow[row][d] wide[d][lane]
 //
 //   wide    [block][depth][16 lanes]   up to kWideBlocks blocks stay in the second level of cache
-//   narrow  [row][kDepthChunk]         the rows of a tile stay in the first; one pointer addresses them all
+//   narrow  [row][chunk of the depth]  the rows of a tile stay in the first; one pointer addresses them all
 //
 //        broadcast d of row r     x     vector d of the block    ->   accumulator [r][block]
 //
@@ -13,6 +13,7 @@
 // Floor: rows x lanes x depth multiply-adds, 8 x 2 Blocks of them to 10 loads.
 #pragma once
 
+#include "cpu/products/pairs.h"
 #include "cpu/products/register_tiles.h"
 #include "cpu/products/wide.h"
 #include "cpu/vec/runs.h"
@@ -32,10 +33,14 @@ struct Runs {
   int64_t count, length;
   const float* scale;  // may be null
 
+  // Whether entries [at, at + size) of a run are all there.
+  WNFUSED_INLINE bool has(int64_t run, int64_t at, int64_t size) const { return run < count && at + size <= length; }
+  WNFUSED_INLINE const T* place(int64_t run, int64_t at) const { return data + run * length + at; }
+
   // Entries [at, at + 16) of a run; 0 where there are none.
   WNFUSED_INLINE Block entries(int64_t run, int64_t at) const {
     if (run >= count || at >= length) return zero();
-    const T* source = data + run * length + at;
+    const T* source = place(run, at);
     if (at + kLanes <= length) return scale ? load(source) * splat(scale[run]) : load(source);
     const Block part = load(source, length - at);
     return scale ? part_of(part * splat(scale[run]), length - at) : part;  // a scale that is not finite leaves no zeros
@@ -43,13 +48,7 @@ struct Runs {
 };
 
 // A unit is a float.
-struct Singles {
-  static constexpr int64_t kEntries = 1;
-
-  WNFUSED_INLINE static Block multiply_add(const Block& a, const Block& b, const Block& sum) {
-    return WNFUSED_ISA::multiply_add(a, b, sum);
-  }
-
+struct SingleRuns {
   // 16 units along the depth, of a run that lies along it.
   template <class T>
   WNFUSED_INLINE static Block along(const Runs<T>& runs, int64_t run, int64_t unit) {
@@ -63,7 +62,23 @@ struct Singles {
   }
 };
 
-constexpr int64_t kTileRows = kPairRows;
+// A unit is two bfloat16. Those that need no scale are taken as they lie.
+struct PairRuns {
+  template <class T>
+  WNFUSED_INLINE static Block along(const Runs<T>& runs, int64_t run, int64_t unit) {
+    if constexpr (std::is_same_v<T, uint16_t>)
+      if (!runs.scale && runs.has(run, 2 * unit, 2 * kLanes)) return load_bits(runs.place(run, 2 * unit));
+    return rounded_run(runs.entries(run, 2 * unit), runs.entries(run, 2 * unit + kLanes));
+  }
+
+  template <class T>
+  WNFUSED_INLINE static Block across(const Runs<T>& runs, int64_t unit, int64_t at) {
+    if constexpr (std::is_same_v<T, uint16_t>)
+      if (!runs.scale && runs.has(2 * unit + 1, at, kLanes))
+        return load_pairs(runs.place(2 * unit, at), runs.place(2 * unit + 1, at));
+    return rounded_pairs(runs.entries(2 * unit, at), runs.entries(2 * unit + 1, at));
+  }
+};
 
 // The packed operands. `units` of a chunk of the depth from `first` on; what a row of the narrow one has beyond them up
 // to a whole Block is defined, and not used.
@@ -73,7 +88,7 @@ inline void pack_narrow_along(const Runs<T>& runs, int64_t row0, int64_t rows, i
                              float* target) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t u = 0; u < units; u += kLanes)
-      store(target + r * kDepthChunk + u, Units::along(runs, row0 + r, first + u));
+      store(target + r * Units::kUnit.chunk + u, Units::along(runs, row0 + r, first + u));
 }
 
 template <class Units, class T>
@@ -84,7 +99,7 @@ inline void pack_narrow_across(const Runs<T>& runs, int64_t row0, int64_t rows, 
       Block block[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) block[i] = Units::across(runs, first + u + i, row0 + r);
       transpose(block);
-      WNFUSED_UNROLL for (int64_t i = 0; i < kLanes; ++i) store(target + (r + i) * kDepthChunk + u, block[i]);
+      WNFUSED_UNROLL for (int64_t i = 0; i < kLanes; ++i) store(target + (r + i) * Units::kUnit.chunk + u, block[i]);
     }
 }
 
@@ -116,7 +131,7 @@ inline void product_tile(const float* narrow, const float* wide, int64_t wide_st
     Block lanes[Cols];
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) lanes[c] = load(wide + c * wide_stride);
     WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-      const Block value = splat(narrow[r * kDepthChunk]);
+      const Block value = splat(narrow[r * Units::kUnit.chunk]);
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = Units::multiply_add(value, lanes[c], sum[r][c]);
     }
   }
@@ -125,25 +140,39 @@ inline void product_tile(const float* narrow, const float* wide, int64_t wide_st
   }
 }
 
-// out = (out if accumulate) + narrow wide, for a multiple of kTileRows; blocks of out are `out_col_stride` floats apart.
+// What the units of vectors multiply with.
 template <class Units>
-inline void multiply(const float* narrow, int64_t rows, const float* wide, int64_t wide_stride, int64_t blocks,
-                     int64_t units, float* out, int64_t out_stride, int64_t out_col_stride, bool accumulate) {
-  const int64_t paired = kCols == 2 ? blocks / 2 * 2 : 0;
-  if constexpr (kCols == 2)
-    for (int64_t r = 0; r < rows; r += kPairRows)
-      for (int64_t c = 0; c < paired; c += 2)
-        product_tile<Units, kPairRows, 2>(narrow + r * kDepthChunk, wide + c * wide_stride, wide_stride, units,
-                                          out + r * out_stride + c * out_col_stride, out_stride, out_col_stride,
-                                          accumulate);
-  for (int64_t c = paired; c < blocks; ++c)
-    for (int64_t r = 0; r < rows;) {
-      const bool tall = r + kSingleRows <= rows;
-      const auto tile = tall ? product_tile<Units, kSingleRows, 1> : product_tile<Units, kPairRows, 1>;
-      tile(narrow + r * kDepthChunk, wide + c * wide_stride, wide_stride, units,
-           out + r * out_stride + c * out_col_stride, out_stride, out_col_stride, accumulate);
-      r += tall ? kSingleRows : kPairRows;
-    }
-}
+struct VectorProducts {
+  static constexpr int64_t kRows = kPairRows;
+
+  // out = (out if accumulate) + narrow wide, for a multiple of kRows rows; blocks of out are `out_col_stride` floats
+  // apart.
+  static void multiply(const float* narrow, int64_t rows, const float* wide, int64_t wide_stride, int64_t blocks,
+                       int64_t units, float* out, int64_t out_stride, int64_t out_col_stride, bool accumulate) {
+    const int64_t paired = kCols == 2 ? blocks / 2 * 2 : 0;
+    if constexpr (kCols == 2)
+      for (int64_t r = 0; r < rows; r += kPairRows)
+        for (int64_t c = 0; c < paired; c += 2)
+          product_tile<Units, kPairRows, 2>(narrow + r * Units::kUnit.chunk, wide + c * wide_stride, wide_stride, units,
+                                            out + r * out_stride + c * out_col_stride, out_stride, out_col_stride,
+                                            accumulate);
+    for (int64_t c = paired; c < blocks; ++c)
+      for (int64_t r = 0; r < rows;) {
+        const bool tall = r + kSingleRows <= rows;
+        const auto tile = tall ? product_tile<Units, kSingleRows, 1> : product_tile<Units, kPairRows, 1>;
+        tile(narrow + r * Units::kUnit.chunk, wide + c * wide_stride, wide_stride, units,
+             out + r * out_stride + c * out_col_stride, out_stride, out_col_stride, accumulate);
+        r += tall ? kSingleRows : kPairRows;
+      }
+  }
+};
+
+struct Singles : SingleRuns, VectorProducts<Singles> {
+  static constexpr DepthUnit kUnit{1};
+
+  WNFUSED_INLINE static Block multiply_add(const Block& a, const Block& b, const Block& sum) {
+    return WNFUSED_ISA::multiply_add(a, b, sum);
+  }
+};
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -57,7 +57,9 @@ class Pairs {
   }
 
  private:
-  static constexpr int64_t kOutBytes = kLanes * sizeof(float);
+  static float* sum_at(const TileSums& sums, int64_t row, int64_t col) {
+    return sums.out + col * sums.block_stride + row * kTile.rows * sums.row_stride;
+  }
 
   // Returns Cols.
   template <int Rows, int Cols, class Sink>
@@ -69,7 +71,7 @@ class Pairs {
     static_assert(kB + (Cols > 1 ? 2 : 1) <= 8 && Rows * Cols * kTile.rows * kLanes <= kTileSums);
     const TileSums sums = sink.place(group, Rows, col, Cols);
     each_tile<Rows, Cols>([&](auto r, auto c) {
-      begin_sum<r * Cols + c>(sums.out + c * sums.block_stride + r * kTile.rows * kLanes, product.accumulate);
+      begin_sum<r * Cols + c>(sum_at(sums, r, c), sums.row_stride, product.accumulate);
     });
     const int64_t row_bytes = product.row_stride * sizeof(uint16_t), next_col = product.bank_stride;
     const int64_t depth = product.depth;
@@ -93,7 +95,7 @@ class Pairs {
       }
     }
     each_tile<Rows, Cols>([&](auto r, auto c) {
-      Tiles::template store<r * Cols + c>(sums.out + c * sums.block_stride + r * kTile.rows * kLanes, kOutBytes);
+      Tiles::template store<r * Cols + c>(sum_at(sums, r, c), sums.row_stride * sizeof(float));
     });
     sink.ready(sums, group, Rows, col, Cols);
     return Cols;
@@ -111,8 +113,8 @@ class Pairs {
   }
 
   template <int T>
-  static void begin_sum(const float* out, bool accumulate) {
-    if (accumulate) Tiles::template load<T>(out, kOutBytes);
+  static void begin_sum(const float* out, int64_t row_stride, bool accumulate) {
+    if (accumulate) Tiles::template load<T>(out, row_stride * sizeof(float));
     else Tiles::template zero<T>();
   }
 };

@@ -39,7 +39,8 @@ struct PairProduct {
 // Where the sums of some rows and output blocks are, or go: [output block][row][16].
 struct TileSums {
   float* out;
-  int64_t block_stride;  // floats
+  int64_t block_stride;         // floats
+  int64_t row_stride = kLanes;  // tiles honour it
 };
 
 // TileSums that stay where they are: [output block][rows][16].
@@ -92,6 +93,22 @@ WNFUSED_INLINE Block rounded_pairs(const Block& even, const Block& odd) {
 }
 #endif
 
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+// 32 neighbours rounded, two to a word, as they lie in memory.
+WNFUSED_INLINE Block rounded_run(const Block& first, const Block& second) {
+  return {(Native)_mm512_cvtne2ps_pbh(second.part[0], first.part[0])};
+}
+#else
+WNFUSED_INLINE Block rounded_run(const Block& first, const Block& second) {
+  uint16_t entries[2 * kLanes];
+  store(entries, first);
+  store(entries + kLanes, second);
+  Block bits;
+  WNFUSED_FOR_PARTS __builtin_memcpy(&bits.part[i], entries + 2 * i * kNativeLanes, sizeof(Native));
+  return bits;
+}
+#endif
+
 // Even plus odd elements.
 WNFUSED_INLINE Block sum_of_pairs(const Block& pairs) {
   Block sum;
@@ -100,6 +117,12 @@ WNFUSED_INLINE Block sum_of_pairs(const Block& pairs) {
     sum.part[i] = (Native)(bits << 16) + (Native)(bits & 0xffff0000u);
   }
   return sum;
+}
+
+WNFUSED_INLINE Block load_bits(const uint16_t* source) {
+  Block bits;
+  WNFUSED_FOR_PARTS __builtin_memcpy(&bits.part[i], source + 2 * i * kNativeLanes, sizeof(Native));
+  return bits;
 }
 
 WNFUSED_INLINE void store_bits(uint16_t* target, const Block& bits) {

@@ -7,22 +7,28 @@
 
 namespace wnfused::cpu {
 
-constexpr int64_t kDepthChunk = 256;  // units of the depth that are packed at a time
+constexpr int64_t kDepthChunk = 256;  // units of the depth that are packed at a time, at most
 constexpr int64_t kNarrowRows = 64;
 constexpr int64_t kWideBlocks = 16;
 
-// A packed wide operand, [chunk][block][units of a chunk][16 lanes]. A unit: a float, or two bfloat16.
+// A unit of the depth: a float, or two bfloat16. A product takes `step` units at a time, and at most `chunk` are packed.
+struct DepthUnit {
+  int64_t entries, step = 1, chunk = kDepthChunk;
+};
+
+// A packed wide operand, [chunk][block][units of a chunk][16 lanes].
 struct WideShape {
-  WideShape(int64_t lanes, int64_t depth, int64_t entries)
+  WideShape(int64_t lanes, int64_t depth, const DepthUnit& unit)
       : blocks(divide_up(lanes, kLanes)),
-        units(divide_up(depth, entries)),
-        chunks(divide_up(units, kDepthChunk)),
-        block_floats(std::min(units, kDepthChunk) * kLanes) {}
+        units(divide_up(divide_up(depth, unit.entries), unit.step) * unit.step),
+        chunk(unit.chunk),
+        chunks(divide_up(units, chunk)),
+        block_floats(std::min(units, chunk) * kLanes) {}
 
-  int64_t blocks, units, chunks, block_floats;
+  int64_t blocks, units, chunk, chunks, block_floats;
 
-  int64_t chunk_units(int64_t chunk) const { return std::min(kDepthChunk, units - chunk * kDepthChunk); }
-  int64_t at(int64_t chunk, int64_t block) const { return (chunk * blocks + block) * block_floats; }
+  int64_t chunk_units(int64_t index) const { return std::min(chunk, units - index * chunk); }
+  int64_t at(int64_t index, int64_t block) const { return (index * blocks + block) * block_floats; }
   int64_t size() const { return chunks * blocks * block_floats; }
 };
 

@@ -18,7 +18,7 @@ const LayerKernels layer_kernels = {
 
 #if defined(__x86_64__) && WNFUSED_VECTOR_BITS > 128
 const LinearKernels linear_kernels = {
-    Singles::kEntries, nullptr, linear_forward<Singles, float>, linear_backward<Singles, float>};
+    Singles::kUnit, false, nullptr, linear_forward<Singles, float>, linear_backward<Singles, float>};
 #endif
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

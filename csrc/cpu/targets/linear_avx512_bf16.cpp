@@ -16,7 +16,7 @@ bool small_pairs(const SmallLinear& task, int64_t begin, int64_t end) {
 }
 
 const LinearKernels linear_kernels = {
-    PairUnits::kEntries, small_pairs, linear_forward<PairUnits, uint16_t>, linear_backward<PairUnits, uint16_t>};
+    PairUnits::kUnit, false, small_pairs, linear_forward<PairUnits, uint16_t>, linear_backward<PairUnits, uint16_t>};
 
 }  // namespace wnfused::cpu::WNFUSED_ISA
 

@@ -133,7 +133,7 @@ WNFUSED_INLINE Block load(const float* source, int64_t count) {
 
 WNFUSED_INLINE Block load(const uint16_t* source, int64_t count) {
   const NativeHalf half = (NativeHalf)_mm256_maskz_loadu_epi16(mask_of(count), source);
-  return {{(Native)(__builtin_convertvector(half, NativeBits) << 16)}};
+  return {{(Native)(extended(half) << 16)}};
 }
 
 WNFUSED_INLINE void store(float* target, const Block& block, int64_t count) {

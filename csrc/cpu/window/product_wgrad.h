@@ -41,7 +41,7 @@ inline void product_gradient_item(const Window& window, int64_t item, const floa
     for (int64_t row = 0; row < inputs; row += kNarrowRows) {
       const int64_t rows = smaller(kNarrowRows, inputs - row);
       pack_narrow_across<Singles>(channels, row, rows, 0, pixels, narrow);
-      multiply<Singles>(narrow, rows, wide, kWideStride, blocks, pixels, bank + row * kLanes, kLanes, col_stride,
+      Singles::multiply(narrow, rows, wide, kWideStride, blocks, pixels, bank + row * kLanes, kLanes, col_stride,
                         first > begin);
     }
   }
