@@ -70,10 +70,10 @@ inline void output_item(const LinearForward& job, const WideShape& shape, int64_
   finish_outputs<X>(job, first, count, lane0, lanes, out);
 }
 
-// Packs what the items of a worker have of x, and calls item(shape, first, count, lane0, lanes, wide, scratch) with their
+// Packs what the items of a worker have of x, and calls visit(shape, first, count, lane0, lanes, wide, scratch) with their
 // rows of v and of x.
-template <class Units, class X, class Item>
-WNFUSED_INLINE void share_outputs(const LinearForward& job, Worker& worker, const Item& item) {
+template <class Units, class X, class Visit>
+WNFUSED_INLINE void share_outputs(const LinearForward& job, Worker& worker, const Visit& visit) {
   const WideShape shape(job.groups.largest() * kLanes, job.inner, Units::kUnit);
   const Runs<X> x = runs_of<X>(job.x, job.rows, job.inner);
   float* wide = job.memory.x + worker.index() * job.memory.x_stride;
@@ -89,7 +89,7 @@ WNFUSED_INLINE void share_outputs(const LinearForward& job, Worker& worker, cons
                                  wide + shape.at(chunk, b));
       packed = group;
     }
-    item(shape, job.row_blocks.first(part), job.row_blocks.size(part, job.features), lane0, lanes, wide, scratch);
+    visit(shape, job.row_blocks.first(part), job.row_blocks.size(part, job.features), lane0, lanes, wide, scratch);
   });
 }
 
@@ -107,7 +107,7 @@ void linear_forward(const LinearForward& job, Worker& worker) {
 // One item's rows and columns of dx.
 template <class Units, class X, class V>
 inline void input_item(const LinearBackward& job, int64_t row_part, int64_t column_part, float* scratch) {
-  constexpr int64_t kStride = kWideBlocks * kLanes;
+  constexpr int64_t kStride = row_stride(kWideBlocks);
   const WideShape shape(job.inner, job.features, Units::kUnit);
   const int64_t row0 = job.input_rows.first(row_part), end = row0 + job.input_rows.size(row_part, job.rows);
   const int64_t column = job.input_columns.first(column_part), width = job.input_columns.size(column_part, job.inner);
@@ -140,7 +140,7 @@ inline void weight_item(const LinearBackward& job, const WideShape& shape, int64
                         float* scratch) {
   const int64_t first = job.row_blocks.first(part), count = job.row_blocks.size(part, job.features);
   const int64_t rows = blocks_of(count) * kLanes;
-  const int64_t stride = shape.blocks * kLanes;
+  const int64_t stride = row_stride(shape.blocks);
   const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
   float *narrow = scratch, *dw = narrow + kNarrowRows * Units::kUnit.chunk;
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {

@@ -7,7 +7,8 @@
 //
 // v is scaled where it is packed, w = g v / ||v|| as eager has it, so that the products have the range of an
 // un-normalised layer's; with x in bfloat16 w is rounded to it. Forward, an item reads its rows of v from memory once,
-// for the norms, and again from cache.
+// for the norms, and again from cache. On tiles, which multiply faster than that, the forward is one of its own
+// (tile_forward.h).
 //
 // A line that another core has written comes at the price of a hundred multiply-adds, so every worker packs what it
 // multiplies by itself; only a large x, which is in no core's own cache, is packed together, in a phase before dw.
@@ -24,8 +25,7 @@
 namespace wnfused::cpu {
 
 constexpr int64_t kInputRows = 256;     // of dx in an item
-constexpr int64_t kTileItemRows = 512;  // of v in an item of the forward on tiles
-constexpr int64_t kTileItemSums = 1 << 17;  // of it
+constexpr int64_t kTileItemRows = 512;  // of v in an item of the forward on tiles, at most
 
 // `count` blocks of 16 rows or columns cut into `parts`, as even as can be.
 struct Cut {
@@ -38,6 +38,16 @@ struct Cut {
   int64_t first(int64_t part) const { return begin(part) * kLanes; }
   int64_t size(int64_t part, int64_t entries) const { return std::min(first(part + 1), entries) - first(part); }
 };
+
+// Floats from one row of sums to the next: powers of two would put a tile's rows into one set of a cache.
+constexpr int64_t row_stride(int64_t blocks) { return (blocks + 1) * kLanes; }
+
+// Rows of v in an item of the forward on tiles that has so many of x: each pass over x serves them all, but their sums
+// have to stay in the second level of cache.
+constexpr int64_t tile_item_rows(int64_t lanes) {
+  constexpr int64_t kSums = 1 << 16;
+  return std::clamp(kSums / lanes / kNarrowRows, int64_t{1}, kTileItemRows / kNarrowRows) * kNarrowRows;
+}
 
 // Where x is packed: by worker w at x + w * x_stride, by all of them together where x_stride is 0. The rest of its
 // memory begins at worker + w * worker_stride.
@@ -71,7 +81,7 @@ struct LinearBackward {
 
 struct LinearKernels {
   DepthUnit unit;
-  bool tiles;
+  bool tiles;                                                      // forward: tile_forward.h
   bool (*small_pairs)(const SmallLinear&, int64_t begin, int64_t end);  // null where units are no pairs
   void (*forward)(const LinearForward&, Worker&);
   void (*backward)(const LinearBackward&, Worker&);

@@ -16,24 +16,16 @@ Method method_for(const Tensor& x) { return is_bfloat16(x) ? Method::kPairs : Me
 
 }  // namespace
 
-// Measured beside the products of AVX-512 (bench/NOTES.md): how many entries of v one row of x makes worth packing. In
-// bfloat16 on tiles, beside the vendor's: small layers, and of larger ones, above all those whose v is fp32, which the
-// vendor is given rounded, few rows of x; and rows of x that the vendor would read beyond (linear_routes.cpp).
+// Measured beside the products of AVX-512 and those of tiles (bench/NOTES.md): how many entries of v one row of x makes
+// worth packing.
 bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products,
                 bool backward) {
-  constexpr int64_t kForward = 512, kBackward = 160;
-  if (is_bfloat16(x)) {
-    constexpr int64_t kSmall = 1 << 16, kMedium = 1 << 18, kFewRows = 64, kVendorDepth = 32;
-    if (getenv("NOPIX")) return false;
-    if (shape.is_empty() || !pair_window_kernels() || !is_fused_dtype(v)) return false;
-    const int64_t weights = shape.inner * shape.features;
-    const bool rounded = v.scalar_type() == ScalarType::Float, medium = weights <= kMedium;
-    const bool few = shape.rows <= kFewRows && (backward ? rounded && medium : rounded || medium);
-    return weights <= kSmall || few || shape.inner % kVendorDepth != 0;
-  }
+  constexpr int64_t kForward = 512, kBackward = 160, kPairs = 64;
+  if (!products || shape.is_empty()) return false;
+  const int64_t weights = shape.inner * shape.features;
+  if (is_bfloat16(x)) return pair_window_kernels() && is_fused_dtype(v) && !backward && weights <= kPairs * shape.rows;
   const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
-  return products && active_isa() == Isa::kAvx512 && floats &&
-         shape.inner * shape.features <= (backward ? kBackward : kForward) * shape.rows;
+  return active_isa() == Isa::kAvx512 && floats && weights <= (backward ? kBackward : kForward) * shape.rows;
 }
 
 bool linear_by_pixels(const LinearCall& call) {

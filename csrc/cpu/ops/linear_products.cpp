@@ -64,7 +64,7 @@ void linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const int64_t workers = workers_for(call.shape);
   const int64_t most_blocks = std::clamp<int64_t>(kPackedFloats / (inner * kLanes) / 2 * 2, 2, kWideBlocks);
   const int64_t lanes = std::min(most_blocks * kLanes, round_up(rows, kLanes));
-  const int64_t item_rows = kernels.tiles ? std::clamp(kTileItemSums / lanes / kNarrowRows, int64_t{1}, kTileItemRows / kNarrowRows) * kNarrowRows : kNarrowRows;
+  const int64_t item_rows = kernels.tiles ? tile_item_rows(lanes) : kNarrowRows;
   const Shares by_x = divide(call.shape, most_blocks, item_rows, workers, workers);
   const Shares by_v = divide(call.shape, most_blocks, item_rows, workers, 1);
   const auto& [groups, row_blocks, cost] = by_x.cost <= by_v.cost ? by_x : by_v;
@@ -90,8 +90,8 @@ void linear_by_products_backward(const LinearKernels& kernels, const LinearGradi
   const Cut row_blocks = cut(features, most_blocks, workers);
   const bool shared = workers > 1 && shape.size() > kOwnFloats;
   const int64_t packed = call.dv ? shape.size() : 0, copies = shared ? 1 : workers;
-  const int64_t inputs = call.dx ? kWideBlocks * kLanes * (kDepthChunk + kInputRows) : 0;
-  const int64_t weights = call.dv ? row_blocks.largest() * kLanes * columns : 0;
+  const int64_t inputs = call.dx ? kWideBlocks * kLanes * kDepthChunk + row_stride(kWideBlocks) * kInputRows : 0;
+  const int64_t weights = call.dv ? row_blocks.largest() * kLanes * row_stride(shape.blocks) : 0;
   const int64_t own = kNarrowRows * kDepthChunk + std::max(inputs, weights);
   const Workspace memory(copies * packed + workers * own);
   const std::vector<float> scale = scales_of(call.gain, call.norms, features);
