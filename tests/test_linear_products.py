@@ -76,11 +76,13 @@ def test_any_shape(data):
     assert_close(found, expected, dtype)
 
 
-# float32 by AVX-512 for any rows of x, by AVX2 for up to 64; elsewhere the products are not these.
+# float32 by AVX-512 for any rows of x, by AVX2 for up to 64; bfloat16 by dot products and tiles.
 @pytest.mark.parametrize("shape", [(9, 300, 200), (300, 300, 64), (64, 64, 1000), (1200, 500, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_same_bits_for_any_number_of_threads(threads, isa, shape, dtype):
-    own = {"avx512": dtype == torch.float32, "avx512_bf16": True, "avx2": dtype == torch.float32 and shape[0] <= 64}
+    floats = dtype == torch.float32
+    own = {"avx512": floats, "avx512_bf16": True, "amx": True, "amx-emulated": not floats}
+    own["avx2"] = floats and shape[0] <= 64
     if not own.get(isa, False):
         pytest.skip("the vendor's products")
     tensors = linear_sample(*shape, dtype=dtype)
@@ -94,15 +96,20 @@ def test_the_same_bits_for_any_number_of_threads(threads, isa, shape, dtype):
             assert torch.equal(found[0][name], other[name]), name
 
 
-@pytest.mark.parametrize("rows", [3, 8, 20])
+@pytest.mark.parametrize("rows", [3, 8, 20, 40])
+@pytest.mark.parametrize("inner", [64, 330])
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("x_size", "v_size", "gain"), [(1.0, 5e-20, 1.0), (1e-10, 1e-18, 1e8), (1e20, 1e15, 1e-12)])
-def test_bfloat16_has_the_range_of_an_un_normalised_layer(isa, rows, parameters, x_size, v_size, gain):
+@pytest.mark.parametrize(
+    ("x_size", "v_size", "gain"),
+    [
+        (1.0, 5e-20, 1.0), (1e-10, 1e-18, 1e8), (1e20, 1e15, 1e-12),
+        (1e25, 1e15, 1e3), (1e-25, 1e-15, 1e4), (1.0, 1e17, 1e-20), (1.0, 1e-17, 1e20),
+    ],
+)  # fmt: skip
+def test_bfloat16_has_the_range_of_an_un_normalised_layer(isa, rows, inner, parameters, x_size, v_size, gain):
     """Squares of v that are denormals, or too small for that; the processor's products of pairs lose them."""
-    if isa == "amx-emulated":
-        pytest.skip("the vendor's products")
-    x, v, *_ = linear_sample(rows, 64, 32)
-    x, v, g = (x * x_size).bfloat16(), (v * v_size).to(parameters), torch.full((32,), gain).to(parameters)
+    x, v, *_ = linear_sample(rows, inner, 90)
+    x, v, g = (x * x_size).bfloat16(), (v * v_size).to(parameters), torch.full((90,), gain).to(parameters)
     y, norm = native.linear(x, v, g, None, None, 0, "none")
     lengths = v.double().norm(dim=1)
     expected = x.double() @ (v.double() * (g.double() / lengths)[:, None]).T
