@@ -3,6 +3,7 @@
 
 #include "cpu/layer/epilogue.h"
 #include "cpu/layer/rows.h"
+#include "cpu/linear/split_range.h"
 #include "cpu/products/gemm.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -60,7 +61,7 @@ inline void output_item(const LinearForward& job, const WideShape& shape, int64_
     scale[r] = norm == 0 ? 0.0f : job.gain[first + r] / norm;
   }
   const Runs<V> w = {v.data + first * job.inner, count, job.inner, scale};
-  float *narrow = scratch, *out = narrow + kNarrowRows * Units::kUnit.chunk;
+  float *narrow = scratch, *out = narrow + kNarrowFloats<Units>;
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
     const int64_t units = shape.chunk_units(chunk);
     pack_narrow_along<Units>(w, 0, rows, chunk * Units::kUnit.chunk, units, narrow);
@@ -85,7 +86,7 @@ WNFUSED_INLINE void share_outputs(const LinearForward& job, Worker& worker, cons
     if (group != packed) {
       for (int64_t chunk = 0; chunk < shape.chunks; ++chunk)
         for (int64_t b = 0; b < blocks_of(lanes); ++b)
-          pack_wide_along<Units>(x, lane0 + b * kLanes, chunk * Units::kUnit.chunk, shape.chunk_units(chunk),
+          pack_wide_along<Units>(x, lane0 + b * kLanes, chunk * Units::kUnit.chunk, shape.chunk_units(chunk), shape.piece_floats,
                                  wide + shape.at(chunk, b));
       packed = group;
     }
@@ -108,17 +109,22 @@ void linear_forward(const LinearForward& job, Worker& worker) {
 template <class Units, class X, class V>
 inline void input_item(const LinearBackward& job, int64_t row_part, int64_t column_part, float* scratch) {
   constexpr int64_t kStride = row_stride(kWideBlocks);
+  constexpr bool kSplit = Units::kUnit.pieces > 1;
   const WideShape shape(job.inner, job.features, Units::kUnit);
   const int64_t row0 = job.input_rows.first(row_part), end = row0 + job.input_rows.size(row_part, job.rows);
   const int64_t column = job.input_columns.first(column_part), width = job.input_columns.size(column_part, job.inner);
   const int64_t blocks = blocks_of(width);
   const Runs<V> v = runs_of<V>(job.v, job.features, job.inner, job.scale);
   const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
-  float *narrow = scratch, *wide = narrow + kNarrowRows * Units::kUnit.chunk, *out = wide + kWideBlocks * Units::kUnit.chunk * kLanes;
+  float *narrow = scratch, *wide = narrow + kNarrowFloats<Units>, *out = wide + kWideBlocks * kPackedUnits<Units> * kLanes;
+  Sizes columns[kWideBlocks];
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
     const int64_t first = chunk * Units::kUnit.chunk, units = shape.chunk_units(chunk);
-    for (int64_t b = 0; b < blocks; ++b)
-      pack_wide_across<Units>(v, column + b * kLanes, first, units, wide + b * shape.block_floats);
+    for (int64_t b = 0; b < blocks; ++b) {
+      float* target = wide + b * shape.block_floats;
+      pack_wide_across<Units>(v, column + b * kLanes, first, units, shape.piece_floats, target);
+      for (int64_t u = 0; kSplit && u < units; ++u) columns[b].gather_pairs(load(target + u * kLanes));
+    }
     for (int64_t row = row0; row < end; row += kNarrowRows) {
       const int64_t rows = round_up(smaller(kNarrowRows, end - row), Units::kRows);
       pack_narrow_along<Units>(dz, row, rows, first, units, narrow);
@@ -126,6 +132,8 @@ inline void input_item(const LinearBackward& job, int64_t row_part, int64_t colu
                       kLanes, chunk > 0);
     }
   }
+  for (int64_t b = 0; kSplit && b < blocks; ++b)
+    if (!columns[b].all_in_range()) job.out_of_range->store(true, std::memory_order_relaxed);
   for (int64_t row = row0; row < end; ++row) {
     X* target = static_cast<X*>(job.dx.data) + row * job.inner + column;
     for_blocks(width, [&](int64_t i, auto move) __attribute__((always_inline)) {
@@ -142,7 +150,7 @@ inline void weight_item(const LinearBackward& job, const WideShape& shape, int64
   const int64_t rows = blocks_of(count) * kLanes;
   const int64_t stride = row_stride(shape.blocks);
   const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
-  float *narrow = scratch, *dw = narrow + kNarrowRows * Units::kUnit.chunk;
+  float *narrow = scratch, *dw = narrow + kNarrowFloats<Units>;
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
     const int64_t units = shape.chunk_units(chunk);
     pack_narrow_across<Units>(dz, first, rows, chunk * Units::kUnit.chunk, units, narrow);
@@ -166,7 +174,7 @@ void linear_backward(const LinearBackward& job, Worker& worker) {
   float* scratch = job.memory.worker + worker.index() * job.memory.worker_stride;
   const auto pack = [&](int64_t item) {
     const int64_t block = item / shape.chunks, chunk = item % shape.chunks;
-    pack_wide_across<Units>(x, block * kLanes, chunk * Units::kUnit.chunk, shape.chunk_units(chunk),
+    pack_wide_across<Units>(x, block * kLanes, chunk * Units::kUnit.chunk, shape.chunk_units(chunk), shape.piece_floats,
                             wide + shape.at(chunk, block));
   };
   const int64_t x_items = job.dv.data ? shape.blocks * shape.chunks : 0;

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "cpu/layer/layer.h"
 #include "cpu/machine/work_queue.h"
@@ -49,6 +50,12 @@ constexpr int64_t tile_item_rows(int64_t lanes) {
   return std::clamp(kSums / lanes / kNarrowRows, int64_t{1}, kTileItemRows / kNarrowRows) * kNarrowRows;
 }
 
+// Whether the largest entry of a row, given as the bits of its absolute value, is one of those of split_range.h.
+constexpr bool in_split_range(uint32_t largest) {
+  constexpr uint32_t kLeast = (127u - 50) << 23, kMost = (127u + 50) << 23;
+  return largest == 0 || (largest >= kLeast && largest <= kMost);
+}
+
 // Where x is packed: by worker w at x + w * x_stride, by all of them together where x_stride is 0. The rest of its
 // memory begins at worker + w * worker_stride.
 struct LinearMemory {
@@ -66,6 +73,7 @@ struct LinearForward {
   float slope;
   Cut groups, row_blocks;  // an item has one of each: rows of x, rows of v
   LinearMemory memory;
+  std::atomic<bool>* out_of_range;  // set where pieces would not do (split_range.h): then nothing of it counts
 };
 
 // dx, or dv and dgain, may be null.
@@ -77,6 +85,7 @@ struct LinearBackward {
   Cut input_rows, input_columns;  // an item of dx has one of each
   Cut row_blocks;                 // an item of dv: its rows
   LinearMemory memory;
+  std::atomic<bool>* out_of_range;
 };
 
 struct LinearKernels {
@@ -85,6 +94,8 @@ struct LinearKernels {
   bool (*small_pairs)(const SmallLinear&, int64_t begin, int64_t end);  // null where units are no pairs
   void (*forward)(const LinearForward&, Worker&);
   void (*backward)(const LinearBackward&, Worker&);
+  // Of floats in pieces: whether rows [begin, end) of a matrix are in range, and the sizes of its columns (split_range.h).
+  bool (*rows_in_range)(const float* matrix, int64_t begin, int64_t end, int64_t length, uint32_t* columns) = nullptr;
 };
 
 namespace avx512 {
@@ -97,11 +108,14 @@ namespace avx2 {
 extern const LinearKernels linear_kernels;
 }
 namespace amx {
-extern const LinearKernels linear_kernels;
+extern const LinearKernels linear_kernels, split_linear_kernels;
 }
 namespace amx_emulated {
-extern const LinearKernels linear_kernels;
+extern const LinearKernels linear_kernels, split_linear_kernels;
 }
+
+// Those of floats in pieces, where there are tiles; else null.
+const LinearKernels* split_linear_kernels();
 
 // Those of the instruction set in use for so many rows of x in that type; null where the vendor's products do better.
 const LinearKernels* linear_kernels(bool bfloat16, int64_t rows);

@@ -1,19 +1,21 @@
 // The forward of a linear layer on tiles. Tiles multiply so fast that v is the cost: an item reads its rows from memory
 // once, takes the norms while it packs them, and the scale waits for the epilogue. Where its range would not do (layer.h)
-// the item's rows are packed once more, scaled.
+// the item's rows are packed once more, scaled; of floats in pieces the whole call is taken again by vectors.
 #pragma once
 
 #include "cpu/linear/driver.h"
+#include "cpu/linear/split_range.h"
 #include "cpu/products/gemm_tiles.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
 // Rows [first, first + count) of y from out = z^T [block][rows][16], lanes from lane0 on, z scaled by row of v. Whether
 // all of it is finite.
+template <class X>
 inline bool finish_tiles(const LinearForward& job, int64_t first, int64_t count, int64_t lane0, int64_t lanes,
                          const float* out, int64_t rows, const float* scale) {
-  uint16_t* y = static_cast<uint16_t*>(job.y.data);
-  const uint16_t* residual = static_cast<const uint16_t*>(job.residual.data);
+  X* y = static_cast<X*>(job.y.data);
+  const X* residual = static_cast<const X*>(job.residual.data);
   const Block slope = splat(job.slope);
   Block poison = zero();
   with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
@@ -43,13 +45,16 @@ inline bool finish_tiles(const LinearForward& job, int64_t first, int64_t count,
   return sum_of(poison) == 0;
 }
 
-// The units of a chunk of row `r`, rounded, and their squares onto `squares`. What memory has `ahead` entries behind them
-// is fetched.
-template <class V>
+// The units of a chunk of row `r`, and their squares onto `squares`. What memory has `ahead` entries behind them is fetched.
+template <class Units, class V>
 WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_t units, int64_t ahead, float* target,
                               float* squares) {
   constexpr int64_t kChains = 4, kStep = kChains * kLanes, kLine = 64 / sizeof(V);
-  const int64_t begin = 2 * first, whole = smaller(units, (v.length - begin) / kStep * kStep / 2);
+  const int64_t begin = 2 * first, whole = smaller(2 * units, v.length - begin) / kStep * kStep / 2;
+  const auto put = [&](int64_t unit, const auto& packed) __attribute__((always_inline)) {
+    WNFUSED_UNROLL for (int p = 0; p < Units::kUnit.pieces; ++p)
+      store(target + p * kNarrowRows * Units::kUnit.chunk + unit, packed.piece[p]);
+  };
   const V* part = v.place(r, begin);
   Block sum[kChains] = {load(squares), zero(), zero(), zero()};
   int64_t unit = 0;
@@ -60,26 +65,31 @@ WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_
       sum[c] = multiply_add(block[c], block[c], sum[c]);
     }
     for (int64_t line = 0; line < kStep; line += kLine) __builtin_prefetch(part + ahead + line, 0, 2);
-    WNFUSED_UNROLL for (int c = 0; c < kChains; c += 2) {
-      if constexpr (std::is_same_v<V, uint16_t>) store(target + unit + c / 2 * kLanes, load_bits(part + c * kLanes));
-      else store(target + unit + c / 2 * kLanes, rounded_run(block[c], block[c + 1]));
-    }
+    WNFUSED_UNROLL for (int c = 0; c < kChains; c += 2)
+      put(unit + c / 2 * kLanes, Units::of_run(part + c * kLanes, block[c], block[c + 1]));
   }
   for (; unit < units; unit += kLanes) {
     const Block one = v.entries(r, begin + 2 * unit), two = v.entries(r, begin + 2 * unit + kLanes);
     sum[0] = multiply_add(two, two, multiply_add(one, one, sum[0]));
-    store(target + unit, rounded_run(one, two));
+    put(unit, Units::along(v, r, first + unit));
   }
   store(squares, (sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
+// The largest entry of a row of so many is between these.
+WNFUSED_INLINE bool in_split_range(float norm, int64_t count) {
+  constexpr float kLeast = 0x1p-50f, kMost = 0x1p50f;
+  return norm == 0 || (norm >= kLeast * __builtin_sqrtf(static_cast<float>(count)) && norm <= kMost);
+}
+
 // An item: `count` rows of v from `first` on, and of x those packed at `wide`, from lane0 on.
-template <class V>
+template <class Units, class X, class V>
 inline void output_item_on_tiles(const LinearForward& job, const WideShape& shape, int64_t first, int64_t count,
                                  int64_t lane0, int64_t lanes, const float* wide, float* scratch) {
-  constexpr int64_t kUnits = TileUnits::kUnit.chunk;
-  const int64_t rows = round_up(count, TileUnits::kRows);
-  float *narrow = scratch, *squares = narrow + kNarrowRows * kUnits, *out = squares + rows * kLanes;
+  constexpr int64_t kUnits = Units::kUnit.chunk;
+  constexpr bool kSplit = Units::kUnit.pieces > 1;
+  const int64_t rows = round_up(count, Units::kRows);
+  float *narrow = scratch, *squares = narrow + kNarrowFloats<Units>, *out = squares + rows * kLanes;
   Runs<V> v = runs_of<V>({const_cast<V*>(static_cast<const V*>(job.v.data)) + first * job.inner, job.v.bfloat16}, count,
                          job.inner);
   const auto product = [&](const auto& pack) {
@@ -87,22 +97,22 @@ inline void output_item_on_tiles(const LinearForward& job, const WideShape& shap
       for (int64_t r = 0; r < rows; r += kNarrowRows) {
         const int64_t here = smaller(kNarrowRows, rows - r), units = shape.chunk_units(chunk);
         pack(r, here, chunk * kUnits, units);
-        TileUnits::multiply(narrow, here, wide + shape.at(chunk, 0), shape.block_floats, blocks_of(lanes), units,
-                            out + r * kLanes, kLanes, rows * kLanes, chunk > 0);
+        Units::multiply(narrow, here, wide + shape.at(chunk, 0), shape.block_floats, blocks_of(lanes), units,
+                        out + r * kLanes, kLanes, rows * kLanes, chunk > 0);
       }
   };
   const auto finish = [&](const float* scale) {
-    return finish_tiles(job, first, count, lane0, lanes, out, rows, scale);
+    return finish_tiles<X>(job, first, count, lane0, lanes, out, rows, scale);
   };
 
   for (int64_t r = 0; r < rows; ++r) store(squares + r * kLanes, zero());
   product([&](int64_t row0, int64_t here, int64_t unit0, int64_t units) {
     const bool last = row0 + here == rows;
     const int64_t ahead = last ? 2 * kUnits - row0 * job.inner : here * job.inner;
-    for (int64_t r = 0; r < here; ++r) {
-      if (row0 + r < count) pack_part(v, row0 + r, unit0, units, ahead, narrow + r * kUnits, squares + (row0 + r) * kLanes);
-      else for (int64_t u = 0; u < units; u += kLanes) store(narrow + r * kUnits + u, zero());
-    }
+    const int64_t present = smaller(here, count - row0);
+    for (int64_t r = 0; r < present; ++r)
+      pack_part<Units>(v, row0 + r, unit0, units, ahead, narrow + r * kUnits, squares + (row0 + r) * kLanes);
+    pack_narrow_along<Units>(v, count, here - present, unit0, units, narrow + present * kUnits);
   });
   float scale[kTileItemRows] = {};
   bool waits = true;
@@ -110,25 +120,30 @@ inline void output_item_on_tiles(const LinearForward& job, const WideShape& shap
     const float norm = __builtin_sqrtf(sum_of(load(squares + r * kLanes)));
     if (lane0 == 0) job.norm[first + r] = norm;
     scale[r] = norm == 0 ? 0.0f : job.gain[first + r] / norm;
-    waits = waits && can_wait(scale[r]);
+    waits = waits && can_wait(scale[r]) && (!kSplit || in_split_range(norm, job.inner));
   }
   if (waits && finish(scale)) return;
-  v.scale = scale;
-  product([&](int64_t row0, int64_t here, int64_t unit0, int64_t units) {
-    pack_narrow_along<TileUnits>(v, row0, here, unit0, units, narrow);
-  });
-  float one[kTileItemRows];
-  for (int64_t r = 0; r < rows; ++r) one[r] = 1;
-  finish(one);
+  if constexpr (kSplit) {
+    job.out_of_range->store(true, std::memory_order_relaxed);
+  } else {
+    v.scale = scale;
+    product([&](int64_t row0, int64_t here, int64_t unit0, int64_t units) {
+      pack_narrow_along<Units>(v, row0, here, unit0, units, narrow);
+    });
+    float one[kTileItemRows];
+    for (int64_t r = 0; r < rows; ++r) one[r] = 1;
+    finish(one);
+  }
 }
 
+template <class Units, class X>
 inline void linear_forward_on_tiles(const LinearForward& job, Worker& worker) {
   Pairs::begin();
-  share_outputs<TileUnits, uint16_t>(job, worker, [&](const WideShape& shape, int64_t first, int64_t count, int64_t lane0,
-                                                      int64_t lanes, const float* wide, float* scratch) {
+  share_outputs<Units, X>(job, worker, [&](const WideShape& shape, int64_t first, int64_t count, int64_t lane0,
+                                           int64_t lanes, const float* wide, float* scratch) {
     with_entries(job.v, [&](auto* v) {
       using V = std::remove_pointer_t<decltype(v)>;
-      output_item_on_tiles<V>(job, shape, first, count, lane0, lanes, wide, scratch);
+      output_item_on_tiles<Units, X, V>(job, shape, first, count, lane0, lanes, wide, scratch);
     });
   });
   Pairs::end();

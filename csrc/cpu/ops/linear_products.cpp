@@ -1,6 +1,8 @@
 // The choice of instruction set for a linear layer's products, their memory, and how rows are shared out.
 #include "cpu/linear/linear_layer.h"
 
+#include <mutex>
+
 #include "cpu/layer/gains.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
@@ -40,11 +42,37 @@ Shares divide(const LinearShape& shape, int64_t most_blocks, int64_t item_rows, 
   return {groups, row_blocks, x * v + kPackX * x + kPackV * v};
 }
 
+// Whether the rows of a matrix, and its columns if they are asked for, have the range that `kernels` needs, if any.
+bool rows_in_range(const LinearKernels& kernels, const Tensor& matrix, int64_t rows, int64_t length, bool columns) {
+  if (!kernels.rows_in_range) return true;
+  const float* data = entries<float>(matrix);
+  std::vector<uint32_t> largest(columns ? length : 0, 0);
+  std::atomic<bool> all{true};
+  std::mutex adding;
+  for_rows(0, rows, length, [&](int64_t begin, int64_t end) {
+    std::vector<uint32_t> own(largest.size(), 0);
+    if (!kernels.rows_in_range(data, begin, end, length, columns ? own.data() : nullptr)) all = false;
+    const std::lock_guard<std::mutex> lock(adding);
+    std::transform(own.begin(), own.end(), largest.begin(), largest.begin(),
+                   [](uint32_t a, uint32_t b) { return std::max(a, b); });
+  });
+  return all && std::all_of(largest.begin(), largest.end(), in_split_range);
+}
+
 #if defined(__x86_64__)
 constexpr int64_t kAvx2Rows = 64;  // of x from which on the vendor's product, held to AVX2, is as fast
 #endif
 
 }  // namespace
+
+const LinearKernels* split_linear_kernels() {
+  const PairProducts pairs = active_pair_products();
+  if (pairs == PairProducts::kEmulatedTiles) return &amx_emulated::split_linear_kernels;
+#if defined(__x86_64__)
+  if (pairs == PairProducts::kTiles) return &amx::split_linear_kernels;
+#endif
+  return nullptr;
+}
 
 const LinearKernels* linear_kernels(bool bfloat16, int64_t rows) {
   const PairProducts pairs = active_pair_products();
@@ -59,8 +87,9 @@ const LinearKernels* linear_kernels(bool bfloat16, int64_t rows) {
   return nullptr;
 }
 
-void linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
+bool linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const auto [rows, inner, features] = call.shape;
+  if (!rows_in_range(kernels, call.x, rows, inner, false)) return false;
   const int64_t workers = workers_for(call.shape);
   const int64_t most_blocks = std::clamp<int64_t>(kPackedFloats / (inner * kLanes) / 2 * 2, 2, kWideBlocks);
   const int64_t lanes = std::min(most_blocks * kLanes, round_up(rows, kLanes));
@@ -71,16 +100,20 @@ void linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const int64_t packed = WideShape(groups.largest() * kLanes, inner, kernels.unit).size();
   const int64_t own = kNarrowRows * kDepthChunk + item_rows * (kLanes + kWideBlocks * kLanes);
   const Workspace memory(workers * (packed + own));
+  std::atomic<bool> out_of_range{false};
   const LinearForward job{
       rows, inner, features, values_of(call.x), values_of(call.v), values_of(call.y),
       call.residual ? values_of(*call.residual) : Values{nullptr, call.is_half()}, call.gain, call.bias, call.norms,
       call.activation, call.slope, groups, row_blocks,
-      {memory.data(), memory.data() + workers * packed, packed, own}};
+      {memory.data(), memory.data() + workers * packed, packed, own}, &out_of_range};
   run_workers(workers, [&](Worker& worker) { kernels.forward(job, worker); });
+  return !out_of_range;
 }
 
-void linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz) {
+bool linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz) {
   const auto [rows, inner, features] = call.shape;
+  if (!rows_in_range(kernels, dz, rows, features, call.dv.has_value())) return false;
+  if (call.dv && !rows_in_range(kernels, call.x, rows, inner, true)) return false;
   const int64_t workers = workers_for(call.shape);
   const WideShape shape(inner, rows, kernels.unit);
   const int64_t columns = shape.blocks * kLanes;
@@ -95,13 +128,15 @@ void linear_by_products_backward(const LinearKernels& kernels, const LinearGradi
   const int64_t own = kNarrowRows * kDepthChunk + std::max(inputs, weights);
   const Workspace memory(copies * packed + workers * own);
   const std::vector<float> scale = scales_of(call.gain, call.norms, features);
+  std::atomic<bool> out_of_range{false};
   const LinearBackward job{
       rows, inner, features, values_of(call.x), values_of(call.v), values_of(dz),
       call.dx ? values_of(*call.dx) : Values{nullptr, call.is_half()},
       call.dv ? values_of(*call.dv) : Values{nullptr, is_bfloat16(call.v)}, call.gain, call.norms, scale.data(),
       call.dgain, input_rows, input_columns, row_blocks,
-      {memory.data(), memory.data() + copies * packed, shared ? 0 : packed, own}};
+      {memory.data(), memory.data() + copies * packed, shared ? 0 : packed, own}, &out_of_range};
   run_workers(workers, [&](Worker& worker) { kernels.backward(job, worker); });
+  return !out_of_range;
 }
 
 }  // namespace wnfused::cpu

@@ -60,10 +60,19 @@ const LinearKernels* products_for(const LinearShape& shape, const Tensor& x) {
   return ours ? linear_kernels(is_bfloat16(x), shape.rows) : nullptr;
 }
 
+const LinearKernels* split_products_for(const LinearShape& shape, const Tensor& x, bool backward) {
+  static const int64_t least = getenv("SPLITM") ? atoll(getenv("SPLITM")) : 64;
+  const bool worth = shape.rows >= least && !shape.is_empty() && shape.inner * shape.features >= 1024;
+  (void)backward;
+  return x.scalar_type() == ScalarType::Float && worth ? split_linear_kernels() : nullptr;
+}
+
 void run_linear(const LinearCall& call) {
   const LinearKernels* products = products_for(call.shape, call.x);
   const bool small = is_small(call, products);
   if (small && small_linear(call, products)) return;
+  const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x, false);
+  if (split && linear_by_products(*split, call)) return;
   if (!small && are_pixels(call.shape, call.x, call.v, products, false) && linear_by_pixels(call)) return;
   if (products) linear_by_products(*products, call);
   else if (misleads_vendor(call)) widened_linear(call);
@@ -79,7 +88,8 @@ std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tens
   keep_dz = keep_dz && masked;
   // A bias gradient without that of the weight would need a pass of its own.
   const bool together = asked && (call.dv || !dbias);
-  if (!small && together && are_pixels(call.shape, call.x, call.v, products, true)) {
+  const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x, true);
+  if (!small && !split && together && are_pixels(call.shape, call.x, call.v, products, true)) {
     std::optional<Tensor> dz;
     if (keep_dz) dz = empty_as(dy);
     if (linear_by_pixels_backward(call, dy, y, activation, slope, dz, dbias)) return dz;
@@ -90,6 +100,7 @@ std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tens
   const Masked made = mask(call, dy, y, activation, slope, scale_dz, keep_dz, dbias);
   if (asked) {
     if (small) small_linear_backward(call, *made.dz);
+    else if (split && linear_by_products_backward(*split, call, *made.dz)) return keep_dz ? made.dz : std::nullopt;
     else if (products) linear_by_products_backward(*products, call, *made.dz);
     else vendor_linear_backward(call, made.dz, made.scaled, made.invertible);
   }

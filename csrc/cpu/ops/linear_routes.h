@@ -2,6 +2,7 @@
 //
 //      small      a handful of rows of x: v is read once (small.h)
 //      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
+//      split      on tiles, floats as three bfloat16 each (gemm_tiles.h)
 //      pixels     so many that v is packed for them: a 1x1 convolution, x's rows its pixels (conv_layer.h)
 //      vendor     the vendor's products, where nothing better is to be had for the processor
 #pragma once
@@ -49,6 +50,9 @@ struct LinearGradient {
   bool is_half() const { return is_bfloat16(x); }
 };
 
+// Those of floats in pieces of bfloat16, where they are the fastest for a layer of that kind, or null.
+const LinearKernels* split_products_for(const LinearShape& shape, const Tensor& x, bool backward);
+
 // The products of this library for such a layer, or null.
 const LinearKernels* products_for(const LinearShape& shape, const Tensor& x);
 
@@ -67,8 +71,9 @@ bool is_small(const LinearGradient& call, const LinearKernels* products);
 bool small_linear(const LinearCall& call, const LinearKernels* products);
 void small_linear_backward(const LinearGradient& call, const Tensor& dz);
 
-void linear_by_products(const LinearKernels& kernels, const LinearCall& call);
-void linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz);
+// Both return false if a range did not suffice, which only those of floats in pieces have: then nothing of it counts.
+bool linear_by_products(const LinearKernels& kernels, const LinearCall& call);
+bool linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz);
 
 // Whether pixels are the fastest, beside `products`.
 bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products,

@@ -47,48 +47,71 @@ struct Runs {
   }
 };
 
+// A vector of units, or one of each of the pieces that they are the sums of.
+template <int64_t kPieces>
+struct Packed {
+  Block piece[kPieces];
+};
+
 // A unit is a float.
 struct SingleRuns {
   // 16 units along the depth, of a run that lies along it.
   template <class T>
-  WNFUSED_INLINE static Block along(const Runs<T>& runs, int64_t run, int64_t unit) {
-    return runs.entries(run, unit);
+  WNFUSED_INLINE static Packed<1> along(const Runs<T>& runs, int64_t run, int64_t unit) {
+    return {{runs.entries(run, unit)}};
   }
 
   // One unit at 16 places, of runs that lie across the depth.
   template <class T>
-  WNFUSED_INLINE static Block across(const Runs<T>& runs, int64_t unit, int64_t at) {
-    return runs.entries(unit, at);
+  WNFUSED_INLINE static Packed<1> across(const Runs<T>& runs, int64_t unit, int64_t at) {
+    return {{runs.entries(unit, at)}};
   }
 };
 
 // A unit is two bfloat16. Those that need no scale are taken as they lie.
 struct PairRuns {
+  // 32 neighbours, which `entries` points to, in two Blocks.
   template <class T>
-  WNFUSED_INLINE static Block along(const Runs<T>& runs, int64_t run, int64_t unit) {
-    if constexpr (std::is_same_v<T, uint16_t>)
-      if (!runs.scale && runs.has(run, 2 * unit, 2 * kLanes)) return load_bits(runs.place(run, 2 * unit));
-    return rounded_run(runs.entries(run, 2 * unit), runs.entries(run, 2 * unit + kLanes));
+  WNFUSED_INLINE static Packed<1> of_run(const T* entries, const Block& first, const Block& second) {
+    if constexpr (std::is_same_v<T, uint16_t>) return {{load_bits(entries)}};
+    else return {{rounded_run(first, second)}};
   }
 
   template <class T>
-  WNFUSED_INLINE static Block across(const Runs<T>& runs, int64_t unit, int64_t at) {
+  WNFUSED_INLINE static Packed<1> along(const Runs<T>& runs, int64_t run, int64_t unit) {
+    if constexpr (std::is_same_v<T, uint16_t>)
+      if (!runs.scale && runs.has(run, 2 * unit, 2 * kLanes)) return {{load_bits(runs.place(run, 2 * unit))}};
+    return {{rounded_run(runs.entries(run, 2 * unit), runs.entries(run, 2 * unit + kLanes))}};
+  }
+
+  template <class T>
+  WNFUSED_INLINE static Packed<1> across(const Runs<T>& runs, int64_t unit, int64_t at) {
     if constexpr (std::is_same_v<T, uint16_t>)
       if (!runs.scale && runs.has(2 * unit + 1, at, kLanes))
-        return load_pairs(runs.place(2 * unit, at), runs.place(2 * unit + 1, at));
-    return rounded_pairs(runs.entries(2 * unit, at), runs.entries(2 * unit + 1, at));
+        return {{load_pairs(runs.place(2 * unit, at), runs.place(2 * unit + 1, at))}};
+    return {{rounded_pairs(runs.entries(2 * unit, at), runs.entries(2 * unit + 1, at))}};
   }
 };
 
+// Units of a chunk, all pieces counted, and the floats of a packed narrow operand.
+template <class Units>
+constexpr int64_t kPackedUnits = Units::kUnit.pieces * Units::kUnit.chunk;
+template <class Units>
+constexpr int64_t kNarrowFloats = kNarrowRows * kPackedUnits<Units>;
+
 // The packed operands. `units` of a chunk of the depth from `first` on; what a row of the narrow one has beyond them up
-// to a whole Block is defined, and not used.
+// to a whole Block is defined, and not used. The pieces of a narrow one lie kNarrowRows rows apart, those of a wide one
+// piece_floats (wide.h).
 
 template <class Units, class T>
 inline void pack_narrow_along(const Runs<T>& runs, int64_t row0, int64_t rows, int64_t first, int64_t units,
                              float* target) {
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t u = 0; u < units; u += kLanes)
-      store(target + r * Units::kUnit.chunk + u, Units::along(runs, row0 + r, first + u));
+    for (int64_t u = 0; u < units; u += kLanes) {
+      const auto packed = Units::along(runs, row0 + r, first + u);
+      WNFUSED_UNROLL for (int p = 0; p < Units::kUnit.pieces; ++p)
+        store(target + (p * kNarrowRows + r) * Units::kUnit.chunk + u, packed.piece[p]);
+    }
 }
 
 template <class Units, class T>
@@ -96,27 +119,43 @@ inline void pack_narrow_across(const Runs<T>& runs, int64_t row0, int64_t rows, 
                               float* target) {
   for (int64_t r = 0; r < rows; r += kLanes)
     for (int64_t u = 0; u < units; u += kLanes) {
-      Block block[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) block[i] = Units::across(runs, first + u + i, row0 + r);
-      transpose(block);
-      WNFUSED_UNROLL for (int64_t i = 0; i < kLanes; ++i) store(target + (r + i) * Units::kUnit.chunk + u, block[i]);
+      Block block[Units::kUnit.pieces][kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const auto packed = Units::across(runs, first + u + i, row0 + r);
+        WNFUSED_UNROLL for (int p = 0; p < Units::kUnit.pieces; ++p) block[p][i] = packed.piece[p];
+      }
+      for (int p = 0; p < Units::kUnit.pieces; ++p) {
+        transpose(block[p]);
+        WNFUSED_UNROLL for (int64_t i = 0; i < kLanes; ++i)
+          store(target + (p * kNarrowRows + r + i) * Units::kUnit.chunk + u, block[p][i]);
+      }
     }
 }
 
 template <class Units, class T>
-inline void pack_wide_along(const Runs<T>& runs, int64_t lane0, int64_t first, int64_t units, float* target) {
+inline void pack_wide_along(const Runs<T>& runs, int64_t lane0, int64_t first, int64_t units, int64_t piece_floats,
+                            float* target) {
   for (int64_t u = 0; u < units; u += kLanes) {
-    Block block[kLanes];
-    for (int64_t i = 0; i < kLanes; ++i) block[i] = Units::along(runs, lane0 + i, first + u);
-    transpose(block);
+    Block block[Units::kUnit.pieces][kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const auto packed = Units::along(runs, lane0 + i, first + u);
+      WNFUSED_UNROLL for (int p = 0; p < Units::kUnit.pieces; ++p) block[p][i] = packed.piece[p];
+    }
     const int64_t end = smaller(kLanes, units - u);
-    for (int64_t i = 0; i < end; ++i) store(target + (u + i) * kLanes, block[i]);
+    for (int p = 0; p < Units::kUnit.pieces; ++p) {
+      transpose(block[p]);
+      for (int64_t i = 0; i < end; ++i) store(target + p * piece_floats + (u + i) * kLanes, block[p][i]);
+    }
   }
 }
 
 template <class Units, class T>
-inline void pack_wide_across(const Runs<T>& runs, int64_t lane0, int64_t first, int64_t units, float* target) {
-  for (int64_t u = 0; u < units; ++u) store(target + u * kLanes, Units::across(runs, first + u, lane0));
+inline void pack_wide_across(const Runs<T>& runs, int64_t lane0, int64_t first, int64_t units, int64_t piece_floats,
+                             float* target) {
+  for (int64_t u = 0; u < units; ++u) {
+    const auto packed = Units::across(runs, first + u, lane0);
+    WNFUSED_UNROLL for (int p = 0; p < Units::kUnit.pieces; ++p) store(target + p * piece_floats + u * kLanes, packed.piece[p]);
+  }
 }
 
 template <class Units, int Rows, int Cols>

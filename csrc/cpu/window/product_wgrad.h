@@ -32,7 +32,7 @@ inline void product_gradient_item(const Window& window, int64_t item, const floa
     const Runs<float> outputs{dy + first * window.padded_outputs, pixels, window.padded_outputs, nullptr};
     for (int64_t b = 0; b < blocks; ++b) {
       float* target = wide + b * kWideStride;
-      pack_wide_across<Singles>(outputs, (first_block + b) * kLanes, 0, pixels, target);
+      pack_wide_across<Singles>(outputs, (first_block + b) * kLanes, 0, pixels, kWideStride, target);
       Block sum = zero();
       for (int64_t t = 0; t < pixels; ++t) sum = sum + load(target + t * kLanes);
       store(bias_gradient + b * kLanes, load(bias_gradient + b * kLanes) + sum);
