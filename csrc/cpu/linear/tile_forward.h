@@ -45,11 +45,10 @@ inline bool finish_tiles(const LinearForward& job, int64_t first, int64_t count,
   return sum_of(poison) == 0;
 }
 
-// The units of a chunk of row `r`, and their squares onto `squares`. What memory has `ahead` entries behind them is fetched.
+// The units of a chunk of row `r`, and their squares onto `squares`.
 template <class Units, class V>
-WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_t units, int64_t ahead, float* target,
-                              float* squares) {
-  constexpr int64_t kChains = 4, kStep = kChains * kLanes, kLine = 64 / sizeof(V);
+WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_t units, float* target, float* squares) {
+  constexpr int64_t kChains = 4, kStep = kChains * kLanes;
   const int64_t begin = 2 * first, whole = smaller(2 * units, v.length - begin) / kStep * kStep / 2;
   const auto put = [&](int64_t unit, const auto& packed) __attribute__((always_inline)) {
     WNFUSED_UNROLL for (int p = 0; p < Units::kUnit.pieces; ++p)
@@ -64,7 +63,6 @@ WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_
       block[c] = load(part + c * kLanes);
       sum[c] = multiply_add(block[c], block[c], sum[c]);
     }
-    for (int64_t line = 0; line < kStep; line += kLine) __builtin_prefetch(part + ahead + line, 0, 2);
     WNFUSED_UNROLL for (int c = 0; c < kChains; c += 2)
       put(unit + c / 2 * kLanes, Units::of_run(part + c * kLanes, block[c], block[c + 1]));
   }
@@ -86,20 +84,32 @@ WNFUSED_INLINE bool in_split_range(float norm, int64_t count) {
 template <class Units, class X, class V>
 inline void output_item_on_tiles(const LinearForward& job, const WideShape& shape, int64_t first, int64_t count,
                                  int64_t lane0, int64_t lanes, const float* wide, float* scratch) {
-  constexpr int64_t kUnits = Units::kUnit.chunk;
+  // Products of so few rows of x take less time than v does.
+  constexpr int64_t kUnits = Units::kUnit.chunk, kFewLanes = 128;
   constexpr bool kSplit = Units::kUnit.pieces > 1;
   const int64_t rows = round_up(count, Units::kRows);
   float *narrow = scratch, *squares = narrow + kNarrowFloats<Units>, *out = squares + rows * kLanes;
   Runs<V> v = runs_of<V>({const_cast<V*>(static_cast<const V*>(job.v.data)) + first * job.inner, job.v.bfloat16}, count,
                          job.inner);
+  UpcomingOperands upcoming{};
   const auto product = [&](const auto& pack) {
-    for (int64_t chunk = 0; chunk < shape.chunks; ++chunk)
+    for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
+      // The next chunk of x, which more than one of may be too large for the second level of cache.
+      const int64_t next = chunk + 1 < shape.chunks ? chunk + 1 : 0, bytes = blocks_of(lanes) * shape.block_floats * 4;
+      upcoming.wide = {reinterpret_cast<const char*>(wide + shape.at(next, 0)), bytes};
       for (int64_t r = 0; r < rows; r += kNarrowRows) {
         const int64_t here = smaller(kNarrowRows, rows - r), units = shape.chunk_units(chunk);
+        // The rows of v that are packed next.
+        const bool last = r + here == rows;
+        const int64_t next_row = last ? 0 : r + here, next_chunk = last ? next : chunk;
+        upcoming.narrow = {reinterpret_cast<const char*>(v.place(next_row, 2 * next_chunk * kUnits)),
+                           static_cast<int64_t>(2 * kUnits * sizeof(V)), static_cast<int64_t>(v.length * sizeof(V)),
+                           smaller(kNarrowRows, count - next_row)};
         pack(r, here, chunk * kUnits, units);
         Units::multiply(narrow, here, wide + shape.at(chunk, 0), shape.block_floats, blocks_of(lanes), units,
-                        out + r * kLanes, kLanes, rows * kLanes, chunk > 0);
+                        out + r * kLanes, kLanes, rows * kLanes, chunk > 0, &upcoming);
       }
+    }
   };
   const auto finish = [&](const float* scale) {
     return finish_tiles<X>(job, first, count, lane0, lanes, out, rows, scale);
@@ -107,11 +117,11 @@ inline void output_item_on_tiles(const LinearForward& job, const WideShape& shap
 
   for (int64_t r = 0; r < rows; ++r) store(squares + r * kLanes, zero());
   product([&](int64_t row0, int64_t here, int64_t unit0, int64_t units) {
-    const bool last = row0 + here == rows;
-    const int64_t ahead = last ? 2 * kUnits - row0 * job.inner : here * job.inner;
     const int64_t present = smaller(here, count - row0);
-    for (int64_t r = 0; r < present; ++r)
-      pack_part<Units>(v, row0 + r, unit0, units, ahead, narrow + r * kUnits, squares + (row0 + r) * kLanes);
+    for (int64_t r = 0; r < present; ++r) {
+      pack_part<Units>(v, row0 + r, unit0, units, narrow + r * kUnits, squares + (row0 + r) * kLanes);
+      if (lanes < kFewLanes) upcoming.narrow.step();
+    }
     pack_narrow_along<Units>(v, count, here - present, unit0, units, narrow + present * kUnits);
   });
   float scale[kTileItemRows] = {};

@@ -60,18 +60,18 @@ const LinearKernels* products_for(const LinearShape& shape, const Tensor& x) {
   return ours ? linear_kernels(is_bfloat16(x), shape.rows) : nullptr;
 }
 
-const LinearKernels* split_products_for(const LinearShape& shape, const Tensor& x, bool backward) {
-  static const int64_t least = getenv("SPLITM") ? atoll(getenv("SPLITM")) : 64;
-  const bool worth = shape.rows >= least && !shape.is_empty() && shape.inner * shape.features >= 1024;
-  (void)backward;
-  return x.scalar_type() == ScalarType::Float && worth ? split_linear_kernels() : nullptr;
+const LinearKernels* split_products_for(const LinearShape& shape, const Tensor& x) {
+  // Splitting costs an entry of an operand what a few products with it do (bench/NOTES.md).
+  constexpr int64_t kLeastRows = 16, kLeastWidth = 256;
+  const bool worth = shape.rows >= kLeastRows && std::min(shape.inner, shape.features) >= kLeastWidth;
+  return worth && x.scalar_type() == ScalarType::Float ? split_linear_kernels() : nullptr;
 }
 
 void run_linear(const LinearCall& call) {
   const LinearKernels* products = products_for(call.shape, call.x);
   const bool small = is_small(call, products);
   if (small && small_linear(call, products)) return;
-  const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x, false);
+  const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
   if (split && linear_by_products(*split, call)) return;
   if (!small && are_pixels(call.shape, call.x, call.v, products, false) && linear_by_pixels(call)) return;
   if (products) linear_by_products(*products, call);
@@ -88,7 +88,7 @@ std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tens
   keep_dz = keep_dz && masked;
   // A bias gradient without that of the weight would need a pass of its own.
   const bool together = asked && (call.dv || !dbias);
-  const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x, true);
+  const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
   if (!small && !split && together && are_pixels(call.shape, call.x, call.v, products, true)) {
     std::optional<Tensor> dz;
     if (keep_dz) dz = empty_as(dy);

@@ -51,7 +51,7 @@ struct LinearGradient {
 };
 
 // Those of floats in pieces of bfloat16, where they are the fastest for a layer of that kind, or null.
-const LinearKernels* split_products_for(const LinearShape& shape, const Tensor& x, bool backward);
+const LinearKernels* split_products_for(const LinearShape& shape, const Tensor& x);
 
 // The products of this library for such a layer, or null.
 const LinearKernels* products_for(const LinearShape& shape, const Tensor& x);

@@ -20,6 +20,30 @@ struct Upcoming {
     constexpr int kSecondLevel = 2;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, kSecondLevel);
   }
+
+  // A few lines at a time, for loops that leave the memory idle. Lines that come from afar one behind the other hold up
+  // what a processor executes after them.
+  WNFUSED_INLINE void step() {
+    constexpr int64_t kLines = 4;
+    if (bytes <= 0) return;
+    const Upcoming next{data, bytes < 64 * kLines ? bytes : 64 * kLines};
+    next.prefetch();
+    data += next.bytes;
+    bytes -= next.bytes;
+  }
+};
+
+// The same of rows that lie apart, one at a time.
+struct UpcomingRows {
+  const char* data;
+  int64_t bytes, stride, rows;
+
+  WNFUSED_INLINE void step() {
+    if (rows <= 0) return;
+    Upcoming{data, bytes}.prefetch();
+    data += stride;
+    --rows;
+  }
 };
 
 // What may be in none of the nearer caches: parameters and, in a backward, a saved map, which the next phase reads; and
@@ -38,21 +62,12 @@ struct Ahead {
   }
 };
 
-// The same, a few lines at a time, for loops that leave the memory idle. Lines that come from afar one behind the other hold
-// up what a processor executes after them.
+// The same by steps.
 class FetchBySteps {
  public:
   explicit FetchBySteps(const Ahead& ahead) : left_{ahead.weights, ahead.map} {}
 
-  WNFUSED_INLINE void step() {
-    constexpr int64_t kLines = 4;
-    Upcoming& left = left_[left_[0].bytes > 0 ? 0 : 1];
-    if (left.bytes <= 0) return;
-    const Upcoming next{left.data, left.bytes < 64 * kLines ? left.bytes : 64 * kLines};
-    next.prefetch();
-    left.data += next.bytes;
-    left.bytes -= next.bytes;
-  }
+  WNFUSED_INLINE void step() { left_[left_[0].bytes > 0 ? 0 : 1].step(); }
 
   void finish() {
     for (Upcoming& left : left_) {
