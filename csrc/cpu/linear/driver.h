@@ -71,8 +71,8 @@ inline void output_item(const LinearForward& job, const WideShape& shape, int64_
   finish_outputs<X>(job, first, count, lane0, lanes, out);
 }
 
-// Packs what the items of a worker have of x, and calls visit(shape, first, count, lane0, lanes, wide, scratch) with their
-// rows of v and of x.
+// Packs what the items of a worker have of x, and calls visit(shape, first, count, lane0, lanes, wide, scratch) with
+// their rows of v and of x.
 template <class Units, class X, class Visit>
 WNFUSED_INLINE void share_outputs(const LinearForward& job, Worker& worker, const Visit& visit) {
   const WideShape shape(job.groups.largest() * kLanes, job.inner, Units::kUnit);
@@ -86,8 +86,8 @@ WNFUSED_INLINE void share_outputs(const LinearForward& job, Worker& worker, cons
     if (group != packed) {
       for (int64_t chunk = 0; chunk < shape.chunks; ++chunk)
         for (int64_t b = 0; b < blocks_of(lanes); ++b)
-          pack_wide_along<Units>(x, lane0 + b * kLanes, chunk * Units::kUnit.chunk, shape.chunk_units(chunk), shape.piece_floats,
-                                 wide + shape.at(chunk, b));
+          pack_wide_along<Units>(x, lane0 + b * kLanes, chunk * Units::kUnit.chunk, shape.chunk_units(chunk),
+                                 shape.piece_floats, wide + shape.at(chunk, b));
       packed = group;
     }
     visit(shape, job.row_blocks.first(part), job.row_blocks.size(part, job.features), lane0, lanes, wide, scratch);
@@ -116,7 +116,8 @@ inline void input_item(const LinearBackward& job, int64_t row_part, int64_t colu
   const int64_t blocks = blocks_of(width);
   const Runs<V> v = runs_of<V>(job.v, job.features, job.inner, job.scale);
   const Runs<X> dz = runs_of<X>(job.dz, job.rows, job.features);
-  float *narrow = scratch, *wide = narrow + kNarrowFloats<Units>, *out = wide + kWideBlocks * kPackedUnits<Units> * kLanes;
+  float *narrow = scratch, *wide = narrow + kNarrowFloats<Units>;
+  float* out = wide + kWideBlocks * kPackedUnits<Units> * kLanes;
   Sizes columns[kWideBlocks];
   for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
     const int64_t first = chunk * Units::kUnit.chunk, units = shape.chunk_units(chunk);

@@ -47,7 +47,8 @@ inline bool finish_tiles(const LinearForward& job, int64_t first, int64_t count,
 
 // The units of a chunk of row `r`, and their squares onto `squares`.
 template <class Units, class V>
-WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_t units, float* target, float* squares) {
+WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_t units, float* target,
+                              float* squares) {
   constexpr int64_t kChains = 4, kStep = kChains * kLanes;
   const int64_t begin = 2 * first, whole = smaller(2 * units, v.length - begin) / kStep * kStep / 2;
   const auto put = [&](int64_t unit, const auto& packed) __attribute__((always_inline)) {
@@ -74,7 +75,7 @@ WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_
   store(squares, (sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// The largest entry of a row of so many is between these.
+// Whether the largest entry of a row of v of that length is in range, by its norm.
 WNFUSED_INLINE bool in_split_range(float norm, int64_t count) {
   constexpr float kLeast = 0x1p-50f, kMost = 0x1p50f;
   return norm == 0 || (norm >= kLeast * __builtin_sqrtf(static_cast<float>(count)) && norm <= kMost);
@@ -94,7 +95,7 @@ inline void output_item_on_tiles(const LinearForward& job, const WideShape& shap
   UpcomingOperands upcoming{};
   const auto product = [&](const auto& pack) {
     for (int64_t chunk = 0; chunk < shape.chunks; ++chunk) {
-      // The next chunk of x, which more than one of may be too large for the second level of cache.
+      // The next chunk of x: all of them may be more than the second level of cache holds.
       const int64_t next = chunk + 1 < shape.chunks ? chunk + 1 : 0, bytes = blocks_of(lanes) * shape.block_floats * 4;
       upcoming.wide = {reinterpret_cast<const char*>(wide + shape.at(next, 0)), bytes};
       for (int64_t r = 0; r < rows; r += kNarrowRows) {

@@ -154,7 +154,8 @@ inline void pack_wide_across(const Runs<T>& runs, int64_t lane0, int64_t first, 
                              float* target) {
   for (int64_t u = 0; u < units; ++u) {
     const auto packed = Units::across(runs, first + u, lane0);
-    WNFUSED_UNROLL for (int p = 0; p < Units::kUnit.pieces; ++p) store(target + p * piece_floats + u * kLanes, packed.piece[p]);
+    WNFUSED_UNROLL for (int p = 0; p < Units::kUnit.pieces; ++p)
+      store(target + p * piece_floats + u * kLanes, packed.piece[p]);
   }
 }
 

@@ -1,7 +1,7 @@
-// Products of two matrices on tiles (pair_amx.h), over the operands of gemm.h: 16 rows of the narrow one are a tile as they
-// lie, 16 units of a block of the wide one another.
+// Products of two matrices on tiles (amx_tiles.h), over the operands of gemm.h: 16 rows of the narrow one are a tile as
+// they lie, 16 units of a block of the wide one another.
 //
-// TileUnits multiplies bfloat16. SplitUnits multiplies floats, each as the sum of three bfloat16 of 8 bits, which is exact:
+// TileUnits multiplies bfloat16. SplitUnits multiplies floats, each as the sum of three bfloat16, which is exact:
 //
 //   a b = a0 b0 + (a0 b1 + a1 b0) + (a0 b2 + a1 b1 + a2 b0) + what is left out, 2^-24 a b at most
 //
@@ -88,9 +88,10 @@ struct SplitUnits {
     for (int64_t c = 0; c < blocks; ++c, wide += wide_stride, out += out_col_stride)
       for (int64_t r = 0; r < rows;) {
         const int64_t left = rows - r;
-        const auto tiles = left >= 4 * kRows ? multiply_tiles<4> : left >= 2 * kRows ? multiply_tiles<2> : multiply_tiles<1>;
-        tiles(narrow + r * kUnit.chunk, wide, piece, units, out + r * out_stride, out_stride, accumulate, ahead);
-        r += left >= 4 * kRows ? 4 * kRows : left >= 2 * kRows ? 2 * kRows : kRows;
+        const int64_t count = left >= 4 * kRows ? 4 : left >= 2 * kRows ? 2 : 1;
+        const auto multiply = count == 4 ? multiply_tiles<4> : count == 2 ? multiply_tiles<2> : multiply_tiles<1>;
+        multiply(narrow + r * kUnit.chunk, wide, piece, units, out + r * out_stride, out_stride, accumulate, ahead);
+        r += count * kRows;
       }
   }
 
