@@ -1,7 +1,7 @@
 """Linear layers in float32 on tiles, each number as three bfloat16 (`csrc/cpu/products/gemm_tiles.h`), entry by entry.
 
-Pieces lose what is small beside the rest of its row, and all of a row that is small itself: such calls are multiplied as
-floats. So every entry of every product is as exact as a sum of floats, whatever the sizes of its rows and columns.
+Pieces lose what is small beside the rest of its row, and all of a row that is small itself: such calls are multiplied
+as floats. So every entry of every product is as exact as a sum of floats, whatever the sizes of its rows and columns.
 """
 
 import pytest
@@ -59,7 +59,8 @@ def scaled(parts, size):
 # With one operand of a product alone, or with both.
 PARTS = [
     "x", "x row", "x column", "v", "v row", "v column", "g", "g row", "dy", "dy row", "dy column",
-    "x, dy", "x column, dy", "x, dy column", "x column, dy column", "dy, g", "dy row, g", "dy, v column", "x, v", "x row, v",
+    "x, dy", "x column, dy", "x, dy column", "x column, dy column", "dy, g", "dy row, g", "dy, v column",
+    "x, v", "x row, v",
 ]  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def test_no_less_exact_than_vectors():
         for name in ("amx", "avx512"):
             torch.ops.wnfused_native.set_cpu_isa(name)
             found, expected = both(tensors, (), "none", dy=dy)
-            errors.append([(found[n].double() - expected[n]).norm() / expected[n].norm() for n in ("y", "dx", "dv", "dg")])
+            errors.append([(found[n].double() - expected[n]).norm() for n in ("y", "dx", "dv", "dg")])
     finally:
         torch.ops.wnfused_native.set_cpu_isa("auto")
     assert all(tiles < vectors for tiles, vectors in zip(*errors, strict=True)), errors

@@ -96,7 +96,7 @@ struct SplitUnits {
   }
 
   WNFUSED_INLINE static Packed<kPieces> of_run(const void*, const Block& first, const Block& second) {
-    const Pieces a(first), b(second);
+    const Split a(first), b(second);
     return {{rounded_run(a.at[0], b.at[0]), rounded_run(a.at[1], b.at[1]), rounded_run(a.at[2], b.at[2])}};
   }
 
@@ -107,15 +107,15 @@ struct SplitUnits {
 
   template <class T>
   WNFUSED_INLINE static Packed<kPieces> across(const Runs<T>& runs, int64_t unit, int64_t at) {
-    const Pieces a(runs.entries(2 * unit, at)), b(runs.entries(2 * unit + 1, at));
+    const Split a(runs.entries(2 * unit, at)), b(runs.entries(2 * unit + 1, at));
     return {{exact_pairs(a.at[0], b.at[0]), exact_pairs(a.at[1], b.at[1]), exact_pairs(a.at[2], b.at[2])}};
   }
 
  private:
-  struct Pieces {
+  struct Split {
     Block at[kPieces];
 
-    WNFUSED_INLINE explicit Pieces(const Block& a) {
+    WNFUSED_INLINE explicit Split(const Block& a) {
       at[0] = leading_bits(a);
       const Block rest = a - at[0];
       at[1] = leading_bits(rest);
