@@ -89,7 +89,7 @@ def tables() -> dict[str, list[str]]:
         "kinds": _kinds(layers, users, autocast),
         "kinds-shortly": _kinds(layers, users, autocast, named=2),
         "autocast": _single(autocast),
-        "amx-autocast": _single(load("cpu-xeon-2core-amx-autocast")),
+        "amx-layers": _single(load("cpu-xeon-2core-amx-layers")),
         "frozen": [
             f"| {row['workload'].removesuffix(', batch 1')} | "
             f"{' | '.join(_ratio(row, peer) for peer in ('native', 'eager', 'plain'))} |"
