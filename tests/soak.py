@@ -247,6 +247,8 @@ def linear(draw: random.Random, dtype: torch.dtype) -> None:
     rows, inputs, outputs = draw.choice((0, 1, 2, draw.randint(3, 70))), draw.randint(1, 80), draw.randint(1, 80)
     if draw.random() < 0.3:  # enough rows for a 1x1 convolution
         rows, inputs, outputs = draw.randint(30, 300), draw.randint(1, 140), draw.randint(1, 50)
+    if draw.random() < 0.2:  # wide enough for floats in pieces
+        rows, inputs, outputs = draw.randint(16, 70), draw.randint(256, 330), draw.randint(256, 300)
     x = strided(draw, normal(draw, rows, inputs)).to(dtype)
     v = normal(draw, outputs, inputs)
     layer(draw, native.linear, native.linear_backward, reference.linear, reference.linear_backward, x, v, ())
