@@ -4,10 +4,13 @@ Pieces lose what is small beside the rest of its row, and all of a row that is s
 as floats. So every entry of every product is as exact as a sum of floats, whatever the sizes of its rows and columns.
 """
 
+import copy
+
 import pytest
 import torch
 from test_layer_native import NAMES, TOLERANCE, assert_close, both, linear_sample
 
+import wnfused
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -23,6 +26,20 @@ SUMS = 8  # roundings of sums and of the split, in the mean
 @pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
 def test_shapes(isa, shape, activation):
     assert_close(*both(linear_sample(*shape), (), activation, 0.2))
+
+
+@pytest.mark.parametrize("rows", [20, 70])
+def test_a_layer(isa, rows):
+    layer = wnfused.WNLinear(256, 270, activation="relu")
+    x = torch.randn(rows, 256, requires_grad=True)
+    y = layer(x)
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, [x, *layer.parameters()], dy)
+    wide, x64 = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    # A sum that is 0 but for its rounding has either sign: the mask is the found output's.
+    expected = torch.autograd.grad(wide(x64), [x64, *wide.parameters()], (dy * (y > 0)).double())
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() <= TOLERANCE[torch.float32] * other.norm()
 
 
 def entrywise(x, v, g, dy):

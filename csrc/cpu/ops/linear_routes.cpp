@@ -84,11 +84,12 @@ std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tens
                                           Activation activation, float slope, bool keep_dz, float* dbias) {
   const bool masked = activation != Activation::kNone, asked = call.dx || call.dv;
   const LinearKernels* products = products_for(call.shape, call.x);
-  const bool small = is_small(call, products), vendor = !small && !products;
+  const bool small = is_small(call, products);
+  const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
+  const bool vendor = !small && !products && !split;
   keep_dz = keep_dz && masked;
   // A bias gradient without that of the weight would need a pass of its own.
   const bool together = asked && (call.dv || !dbias);
-  const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
   if (!small && !split && together && are_pixels(call.shape, call.x, call.v, products, true)) {
     std::optional<Tensor> dz;
     if (keep_dz) dz = empty_as(dy);
