@@ -50,9 +50,12 @@ constexpr int64_t tile_item_rows(int64_t lanes) {
   return std::clamp(kSums / lanes / kNarrowRows, int64_t{1}, kTileItemRows / kNarrowRows) * kNarrowRows;
 }
 
-// Whether the largest entry of a row, given as the bits of its absolute value, is one of those of split_range.h.
+// What split_range.h asks of the largest entry of a row: between 2^-kSplitExponent and 2^kSplitExponent. Here it is given
+// as the bits of its absolute value.
+constexpr uint32_t kSplitExponent = 50;
+
 constexpr bool in_split_range(uint32_t largest) {
-  constexpr uint32_t kLeast = (127u - 50) << 23, kMost = (127u + 50) << 23;
+  constexpr uint32_t kLeast = (127 - kSplitExponent) << 23, kMost = (127 + kSplitExponent) << 23;
   return largest == 0 || (largest >= kLeast && largest <= kMost);
 }
 
@@ -90,11 +93,11 @@ struct LinearBackward {
 
 struct LinearKernels {
   DepthUnit unit;
-  bool tiles;                                                      // forward: tile_forward.h
+  bool tiles;  // the forward is that of tile_forward.h
   bool (*small_pairs)(const SmallLinear&, int64_t begin, int64_t end);  // null where units are no pairs
   void (*forward)(const LinearForward&, Worker&);
   void (*backward)(const LinearBackward&, Worker&);
-  // Of floats in pieces: whether rows [begin, end) of a matrix are in range, and the sizes of its columns (split_range.h).
+  // Of floats in pieces (split_range.h): whether rows [begin, end) of a matrix are in range, and its columns' sizes.
   bool (*rows_in_range)(const float* matrix, int64_t begin, int64_t end, int64_t length, uint32_t* columns) = nullptr;
 };
 

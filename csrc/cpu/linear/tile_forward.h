@@ -77,7 +77,7 @@ WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_
 
 // Whether the largest entry of a row of v of that length is in range, by its norm.
 WNFUSED_INLINE bool in_split_range(float norm, int64_t count) {
-  constexpr float kLeast = 0x1p-50f, kMost = 0x1p50f;
+  constexpr float kMost = int64_t{1} << kSplitExponent, kLeast = 1 / kMost;
   return norm == 0 || (norm >= kLeast * __builtin_sqrtf(static_cast<float>(count)) && norm <= kMost);
 }
 
