@@ -15,27 +15,40 @@ WNFUSED_INLINE Runs<T> runs_of(const Values& matrix, int64_t count, int64_t leng
   return {static_cast<const T*>(matrix.data), count, length, scale};
 }
 
-// Rows [first, first + count) of y from out = y^T [count][kWideBlocks * 16], lanes from lane0 on.
+// Sums z^T: those of row r and the block of lanes m are at out + r * row_stride + m * block_stride.
+struct OutputSums {
+  const float* out;
+  int64_t row_stride, block_stride;
+};
+
+// Rows [first, first + count) of y, lanes from lane0 on, from z, times `scale` by its rows unless that is null. Whether
+// all of z is finite.
 template <class T>
-inline void finish_outputs(const LinearForward& job, int64_t first, int64_t count, int64_t lane0, int64_t lanes,
-                           const float* out) {
-  constexpr int64_t kStride = kWideBlocks * kLanes;
+inline bool finish_outputs(const LinearForward& job, int64_t first, int64_t count, int64_t lane0, int64_t lanes,
+                           const OutputSums& sums, const float* scale) {
   T* y = static_cast<T*>(job.y.data);
   const T* residual = static_cast<const T*>(job.residual.data);
   const Block slope = splat(job.slope);
+  Block poison = zero();
   with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
     for (int64_t n = 0; n < count; n += kLanes) {
       const int64_t width = smaller(kLanes, count - n), column = first + n;
-      const Block bias = !job.bias ? zero() : width == kLanes ? load(job.bias + column) : load(job.bias + column, width);
+      const auto of_rows = [&](const float* rows) __attribute__((always_inline)) {
+        return width == kLanes ? load(rows) : load(rows, width);
+      };
+      const Block bias = job.bias ? of_rows(job.bias + column) : zero();
+      const Block scales = scale ? of_rows(scale + n) : splat(1);
       for (int64_t m = 0; m < lanes; m += kLanes) {
+        const float* out = sums.out + n * sums.row_stride + m / kLanes * sums.block_stride;
         Block block[kLanes];
-        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(out + (n + i) * kStride + m);
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(out + i * sums.row_stride);
         transpose(block);
         const int64_t end = smaller(kLanes, lanes - m);
         const auto finish = [&](auto move) __attribute__((always_inline)) {
           for (int64_t i = 0; i < end; ++i) {
             const int64_t at = (lane0 + m + i) * job.features + column;
-            Block value = block[i] + bias;
+            poison = multiply_add(block[i], zero(), poison);
+            Block value = multiply_add(block[i], scales, bias);
             if (residual) value = value + move.load(residual + at);
             move.store(y + at, activate<activation.value>(value, slope));
           }
@@ -45,6 +58,7 @@ inline void finish_outputs(const LinearForward& job, int64_t first, int64_t coun
       }
     }
   });
+  return sum_of(poison) == 0;
 }
 
 // An item of the forward: `count` rows of v from `first` on, and of x those packed at `wide`, from lane0 on.
@@ -68,7 +82,7 @@ inline void output_item(const LinearForward& job, const WideShape& shape, int64_
     Units::multiply(narrow, rows, wide + shape.at(chunk, 0), shape.block_floats, blocks_of(lanes), units, out,
                     kWideBlocks * kLanes, kLanes, chunk > 0);
   }
-  finish_outputs<X>(job, first, count, lane0, lanes, out);
+  finish_outputs<X>(job, first, count, lane0, lanes, {out, kWideBlocks * kLanes, kLanes}, nullptr);
 }
 
 // Packs what the items of a worker have of x, and calls visit(shape, first, count, lane0, lanes, wide, scratch) with

@@ -9,42 +9,6 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Rows [first, first + count) of y from out = z^T [block][rows][16], lanes from lane0 on, z scaled by row of v. Whether
-// all of it is finite.
-template <class X>
-inline bool finish_tiles(const LinearForward& job, int64_t first, int64_t count, int64_t lane0, int64_t lanes,
-                         const float* out, int64_t rows, const float* scale) {
-  X* y = static_cast<X*>(job.y.data);
-  const X* residual = static_cast<const X*>(job.residual.data);
-  const Block slope = splat(job.slope);
-  Block poison = zero();
-  with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
-    for (int64_t n = 0; n < count; n += kLanes) {
-      const int64_t width = smaller(kLanes, count - n), column = first + n;
-      const Block bias = !job.bias ? zero() : width == kLanes ? load(job.bias + column) : load(job.bias + column, width);
-      const Block scales = load(scale + n);
-      for (int64_t m = 0; m < lanes; m += kLanes) {
-        Block block[kLanes];
-        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(out + m * rows + (n + i) * kLanes);
-        transpose(block);
-        const int64_t end = smaller(kLanes, lanes - m);
-        const auto finish = [&](auto move) __attribute__((always_inline)) {
-          for (int64_t i = 0; i < end; ++i) {
-            const int64_t at = (lane0 + m + i) * job.features + column;
-            poison = multiply_add(block[i], zero(), poison);
-            Block value = multiply_add(block[i], scales, bias);
-            if (residual) value = value + move.load(residual + at);
-            move.store(y + at, activate<activation.value>(value, slope));
-          }
-        };
-        if (width == kLanes) finish(Whole{});
-        else finish(Partial{width});
-      }
-    }
-  });
-  return sum_of(poison) == 0;
-}
-
 // The units of a chunk of row `r`, and their squares onto `squares`.
 template <class Units, class V>
 WNFUSED_INLINE void pack_part(const Runs<V>& v, int64_t r, int64_t first, int64_t units, float* target,
@@ -113,7 +77,7 @@ inline void output_item_on_tiles(const LinearForward& job, const WideShape& shap
     }
   };
   const auto finish = [&](const float* scale) {
-    return finish_tiles<X>(job, first, count, lane0, lanes, out, rows, scale);
+    return finish_outputs<X>(job, first, count, lane0, lanes, {out, kLanes, rows * kLanes}, scale);
   };
 
   for (int64_t r = 0; r < rows; ++r) store(squares + r * kLanes, zero());
@@ -141,9 +105,7 @@ inline void output_item_on_tiles(const LinearForward& job, const WideShape& shap
     product([&](int64_t row0, int64_t here, int64_t unit0, int64_t units) {
       pack_narrow_along<Units>(v, row0, here, unit0, units, narrow);
     });
-    float one[kTileItemRows];
-    for (int64_t r = 0; r < rows; ++r) one[r] = 1;
-    finish(one);
+    finish(nullptr);
   }
 }
 
