@@ -169,16 +169,18 @@ def test_what_is_not_finite_is_the_vendors(isa, method, case, which):
         assert_not_finite_as_torch(case, which, value, in_bfloat16)
 
 
-def test_large_layers_are_the_vendors_where_it_has_dot_products_for_them(isa):
-    """Dot products of bfloat16 are twice as many as float32's; Winograd's method saves more."""
+def test_dot_products_take_what_winograd_does_not_save_more_of(isa):
+    """Dot products of bfloat16 are twice as many as float32's; wide windows of many products are the vendor's."""
     if isa != "avx512_bf16":
         pytest.skip("no such instructions, or tiles")
     ones, twos = (1, 1), (2, 2)
     threads = torch.get_num_threads()
-    for case, ours in [
-        (Case(8 * threads, 64, 64, (32, 32), (3, 3), twos, ones, ones), False),
-        (same3x3(8 * threads, 64, 64, 32, 32), True),
-    ]:
+    strided = Case(8 * threads, 64, 64, (32, 32), (3, 3), twos, ones, ones)
+    same, wide = same3x3(8 * threads, 64, 64, 32, 32), Case(8 * threads, 64, 64, (32, 32), (5, 5), ones, twos, ones)
+    assert method_of(strided, bfloat16=True) == "pairs"
+    assert [method_of(case, bfloat16=True) for case in (same, wide)] == ["winograd4", "pieces"]
+    for case, exact in ((same, True), (wide, False)):
         found, wanted = both(case, in_bfloat16(sample(case)))
-        error = (found["dv"].double() - wanted["dv"]).norm() / wanted["dv"].norm()
-        assert (error <= FLOAT) == ours, case
+        error = (found["y"].double() - wanted["y"]).norm() / wanted["y"].norm()
+        once = 1.9e-3  # rounding y alone makes 1.65e-3, w as well 2.3e-3
+        assert (error <= once) == exact, f"{case}: {error:.2e}"

@@ -61,6 +61,8 @@ const PairWindowKernels* pair_window_kernels() {
 #if defined(__x86_64__)
     case PairProducts::kTiles:
       return &amx::pair_window_kernels;
+    case PairProducts::kDots:
+      return &avx512_bf16::pair_window_kernels;
 #endif
     case PairProducts::kEmulatedTiles:
       return &amx_emulated::pair_window_kernels;

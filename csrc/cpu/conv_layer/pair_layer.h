@@ -1,4 +1,4 @@
-// A single convolution layer on pairs of bfloat16, where the processor has tiles for them (pair_window.h): groups 1, one
+// A single convolution layer on pairs of bfloat16, where the processor has products of them (pair_window.h): groups 1, one
 // level, x and the gradients bfloat16, v fp32.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace wnfused::cpu {
 
-// What an instruction set provides that multiplies tiles.
+// What an instruction set provides that multiplies pairs.
 struct PairWindowKernels {
   PairTile tile;
   ConvKernels<PairWindow> kernels, transposed;
@@ -18,14 +18,17 @@ struct PairWindowKernels {
 namespace amx {
 extern const PairWindowKernels pair_window_kernels;
 }
+namespace avx512_bf16 {
+extern const PairWindowKernels pair_window_kernels;
+}
 namespace amx_emulated {
 extern const PairWindowKernels pair_window_kernels;
 }
 
-// Null where there are no tiles.
+// Null where the processor has no such products.
 const PairWindowKernels* pair_window_kernels();
 
-// run_conv_layer, kept_floats and run_conv_layer_backward of layers by Method::kPairs, where there are tiles.
+// run_conv_layer, kept_floats and run_conv_layer_backward of layers by Method::kPairs.
 bool run_pair_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
                     const torch::stable::Tensor& y, float* norm, const KeptBank* kept);
 KeptFloats kept_pair_floats(const ConvLayer& layer);

@@ -123,9 +123,19 @@ std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<
   };
   const ConvShape shape{maps.at(0),      maps.at(1),      maps.at(2),       triple(maps, 3), triple(kernel),
                         triple(stride),  triple(padding), triple(dilation), groups};
-  if (bfloat16 && suits_tiles(shape)) return name_of(Method::kPairs);
+  if (bfloat16 && suits_pairs(shape, transposed)) return name_of(Method::kPairs);
   const std::optional<Method> method = conv_layer_method(shape, transposed, kept);
   return method ? name_of(*method) : "vendor";
+}
+
+// Dot products are twice float32's: Winograd's method in two dims saves more than that, and where a bank of many taps
+// streams from the second-level cache for many pixels, the vendor's are faster.
+bool suits_dots(const ConvShape& shape, bool transposed) {
+  constexpr int64_t kMany = 300'000'000;
+  if (transposed) return true;
+  if (takes_winograd(shape)) return false;
+  const bool wide = suits_pieces(shape) && shape.size.row > 1 && shape.dilation.product() == 1;
+  return !wide || products_each(shape) <= kMany;
 }
 
 }  // namespace
@@ -174,23 +184,20 @@ bool is_vendors_bfloat16(const ConvLayer& layer) {
   const ConvShape& shape = layer.shape;
   if (layer.method == Method::kPairs) return false;
   if (!is_bfloat16(layer.x) || !has_many_bfloat16_products(shape)) return false;
-  // Tiles make sixteen times as many products as float32 has, dot products twice as many: Winograd's method in two dims
-  // saves more than that, along lines about as many, and depthwise layers move more than they multiply. Grouped ones the
-  // vendor multiplies at a fraction of its speed; those over one dim, too, where images and blocks of 64 outputs are too
-  // few for its threads, if they are dilated.
+  // What is no product of pairs (suits_pairs). The vendor's products are twice as many as float32's, sixteen times on tiles:
+  // Winograd's method in two dims saves more than twice, along lines about as many, and depthwise layers move more than
+  // they multiply. Grouped ones the vendor multiplies at a fraction of its speed.
   if (active_pair_products() == PairProducts::kTiles) return true;
   if (layer.method == Method::kPieces) {
-    constexpr int64_t kTimes = 6, kTimesShared = 3, kVendorBlock = 64;
-    const bool one_dim = shape.output_size().row == 1 && shape.has_one_level();
-    const bool shared = one_dim && shape.images * divide_up(shape.outputs, kVendorBlock) >= 2 * worker_limit();
-    return shape.groups == 1 && (shared || shape.dilation.column == 1) &&
-           has_many_bfloat16_products(shape, shared ? kTimesShared : kTimes);
+    constexpr int64_t kTimes = 6;
+    return shape.groups == 1 && shape.dilation.column == 1 && has_many_bfloat16_products(shape, kTimes);
   }
   return layer.method == Method::kDirect && !shape.is_depthwise();
 }
 
-bool suits_tiles(const ConvShape& shape) {
+bool suits_pairs(const ConvShape& shape, bool transposed) {
   if (!pair_window_kernels() || !suits_pair_window(shape)) return false;
+  if (active_pair_products() == PairProducts::kDots && !suits_dots(shape, transposed)) return false;
   const double entries = map_entries(shape.images, shape.inputs, shape.size) +
                          map_entries(shape.images, shape.outputs, shape.output_size());
   return entries <= 2 * kCopies;

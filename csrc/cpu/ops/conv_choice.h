@@ -21,7 +21,7 @@ bool is_vendors_backward(const ConvLayer& layer, bool last, bool input);
 bool has_many_bfloat16_products(const ConvShape& shape, int64_t times = 1);
 bool is_vendors_bfloat16(const ConvLayer& layer);
 
-// Whether a layer in bfloat16 is fastest on tiles of this library's (pair_window.h).
-bool suits_tiles(const ConvShape& shape);
+// Whether a layer in bfloat16 is fastest as products of pairs of this library's (pair_window.h).
+bool suits_pairs(const ConvShape& shape, bool transposed);
 
 }  // namespace wnfused::cpu

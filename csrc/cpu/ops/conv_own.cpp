@@ -12,7 +12,7 @@ namespace {
 std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at, bool kept = false) {
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return std::nullopt;
-  const bool pairs = is_bfloat16(x) && suits_tiles(*shape);
+  const bool pairs = is_bfloat16(x) && suits_pairs(*shape, false);
   const std::optional<Method> method = pairs ? Method::kPairs : conv_layer_method(*shape, false, kept);
   if (!method) return std::nullopt;
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};

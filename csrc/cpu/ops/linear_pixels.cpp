@@ -14,6 +14,11 @@ ConvShape pixels_of(const LinearShape& shape) {
 
 Method method_for(const Tensor& x) { return is_bfloat16(x) ? Method::kPairs : Method::kDirect; }
 
+bool has_tiles() {
+  const PairWindowKernels* kernels = pair_window_kernels();
+  return kernels && kernels->tile.flat;
+}
+
 }  // namespace
 
 // Measured beside the products of AVX-512 and those of tiles (bench/NOTES.md): how many entries of v one row of x makes
@@ -23,7 +28,7 @@ bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, cons
   constexpr int64_t kForward = 512, kBackward = 160, kPairs = 64;
   if (!products || shape.is_empty()) return false;
   const int64_t weights = shape.inner * shape.features;
-  if (is_bfloat16(x)) return pair_window_kernels() && is_fused_dtype(v) && !backward && weights <= kPairs * shape.rows;
+  if (is_bfloat16(x)) return has_tiles() && is_fused_dtype(v) && !backward && weights <= kPairs * shape.rows;
   const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
   return active_isa() == Isa::kAvx512 && floats && weights <= (backward ? kBackward : kForward) * shape.rows;
 }

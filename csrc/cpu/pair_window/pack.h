@@ -193,6 +193,15 @@ void finish_pair_gradient(const Job& job, const PairWindow& window, int64_t outp
   };
   for (int64_t r = 0; r < kLanes; ++r) {
     float* row = scratch + r * padded;
+    if (window.thin) {
+      float* gathered = scratch + kLanes * padded;
+      for (int64_t b = 0; b < window.wgrad_input_blocks; ++b) store(gathered + b * kLanes, sum_at(0, b, r));
+      for_taps(window, [&](int64_t plane, int64_t depth) {
+        for (int64_t c = 0; c < channels; ++c)
+          row[taps_first ? plane * channels + c : c * taps + plane] = gathered[depth + c];
+      });
+      continue;
+    }
     for (int64_t b = 0; b < window.source.channel_blocks; ++b) {
       const int64_t channel0 = b * kLanes, here = smaller(channels - channel0, kLanes);
       for (int64_t k = 0; k < taps && taps_first; ++k)

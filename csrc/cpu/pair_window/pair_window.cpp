@@ -109,11 +109,15 @@ void divide(int64_t workers, PairWindow& pairs) {
 
 void divide_weight_gradient(int64_t workers, PairWindow& pairs) {
   const PairGrid& grid = pairs.grids[0];
-  const int64_t row_shift = (grid.reach_rows - 1) / pairs.row_step;
-  const int64_t column_shift = (grid.reach_columns - 1) / pairs.column_step;
-  pairs.wgrad_columns = columns_of(grid.width, kGradientPixels);
-  pairs.wgrad_lines = std::clamp<int64_t>(kGradientPixels / pairs.wgrad_columns, 1, grid.height);
-  pairs.wgrad_line_pixels = round_up(pairs.wgrad_columns + column_shift, 2);
+  // A thin source's taps are no shifts but entries of its rows, gathered for the chunks of the convolution.
+  const bool thin = pairs.thin;
+  const int64_t row_shift = thin ? 0 : (grid.reach_rows - 1) / pairs.row_step;
+  const int64_t column_shift = thin ? 0 : (grid.reach_columns - 1) / pairs.column_step;
+  pairs.wgrad_columns = thin ? grid.columns : columns_of(grid.width, kGradientPixels);
+  pairs.wgrad_lines = thin ? grid.lines : std::clamp<int64_t>(kGradientPixels / pairs.wgrad_columns, 1, grid.height);
+  pairs.wgrad_line_pixels = thin ? grid.columns : round_up(pairs.wgrad_columns + column_shift, 2);
+  pairs.wgrad_taps = thin ? 1 : pairs.row_taps;
+  pairs.wgrad_input_blocks = thin ? divide_up(pairs.row_floats(), kLanes) : pairs.source.channel_blocks;
   pairs.wgrad_run = round_up(pairs.wgrad_lines * pairs.wgrad_line_pixels, pairs.tile_depth);
   constexpr int64_t kLine = 32;
   pairs.wgrad_plane = round_up(pairs.wgrad_run, 2 * kLine) + kLine;
@@ -124,10 +128,10 @@ void divide_weight_gradient(int64_t workers, PairWindow& pairs) {
   pairs.wgrad_span = round_up(pairs.wgrad_run + row_shift * pairs.wgrad_line_pixels + column_shift + 1, 2);
   const int64_t pixels = pairs.target.pixels();
   const int64_t most = std::clamp<int64_t>(kGradients / pairs.gradient_size(), 1, kMaxSlices);
-  const int64_t slices = std::clamp<int64_t>(pixels / (4 * pairs.source.padded_channels), 1, most);
+  const int64_t slices = std::clamp<int64_t>(pixels / (4 * pairs.wgrad_input_blocks * kLanes), 1, most);
   pairs.wgrad_slice_chunks = std::max<int64_t>(1, divide_up(pairs.wgrad_chunks, slices));
   pairs.wgrad_slices = std::max<int64_t>(1, divide_up(pairs.wgrad_chunks, pairs.wgrad_slice_chunks));
-  int64_t groups = divide_up(pairs.output_blocks, kMaxGroups);
+  int64_t groups = divide_up(pairs.output_blocks, kMaxGroups / pairs.block_groups());
   while (pairs.wgrad_slices * groups < workers && groups < pairs.output_blocks) ++groups;
   pairs.wgrad_group_blocks = divide_up(pairs.output_blocks, groups);
   pairs.wgrad_groups = divide_up(pairs.output_blocks, pairs.wgrad_group_blocks);
@@ -170,8 +174,9 @@ PairWindow make_pair_window(const ConvShape& shape, bool back, const PairTile& t
     grid.panel_step = grid.reach_columns > 1 ? pairs.column_step : 1;
     steps = steps && (grid.segments == 0 || grid.panel_step % 2 == 0);
   }
-  constexpr int64_t kLine = 32;  // elements of a cache line
-  pairs.pixel = steps ? window.source.padded_channels : round_up(window.source.channels, kLine);
+  // Tiles load rows that begin cache lines, of 32 elements.
+  const int64_t unit = steps ? kLanes : std::max<int64_t>(kLanes, tile.depth);
+  pairs.pixel = round_up(window.source.channels, unit);
   for (int64_t i = 0; i < pairs.grid_count; ++i) {
     PairGrid& grid = pairs.grids[i];
     const int64_t segment = grid.run * (pairs.thin ? pairs.source.channels : pairs.pixel);
@@ -190,7 +195,8 @@ int64_t operand_floats(const MapShape& map) { return (map.pixels() * map.channel
 int64_t worker_floats(const PairWindow& pairs) {
   const auto floats = [](int64_t elements) { return round_up(divide_up(elements, 2), kLanes); };
   const int64_t convolution = floats(pairs.panel) + floats(pairs.lines_before_rows) + kTileSums;
-  const int64_t gradient = floats(pairs.wgrad_inputs()) + floats(pairs.wgrad_outputs()) + floats(pairs.wgrad_line());
+  const int64_t rows = pairs.thin ? floats(pairs.panel) + floats(pairs.lines_before_rows) : floats(pairs.wgrad_line());
+  const int64_t gradient = floats(pairs.wgrad_inputs()) + floats(pairs.wgrad_outputs()) + rows;
   const int64_t row = round_up(pairs.row_floats(), kLanes);
   const int64_t packing = kLanes * pairs.row_taps * kLanes + 2 * kLanes;
   const int64_t finishing = kFinishRows * row + kLanes;

@@ -21,6 +21,10 @@
 //   outputs   [O][lines][pixels]                               dz; zero beyond the map
 //   inputs    [residue][input block][shift][pixel / 2][16][2]  x; a tap is a shift of the run, by an odd number in a copy
 //   sums      [tap][input block][Op][16]                       of a slice
+//
+// Of a thin source its whole rows are turned, so that all taps are one product:
+//
+//   inputs    [depth / 16][pixel / 2][16][2]     sums   [depth / 16][Op][16]
 #pragma once
 
 #include <cstdint>
@@ -80,7 +84,9 @@ struct PairWindow : Division {
   int64_t wgrad_chunks, wgrad_row_chunks, wgrad_column_chunks, wgrad_slice_chunks;
   int64_t wgrad_plane;  // elements of an output: an odd number of cache lines, so that outputs do not share sets
   int64_t wgrad_shifts, wgrad_span;  // the inputs' panels of a block, and pixels of one
+  int64_t wgrad_taps, wgrad_input_blocks;  // products of a chunk and their blocks; thin: one, of whole rows
 
+  int64_t block_groups() const { return kLanes / tile_rows; }  // register tiles of rows in a block
   int64_t bank_size() const { return output_blocks * block_floats(); }
   int64_t block_floats() const { return block_elements / 2; }
   int64_t row_floats() const { return source.channels * row_taps; }
@@ -96,12 +102,13 @@ struct PairWindow : Division {
   PairChunk wgrad_chunk(int64_t chunk) const {
     return chunk_of(grids[0], chunk, wgrad_row_chunks, wgrad_column_chunks, wgrad_lines, wgrad_columns);
   }
-  int64_t tap_sums() const { return source.padded_channels * padded_outputs; }
-  int64_t gradient_size() const { return row_taps * tap_sums(); }
+  int64_t tap_sums() const { return wgrad_input_blocks * kLanes * padded_outputs; }
+  int64_t gradient_size() const { return wgrad_taps * tap_sums(); }
   int64_t row_residues() const { return std::min(row_step, grids[0].reach_rows); }
   int64_t column_residues() const { return std::min(column_step, grids[0].reach_columns); }
+  int64_t wgrad_residues() const { return thin ? 1 : row_residues() * column_residues(); }
   int64_t wgrad_inputs() const {
-    return row_residues() * column_residues() * source.channel_blocks * wgrad_shifts * wgrad_span * kLanes;
+    return wgrad_residues() * wgrad_input_blocks * wgrad_shifts * wgrad_span * kLanes;
   }
   int64_t wgrad_outputs() const { return wgrad_group_blocks * kLanes * wgrad_plane + kLanes; }
   int64_t wgrad_line() const { return (wgrad_line_pixels * column_step + 2) * source.padded_channels; }

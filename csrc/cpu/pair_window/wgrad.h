@@ -76,6 +76,23 @@ inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairC
   }
 }
 
+// A thin source's rows of a chunk: [depth / 16][pixel / 2][16][2]. `scratch`: as a convolution's item has it.
+inline void turn_rows(const PairWindow& window, const uint16_t* x, const PairChunk& chunk, uint16_t* target,
+                      float* scratch) {
+  const PairGrid& grid = window.grids[0];
+  uint16_t* rows = reinterpret_cast<uint16_t*>(scratch);
+  uint16_t* lines = reinterpret_cast<uint16_t*>(scratch + panel_floats(window.panel));
+  gather_grid(window, grid, x, chunk, window.source.channels, lines);
+  gather_rows(window, grid, lines, chunk, rows);
+  const int64_t pixels = chunk.lines * chunk.columns, panel = window.wgrad_span * kLanes;
+  // What a row's last block reads of the next row are lanes that nobody reads.
+  for (int64_t p = 0; p < window.wgrad_run; p += 2, rows += 2 * grid.depth, target += 2 * kLanes)
+    for (int64_t b = 0; b < window.wgrad_input_blocks; ++b) {
+      const uint16_t* at = rows + b * kLanes;
+      store_bits(target + b * panel, load_pairs(p < pixels ? at : nullptr, p + 1 < pixels ? at + grid.depth : nullptr));
+    }
+}
+
 // Item `item` of the weight gradient: a slice, a group of output blocks.
 inline void pair_window_gradient_item(const PairWindow& window, int64_t item, const uint16_t* x, const uint16_t* dz,
                                       float* sums, float* scratch) {
@@ -86,7 +103,6 @@ inline void pair_window_gradient_item(const PairWindow& window, int64_t item, co
   scratch += panel_floats(window.wgrad_inputs());
   uint16_t* outputs = reinterpret_cast<uint16_t*>(scratch);
   scratch += panel_floats(window.wgrad_outputs());
-  uint16_t* line = reinterpret_cast<uint16_t*>(scratch);
   sums += slice * window.gradient_size() + first_block * kLanes * kLanes;
 
   const PairGrid& grid = window.grids[0];
@@ -94,11 +110,23 @@ inline void pair_window_gradient_item(const PairWindow& window, int64_t item, co
   const int64_t first = slice * window.wgrad_slice_chunks;
   const int64_t end = smaller(first + window.wgrad_slice_chunks, window.wgrad_chunks);
   int64_t offsets[kMaxGroups];
-  for (int64_t b = 0; b < blocks; ++b) offsets[b] = b * kLanes * window.wgrad_plane;
+  const int64_t groups = blocks * window.block_groups();
+  for (int64_t i = 0; i < groups; ++i) offsets[i] = i * window.tile_rows * window.wgrad_plane;
   for (int64_t chunk = first; chunk < end; ++chunk) {
     const PairChunk where = window.wgrad_chunk(chunk);
     turn_outputs(window, dz, where, first_block, blocks, outputs);
-    turn_inputs(window, x, where, inputs, line);
+    const auto multiply = [&](int64_t tap, const uint16_t* bank) {
+      const Segment part{outputs, bank};
+      const PairProduct product{&part, 1, window.wgrad_run, window.wgrad_plane, block, chunk > first, false};
+      PlainSink sink{sums + tap * window.tap_sums(), window.padded_outputs * kLanes, window.tile_rows};
+      Pairs::multiply(product, offsets, groups, window.wgrad_input_blocks, sink);
+    };
+    if (window.thin) {
+      turn_rows(window, x, where, inputs, scratch);
+      multiply(0, inputs);
+      continue;
+    }
+    turn_inputs(window, x, where, inputs, reinterpret_cast<uint16_t*>(scratch));
     for (int64_t s = 0; s < grid.segments; ++s) {
       const PairSegment& segment = window.segments[grid.first_segment + s];
       for (int64_t t = 0; t < grid.run; ++t) {
@@ -107,11 +135,7 @@ inline void pair_window_gradient_item(const PairWindow& window, int64_t item, co
         const int64_t shift = segment.row / window.row_step * window.wgrad_line_pixels + column / window.column_step;
         const uint16_t* bank = inputs + residue * window.source.channel_blocks * block + shift % 2 * panel +
                                shift / 2 * (2 * kLanes);
-        const Segment part{outputs, bank};
-        const PairProduct product{&part, 1, window.wgrad_run, window.wgrad_plane, block, chunk > first, false};
-        const int64_t tap = segment.first_plane + t * segment.plane_step;
-        PlainSink sink{sums + tap * window.tap_sums(), window.padded_outputs * kLanes, kLanes};
-        Pairs::multiply(product, offsets, blocks, window.source.channel_blocks, sink);
+        multiply(segment.first_plane + t * segment.plane_step, bank);
       }
     }
   }
