@@ -128,11 +128,17 @@ std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<
   return method ? name_of(*method) : "vendor";
 }
 
+// Images of so few pixels, of y's map or transposed of x's, would leave most rows of a register tile empty.
+bool fills_rows(const ConvShape& shape) {
+  const int64_t least = active_pair_products() == PairProducts::kDots ? 4 : 2;
+  return shape.taps() == 1 || shape.output_size().product() >= least;
+}
+
 // Dot products are twice float32's: Winograd's method in two dims saves more than that, and where a bank of many taps
 // streams from the second-level cache for many pixels, the vendor's are faster.
 bool suits_dots(const ConvShape& shape, bool transposed) {
   constexpr int64_t kMany = 300'000'000;
-  if (transposed) return true;
+  if (transposed) return !meets_padding(shape);
   if (takes_winograd(shape)) return false;
   const bool wide = suits_pieces(shape) && shape.size.row > 1 && shape.dilation.product() == 1;
   return !wide || products_each(shape) <= kMany;
@@ -174,6 +180,11 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
   return packs ? std::optional(method) : std::nullopt;
 }
 
+bool meets_padding(const ConvShape& shape) {
+  constexpr int64_t kTimes = 3;
+  return shape.size.product() >= kTimes * shape.output_size().product() * shape.stride.product();
+}
+
 bool has_many_bfloat16_products(const ConvShape& shape, int64_t times) {
   // What a call of the vendor's costs beside its products, in multiply-adds of a worker.
   constexpr int64_t kCall = 5'000'000;
@@ -196,7 +207,7 @@ bool is_vendors_bfloat16(const ConvLayer& layer) {
 }
 
 bool suits_pairs(const ConvShape& shape, bool transposed) {
-  if (!pair_window_kernels() || !suits_pair_window(shape)) return false;
+  if (!pair_window_kernels() || !suits_pair_window(shape) || !fills_rows(shape)) return false;
   if (active_pair_products() == PairProducts::kDots && !suits_dots(shape, transposed)) return false;
   const double entries = map_entries(shape.images, shape.inputs, shape.size) +
                          map_entries(shape.images, shape.outputs, shape.output_size());

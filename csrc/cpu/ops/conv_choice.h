@@ -15,6 +15,10 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
 bool is_vendors(const ConvLayer& layer, bool last, bool passes);
 bool is_vendors_backward(const ConvLayer& layer, bool last, bool input);
 
+// Whether a transposed layer makes so large a map of so few pixels that windows of it meet the padding mostly, which
+// kDirect leaves out and all others multiply.
+bool meets_padding(const ConvShape& shape);
+
 // For a layer in bfloat16, which these kernels multiply as float32: whether it has so many products that the vendor's
 // instructions for bfloat16 make up for `times` what a call of the vendor's costs; and whether the vendor's kernels are
 // then faster than the layer's method.

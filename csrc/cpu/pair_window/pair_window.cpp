@@ -11,7 +11,7 @@ constexpr int64_t kChunk = 2048, kChunkPixels = 64, kGradientPixels = 512;
 constexpr int64_t kItemsEach = 4;                     // of a worker's
 constexpr int64_t kGradients = int64_t{1} << 25;      // floats of all slices of a weight gradient
 // Floats of a bank, half of the second-level cache: more output blocks are packed group by group, each over the last.
-constexpr int64_t kCachedBank = int64_t{1} << 18;
+constexpr int64_t kCachedBank = int64_t{1} << 17;
 
 // The taps of a grid as segments: runs of equal length, or every tap by itself.
 void join_taps(const Window& window, const Grid& from, int64_t first_segment, PairWindow& pairs, PairGrid& grid) {
