@@ -123,22 +123,22 @@ std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<
   };
   const ConvShape shape{maps.at(0),      maps.at(1),      maps.at(2),       triple(maps, 3), triple(kernel),
                         triple(stride),  triple(padding), triple(dilation), groups};
-  if (bfloat16 && suits_pairs(shape, transposed)) return name_of(Method::kPairs);
+  if (bfloat16 && suits_pairs(shape, transposed, false)) return name_of(Method::kPairs);
   const std::optional<Method> method = conv_layer_method(shape, transposed, kept);
   return method ? name_of(*method) : "vendor";
 }
 
-// Images of so few pixels, of y's map or transposed of x's, would leave most rows of a register tile empty.
-bool fills_rows(const ConvShape& shape) {
-  const int64_t least = active_pair_products() == PairProducts::kDots ? 4 : 2;
-  return shape.taps() == 1 || shape.output_size().product() >= least;
+// Images of a single pixel, of y's map or transposed of x's, would leave most rows of a tile empty.
+bool fills_tiles(const ConvShape& shape) {
+  return active_pair_products() == PairProducts::kDots || shape.taps() == 1 || shape.output_size().product() > 1;
 }
 
 // Dot products are twice float32's: Winograd's method in two dims saves more than that, and where a bank of many taps
 // streams from the second-level cache for many pixels, the vendor's are faster.
-bool suits_dots(const ConvShape& shape, bool transposed) {
+bool suits_dots(const ConvShape& shape, bool transposed, bool backward) {
   constexpr int64_t kMany = 300'000'000;
-  if (transposed) return !meets_padding(shape);
+  if ((transposed || backward) && meets_padding(shape)) return false;
+  if (transposed) return true;
   if (takes_winograd(shape)) return false;
   const bool wide = suits_pieces(shape) && shape.size.row > 1 && shape.dilation.product() == 1;
   return !wide || products_each(shape) <= kMany;
@@ -206,9 +206,9 @@ bool is_vendors_bfloat16(const ConvLayer& layer) {
   return layer.method == Method::kDirect && !shape.is_depthwise();
 }
 
-bool suits_pairs(const ConvShape& shape, bool transposed) {
-  if (!pair_window_kernels() || !suits_pair_window(shape) || !fills_rows(shape)) return false;
-  if (active_pair_products() == PairProducts::kDots && !suits_dots(shape, transposed)) return false;
+bool suits_pairs(const ConvShape& shape, bool transposed, bool backward) {
+  if (!pair_window_kernels() || !suits_pair_window(shape) || !fills_tiles(shape)) return false;
+  if (active_pair_products() == PairProducts::kDots && !suits_dots(shape, transposed, backward)) return false;
   const double entries = map_entries(shape.images, shape.inputs, shape.size) +
                          map_entries(shape.images, shape.outputs, shape.output_size());
   return entries <= 2 * kCopies;

@@ -15,8 +15,8 @@ std::optional<Method> conv_layer_method(const ConvShape& shape, bool transposed,
 bool is_vendors(const ConvLayer& layer, bool last, bool passes);
 bool is_vendors_backward(const ConvLayer& layer, bool last, bool input);
 
-// Whether a transposed layer makes so large a map of so few pixels that windows of it meet the padding mostly, which
-// kDirect leaves out and all others multiply.
+// Whether a transposed layer, or the data gradient of another one, makes so large a map of so few pixels that its windows
+// meet the padding mostly, which kDirect leaves out and all others multiply.
 bool meets_padding(const ConvShape& shape);
 
 // For a layer in bfloat16, which these kernels multiply as float32: whether it has so many products that the vendor's
@@ -26,6 +26,6 @@ bool has_many_bfloat16_products(const ConvShape& shape, int64_t times = 1);
 bool is_vendors_bfloat16(const ConvLayer& layer);
 
 // Whether a layer in bfloat16 is fastest as products of pairs of this library's (pair_window.h).
-bool suits_pairs(const ConvShape& shape, bool transposed);
+bool suits_pairs(const ConvShape& shape, bool transposed, bool backward);
 
 }  // namespace wnfused::cpu

@@ -9,10 +9,11 @@ namespace wnfused::cpu {
 namespace {
 
 // Kernels of this library that run the layer; nothing where that is left to the vendor's.
-std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at, bool kept = false) {
+std::optional<ConvLayer> own_layer(const Tensor& x, const Tensor& v, const Sliding& at, bool backward,
+                                   bool kept = false) {
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return std::nullopt;
-  const bool pairs = is_bfloat16(x) && suits_pairs(*shape, false);
+  const bool pairs = is_bfloat16(x) && suits_pairs(*shape, false, backward);
   const std::optional<Method> method = pairs ? Method::kPairs : conv_layer_method(*shape, false, kept);
   if (!method) return std::nullopt;
   return ConvLayer{*shape, false, *method, x, v, nullptr, nullptr, Activation::kNone, 0.0f};
@@ -69,7 +70,7 @@ void check_output(const Tensor& t, const char* name, const Tensor& x, const Tens
 std::optional<Tensor> own_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms,
                                KeptBanks* banks) {
   const Tensor &x = conv.x, &v = conv.v;
-  const std::optional<ConvLayer> found = own_layer(x, v, conv.at, banks != nullptr);
+  const std::optional<ConvLayer> found = own_layer(x, v, conv.at, false, banks != nullptr);
   if (!found || (banks && !is_worth_keeping(found->shape, found->method))) return std::nullopt;
   const ConvShape& shape = found->shape;
   const bool last = gives_channels_last(conv);
@@ -88,11 +89,11 @@ std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, const Tens
   const Tensor &x = conv.x, &v = conv.v;
   // A bias gradient without that of the weight would need a pass of its own.
   const bool ours = needs.v || (needs.x && !needs.bias);
-  const std::optional<ConvLayer> found = ours ? own_layer(x, v, conv.at) : std::nullopt;
+  const std::optional<ConvLayer> found = ours ? own_layer(x, v, conv.at, true) : std::nullopt;
   if (!found) return std::nullopt;
   const ConvShape& shape = found->shape;
   const bool vendors = is_vendors_backward(*found, gives_channels_last(conv), needs.x);
-  if (is_vendors_bfloat16(*found) || vendors) return std::nullopt;
+  if ((is_vendors_bfloat16(*found) && !meets_padding(shape)) || vendors) return std::nullopt;
   const Tensor rows = rows_for(*found), lines = with_even_lines(x);
   const ConvLayer layer{shape, false, found->method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};
   const LayerGradients made = empty_gradients(conv, rows, y, needs);

@@ -61,12 +61,12 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Tran
 // In bfloat16: whether the vendor's products are the faster ones, though they are composed with other calls.
 bool is_vendors_bfloat16(const Tensor& x, const ConvShape& shape) {
   constexpr int64_t kTimes = 4;
-  return is_bfloat16(x) && !suits_pairs(shape, true) && !meets_padding(shape) && has_many_bfloat16_products(shape, kTimes);
+  return is_bfloat16(x) && !suits_pairs(shape, true, false) && !meets_padding(shape) && has_many_bfloat16_products(shape, kTimes);
 }
 
 // How this library multiplies the layer, if it does. kept: see conv_layer_method.
 std::optional<Method> method_for(const Tensor& x, const ConvShape& shape, bool kept = false) {
-  return is_bfloat16(x) && suits_pairs(shape, true) ? Method::kPairs : conv_layer_method(shape, true, kept);
+  return is_bfloat16(x) && suits_pairs(shape, true, false) ? Method::kPairs : conv_layer_method(shape, true, kept);
 }
 
 // What the kernels read maps as. bfloat16 maps of few pixels are nothing beside the weights.

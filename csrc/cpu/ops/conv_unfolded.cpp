@@ -21,11 +21,12 @@ Layout layout_of(const ConvShape& shape, const ConvCall& conv) {
 }
 
 // The layer, if its weights are normalised and it can go this way. bfloat16 maps of few pixels are nothing beside the
-// weights.
-std::optional<ConvShape> open_shape(const ConvCall& conv) {
+// weights, and the vendor's backward of patches takes twice as long as this in float32.
+std::optional<ConvShape> open_shape(const ConvCall& conv, bool backward) {
   const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
   if (!shape || !conv.gain || !can_unfold(*shape)) return std::nullopt;
   constexpr int64_t kTimes = 4;
+  if (backward && is_patches(*shape)) return shape;
   const bool many = output_pixels(*shape) > kFewPixels && has_many_bfloat16_products(*shape, kTimes);
   return is_bfloat16(conv.x) && many ? std::nullopt : shape;
 }
@@ -61,7 +62,7 @@ std::tuple<bool, bool> cpu_conv_unfolds(const std::vector<int64_t>& maps, const 
 }  // namespace
 
 std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
-  const std::optional<ConvShape> shape = open_shape(conv);
+  const std::optional<ConvShape> shape = open_shape(conv, false);
   if (!shape) return std::nullopt;
   const std::optional<Method> own = conv_layer_method(*shape, false);
   if (!suits_unfolding(*shape, layout_of(*shape, conv), own)) return std::nullopt;
@@ -91,7 +92,7 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
 
 std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
                                                      const float* norms, const ConvNeeds& needs, float* dgain) {
-  const std::optional<ConvShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
+  const std::optional<ConvShape> shape = needs.x || needs.v ? open_shape(conv, true) : std::nullopt;
   if (!shape) return std::nullopt;
   const std::optional<Method> own = conv_layer_method(*shape, false);
   if (!suits_unfolding_backward(*shape, layout_of(*shape, conv), needs.x, own)) return std::nullopt;

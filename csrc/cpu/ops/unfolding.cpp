@@ -77,9 +77,6 @@ bool are_apart(const ConvShape& shape) {
   return along(&Triple::level) && along(&Triple::row) && along(&Triple::column);
 }
 
-// An image cut into patches, of more taps than the kernels of this library have.
-bool is_patches(const ConvShape& shape) { return shape.taps() > kMaxWindowTaps && are_apart(shape); }
-
 constexpr int64_t kBlock = 16;  // channels that are met together: in NCHW their lines serve several windows
 
 // Rows `rows` of a layer's windows, and the map.
@@ -118,6 +115,8 @@ struct Unfolding {
 };
 
 }  // namespace
+
+bool is_patches(const ConvShape& shape) { return shape.taps() > kMaxWindowTaps && are_apart(shape); }
 
 int64_t output_pixels(const ConvShape& shape) { return shape.images * shape.output_size().product(); }
 

@@ -17,6 +17,9 @@ int64_t output_pixels(const ConvShape& shape);
 // Up to so many pixels the time of such a layer is that of its weights.
 constexpr int64_t kFewPixels = 16;
 
+// An image cut into patches, of more taps than the kernels of this library have.
+bool is_patches(const ConvShape& shape);
+
 // A 1x1 layer, whose windows are the pixels of its map.
 bool is_pointwise(const ConvShape& shape);
 ConvShape pointwise(const Tensor& map);

@@ -60,10 +60,10 @@ WNFUSED_INLINE const uint16_t* line_of(const MapShape& map, const uint16_t* entr
   return entries + (image * map.height + line) * map.width * map.channels;
 }
 
-// The lines of the source that a chunk of a grid meets, as pixels of `pixel` elements; and some zeros behind them, where
-// the depth of the last row may end.
-inline void gather_grid(const PairWindow& window, const PairGrid& grid, const uint16_t* map, const PairChunk& chunk,
-                        int64_t pixel, uint16_t* panel) {
+// The lines of image `image` of the source that a chunk of a grid meets, as pixels of `pixel` elements; and some zeros
+// behind them, where the depth of the last row may end.
+inline void gather_image(const PairWindow& window, const PairGrid& grid, const uint16_t* map, const PairChunk& chunk,
+                         int64_t image, int64_t pixel, uint16_t* panel) {
   const int64_t line = grid.line_elements(pixel), row0 = grid.source_row + chunk.line * window.row_step;
   const int64_t column0 = grid.source_column + chunk.column * window.column_step;
   const int64_t step = grid.reach_columns > 1 ? 1 : window.column_step;
@@ -73,11 +73,19 @@ inline void gather_grid(const PairWindow& window, const PairGrid& grid, const ui
     const int64_t lines = chunk.lines + (grid.reach_rows - 1 - residue) / window.row_step;
     uint16_t* target = panel + residue * grid.residue_lines * line;
     for (int64_t k = 0; k < lines; ++k, target += line)
-      copy_line(window.source, line_of(window.source, map, chunk.image, row0 + residue + k * window.row_step), column0, step,
+      copy_line(window.source, line_of(window.source, map, image, row0 + residue + k * window.row_step), column0, step,
                 grid.line_pixels, pixel, target);
     end = target;
   }
   clear_elements(end, 2 * kLanes);
+}
+
+// Those of all images of the chunk.
+inline void gather_grid(const PairWindow& window, const PairGrid& grid, const uint16_t* map, const PairChunk& chunk,
+                        int64_t pixel, uint16_t* panel) {
+  for (int64_t i = 0; i < chunk.images; ++i)
+    gather_image(window, grid, map, chunk, chunk.image + i, pixel,
+                 panel + i * grid.image_elements(window.row_step, pixel));
 }
 
 // Where in that panel a segment begins.
@@ -87,9 +95,9 @@ WNFUSED_INLINE int64_t segment_place(const PairWindow& window, const PairGrid& g
   return line * grid.line_elements(pixel) + segment.column * pixel;
 }
 
-// The rows of a thin source: every segment's run of every pixel, from lines that were gathered.
-inline void gather_rows(const PairWindow& window, const PairGrid& grid, const uint16_t* lines, const PairChunk& chunk,
-                        uint16_t* rows) {
+// The rows of a thin source: every segment's run of every pixel, from an image's lines that were gathered.
+inline void gather_image_rows(const PairWindow& window, const PairGrid& grid, const uint16_t* lines,
+                              const PairChunk& chunk, uint16_t* rows) {
   constexpr int64_t kCopied = 2 * kLanes;
   const int64_t channels = window.source.channels, run = grid.run * channels, line = grid.line_elements(channels);
   int64_t place[kMaxWindowTaps];
@@ -104,6 +112,25 @@ inline void gather_rows(const PairWindow& window, const PairGrid& grid, const ui
         for (int64_t k = 0; k < run; k += kCopied)
           __builtin_memcpy(target + k, source + place[s] + k, kCopied * sizeof(uint16_t));
     }
+}
+
+// Those of all images of the chunk. `lines`: room for one image's.
+inline void gather_rows(const PairWindow& window, const PairGrid& grid, const uint16_t* map, const PairChunk& chunk,
+                        uint16_t* lines, uint16_t* rows) {
+  for (int64_t i = 0; i < chunk.images; ++i, rows += chunk.lines * chunk.columns * grid.depth) {
+    gather_image(window, grid, map, chunk, chunk.image + i, window.source.channels, lines);
+    gather_image_rows(window, grid, lines, chunk, rows);
+  }
+}
+
+// Where row `row` of a scattered product begins in the panel; beyond the last one, anywhere in it.
+WNFUSED_INLINE int64_t scattered_place(const PairWindow& window, const PairGrid& grid, const PairChunk& chunk,
+                                       int64_t row) {
+  const int64_t line = row / chunk.columns, image = line / chunk.lines;
+  if (image >= chunk.images) return 0;
+  return image * grid.image_elements(window.row_step, window.pixel) +
+         (line - image * chunk.lines) * grid.line_elements(window.pixel) +
+         (row - line * chunk.columns) * grid.panel_step * window.pixel;
 }
 
 // Where the rows of a product are in the target: lines of `rows` rows, the first `width` of which are pixels.
@@ -228,8 +255,7 @@ inline void pair_window_item(const PairWindow& window, int64_t item, const uint1
   if (window.thin) {
     uint16_t* lines = reinterpret_cast<uint16_t*>(sums);
     sums += panel_floats(window.lines_before_rows);
-    gather_grid(window, grid, map, chunk, window.source.channels, lines);
-    gather_rows(window, grid, lines, chunk, panel);
+    gather_rows(window, grid, map, chunk, lines, panel);
   } else {
     gather_grid(window, grid, map, chunk, window.pixel, panel);
   }
@@ -243,20 +269,21 @@ inline void pair_window_item(const PairWindow& window, int64_t item, const uint1
     segments[s] = {panel + place, weights + s * grid.depth * kLanes};
   }
   const int64_t row_stride = window.thin ? grid.depth : grid.panel_step * window.pixel;
-  const PairProduct product{segments, segment_count, grid.depth, row_stride, window.block_elements, false, false};
+  const PairProduct product{segments, segment_count, grid.depth, row_stride, window.block_elements, false, false, grid.scattered};
   const MapShape& target = window.target;
   const int64_t line0 = chunk.image * target.height + grid.row + chunk.line * window.target_row_step;
   const int64_t column0 = grid.column + chunk.column * window.target_column_step;
-  const int64_t line_rows = window.thin ? chunk.columns : grid.line_rows;
+  const int64_t line_rows = window.thin || grid.scattered ? chunk.columns : grid.line_rows;
+  const int64_t lines = chunk.images * chunk.lines;
   const LineRows where{line0 * target.width + column0, window.target_row_step * target.width, window.target_column_step,
-                       chunk.lines, line_rows, chunk.columns};
+                       lines, line_rows, chunk.columns};
   WindowFinisher finisher(window, ending, where, first_block, sums);
 
   // Lines that follow one another without whole tiles are one run of rows.
   const int64_t line_stride = window.thin ? chunk.columns * grid.depth : grid.line_elements(window.pixel);
-  const bool run = line_rows * row_stride == line_stride;
-  const int64_t rows = run ? (chunk.lines - 1) * line_rows + chunk.columns : chunk.columns;
-  int64_t offsets[kMaxGroups], groups = 0, first_row = 0;
+  const bool run = grid.scattered || line_rows * row_stride == line_stride;
+  const int64_t rows = run ? (lines - 1) * line_rows + chunk.columns : chunk.columns;
+  int64_t offsets[kMaxGroups * kLanes], groups = 0, first_row = 0;
   const auto multiply = [&] {
     if (groups == 0) return;
     finisher.begin(first_row);
@@ -264,9 +291,15 @@ inline void pair_window_item(const PairWindow& window, int64_t item, const uint1
     first_row += groups * window.tile_rows;
     groups = 0;
   };
-  for (int64_t l = 0; l < (run ? 1 : chunk.lines); ++l)
+  for (int64_t l = 0; l < (run ? 1 : lines); ++l)
     for (int64_t row = 0; row < rows; row += window.tile_rows) {
-      offsets[groups++] = l * line_stride + row * row_stride;
+      if (grid.scattered) {
+        for (int64_t r = 0; r < window.tile_rows; ++r)
+          offsets[groups * window.tile_rows + r] = scattered_place(window, grid, chunk, row + r);
+        ++groups;
+      } else {
+        offsets[groups++] = l * line_stride + row * row_stride;
+      }
       if (groups == kMaxGroups) multiply();
     }
   multiply();

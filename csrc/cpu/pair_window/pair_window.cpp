@@ -10,8 +10,9 @@ namespace {
 constexpr int64_t kChunk = 2048, kChunkPixels = 64, kGradientPixels = 512;
 constexpr int64_t kItemsEach = 4;                     // of a worker's
 constexpr int64_t kGradients = int64_t{1} << 25;      // floats of all slices of a weight gradient
-// Floats of a bank, half of the second-level cache: more output blocks are packed group by group, each over the last.
-constexpr int64_t kCachedBank = int64_t{1} << 17;
+// Floats of a bank, half of the second-level cache, which is 2 MB beside tiles and 1 MB beside dot products: more output
+// blocks are packed group by group, each over the last.
+constexpr int64_t kTileBank = int64_t{1} << 18, kDotBank = int64_t{1} << 17;
 
 // The taps of a grid as segments: runs of equal length, or every tap by itself.
 void join_taps(const Window& window, const Grid& from, int64_t first_segment, PairWindow& pairs, PairGrid& grid) {
@@ -55,18 +56,29 @@ void lay_out_grid(const PairWindow& pairs, int64_t pixels, PairGrid& grid) {
   grid.line_pixels = round_up((columns - 1) * step + std::max<int64_t>(grid.reach_columns, 1), step);
   // Lines one after the other with what lies between them, or each padded to whole tiles; whichever is shorter.
   const int64_t apart = round_up(columns, pairs.tile_rows), run = grid.line_pixels / step;
-  grid.line_rows = round_up((lines - 1) * run + columns, pairs.tile_rows) < lines * apart ? run : apart;
-  if (pairs.thin) grid.line_rows = columns;
+  const int64_t rows = std::min(round_up((lines - 1) * run + columns, pairs.tile_rows), lines * apart);
+  grid.line_rows = rows < lines * apart ? run : apart;
+  // Or the pixels alone, where the products can; of several small images, if the target's lines run on from each to the
+  // next one.
+  const bool whole = grid.row_chunks * grid.column_chunks == 1;
+  const bool runs_on = grid.height * pairs.target_row_step == pairs.target.height;
+  grid.images = 1;
+  if (whole && runs_on && (pairs.scatters || pairs.thin))
+    grid.images = std::clamp<int64_t>(pixels / (lines * columns), 1, pairs.source.images);
+  const bool dense = grid.images > 1 || round_up(lines * columns, pairs.tile_rows) < rows;
+  grid.scattered = pairs.scatters && !pairs.thin && dense;
+  if (pairs.thin || grid.scattered) grid.line_rows = columns;
 }
 
 void divide(int64_t workers, PairWindow& pairs) {
   const int64_t blocks = pairs.output_blocks, bank = pairs.bank_size(), map = pairs.source.map_size();
   constexpr int64_t kStay = 2;
+  const int64_t cached = pairs.scatters ? kDotBank : kTileBank;
   pairs.weights_dominate = blocks > 1 && bank > kStay * map;
-  pairs.weights_stay = (workers > 1 && pairs.weights_dominate) || bank > kCachedBank;
+  pairs.weights_stay = (workers > 1 && pairs.weights_dominate) || bank > cached;
   pairs.conv_group_blocks = blocks;
   if (pairs.weights_stay) {
-    const int64_t fit = std::max<int64_t>(kCachedBank / std::max<int64_t>(pairs.block_floats(), 1), 1);
+    const int64_t fit = std::max<int64_t>(cached / std::max<int64_t>(pairs.block_floats(), 1), 1);
     pairs.conv_group_blocks = std::min(divide_up(blocks, std::min(workers, blocks)), fit);
   }
   const auto count = [&] {
@@ -74,7 +86,7 @@ void divide(int64_t workers, PairWindow& pairs) {
     for (int64_t i = 0; i < pairs.grid_count; ++i) {
       pairs.grids[i].first_chunk = pairs.conv_chunks;
       if (pairs.grids[i].height > 0 && pairs.grids[i].width > 0)
-        pairs.conv_chunks += pairs.source.images * pairs.grids[i].image_chunks();
+        pairs.conv_chunks += divide_up(pairs.source.images, pairs.grids[i].images) * pairs.grids[i].image_chunks();
     }
   };
   for (int64_t pixels = std::max(kChunk / pairs.pixel, kChunkPixels);; pixels /= 2) {
@@ -83,7 +95,7 @@ void divide(int64_t workers, PairWindow& pairs) {
       PairGrid& grid = pairs.grids[i];
       if (grid.height == 0 || grid.width == 0) continue;
       lay_out_grid(pairs, pixels, grid);
-      divisible = divisible || grid.lines > 1 || (grid.width >= pixels && pixels > pairs.tile_rows);
+      divisible = divisible || grid.images > 1 || grid.lines > 1 || (grid.width >= pixels && pixels > pairs.tile_rows);
     }
     count();
     if (!divisible || pairs.weights_stay || pairs.conv_chunks >= kItemsEach * workers) break;
@@ -96,9 +108,9 @@ void divide(int64_t workers, PairWindow& pairs) {
 
   for (int64_t i = 0; i < pairs.grid_count; ++i) {
     const PairGrid& grid = pairs.grids[i];
-    const int64_t residues = std::min(pairs.row_step, grid.reach_rows);
-    const int64_t lines = residues * grid.residue_lines * grid.line_elements(pairs.thin ? pairs.source.channels : pairs.pixel);
-    const int64_t rows = grid.lines * grid.columns * grid.depth;
+    const int64_t pixel = pairs.thin ? pairs.source.channels : pairs.pixel;
+    const int64_t lines = (pairs.thin ? 1 : grid.images) * grid.image_elements(pairs.row_step, pixel);
+    const int64_t rows = grid.images * grid.lines * grid.columns * grid.depth;
     // A tile reads rows behind the last one, and what is copied ends with a whole vector.
     const int64_t row = pairs.thin ? grid.depth : grid.panel_step * pairs.pixel;
     const int64_t slack = pairs.tile_rows * row + grid.depth + 2 * kLanes;
@@ -116,14 +128,20 @@ void divide_weight_gradient(int64_t workers, PairWindow& pairs) {
   pairs.wgrad_columns = thin ? grid.columns : columns_of(grid.width, kGradientPixels);
   pairs.wgrad_lines = thin ? grid.lines : std::clamp<int64_t>(kGradientPixels / pairs.wgrad_columns, 1, grid.height);
   pairs.wgrad_line_pixels = thin ? grid.columns : round_up(pairs.wgrad_columns + column_shift, 2);
-  pairs.wgrad_taps = thin ? 1 : pairs.row_taps;
-  pairs.wgrad_input_blocks = thin ? divide_up(pairs.row_floats(), kLanes) : pairs.source.channel_blocks;
-  pairs.wgrad_run = round_up(pairs.wgrad_lines * pairs.wgrad_line_pixels, pairs.tile_depth);
-  constexpr int64_t kLine = 32;
-  pairs.wgrad_plane = round_up(pairs.wgrad_run, 2 * kLine) + kLine;
   pairs.wgrad_row_chunks = divide_up(grid.height, pairs.wgrad_lines);
   pairs.wgrad_column_chunks = divide_up(grid.width, pairs.wgrad_columns);
-  pairs.wgrad_chunks = pairs.source.images * pairs.wgrad_row_chunks * pairs.wgrad_column_chunks;
+  const int64_t image_run = round_up(pairs.wgrad_lines * pairs.wgrad_line_pixels, pairs.tile_depth);
+  const int64_t images = std::clamp<int64_t>(std::min(kGradientPixels / image_run, kMaxImages), 1, pairs.source.images);
+  const bool whole = pairs.wgrad_row_chunks * pairs.wgrad_column_chunks == 1;
+  pairs.wgrad_images = thin ? grid.images : whole ? images : 1;
+  pairs.wgrad_taps = thin ? 1 : pairs.row_taps;
+  pairs.wgrad_input_blocks = thin ? divide_up(pairs.row_floats(), kLanes) : pairs.source.channel_blocks;
+  const int64_t run_images = thin ? grid.images : 1;
+  pairs.wgrad_run = round_up(run_images * pairs.wgrad_lines * pairs.wgrad_line_pixels, pairs.tile_depth);
+  constexpr int64_t kLine = 32;
+  pairs.wgrad_plane = round_up(pairs.wgrad_segments(pairs.wgrad_images) * pairs.wgrad_run, 2 * kLine) + kLine;
+  pairs.wgrad_chunks = divide_up(pairs.source.images, pairs.wgrad_images) * pairs.wgrad_row_chunks *
+                       pairs.wgrad_column_chunks;
   pairs.wgrad_shifts = column_shift > 0 ? 2 : 1;
   pairs.wgrad_span = round_up(pairs.wgrad_run + row_shift * pairs.wgrad_line_pixels + column_shift + 1, 2);
   const int64_t pixels = pairs.target.pixels();
@@ -156,6 +174,7 @@ PairWindow make_pair_window(const ConvShape& shape, bool back, const PairTile& t
   pairs.tile_depth = tile.depth;
   pairs.row_taps = shape.taps();
   pairs.thin = window.source.channels < kThin;
+  pairs.scatters = !tile.flat;
   pairs.output_blocks = window.output_blocks;
   pairs.padded_outputs = window.padded_outputs;
   pairs.grid_count = window.grid_count;

@@ -18,8 +18,9 @@
 //
 // The weight gradient's depth runs over pixels, so its panels are turned:
 //
-//   outputs   [O][lines][pixels]                               dz; zero beyond the map
-//   inputs    [residue][input block][shift][pixel / 2][16][2]  x; a tap is a shift of the run, by an odd number in a copy
+//   outputs   [O][image][lines][pixels]                        dz; zero beyond the map
+//   inputs    [image][residue][input block][shift][pixel / 2][16][2]  x; a tap is a shift of the run, by an odd number in
+//                                                                     a copy
 //   sums      [tap][input block][Op][16]                       of a slice
 //
 // Of a thin source its whole rows are turned, so that all taps are one product:
@@ -35,6 +36,8 @@
 
 namespace wnfused::cpu {
 
+constexpr int64_t kMaxImages = 64;  // of a weight gradient's chunk
+
 // Taps of the kernel side by side: where they meet the source, from what the grid's first pixel meets first.
 struct PairSegment {
   int64_t row, column;
@@ -47,7 +50,8 @@ struct PairGrid {
   int64_t source_row, source_column;  // of what that pixel meets first; in the padding, perhaps
   int64_t reach_rows, reach_columns;  // lines and pixels of the source that a pixel meets
   int64_t first_segment, segments, run, depth;
-  int64_t lines, columns;                 // of a chunk; a single line may be cut, too
+  int64_t images, lines, columns;         // of a chunk; a single line may be cut, too
+  bool scattered;                         // its rows are its pixels alone, wherever they lie
   int64_t line_pixels, line_rows;         // of a line of its panel, and of the product
   int64_t residue_lines;                  // of the panel, that lie a stride apart
   int64_t panel_step;                     // pixels of the panel from one of the grid to the next
@@ -56,11 +60,15 @@ struct PairGrid {
 
   int64_t image_chunks() const { return row_chunks * column_chunks; }
   int64_t line_elements(int64_t pixel) const { return line_pixels * pixel; }
+  // Of the panel, where lines lie `step` apart in the source.
+  int64_t image_elements(int64_t step, int64_t pixel) const {
+    return std::min(step, reach_rows) * residue_lines * line_elements(pixel);
+  }
 };
 
-// Lines and columns of an image that a chunk is.
+// Lines and columns that a chunk is, of one image or, all of them, of several.
 struct PairChunk {
-  int64_t image, line, lines, column, columns;
+  int64_t image, images, line, lines, column, columns;
 };
 
 struct PairWindow : Division {
@@ -68,6 +76,7 @@ struct PairWindow : Division {
   int64_t row_step, column_step;                // in the source
   int64_t target_row_step, target_column_step;  // in the target
   bool thin;
+  bool scatters;  // whether products can (pairs.h): dot products, not tiles
   int64_t pixel;  // elements of one in a panel
   int64_t tile_rows, tile_depth;
   int64_t row_taps;  // of the kernel
@@ -78,9 +87,9 @@ struct PairWindow : Division {
   int64_t block_elements;  // of the bank
   int64_t panel, lines_before_rows;  // elements of the largest panel; thin: of its lines
 
-  // The weight gradient: lines and columns of a chunk, pixels of a line, and of a run, a multiple of the tiles' depth;
-  // chunks in all, of an image and of a slice.
-  int64_t wgrad_lines, wgrad_columns, wgrad_line_pixels, wgrad_run;
+  // The weight gradient: images, lines and columns of a chunk, pixels of a line, and of a run, a multiple of the tiles'
+  // depth; chunks in all, of an image and of a slice.
+  int64_t wgrad_images, wgrad_lines, wgrad_columns, wgrad_line_pixels, wgrad_run;
   int64_t wgrad_chunks, wgrad_row_chunks, wgrad_column_chunks, wgrad_slice_chunks;
   int64_t wgrad_plane;  // elements of an output: an odd number of cache lines, so that outputs do not share sets
   int64_t wgrad_shifts, wgrad_span;  // the inputs' panels of a block, and pixels of one
@@ -97,29 +106,35 @@ struct PairWindow : Division {
   }
   // A chunk of the convolution, counted from the grid's first, and of the weight gradient.
   PairChunk conv_chunk(const PairGrid& grid, int64_t chunk) const {
-    return chunk_of(grid, chunk, grid.row_chunks, grid.column_chunks, grid.lines, grid.columns);
+    return chunk_of(grid, chunk, grid.images, grid.row_chunks, grid.column_chunks, grid.lines, grid.columns);
   }
   PairChunk wgrad_chunk(int64_t chunk) const {
-    return chunk_of(grids[0], chunk, wgrad_row_chunks, wgrad_column_chunks, wgrad_lines, wgrad_columns);
+    return chunk_of(grids[0], chunk, wgrad_images, wgrad_row_chunks, wgrad_column_chunks, wgrad_lines, wgrad_columns);
   }
   int64_t tap_sums() const { return wgrad_input_blocks * kLanes * padded_outputs; }
   int64_t gradient_size() const { return wgrad_taps * tap_sums(); }
   int64_t row_residues() const { return std::min(row_step, grids[0].reach_rows); }
   int64_t column_residues() const { return std::min(column_step, grids[0].reach_columns); }
   int64_t wgrad_residues() const { return thin ? 1 : row_residues() * column_residues(); }
-  int64_t wgrad_inputs() const {
+  // Of the inputs' panels, an image's and all.
+  int64_t wgrad_image_inputs() const {
     return wgrad_residues() * wgrad_input_blocks * wgrad_shifts * wgrad_span * kLanes;
   }
+  int64_t wgrad_inputs() const { return wgrad_segments(wgrad_images) * wgrad_image_inputs(); }
+  // Runs of the depth for so many images: rows of a thin source are one.
+  int64_t wgrad_segments(int64_t images) const { return thin ? 1 : images; }
   int64_t wgrad_outputs() const { return wgrad_group_blocks * kLanes * wgrad_plane + kLanes; }
   int64_t wgrad_line() const { return (wgrad_line_pixels * column_step + 2) * source.padded_channels; }
 
  private:
-  // Images are cut into `rows` x `columns` chunks of at most `lines` x `width`.
-  static PairChunk chunk_of(const PairGrid& grid, int64_t chunk, int64_t rows, int64_t columns, int64_t lines,
-                            int64_t width) {
+  // So many images at once are cut into `rows` x `columns` chunks of at most `lines` x `width`.
+  PairChunk chunk_of(const PairGrid& grid, int64_t chunk, int64_t images, int64_t rows, int64_t columns, int64_t lines,
+                     int64_t width) const {
+    const int64_t image = chunk / columns / rows * images;
     const int64_t line = chunk / columns % rows * lines, column = chunk % columns * width;
     const int64_t lines_left = grid.height - line, columns_left = grid.width - column;
-    return {chunk / columns / rows, line, std::min(lines, lines_left), column, std::min(width, columns_left)};
+    return {image, std::min(images, source.images - image), line, std::min(lines, lines_left), column,
+            std::min(width, columns_left)};
   }
 };
 

@@ -7,25 +7,27 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// dz of a chunk, of `blocks` output blocks: [O][lines][pixels].
+// dz of a chunk, of `blocks` output blocks: [O][image][lines][pixels].
 inline void turn_outputs(const PairWindow& window, const uint16_t* dz, const PairChunk& chunk, int64_t first_block,
                          int64_t blocks, uint16_t* target) {
   const MapShape& map = window.target;
   const int64_t plane = window.wgrad_plane, line = window.wgrad_line_pixels, channels = map.channels;
+  const int64_t image = window.thin ? chunk.lines * line : window.wgrad_run;
   __builtin_memset(target, 0, window.wgrad_outputs() * sizeof(uint16_t));
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t channel0 = (first_block + b) * kLanes, here = smaller(channels - channel0, kLanes);
-    for (int64_t l = 0; l < chunk.lines; ++l) {
-      const uint16_t* source = line_of(map, dz, chunk.image, chunk.line + l) + chunk.column * channels + channel0;
+    for (int64_t il = 0; il < chunk.images * chunk.lines; ++il) {
+      const int64_t i = il / chunk.lines, l = il - i * chunk.lines;
+      const uint16_t* source = line_of(map, dz, chunk.image + i, chunk.line + l) + chunk.column * channels + channel0;
       for (int64_t x = 0; x < chunk.columns; x += kLanes) {
         const int64_t pixels = smaller(chunk.columns - x, kLanes);
         Block block[kLanes];
-        for (int64_t i = 0; i < kLanes; ++i) {
-          const uint16_t* pixel = source + (x + i) * channels;
-          block[i] = i >= pixels ? zero() : here == kLanes ? load(pixel) : load(pixel, here);
+        for (int64_t p = 0; p < kLanes; ++p) {
+          const uint16_t* pixel = source + (x + p) * channels;
+          block[p] = p >= pixels ? zero() : here == kLanes ? load(pixel) : load(pixel, here);
         }
         transpose(block);
-        uint16_t* corner = target + b * kLanes * plane + l * line + x;
+        uint16_t* corner = target + b * kLanes * plane + i * image + l * line + x;
         for (int64_t o = 0; o < here; ++o) {
           if (pixels == kLanes) {
             store_rounded(corner + o * plane, block[o]);
@@ -40,9 +42,9 @@ inline void turn_outputs(const PairWindow& window, const uint16_t* dz, const Pai
   }
 }
 
-// x of a chunk: [residue][input block][shift][pixel / 2][16][2]. `line`: a line of pixels.
-inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairChunk& chunk, uint16_t* target,
-                        uint16_t* line) {
+// Image `image` of x of a chunk: [residue][input block][shift][pixel / 2][16][2]. `line`: a line of pixels.
+inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairChunk& chunk, int64_t image,
+                        uint16_t* target, uint16_t* line) {
   const PairGrid& grid = window.grids[0];
   const int64_t padded = window.source.padded_channels, blocks = window.source.channel_blocks;
   const int64_t pixels = window.wgrad_line_pixels, step = window.column_step, panel = window.wgrad_span * kLanes;
@@ -51,7 +53,7 @@ inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairC
   for (int64_t row = 0; row < window.row_residues(); ++row) {
     const int64_t lines = chunk.lines + (grid.reach_rows - 1 - row) / window.row_step;
     for (int64_t k = 0; k < lines; ++k) {
-      copy_line(window.source, line_of(window.source, x, chunk.image, row0 + row + k * window.row_step), column0, 1,
+      copy_line(window.source, line_of(window.source, x, image, row0 + row + k * window.row_step), column0, 1,
                 pixels * step, padded, line);
       for (int64_t column = 0; column < columns; ++column) {
         // Whether a tap of this residue is shifted by an odd number.
@@ -82,9 +84,8 @@ inline void turn_rows(const PairWindow& window, const uint16_t* x, const PairChu
   const PairGrid& grid = window.grids[0];
   uint16_t* rows = reinterpret_cast<uint16_t*>(scratch);
   uint16_t* lines = reinterpret_cast<uint16_t*>(scratch + panel_floats(window.panel));
-  gather_grid(window, grid, x, chunk, window.source.channels, lines);
-  gather_rows(window, grid, lines, chunk, rows);
-  const int64_t pixels = chunk.lines * chunk.columns, panel = window.wgrad_span * kLanes;
+  gather_rows(window, grid, x, chunk, lines, rows);
+  const int64_t pixels = chunk.images * chunk.lines * chunk.columns, panel = window.wgrad_span * kLanes;
   // What a row's last block reads of the next row are lanes that nobody reads.
   for (int64_t p = 0; p < window.wgrad_run; p += 2, rows += 2 * grid.depth, target += 2 * kLanes)
     for (int64_t b = 0; b < window.wgrad_input_blocks; ++b) {
@@ -115,9 +116,11 @@ inline void pair_window_gradient_item(const PairWindow& window, int64_t item, co
   for (int64_t chunk = first; chunk < end; ++chunk) {
     const PairChunk where = window.wgrad_chunk(chunk);
     turn_outputs(window, dz, where, first_block, blocks, outputs);
+    const int64_t segments = window.wgrad_segments(where.images), image = window.wgrad_image_inputs();
     const auto multiply = [&](int64_t tap, const uint16_t* bank) {
-      const Segment part{outputs, bank};
-      const PairProduct product{&part, 1, window.wgrad_run, window.wgrad_plane, block, chunk > first, false};
+      Segment parts[kMaxImages];
+      for (int64_t i = 0; i < segments; ++i) parts[i] = {outputs + i * window.wgrad_run, bank + i * image};
+      const PairProduct product{parts, segments, window.wgrad_run, window.wgrad_plane, block, chunk > first, false};
       PlainSink sink{sums + tap * window.tap_sums(), window.padded_outputs * kLanes, window.tile_rows};
       Pairs::multiply(product, offsets, groups, window.wgrad_input_blocks, sink);
     };
@@ -126,7 +129,8 @@ inline void pair_window_gradient_item(const PairWindow& window, int64_t item, co
       multiply(0, inputs);
       continue;
     }
-    turn_inputs(window, x, where, inputs, reinterpret_cast<uint16_t*>(scratch));
+    for (int64_t i = 0; i < segments; ++i)
+      turn_inputs(window, x, where, where.image + i, inputs + i * image, reinterpret_cast<uint16_t*>(scratch));
     for (int64_t s = 0; s < grid.segments; ++s) {
       const PairSegment& segment = window.segments[grid.first_segment + s];
       for (int64_t t = 0; t < grid.run; ++t) {

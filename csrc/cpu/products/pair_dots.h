@@ -27,11 +27,11 @@ class Pairs {
     if (c == cols) return;
     int64_t g = 0;
     const bool shared = product.neighbours && product.row_stride == kLanes;
-    for (; g + 2 <= groups; g += 2) {
+    for (; g + 2 <= groups && !product.scattered; g += 2) {
       if (shared) neighbour_tile(product, row_offset, g, c, sink);
       else tile<2, 1>(product, row_offset, g, c, sink);
     }
-    if (g < groups) tile<1, 1>(product, row_offset, g, c, sink);
+    for (; g < groups; ++g) tile<1, 1>(product, row_offset, g, c, sink);
   }
 
  private:
@@ -39,7 +39,7 @@ class Pairs {
   static void tile(const PairProduct& product, const int64_t* row_offset, int64_t group, int64_t col, Sink& sink) {
     constexpr int kRows = Groups * kTile.rows;
     const TileSums sums = sink.place(group, Groups, col, Cols);
-    row_offset += group;
+    row_offset += product.scattered ? group * kTile.rows : group;
     __m512 accumulator[kRows][Cols];
     WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
@@ -47,8 +47,9 @@ class Pairs {
                                                : _mm512_setzero_ps();
     }
     // Eight rows are addressed by one pointer and these offsets; eight pointers would not stay in registers.
-    const int64_t stride = product.row_stride * sizeof(uint16_t);
-    int64_t offset[8] = {0, stride, 2 * stride, 3 * stride, 4 * stride, 5 * stride, 6 * stride, 7 * stride};
+    int64_t offset[8];
+    WNFUSED_UNROLL for (int r = 0; r < 8; ++r)
+      offset[r] = (product.scattered ? row_offset[r] - row_offset[0] : r * product.row_stride) * sizeof(uint16_t);
     for (int64_t s = 0; s < product.segment_count; ++s) {
       const char* rows[Groups];
       WNFUSED_UNROLL for (int g = 0; g < Groups; ++g)
@@ -56,7 +57,8 @@ class Pairs {
       const uint16_t* bank = product.segments[s].bank + col * product.bank_stride;
       for (int64_t k = product.depth; k > 0; k -= 2, bank += 2 * kLanes) {
         // Without this the compiler makes a pointer of its own for every row after all.
-        asm("" : "+r"(offset[1]), "+r"(offset[2]), "+r"(offset[3]), "+r"(offset[5]), "+r"(offset[7]));
+        asm("" : "+r"(offset[1]), "+r"(offset[2]), "+r"(offset[3]), "+r"(offset[4]), "+r"(offset[5]), "+r"(offset[6]),
+                 "+r"(offset[7]));
         __m512i weight[Cols];
         WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = _mm512_loadu_si512(bank + c * product.bank_stride);
         WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {

@@ -34,6 +34,8 @@ struct PairProduct {
   int64_t bank_stride;  // elements from one output block to the next
   bool accumulate;      // onto what is there
   bool neighbours;      // eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r
+  // Rows lie anywhere: row_offset has one entry for each, not for each group. Dot products alone can.
+  bool scattered = false;
 };
 
 // Where the sums of some rows and output blocks are, or go: [output block][row][16].
