@@ -14,8 +14,8 @@ if native.unavailable() is not None:
     pytest.skip(str(native.unavailable()), allow_module_level=True)
 
 LAYERS = {
-    "winograd": (lambda: WNConv2d(230, 219, 3, padding=1, activation="relu"), (1, 230, 12, 13)),
-    "winograd over three dims": (lambda: WNConv3d(224, 224, 3, padding=1), (2, 224, 2, 8, 8)),
+    "winograd": (lambda: WNConv2d(230, 219, 3, padding=1, activation="relu"), (1, 230, 8, 7)),
+    "winograd over three dims": (lambda: WNConv3d(224, 224, 3, padding=1), (2, 224, 2, 5, 4)),
     "pieces": (lambda: WNConv1d(98, 102, 7, padding=6, dilation=2, activation="leaky_relu"), (2, 98, 100)),
     "pieces, groups": (lambda: WNConv1d(192, 192, 5, padding=2, groups=2), (2, 192, 70)),
     "direct": (lambda: WNConv2d(72, 104, 3, stride=2, padding=1, activation="relu", bias=False), (2, 72, 17, 15)),
@@ -26,7 +26,7 @@ LAYERS = {
 PACKED_IN_EVERY_CALL = {
     "few weights": (lambda: WNConv1d(32, 48, 7, padding=3, activation="relu"), (2, 32, 100)),
     "winograd, few weights": (lambda: WNConv2d(128, 128, 3, padding=1), (1, 128, 12, 12)),
-    "winograd, many tiles": (lambda: WNConv2d(230, 219, 3, padding=1), (3, 230, 12, 12)),
+    "winograd, many tiles": (lambda: WNConv2d(230, 219, 3, padding=1), (1, 230, 12, 12)),
     "transposed, few weights": (lambda: WNConvTranspose1d(32, 16, 8, 4, 2, activation="leaky_relu"), (2, 32, 40)),
     "thin": (lambda: WNConv2d(3, 32, 5, padding=2, activation="relu"), (2, 3, 20, 20)),
     "depthwise": (lambda: WNConv2d(32, 32, 3, padding=1, groups=32, activation="relu"), (2, 32, 16, 16)),
@@ -43,6 +43,11 @@ def layer_and_input(name):
         if layer.bias is not None:
             layer.bias.normal_()
     return layer, torch.randn(shape)
+
+
+def banks_of(layer):
+    """Those of a frozen layer; one of few weights is a copy that runs as always."""
+    return list(getattr(layer._frozen, "banks", ()))
 
 
 @pytest.fixture(params=ISAS)
@@ -71,10 +76,10 @@ def test_the_same_as_outside_call_after_call(name, last):
                     # Outside of the context a wide layer may be the vendor's.
                     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
                     assert found.stride() == wanted.stride()
-            banks = list(layer._frozen.banks)
+            banks = banks_of(layer)
             assert len(banks) == (name not in PACKED_IN_EVERY_CALL)
             layer(x)
-            assert all(a is b for a, b in zip(banks, layer._frozen.banks, strict=True))
+            assert all(a is b for a, b in zip(banks, banks_of(layer), strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -96,7 +101,7 @@ def test_whoever_packs_first(threads):
 
 def test_every_way_of_multiplying_has_a_bank():
     layer = WNConv2d(256, 256, 3, padding=1)
-    maps = [torch.randn(shape) for shape in ((1, 256, 16, 16), (16, 256, 2, 2), (4, 256, 5, 5))]
+    maps = [torch.randn(shape) for shape in ((1, 256, 8, 8), (16, 256, 2, 2), (4, 256, 5, 5))]
     with torch.no_grad():
         expected = [layer(x) for x in maps]
         with wnfused.frozen(layer):
@@ -109,7 +114,7 @@ def test_every_way_of_multiplying_has_a_bank():
 
 
 def test_wide_layers():
-    layer, x = WNConv2d(512, 512, 3, padding=1, activation="relu"), torch.randn(1, 512, 14, 14)
+    layer, x = WNConv2d(512, 512, 3, padding=1, activation="relu"), torch.randn(1, 512, 7, 7)
     with torch.no_grad():
         expected = layer(x)
         with wnfused.frozen(layer):

@@ -37,9 +37,9 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
     Convolutions whose products the C++ kernels take themselves (float32 on the CPU, bfloat16 under autocast, mostly)
     keep copies of v and g instead. They also keep the packed weights, from their first call on, where reading those
-    is faster than packing again: from 65,536 weights on, of 3x3 layers with stride 1 from 442,368 on and on small
-    maps alone. That takes as much memory as v, by Winograd's method up to four times as much. Linear layers keep
-    copies from 65,536 weights on, since their kernels normalise while they read v; other convolutions keep them
+    is faster than packing again: from 65,536 weights on, of 3x3 layers with stride 1 from 442,368 on and on maps of
+    up to 128 pixels alone. That takes as much memory as v, by Winograd's method up to four times as much. Linear layers
+    keep copies from 65,536 weights on, since their kernels normalise while they read v; other convolutions keep them
     beside their weights, for maps of up to eight pixels.
 
     Residual stages run as always: they normalise and pack a weight while the convolution before it runs. Packed ahead,
@@ -140,7 +140,8 @@ def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:
 
 def _own(layer: WeightNormalised) -> nn.Module:
     copied = _copy(layer)
-    return Kept(copied) if isinstance(layer, _ConvNd) else copied
+    keeps = isinstance(layer, _ConvNd) and layer.weight_v.numel() >= native.KEPT_WEIGHTS
+    return Kept(copied) if keeps else copied
 
 
 def _copy(layer: WeightNormalised) -> nn.Module:

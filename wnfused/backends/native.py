@@ -154,6 +154,10 @@ def takes_conv(
     return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed, True, False) != "vendor"
 
 
+KEPT_WEIGHTS = 1 << 16
+"""Of a convolution, from how many on its packed weights may be worth keeping (``kWeights`` in
+``csrc/cpu/ops/kept_banks.cpp``)."""
+
 FEW_PIXELS = 8
 """Of an output, of a transposed convolution the input: up to so many are rows of a linear layer (``kFewest`` in
 ``csrc/cpu/ops/unfolding.cpp``)."""

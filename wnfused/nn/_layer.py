@@ -249,7 +249,7 @@ class WeightNormalised(nn.Module):
 
     def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
         assert self._frozen is not None
-        y: Tensor = self._frozen.forward(input, residual)
+        y: Tensor = self._frozen.forward(input, residual=residual)  # a transposed layer's second argument is another
         return y
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@
 namespace wnfused::cpu {
 
 bool is_worth_keeping(const ConvShape& shape, Method method) {
-  constexpr int64_t kWeights = 1 << 16, kWinogradWeights = 3 << 14, kTiles = 16;
+  constexpr int64_t kWeights = 1 << 16, kWinogradWeights = 3 << 14, kTiles = 8;
   if (shape.is_depthwise()) return false;
   if (method != Method::kWinograd4) return shape.inputs * shape.outputs / shape.groups * shape.taps() >= kWeights;
   // Four times as many numbers as v has, read for so many tiles.
