@@ -13,7 +13,8 @@
 //   pieces     stride 1, three columns and more, or one: Winograd's method along the lines of the map, `Pieces`
 //              (pieces.h)
 //   direct     every other window: `Window` (window.h), or `Depthwise` (depthwise.h)
-//   pairs      bfloat16 maps where there are products of pairs, any window of one level without groups: `PairWindow` (pair_layer.h)
+//   pairs      bfloat16 maps where there are products of pairs, any window of one level, no groups: `PairWindow`
+//              (pair_layer.h)
 //
 // A transposed convolution is the data gradient of another one: the same windows the other way round. Its rows of v
 // belong to x's channels, so every norm comes before the first product.

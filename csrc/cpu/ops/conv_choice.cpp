@@ -195,9 +195,9 @@ bool is_vendors_bfloat16(const ConvLayer& layer) {
   const ConvShape& shape = layer.shape;
   if (layer.method == Method::kPairs) return false;
   if (!is_bfloat16(layer.x) || !has_many_bfloat16_products(shape)) return false;
-  // What is no product of pairs (suits_pairs). The vendor's products are twice as many as float32's, sixteen times on tiles:
-  // Winograd's method in two dims saves more than twice, along lines about as many, and depthwise layers move more than
-  // they multiply. Grouped ones the vendor multiplies at a fraction of its speed.
+  // What is no product of pairs (suits_pairs). The vendor's products are twice as many as float32's, sixteen times on
+  // tiles: Winograd's method in two dims saves more than twice, along lines about as many, and depthwise layers move more
+  // than they multiply. Grouped ones the vendor multiplies at a fraction of its speed.
   if (active_pair_products() == PairProducts::kTiles) return true;
   if (layer.method == Method::kPieces) {
     constexpr int64_t kTimes = 6;

@@ -61,7 +61,8 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Tran
 // In bfloat16: whether the vendor's products are the faster ones, though they are composed with other calls.
 bool is_vendors_bfloat16(const Tensor& x, const ConvShape& shape) {
   constexpr int64_t kTimes = 4;
-  return is_bfloat16(x) && !suits_pairs(shape, true, false) && !meets_padding(shape) && has_many_bfloat16_products(shape, kTimes);
+  if (!is_bfloat16(x) || suits_pairs(shape, true, false) || meets_padding(shape)) return false;
+  return has_many_bfloat16_products(shape, kTimes);
 }
 
 // How this library multiplies the layer, if it does. kept: see conv_layer_method.

@@ -269,7 +269,8 @@ inline void pair_window_item(const PairWindow& window, int64_t item, const uint1
     segments[s] = {panel + place, weights + s * grid.depth * kLanes};
   }
   const int64_t row_stride = window.thin ? grid.depth : grid.panel_step * window.pixel;
-  const PairProduct product{segments, segment_count, grid.depth, row_stride, window.block_elements, false, false, grid.scattered};
+  const PairProduct product{segments, segment_count, grid.depth, row_stride, window.block_elements, false, false,
+                            grid.scattered};
   const MapShape& target = window.target;
   const int64_t line0 = chunk.image * target.height + grid.row + chunk.line * window.target_row_step;
   const int64_t column0 = grid.column + chunk.column * window.target_column_step;

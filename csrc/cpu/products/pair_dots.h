@@ -1,5 +1,5 @@
 // Products of pairs by AVX512_BF16's VDPBF16PS: 16 accumulators, 8 rows x 2 output blocks, or 16 rows x 1 where there is
-// one block only.
+// one block only; 24, 8 rows x 3, for the last three blocks of an odd number.
 //
 // Floor: 2 instructions of 32 multiply-adds a cycle, as many loads. The 8 x 2 tile loads 10 times for 16 instructions,
 // the 16 x 1 tile 17 times; where neighbouring pixels share what they read, each load serves three taps instead, 23 for
@@ -22,9 +22,11 @@ class Pairs {
   static void multiply(const PairProduct& product, const int64_t* row_offset, int64_t groups, int64_t cols,
                        Sink& sink) {
     int64_t c = 0;
-    for (; c + 2 <= cols; c += 2)
+    for (; cols - c >= 2 && cols - c != 3; c += 2)
       for (int64_t g = 0; g < groups; ++g) tile<1, 2>(product, row_offset, g, c, sink);
-    if (c == cols) return;
+    if (cols - c == 3)
+      for (int64_t g = 0; g < groups; ++g) tile<1, 3>(product, row_offset, g, c, sink);
+    if (cols - c != 1) return;
     int64_t g = 0;
     const bool shared = product.neighbours && product.row_stride == kLanes;
     for (; g + 2 <= groups && !product.scattered; g += 2) {
