@@ -169,6 +169,21 @@ def test_what_is_not_finite_is_the_vendors(isa, method, case, which):
         assert_not_finite_as_torch(case, which, value, in_bfloat16)
 
 
+def test_gradients_of_patches_are_exact(isa):
+    """Of more taps than the kernels have; the vendor's backward takes longer than float32's products."""
+    case = Case(2, 3, 768, (112, 112), (16, 16), (16, 16), (0, 0), (1, 1))
+    if way_of(case) == "vendor":
+        pytest.skip("the vendor's")
+    found, wanted = both(case, in_bfloat16(sample(case)))
+    assert_only_rounded_gradients(found, wanted)
+
+
+def assert_only_rounded_gradients(found, wanted):
+    for name, limit in (("y", 2 * ROUNDING), ("dx", ROUNDING), ("dv", FLOAT), ("dg", FLOAT)):
+        error = (found[name].double() - wanted[name]).norm() / wanted[name].norm()
+        assert error <= limit, f"{name}: {error:.2e}"
+
+
 def test_dot_products_take_what_winograd_does_not_save_more_of(isa):
     """Dot products of bfloat16 are twice as many as float32's; wide windows of many products are the vendor's."""
     if isa != "avx512_bf16":

@@ -19,6 +19,7 @@ from own_conv import (
     assert_same_bits_by_threads,
     both,
     method_of,
+    same3x3,
     sample,
 )
 
@@ -97,6 +98,22 @@ def test_every_layout(pairs, case, layout):
     if len(case.size) == 2:
         assert found["y"].stride() == torch.convolution(*sample(case, layout)[:2], None, *case.geometry).stride()
     assert found["dv"].stride() == sample(case, layout)[1].stride()
+
+
+SAME = [same3x3(2, 16, 32, 8, 9), same3x3(1, 20, 23, 12, 7), same3x3(3, 64, 48, 5, 3), same3x3(9, 32, 32, 1, 1),
+        same3x3(1, 300, 200, 4, 4), same3x3(1, 24, 16, 40, 300)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_that_keep_the_size_of_their_map(pairs, case, layout):
+    """On tiles; by dot products Winograd's method in float32 saves more."""
+    taken = method_of(case, bfloat16=True) == "pairs"
+    assert taken == (pairs != "avx512_bf16" and case.size != (1, 1))
+    for activation in ("none", "relu", "leaky_relu"):
+        assert_rounded(*both(case, in_bfloat16(sample(case, layout)), activation))
+    if taken:  # a wide layer on few pixels is a linear one otherwise
+        assert_same_bits_by_threads(case, in_bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,7 @@ void finish_pair_gradient(const Job& job, const PairWindow& window, int64_t outp
   for (int64_t r = 0; r < kLanes; ++r) {
     float* row = scratch + r * padded;
     if (window.thin) {
+      // Channels and taps in the order of the gathered rows, in the first of the rows that finishing has beside these.
       float* gathered = scratch + kLanes * padded;
       for (int64_t b = 0; b < window.wgrad_input_blocks; ++b) store(gathered + b * kLanes, sum_at(0, b, r));
       for_taps(window, [&](int64_t plane, int64_t depth) {
