@@ -40,8 +40,14 @@ void normalise_gradient(const Job& job, int64_t index, const RowLength& length, 
   float* target = in_place ? static_cast<float*>(job.dv.data) + index * floats : result;
   const Block projection = splat(-dg);
   const Block scales = splat(scale), factors = splat(factor);
-  for (int64_t k = 0; k < padded; k += kLanes)
-    store(target + k, scales * multiply_add(load(row + k) * unit, projection, load(weight_gradient + k) * factors));
+  const auto put_row = [&](const auto& put) {
+    for (int64_t k = 0; k < padded; k += kLanes)
+      put(target + k, scales * multiply_add(load(row + k) * unit, projection, load(weight_gradient + k) * factors));
+  };
+  if (in_place && job.dv.past_caches && is_aligned(target))
+    put_row([](float* to, const Block& block) { store_past_caches(to, block); });
+  else
+    put_row([](float* to, const Block& block) { store(to, block); });
   // A zero row has zero gradients even where dW is not finite.
   if (norm == 0.0f)
     for (int64_t k = 0; k < padded; ++k) target[k] = 0.0f;
@@ -65,7 +71,7 @@ void fetch_row(const Job& job, int64_t index, int64_t floats) {
   if (!job.v.bfloat16)
     for (int64_t k = 0; k < floats; k += kLanes)
       __builtin_prefetch(static_cast<const float*>(job.v.data) + index * floats + k);
-  if (!job.dv.bfloat16)
+  if (!job.dv.bfloat16 && !job.dv.past_caches)
     for (int64_t k = 0; k < floats; k += kLanes)
       prefetch_for_writing(static_cast<float*>(job.dv.data) + index * floats + k);
 }
@@ -107,6 +113,7 @@ void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64
     write(dbias, index, factor * sum);
     if (sum - sum != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
   }
+  if (job.dv.past_caches) end_stores_past_caches();
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -66,6 +66,26 @@ WNFUSED_INLINE void store(float* target, const Block& block) {
   WNFUSED_FOR_PARTS __builtin_memcpy(target + i * kNativeLanes, &block.part[i], sizeof(Native));
 }
 
+WNFUSED_INLINE bool is_aligned(const float* target) { return reinterpret_cast<uintptr_t>(target) % sizeof(Block) == 0; }
+
+// A store that leaves the caches alone where the processor has one; other threads need not see it before
+// end_stores_past_caches(). The target is a multiple of a Block's 64 bytes.
+WNFUSED_INLINE void store_past_caches(float* target, const Block& block) {
+#if WNFUSED_VECTOR_BITS == 512
+  _mm512_stream_ps(target, (__m512)block.part[0]);
+#elif WNFUSED_VECTOR_BITS == 256
+  WNFUSED_FOR_PARTS _mm256_stream_ps(target + i * kNativeLanes, (__m256)block.part[i]);
+#else
+  store(target, block);
+#endif
+}
+
+WNFUSED_INLINE void end_stores_past_caches() {
+#if WNFUSED_VECTOR_BITS >= 256
+  _mm_sfence();
+#endif
+}
+
 WNFUSED_INLINE Block splat(float value) {
   Block block;
   WNFUSED_FOR_PARTS block.part[i] = native_splat(value);
