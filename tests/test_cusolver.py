@@ -13,8 +13,8 @@ import torch
 
 import wnfused
 from wnfused.backends import cusolver, native, native_cuda
-from wnfused.init import eigen, orthogonal, singular
-from wnfused.init.orthogonal import Route, householder, route
+from wnfused.linalg import eigen, orthogonal, singular
+from wnfused.linalg.orthogonal import Route, householder, route
 
 DEVICE = torch.device("cuda:0")
 REASON = "libcusolver.so.12 has no function"

@@ -419,7 +419,7 @@ def test_orthogonal_batched(shape: tuple[int, ...], tf32: bool) -> None:
 def test_cusolver_orthonormal_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Q of A = L Q with a positive diagonal is unique: against LAPACK in float64, up to the condition."""
     from wnfused.backends import cusolver
-    from wnfused.init.orthogonal import householder
+    from wnfused.linalg.orthogonal import householder
 
     assert cusolver.refusal("qr", torch.device("cuda:0")) is None
     a = torch.randn(shape, dtype=dtype)

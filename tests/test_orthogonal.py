@@ -9,8 +9,8 @@ from drawn import generator
 
 import wnfused
 from wnfused.backends import native
-from wnfused.init import orthogonal, orthogonal_batched
-from wnfused.init.orthogonal import Route, cholesky_qr2, householder, route
+from wnfused.linalg import orthogonal, orthogonal_batched
+from wnfused.linalg.orthogonal import Route, cholesky_qr2, householder, route
 
 # The last two go by CholeskyQR2 on a CPU.
 SHAPES = [(7, 4), (4, 7), (5, 5), (3, 2, 6, 4), (2, 3, 4, 9), (0, 4, 4), (2, 1, 5), (5, 4, 20), (2, 3, 30, 6)]
@@ -279,7 +279,7 @@ def test_layers_of_one_shape_are_drawn_together(monkeypatch):
 
     model = wnfused.models.cnn(20, 8)
     monkeypatch.setattr("wnfused.init.units.orthogonal_batched", counted)
-    monkeypatch.setattr("wnfused.init.layer.orthogonal_batched", counted)
+    monkeypatch.setattr("wnfused.nn._rule.orthogonal_batched", counted)
     wnfused.init.initialize(model)
     assert sorted(calls) == [(1, 8, 27), (19, 8, 72)]
     calls.clear()

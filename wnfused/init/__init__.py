@@ -15,11 +15,11 @@ from wnfused.init import (
     zhang2019,
 )
 from wnfused.init.layer import reset_layer_, reset_stage_
-from wnfused.init.orthogonal import orthogonal_batched
 from wnfused.init.population import initialize_population
 from wnfused.init.registry import initialize, schemes
 from wnfused.init.report import Entry, Report
 from wnfused.init.roles import Role, find_roles
+from wnfused.linalg import orthogonal_batched
 
 __all__ = [
     "Entry",

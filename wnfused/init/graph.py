@@ -19,8 +19,8 @@ import torch
 from torch import fx, nn
 
 from wnfused._symbolic import argument, symbolic_run
-from wnfused.init.layer import activation_gamma
 from wnfused.nn import WeightNormalised, WNResidualStage
+from wnfused.nn._rule import activation_gamma
 
 PLAIN_LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,

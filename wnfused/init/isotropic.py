@@ -21,9 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wnfused.init.eigen import symmetric_eigh
-from wnfused.init.orthogonal import orthogonal_batched
-from wnfused.init.singular import economy_svd
+from wnfused.linalg import economy_svd, orthogonal_batched, symmetric_eigh
 
 # Singular values below eps max(d, n) s_max are rounding; for the very many columns of a convolution that product would
 # throw away what is still accurate, so it is not let grow beyond this.

@@ -1,104 +1,23 @@
-"""The rule for one layer: directions, gain, zero bias (Arpit, Campos & Bengio 2019, end of sections 3 and 4).
-
-    g = sqrt(gamma * fan_in / fan_out),   fan_in = k k c_in,   fan_out = k k c_out
-
-with gamma = 2 before a ReLU, ``1 / B_k`` for the last convolution of a block in a stage of ``B_k`` blocks, 1
-otherwise. Groups divide both fans, so their ratio stays. Only the directions of ``v`` matter to the function.
-
-That is the norm of a filter, a row along dim 0. Rows along another dim are other parts of the same weight, and all of
-them together keep its norm, ``g^2 = gamma c_in / rows``.
-"""
+"""One layer, or all blocks of a stage, anew: the rule of ``wnfused.nn``'s layers (``nn/_rule.py``), and torch's own."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from wnfused._numbers import at_least_0, random_source
-from wnfused.init.orthogonal import orthogonal_batched
-
-if TYPE_CHECKING:
-    from wnfused.nn import WeightNormalised, WNResidualStage
-
-
-def fan_ratio(layer: nn.Module) -> float:
-    """``fan_in / fan_out``; the kernel's area and the groups cancel.
-
-    A transposed convolution is normalised over its input channels, so the rule does not apply: ``prod(stride)`` keeps
-    the mean square per output element where ``c_in = c_out``.
-    """
-    return _filter_ratio(layer) * _rows_ratio(layer)
-
-
-def _rows_ratio(layer: nn.Module) -> float:
-    """How many entries dim 0 of the weight has for one row that is normalised: 1 unless ``dim`` is another one."""
-    dim, v = getattr(layer, "dim", 0), getattr(layer, "weight_v", None)
-    if v is None or dim == 0:
-        return 1.0
-    return v.shape[0] / (1 if dim is None else v.shape[dim])
-
-
-def _filter_ratio(layer: nn.Module) -> float:
-    if isinstance(layer, nn.Linear):
-        return layer.in_features / layer.out_features
-    assert isinstance(layer, nn.modules.conv._ConvNd)
-    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
-        return math.prod(layer.stride)
-    return layer.in_channels / layer.out_channels
-
-
-def activation_gamma(activation: str | None, negative_slope: float) -> float:
-    """``1 / E[act'^2]`` for a symmetric input: 2 before a ReLU, ``2 / (1 + slope^2)`` before a leaky one, else 1."""
-    if activation == "relu":
-        return 2.0
-    if activation == "leaky_relu":
-        return 2.0 / (1.0 + negative_slope**2)
-    return 1.0
-
-
-def default_gamma(layer: WeightNormalised) -> float:
-    """The layer's stated gamma, or the one its fused activation asks for."""
-    if layer.gamma is not None:
-        return layer.gamma
-    return activation_gamma(layer.activation, layer.negative_slope)
-
-
-@torch.no_grad()
-def fill_directions_(
-    v: Tensor, kind: str, *, leading: int = 0, dim: int | None = 0, generator: torch.Generator | None = None
-) -> Tensor:
-    """Fills ``v`` in place: ``"orthogonal"`` (Haar over ``[rows, fan_in]``) or ``"he"`` (``N(0, 2 / fan_in)``).
-
-    Args:
-        v: ``[*leading dims, rows, *rest]``, ``rows`` numbered by ``dim`` (of the dims after the leading ones).
-        leading: how many dims number independent layers.
-    """
-    if v.numel() == 0:
-        return v
-    rows_first = v if dim in (0, None) else v.movedim(dim + leading if dim >= 0 else dim, leading)
-    if kind == "orthogonal":
-        matrices = rows_first.reshape(*rows_first.shape[: leading + 1], -1)
-        orthogonal_batched(matrices, generator=generator)
-        if not matrices._is_view():  # none of v has that shape
-            rows_first.copy_(matrices.view(rows_first.shape))
-    elif kind == "he":
-        fan_in = math.prod(rows_first.shape[leading + 1 :])
-        v.normal_(0.0, math.sqrt(2.0 / max(fan_in, 1)), generator=generator)
-    else:
-        raise ValueError(f"init: unknown {kind!r}; use 'orthogonal' or 'he'")
-    return v
+from wnfused.nn import WeightNormalised, WNResidualStage
+from wnfused.nn._rule import check_directions, reset_layer, reset_stage
 
 
 def _check_source(kind: str | None, generator: torch.Generator | None) -> None:
-    if kind not in (None, "orthogonal", "he"):
-        raise ValueError(f"kind: unknown {kind!r}; use 'orthogonal' or 'he'")
+    if kind is not None:
+        check_directions(kind=kind)
     random_source(generator=generator)
 
 
-@torch.no_grad()
 def reset_layer_(
     layer: WeightNormalised,
     *,
@@ -118,23 +37,14 @@ def reset_layer_(
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
     """
-    from wnfused.nn import WeightNormalised
-
     if not isinstance(layer, WeightNormalised):
         raise TypeError(f"layer: expected a weight-normalised layer, got {type(layer).__name__}")
     if gamma is not None:
         at_least_0(gamma=gamma)
     _check_source(kind, generator)
-    fill_directions_(layer.weight_v, kind or layer.init, dim=layer.dim, generator=generator)
-    gain = math.sqrt((default_gamma(layer) if gamma is None else gamma) * fan_ratio(layer))
-    layer.weight_g.fill_(gain)
-    bias = layer._parameters["bias"]
-    if bias is not None:
-        bias.zero_()
-    return gain
+    return reset_layer(layer, gamma, kind, generator)
 
 
-@torch.no_grad()
 def reset_stage_(
     stage: WNResidualStage,
     *,
@@ -150,8 +60,6 @@ def reset_stage_(
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
     """
-    from wnfused.nn import WNResidualStage
-
     if not isinstance(stage, WNResidualStage):
         raise TypeError(f"stage: expected a WNResidualStage, got {type(stage).__name__}")
     if gammas is not None:
@@ -159,13 +67,7 @@ def reset_stage_(
             raise ValueError(f"gammas: {gammas!r} must be two numbers")
         at_least_0(**{f"gammas[{i}]": gamma for i, gamma in enumerate(gammas)})
     _check_source(kind, generator)
-    fill_directions_(stage.weight_v, kind or stage.init, leading=2, generator=generator)
-    first, last = (2.0, 1.0 / stage.num_blocks) if gammas is None else gammas
-    gains = math.sqrt(first), math.sqrt(last)
-    for i, gain in enumerate(gains):
-        stage.weight_g[:, i].fill_(gain)
-    stage.bias.zero_()
-    return gains
+    return reset_stage(stage, gammas, kind, generator)
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx, nn
 
 from wnfused.init.graph import Graph, activation_module_gamma, is_layer, places
-from wnfused.init.layer import activation_gamma
 from wnfused.nn import FixupBlock, PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
+from wnfused.nn._rule import activation_gamma
 
 logger = logging.getLogger("wnfused.init")
 

@@ -21,11 +21,11 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from wnfused._modules import class_of
-from wnfused.init.layer import fan_ratio, fill_directions_
-from wnfused.init.orthogonal import orthogonal_batched
 from wnfused.init.roles import Role
+from wnfused.linalg import orthogonal_batched
 from wnfused.nn import WeightNormalised, WNResidualStage
 from wnfused.nn._layer import row_norm
+from wnfused.nn._rule import fan_ratio, fill_directions_
 from wnfused.reference import wide
 
 # Separate layers of one shape are drawn this many at a time, so that a copy of all their weights is never made.
@@ -100,7 +100,7 @@ class Unit:
 
     @property
     def fan_ratio(self) -> float:
-        """``wnfused.init.layer.fan_ratio`` of the layer; the fans of a stage's convolutions are equal."""
+        """``fan_ratio`` of the layer; the fans of a stage's convolutions are equal."""
         return 1.0 if isinstance(self.module, WNResidualStage) else fan_ratio(self.module)
 
     # -------------------------------------------------------------------------------------------------- access

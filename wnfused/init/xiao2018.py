@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import torch
 
 from wnfused._numbers import above_0
-from wnfused.init.orthogonal import orthogonal_batched
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
 from wnfused.init.saxe2014 import start_orthogonal
 from wnfused.init.units import Unit, fill_orthogonal_
+from wnfused.linalg import orthogonal_batched
 
 
 @scheme("xiao2018")

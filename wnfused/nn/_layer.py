@@ -17,11 +17,9 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from wnfused import functional
 from wnfused._numbers import at_least_0, number, truth
 from wnfused.nn._keys import to_old
+from wnfused.nn._rule import check_directions, reset_layer
 from wnfused.nn._weight import EffectiveWeight
 from wnfused.ops._arguments import autocast_is_on, row_dim
-
-DIRECTIONS = ("orthogonal", "he")
-
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """What a layer's parameters can be in."""
@@ -110,8 +108,7 @@ class WeightNormalised(nn.Module):
             at_least_0(negative_slope=negative_slope)
         if gamma is not None:
             at_least_0(gamma=gamma)
-        if init not in DIRECTIONS:
-            raise ValueError(f"init: unknown {init!r}; use 'orthogonal' or 'he'")
+        check_directions(init=init)
         row_dim(dim)
         truth(bias=bias)
         check_dtype(dtype)
@@ -208,14 +205,12 @@ class WeightNormalised(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """The initialisation of Arpit, Campos & Bengio (2019): see ``wnfused.init.reset_layer_``."""
-        from wnfused.init.layer import reset_layer_
-
         if "bias" not in self._parameters:  # torch's constructor assigns weight, then bias, then comes here
             return
         for name in ("bias", "weight_g", "weight_v"):  # torch's weight norm leaves this order, which optimisers save by
             self._parameters[name] = self._parameters.pop(name)
         if self.weight_v.numel():
-            reset_layer_(self)
+            reset_layer(self)
         else:  # there is no direction to draw
             for parameter in self.parameters(recurse=False):
                 parameter.zero_()

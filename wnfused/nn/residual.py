@@ -18,6 +18,7 @@ from wnfused import functional
 from wnfused._numbers import finite, positive
 from wnfused.nn._keys import count_blocks, stack_blocks
 from wnfused.nn._layer import check_dtype, refuse_script, row_norm, with_directions
+from wnfused.nn._rule import check_directions, reset_stage
 from wnfused.nn.conv import WNConv2d
 
 
@@ -156,6 +157,7 @@ class WNResidualStage(nn.Module):
         if recompute is not None:
             positive(recompute=recompute)
         finite(skip_scale=skip_scale)
+        check_directions(init=init)
         check_dtype(dtype)
         self.in_channels, self.out_channels, self.stride = in_channels, out_channels, stride
         self.num_blocks, self.recompute = num_blocks, recompute
@@ -174,9 +176,7 @@ class WNResidualStage(nn.Module):
         self._reset_stack()
 
     def _reset_stack(self) -> None:
-        from wnfused.init.layer import reset_stage_
-
-        reset_stage_(self)
+        reset_stage(self)
 
     def reset_parameters(self) -> None:
         """The initialisation of Arpit, Campos & Bengio (2019) for the whole stage."""

@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import orthogonal
 
 from wnfused._numbers import above_0, at_least_0, finite
-from wnfused.init.orthogonal import householder
+from wnfused.linalg.orthogonal import householder
 from wnfused.nn import WeightNormalised
 from wnfused.reference import wide
 from wnfused.regularize.matrices import at_its_own_precision, check_finite, check_like, check_matrices
