@@ -42,7 +42,16 @@ def sixteen_processors(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    ["stage_native", "conv3x3", "conv_window", "conv_depthwise", "linear_products", "linear_pixels", "orthogonal"],
+    [
+        "stage_native",
+        "conv3x3",
+        "conv_window",
+        "conv_depthwise",
+        "conv_planes",
+        "linear_products",
+        "linear_pixels",
+        "orthogonal",
+    ],
 )
 def test_kernels_with_nine_workers(sixteen_processors, name):
     done = subprocess.run(

@@ -2,10 +2,12 @@
 // a layer (conv.cpp, plain_conv.cpp) tries them in this order:
 //
 //      unfolded   a linear layer whose rows are the windows of the map: wide layers on few pixels
+//      planes     1x1 layers of maps in NCHW, as products of v with each image
 //      own        kernels of this library (conv_layer.h), where they are faster
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
 //
-// The first two take float32, and bfloat16, which they multiply as float32 but on tiles (pair_layer.h).
+// The first and the third take float32, and bfloat16, which they multiply as float32 but on tiles (pair_layer.h); the
+// second float32 alone.
 #pragma once
 
 #include <optional>
@@ -65,6 +67,12 @@ struct LayerGradients {
 std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
 std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
                                                      const float* norms, const ConvNeeds& needs, float* dgain);
+
+// The same; nothing where another way is faster. outdo_banks: whether this one is, even than reading kept banks.
+bool outdo_banks(const ConvCall& conv);
+std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
+std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
+                                                   const float* norms, const ConvNeeds& needs, float* dgain);
 
 // y, and the norms unless the convolution is plain. Nothing where the vendor is faster, or a value is not finite.
 // banks: see kept_banks.h; with them nothing, too, where none is worth keeping.

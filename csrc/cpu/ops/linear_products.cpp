@@ -7,40 +7,16 @@
 #include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/ops/linear_routes.h"
+#include "cpu/ops/linear_shares.h"
 
 namespace wnfused::cpu {
 namespace {
 
-constexpr int64_t kAlone = int64_t{1} << 18;  // multiply-adds below which a second worker costs more than it brings
 constexpr int64_t kGradientFloats = int64_t{1} << 17;  // of dw that an item should hold
-constexpr int64_t kOwnFloats = int64_t{1} << 18;  // of a packed x that each worker keeps for itself
 constexpr int64_t kPackedFloats = int64_t{1} << 21;  // of the part of x that a worker packs in the forward
+constexpr int64_t kOwnFloats = int64_t{1} << 18;  // of a packed x that each worker keeps for itself
 
-int64_t workers_for(const LinearShape& shape) {
-  return shape.rows * shape.inner * shape.features < kAlone ? 1 : worker_limit();
-}
-
-// The fewest parts of at most `most` blocks of which every one of `sharers` gets the same number.
-Cut cut(int64_t entries, int64_t most, int64_t sharers) {
-  const int64_t count = divide_up(entries, kLanes);
-  return {count, std::min(count, divide_up(divide_up(count, most), sharers) * sharers)};
-}
-
-// How the forward is shared out. If the rows of x are divided, every worker packs all of v; if those of v, all of x.
-struct Shares {
-  Cut groups, row_blocks;
-  int64_t cost;  // of a worker for each entry of a row, in multiply-adds
-};
-
-Shares divide(const LinearShape& shape, int64_t most_blocks, int64_t item_rows, int64_t workers, int64_t sharers_of_x) {
-  constexpr int64_t kPackX = 12, kPackV = 4;  // x is transposed
-  const Cut groups = cut(shape.rows, most_blocks, sharers_of_x);
-  const Cut row_blocks = cut(shape.features, item_rows / kLanes, divide_up(workers, groups.parts));
-  const int64_t sharers = std::min(sharers_of_x, groups.count);
-  const int64_t x = divide_up(groups.count, sharers) * kLanes;
-  const int64_t v = divide_up(row_blocks.count, divide_up(workers, sharers)) * kLanes;
-  return {groups, row_blocks, x * v + kPackX * x + kPackV * v};
-}
+int64_t workers_for(const LinearShape& shape) { return product_workers(shape.rows * shape.inner * shape.features); }
 
 // Whether the rows of a matrix, and its columns if they are asked for, have the range that `kernels` needs, if any.
 bool rows_in_range(const LinearKernels& kernels, const Tensor& matrix, int64_t rows, int64_t length, bool columns) {
@@ -91,12 +67,12 @@ bool linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const auto [rows, inner, features] = call.shape;
   if (!rows_in_range(kernels, call.x, rows, inner, false)) return false;
   const int64_t workers = workers_for(call.shape);
-  const int64_t most_blocks = std::clamp<int64_t>(kPackedFloats / (inner * kLanes) / 2 * 2, 2, kWideBlocks);
-  const int64_t lanes = std::min(most_blocks * kLanes, round_up(rows, kLanes));
+  constexpr int64_t kTransposed = 12;  // x is
+  const int64_t lane_blocks = divide_up(rows, kLanes), most_blocks = lane_blocks_in(kPackedFloats, inner);
+  const int64_t lanes = std::min(most_blocks, lane_blocks) * kLanes;
   const int64_t item_rows = kernels.tiles ? tile_item_rows(lanes) : kNarrowRows;
-  const Shares by_x = divide(call.shape, most_blocks, item_rows, workers, workers);
-  const Shares by_v = divide(call.shape, most_blocks, item_rows, workers, 1);
-  const auto& [groups, row_blocks, cost] = by_x.cost <= by_v.cost ? by_x : by_v;
+  const auto [groups, row_blocks, cost] =
+      share_products({lane_blocks, most_blocks, features, item_rows, kTransposed}, workers);
   const int64_t packed = WideShape(groups.largest() * kLanes, inner, kernels.unit).size();
   const int64_t own = kNarrowRows * kDepthChunk + item_rows * (kLanes + kWideBlocks * kLanes);
   const Workspace memory(workers * (packed + own));

@@ -8,6 +8,7 @@
 #include "cpu/layer/rows.h"
 #include "cpu/linear/small.h"
 #include "cpu/linear/driver.h"
+#include "cpu/planes/driver.h"
 #include "cpu/layer/norm_rows.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -19,6 +20,8 @@ const LayerKernels layer_kernels = {
 #if defined(__x86_64__) && WNFUSED_VECTOR_BITS > 128
 const LinearKernels linear_kernels = {
     Singles::kUnit, false, nullptr, linear_forward<Singles, float>, linear_backward<Singles, float>};
+
+const PlanesKernels planes_kernels = {planes_forward, planes_backward};
 #endif
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

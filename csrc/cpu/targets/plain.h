@@ -11,4 +11,5 @@
 #include "cpu/linear/linear_layer.h"
 #include "cpu/machine/amx_tiles.h"
 #include "cpu/orthonormal/orthonormal.h"
+#include "cpu/planes/planes.h"
 #include "cpu/stage/stage.h"

@@ -155,6 +155,29 @@ WNFUSED_INLINE void store(float* target, const Block& block, int64_t count) {
 }
 #endif
 
+// Lanes [0, first) from `a`, lanes [first, count) from `b`, each at its own number; the others are 0.
+WNFUSED_INLINE Block load_two(const float* a, int64_t first, const float* b, int64_t count) {
+#if WNFUSED_VECTOR_BITS == 512
+  const __m512 part = _mm512_maskz_loadu_ps(mask_of(first), a);
+  return {{(Native)_mm512_mask_loadu_ps(part, mask_of(count) & ~mask_of(first), b)}};
+#else
+  float entries[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) entries[i] = i < first ? a[i] : b[i];
+  return load(entries);
+#endif
+}
+
+WNFUSED_INLINE void store_two(float* a, int64_t first, float* b, int64_t count, const Block& block) {
+#if WNFUSED_VECTOR_BITS == 512
+  _mm512_mask_storeu_ps(a, mask_of(first), (__m512)block.part[0]);
+  _mm512_mask_storeu_ps(b, mask_of(count) & ~mask_of(first), (__m512)block.part[0]);
+#else
+  float entries[kLanes];
+  store(entries, block);
+  for (int64_t i = 0; i < count; ++i) (i < first ? a : b)[i] = entries[i];
+#endif
+}
+
 // body(i, move) over a run of `length` entries, where `move` loads and stores a whole or the last, partial block.
 struct Whole {
   template <class T>

@@ -1,0 +1,160 @@
+// A 1x1 convolution of maps in NCHW as products of v and their planes (planes.h).
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/layer/checks.h"
+#include "cpu/layer/formats.h"
+#include "cpu/layer/gains.h"
+#include "cpu/layer/passes.h"
+#include "cpu/machine/isa.h"
+#include "cpu/machine/parallel.h"
+#include "cpu/machine/workspace.h"
+#include "cpu/ops/conv_gradients.h"
+#include "cpu/ops/conv_routes.h"
+#include "cpu/ops/linear_shares.h"
+#include "cpu/ops/unfolding.h"
+#include "cpu/planes/planes.h"
+
+namespace wnfused::cpu {
+namespace {
+
+// A layer that may go this way: v is a matrix then.
+std::optional<PlanesShape> open_shape(const ConvCall& conv) {
+  const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
+  if (!shape || !conv.gain || !planes_kernels() || gives_channels_last(conv)) return std::nullopt;
+  const bool floats = conv.x.scalar_type() == ScalarType::Float && conv.v.scalar_type() == ScalarType::Float;
+  if (!floats || shape->groups > 1 || !is_pointwise(*shape)) return std::nullopt;
+  return PlanesShape{shape->images, shape->inputs, shape->outputs, shape->size.product()};
+}
+
+// Measured (bench/NOTES.md): few weights the kernels of conv_layer.h read and sum faster.
+bool suits_planes(const PlanesShape& shape, bool backward) {
+  constexpr int64_t kLeastChannels = 16, kLeastWeights = 1024;
+  if (backward && shape.inputs * shape.outputs < kLeastWeights) return false;
+  return std::min(shape.inputs, shape.outputs) >= kLeastChannels && shape.pixels >= kLeastPlane && shape.images > 0;
+}
+
+int64_t products_of(const PlanesShape& shape) {
+  return shape.images * shape.pixels * shape.inputs * shape.outputs;
+}
+
+ProductShape product_shape(const PlanesShape& shape, int64_t rows, int64_t depth) {
+  constexpr int64_t kCopied = 4, kPackedFloats = int64_t{1} << 21;
+  return {shape.blocks(), lane_blocks_in(kPackedFloats, depth), rows, kNarrowRows, kCopied};
+}
+
+// For the tests: whether a layer in NCHW goes this way, forward and backward.
+std::tuple<bool, bool> cpu_conv_planes(int64_t images, int64_t inputs, int64_t outputs, int64_t pixels) {
+  const PlanesShape shape{images, inputs, outputs, pixels};
+  const bool any = planes_kernels() != nullptr;
+  return {any && suits_planes(shape, false), any && suits_planes(shape, true)};
+}
+
+const float* floats_of_map(const Tensor& map) { return entries<float>(map); }
+
+Tensor in_planes(const Tensor& map) { return map.is_contiguous() ? map : torch::stable::contiguous(map); }
+
+}  // namespace
+
+const PlanesKernels* planes_kernels() {
+#if defined(__x86_64__)
+  if (active_isa() == Isa::kAvx512) return &avx512::planes_kernels;
+  if (active_isa() == Isa::kAvx2) return &avx2::planes_kernels;
+#endif
+  return nullptr;
+}
+
+bool outdo_banks(const ConvCall& conv) {
+  constexpr int64_t kMany = 64;  // pixels that are worth packing v for
+  const std::optional<PlanesShape> shape = open_shape(conv);
+  return shape && suits_planes(*shape, false) && shape->images * shape->pixels > kMany;
+}
+
+std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
+  const std::optional<PlanesShape> shape = open_shape(conv);
+  if (!shape || !suits_planes(*shape, false)) return std::nullopt;
+  const Tensor& x = conv.x;
+  const Tensor maps = in_planes(x);
+  std::vector<int64_t> sizes = sizes_of(x);
+  sizes[1] = shape->outputs;
+  const Tensor y = empty_map(sizes, false, ScalarType::Float);
+  check_residual(residual, y);
+  const std::optional<Tensor> added = residual ? std::optional(in_planes(*residual)) : std::nullopt;
+  const int64_t workers = product_workers(products_of(*shape));
+  const ProductShares shares = share_products(product_shape(*shape, shape->outputs, shape->inputs), workers);
+  const int64_t packed = WideShape(shares.groups.largest() * kLanes, shape->inputs, {1}).size();
+  const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks));
+  const Workspace memory(workers * (packed + own));
+  const PlanesForward job{*shape,
+                          floats_of_map(maps),
+                          floats_of_map(conv.v),
+                          added ? floats_of_map(*added) : nullptr,
+                          static_cast<float*>(y.mutable_data_ptr()),
+                          conv.gain,
+                          conv.bias,
+                          norms,
+                          conv.activation,
+                          conv.slope,
+                          shares.groups,
+                          shares.row_blocks,
+                          {memory.data(), memory.data() + workers * packed, packed, own}};
+  run_workers(workers, [&](Worker& worker) { planes_kernels()->forward(job, worker); });
+  return y;
+}
+
+std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const Tensor& dy_given, const Tensor& y_given,
+                                                   const float* norms, const ConvNeeds& needs, float* dgain) {
+  const std::optional<PlanesShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
+  if (!shape || !suits_planes(*shape, true)) return std::nullopt;
+  const bool masked = conv.activation != Activation::kNone;
+  const Tensor dy = in_planes(dy_given), signs = masked ? in_planes(y_given) : dy, x = in_planes(conv.x);
+  LayerGradients made = empty_gradients(conv, conv.v, dy, needs);
+  std::optional<Tensor> dz;
+  if (masked) dz = made.dz && made.dz->is_contiguous() ? *made.dz : empty_as(dy);
+  if (masked || needs.bias) {
+    const Values nothing{nullptr, false};
+    run_mask(lines_of(dy),
+             {values_of(dy), values_of(signs), dz ? values_of(*dz) : nothing, nothing, nullptr, nullptr, conv.activation,
+              conv.slope},
+             needs.bias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr);
+  }
+  if (made.dz) made.dz = dz;
+
+  const int64_t workers = product_workers(products_of(*shape));
+  const PixelDepth depth(*shape);
+  const int64_t channels = divide_up(shape->inputs, kLanes);
+  const ProductShares shares = share_products(product_shape(*shape, shape->inputs, shape->outputs), workers);
+  const Cut row_blocks = cut(shape->outputs, kNarrowRows / kLanes, workers);
+  const Cut columns = cut_blocks(channels, kWideBlocks, divide_up(workers, row_blocks.parts));
+  const int64_t packed = needs.x ? WideShape(shares.groups.largest() * kLanes, shape->outputs, {1}).size() : 0;
+  const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks));
+  const int64_t copies = needs.v ? depth.chunks * channels * depth.units() * kLanes : 0;
+  const int64_t weights = needs.v ? row_blocks.count * kLanes * row_stride(channels) : 0;
+  const Workspace memory(copies + weights + workers * (packed + own));
+  float* scratch = memory.data() + copies + weights;
+  const std::vector<float> scale = scales_of(conv.gain, norms, shape->outputs);
+  const PlanesBackward job{*shape,
+                           floats_of_map(x),
+                           floats_of_map(conv.v),
+                           floats_of_map(dz ? *dz : dy),
+                           made.dx ? static_cast<float*>(made.dx->mutable_data_ptr()) : nullptr,
+                           made.dv ? static_cast<float*>(made.dv->mutable_data_ptr()) : nullptr,
+                           conv.gain,
+                           norms,
+                           scale.data(),
+                           dgain,
+                           shares.groups,
+                           shares.row_blocks,
+                           row_blocks,
+                           columns,
+                           {scratch, scratch + workers * packed, packed, own},
+                           memory.data(),
+                           memory.data() + copies};
+  run_workers(workers, [&](Worker& worker) { planes_kernels()->backward(job, worker); });
+  return made;
+}
+
+}  // namespace wnfused::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
+  m.impl("cpu_conv_planes", TORCH_BOX(&wnfused::cpu::cpu_conv_planes));
+}

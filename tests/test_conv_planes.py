@@ -1,0 +1,125 @@
+"""1x1 convolutions of maps in NCHW: products of v and each image as it lies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from own_conv import (
+    Case,
+    assert_close,
+    assert_layouts_agree,
+    assert_masks_nan_as_torch,
+    assert_not_finite_as_torch,
+    assert_only_what_is_needed,
+    assert_same_bits_by_threads,
+    assert_zero_rows_and_gains,
+    both,
+    channels_last,
+    sample,
+)
+
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+TOLERANCE = 32 * 2.0**-24
+
+
+def layer(images: int, inputs: int, outputs: int, *size: int) -> Case:
+    ones = (1,) * len(size)
+    return Case(images, inputs, outputs, size, ones, ones, (0,) * len(size), ones)
+
+
+CASES = {
+    "blocks of one image": layer(1, 40, 50, 4, 8),
+    "blocks of two images": layer(3, 40, 50, 7, 7),
+    "fewest pixels": layer(7, 33, 40, 3, 5),
+    "one image, a part of a block": layer(1, 64, 32, 5, 5),
+    "more inputs than are packed at a time": layer(2, 530, 40, 5, 5),
+    "more outputs than are packed at a time": layer(2, 40, 530, 5, 5),
+    "many blocks": layer(2, 32, 48, 17, 31),
+    "images of a whole chunk of dw's depth": layer(3, 32, 32, 16, 16),
+    "images just below it": layer(3, 32, 32, 2, 121),
+    "images in pieces": layer(2, 33, 40, 257),
+    "one dim": layer(4, 40, 64, 50),
+    "three dims": layer(2, 35, 33, 3, 2, 5),
+}
+
+
+def goes_by_planes(case: Case) -> tuple[bool, bool]:
+    """Forward and backward."""
+    return torch.ops.wnfused_native.cpu_conv_planes(case.images, case.inputs, case.outputs, math.prod(case.size))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_size(isa, case):
+    assert goes_by_planes(case) == ((isa not in ("portable", "amx-emulated"),) * 2)
+    assert_layouts_agree(case, sample(case), TOLERANCE)
+
+
+def test_which_layers_go_this_way():
+    if torch.ops.wnfused_native.cpu_isa() in ("portable", "amx-emulated"):
+        pytest.skip("no products of this library")
+    assert goes_by_planes(layer(1, 1024, 256, 14, 14)) == (True, True)
+    assert goes_by_planes(layer(1, 16, 16, 32, 32)) == (True, False)
+    assert goes_by_planes(layer(1, 3, 64, 32, 32)) == (False, False)
+    assert goes_by_planes(layer(64, 64, 64, 3, 3)) == (False, False)
+    assert goes_by_planes(layer(0, 64, 64, 8, 8)) == (False, False)
+
+
+@pytest.mark.parametrize("layout", ["last", "last map", "last weight"])
+def test_channels_last_stays_so(isa, layout):
+    case = CASES["blocks of two images"]
+    assert_layouts_agree(case, sample(case, layout), TOLERANCE)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_only_what_is_needed(isa, needs):
+    assert_only_what_is_needed(CASES["blocks of two images"], needs, TOLERANCE)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    size = draw(st.sampled_from([(15,), (4, 4), (17,), (3, 7), (7, 7), (10, 10), (16, 15), (241,), (16, 16), (19, 33)]))
+    counts = (draw(st.integers(1, 6)), draw(st.integers(16, 90)), draw(st.integers(16, 90)))
+    return layer(*counts, *size)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(), activation=st.sampled_from(["none", "relu", "leaky_relu"]))
+def test_drawn_layers(isa, case, activation):
+    assert_close(*both(case, sample(case), activation), TOLERANCE)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("which", range(5))
+def test_values_that_are_not_finite(which, value):
+    assert_not_finite_as_torch(CASES["blocks of two images"], which, value)
+
+
+def test_masks_of_nan():
+    assert_masks_nan_as_torch(CASES["blocks of two images"], TOLERANCE)
+
+
+def test_zero_rows_and_gains(isa):
+    assert_zero_rows_and_gains(CASES["many blocks"], TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["blocks of two images", "more inputs than are packed at a time", "images in pieces"])
+def test_same_bits_with_any_number_of_threads(isa, name):
+    assert_same_bits_by_threads(CASES[name])
+
+
+def test_maps_that_are_cut_out_of_larger_ones(isa):
+    case = CASES["blocks of two images"]
+    tensors = sample(case)
+    for dims in ((0, 1), (2, 3)):
+        wide = torch.randn([2 * n if d in dims else n for d, n in enumerate(tensors[0].shape)])
+        every_other = tuple(slice(None, None, 2) if d in dims else slice(None) for d in range(4))
+        for x in (wide[every_other], channels_last(wide, True)[every_other]):
+            assert_close(*both(case, [x, *tensors[1:]]), TOLERANCE)
