@@ -19,7 +19,8 @@ LAYERS = {
     "pieces": (lambda: WNConv1d(98, 102, 7, padding=6, dilation=2, activation="leaky_relu"), (2, 98, 100)),
     "pieces, groups": (lambda: WNConv1d(192, 192, 5, padding=2, groups=2), (2, 192, 70)),
     "direct": (lambda: WNConv2d(72, 104, 3, stride=2, padding=1, activation="relu", bias=False), (2, 72, 17, 15)),
-    "1x1": (lambda: WNConv2d(264, 250, 1), (3, 264, 9, 9)),
+    "1x1": (lambda: WNConv2d(264, 250, 1), (2, 264, 5, 6)),
+    "1x1 of many pixels": (lambda: WNConv2d(264, 250, 1), (3, 264, 9, 9)),
     "transposed": (lambda: WNConvTranspose1d(96, 88, 8, 4, 2, activation="leaky_relu"), (2, 96, 40)),
     "transposed over two dims": (lambda: WNConvTranspose2d(64, 68, 4, 2, 1), (2, 64, 9, 9)),
 }  # fmt: skip
@@ -57,10 +58,9 @@ def isa(request):
     torch.ops.wnfused_native.set_cpu_isa("auto")
 
 
-@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("last", [False, True], ids=["nchw", "last"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_same_as_outside_call_after_call(name, last):
+def test_the_same_as_outside_call_after_call(isa, name, last):
     layer, x = layer_and_input(name)
     if last:
         x = x.contiguous(
@@ -77,7 +77,8 @@ def test_the_same_as_outside_call_after_call(name, last):
                     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
                     assert found.stride() == wanted.stride()
             banks = banks_of(layer)
-            assert len(banks) == (name not in PACKED_IN_EVERY_CALL)
+            planes = name == "1x1 of many pixels" and not last and isa not in ("portable", "amx-emulated")
+            assert len(banks) == (name not in PACKED_IN_EVERY_CALL and not planes)
             layer(x)
             assert all(a is b for a, b in zip(banks, banks_of(layer), strict=True))
 
