@@ -28,8 +28,9 @@ std::optional<PlanesShape> open_shape(const ConvCall& conv) {
 
 // Measured (bench/NOTES.md): few weights the kernels of conv_layer.h read and sum faster.
 bool suits_planes(const PlanesShape& shape, bool backward) {
-  constexpr int64_t kLeastChannels = 16, kLeastWeights = 1024;
+  constexpr int64_t kLeastChannels = 16, kLeastWeights = 1024, kCopied = int64_t{1} << 29;  // floats of x
   if (backward && shape.inputs * shape.outputs < kLeastWeights) return false;
+  if (backward && shape.images * shape.pixels > kCopied / shape.inputs) return false;
   return std::min(shape.inputs, shape.outputs) >= kLeastChannels && shape.pixels >= kLeastPlane && shape.images > 0;
 }
 
