@@ -48,12 +48,16 @@ CASES = {
     "images in pieces": layer(2, 33, 40, 257),
     "one dim": layer(4, 40, 64, 50),
     "three dims": layer(2, 35, 33, 3, 2, 5),
+    "a stride": layer(2, 64, 96, 51, 53)._replace(stride=(2, 2)),
+    "a stride along the lines": layer(1, 70, 80, 40, 76)._replace(stride=(1, 2)),
+    "a stride in one dim": layer(3, 64, 130, 1000)._replace(stride=(3,)),
 }
 
 
 def goes_by_planes(case: Case) -> tuple[bool, bool]:
     """Forward and backward."""
-    return torch.ops.wnfused_native.cpu_conv_planes(case.images, case.inputs, case.outputs, math.prod(case.size))
+    pixels = math.prod(case.output_size)
+    return torch.ops.wnfused_native.cpu_conv_planes(case.images, case.inputs, case.outputs, pixels)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -79,8 +83,9 @@ def test_channels_last_stays_so(isa, layout):
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
-def test_only_what_is_needed(isa, needs):
-    assert_only_what_is_needed(CASES["blocks of two images"], needs, TOLERANCE)
+@pytest.mark.parametrize("name", ["blocks of two images", "a stride in one dim"])
+def test_only_what_is_needed(name, needs):
+    assert_only_what_is_needed(CASES[name], needs, TOLERANCE)
 
 
 @st.composite
@@ -110,13 +115,14 @@ def test_zero_rows_and_gains(isa):
     assert_zero_rows_and_gains(CASES["many blocks"], TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["blocks of two images", "more inputs than are packed at a time", "images in pieces"])
+@pytest.mark.parametrize("name", ["blocks of two images", "more inputs than are packed at a time", "a stride"])
 def test_same_bits_with_any_number_of_threads(isa, name):
     assert_same_bits_by_threads(CASES[name])
 
 
-def test_maps_that_are_cut_out_of_larger_ones(isa):
-    case = CASES["blocks of two images"]
+@pytest.mark.parametrize("name", ["blocks of two images", "a stride"])
+def test_maps_that_are_cut_out_of_larger_ones(isa, name):
+    case = CASES[name]
     tensors = sample(case)
     for dims in ((0, 1), (2, 3)):
         wide = torch.randn([2 * n if d in dims else n for d, n in enumerate(tensors[0].shape)])

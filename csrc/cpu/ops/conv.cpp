@@ -29,8 +29,8 @@ std::tuple<Tensor, Tensor> forward(
                       static_cast<Activation>(activation), static_cast<float>(slope)};
   std::optional<Tensor> y;
   if (banks && !outdo_banks(call)) y = own_conv(call, residual, norms, banks);
-  if (!y) y = unfolded_conv(call, residual, norms);
   if (!y) y = planes_conv(call, residual, norms);
+  if (!y) y = unfolded_conv(call, residual, norms);
   if (!y) y = own_conv(call, residual, norms);
   if (!y) y = vendor_conv(call, bias, residual, norms);
   return {*y, norm};
@@ -74,8 +74,8 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   const ConvNeeds needs(needs_given);
   std::optional<Rounded> gain_gradient;
   float* dgain = needs.v ? gain_gradient.emplace(sizes_of(g), g.scalar_type()).data() : nullptr;
-  std::optional<LayerGradients> made = unfolded_conv_backward(call, dy, y, norms, needs, dgain);
-  if (!made) made = planes_conv_backward(call, dy, y, norms, needs, dgain);
+  std::optional<LayerGradients> made = planes_conv_backward(call, dy, y, norms, needs, dgain);
+  if (!made) made = unfolded_conv_backward(call, dy, y, norms, needs, dgain);
   if (!made) made = own_conv_backward(call, dy, y, norms, needs, dgain);
   if (!made) made = vendor_conv_backward(call, dy, y, norms, needs, dgain);
   return {made->dx, made->dv, needs.v ? Gradient(gain_gradient->tensor()) : Gradient(), made->dbias, made->dz};

@@ -17,13 +17,48 @@
 namespace wnfused::cpu {
 namespace {
 
-// A layer that may go this way: v is a matrix then.
+constexpr int64_t kStrided = int64_t{1} << 23;  // products that are worth a copy of the pixels that a stride meets
+
+int64_t products_of(const PlanesShape& shape) {
+  return shape.images * shape.pixels * shape.inputs * shape.outputs;
+}
+
+bool has_stride(const Sliding& at) {
+  return std::any_of(at.stride.begin(), at.stride.end(), [](int64_t stride) { return stride > 1; });
+}
+
+// The pixels of a map that a stride meets.
+Tensor met_pixels(const Tensor& map, const Extents& stride) {
+  std::vector<int64_t> sizes = sizes_of(map), strides(map.strides().begin(), map.strides().end());
+  for (size_t d = 0; d < stride.size(); ++d) {
+    sizes[d + 2] = divide_up(sizes[d + 2], stride[d]);
+    strides[d + 2] *= stride[d];
+  }
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      map.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0, &made));
+  return Tensor(made);
+}
+
+Tensor in_planes(const Tensor& map) { return map.is_contiguous() ? map : torch::stable::contiguous(map); }
+
+// The layer without its stride, `x` being the pixels that it meets.
+template <class Run>
+auto without_stride(const ConvCall& conv, const Tensor& x, const Run& run) {
+  const Extents ones(conv.at.stride.size(), 1);
+  const Sliding dense{ones, conv.at.padding, conv.at.dilation, 1};
+  return run(ConvCall{x, conv.v, conv.gain, conv.bias, dense, conv.activation, conv.slope});
+}
+
+// A layer that may go this way: v is a matrix then. With a stride, the planes are those of the pixels that it meets.
 std::optional<PlanesShape> open_shape(const ConvCall& conv) {
   const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
   if (!shape || !conv.gain || !planes_kernels() || gives_channels_last(conv)) return std::nullopt;
   const bool floats = conv.x.scalar_type() == ScalarType::Float && conv.v.scalar_type() == ScalarType::Float;
-  if (!floats || shape->groups > 1 || !is_pointwise(*shape)) return std::nullopt;
-  return PlanesShape{shape->images, shape->inputs, shape->outputs, shape->size.product()};
+  const bool padded = !(shape->padding == Triple{0, 0, 0});
+  if (!floats || shape->groups > 1 || shape->taps() > 1 || padded || !shape->is_sound()) return std::nullopt;
+  const PlanesShape planes{shape->images, shape->inputs, shape->outputs, shape->output_size().product()};
+  return has_stride(conv.at) && products_of(planes) < kStrided ? std::nullopt : std::optional(planes);
 }
 
 // Measured (bench/NOTES.md): few weights the kernels of conv_layer.h read and sum faster.
@@ -32,10 +67,6 @@ bool suits_planes(const PlanesShape& shape, bool backward) {
   if (backward && shape.inputs * shape.outputs < kLeastWeights) return false;
   if (backward && shape.images * shape.pixels > kCopied / shape.inputs) return false;
   return std::min(shape.inputs, shape.outputs) >= kLeastChannels && shape.pixels >= kLeastPlane && shape.images > 0;
-}
-
-int64_t products_of(const PlanesShape& shape) {
-  return shape.images * shape.pixels * shape.inputs * shape.outputs;
 }
 
 ProductShape product_shape(const PlanesShape& shape, int64_t rows, int64_t depth) {
@@ -51,8 +82,6 @@ std::tuple<bool, bool> cpu_conv_planes(int64_t images, int64_t inputs, int64_t o
 }
 
 const float* floats_of_map(const Tensor& map) { return entries<float>(map); }
-
-Tensor in_planes(const Tensor& map) { return map.is_contiguous() ? map : torch::stable::contiguous(map); }
 
 }  // namespace
 
@@ -73,6 +102,9 @@ bool outdo_banks(const ConvCall& conv) {
 std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
   const std::optional<PlanesShape> shape = open_shape(conv);
   if (!shape || !suits_planes(*shape, false)) return std::nullopt;
+  if (has_stride(conv.at))
+    return without_stride(conv, in_planes(met_pixels(conv.x, conv.at.stride)),
+                          [&](const ConvCall& dense) { return planes_conv(dense, residual, norms); });
   const Tensor& x = conv.x;
   const Tensor maps = in_planes(x);
   std::vector<int64_t> sizes = sizes_of(x);
@@ -106,6 +138,18 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
                                                    const float* norms, const ConvNeeds& needs, float* dgain) {
   const std::optional<PlanesShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
   if (!shape || !suits_planes(*shape, true)) return std::nullopt;
+  if (has_stride(conv.at)) {
+    LayerGradients made = *without_stride(
+        conv, in_planes(met_pixels(conv.x, conv.at.stride)),
+        [&](const ConvCall& dense) { return planes_conv_backward(dense, dy_given, y_given, norms, needs, dgain); });
+    if (made.dx) {
+      Tensor dx = empty_map(sizes_of(conv.x), false, ScalarType::Float), target = met_pixels(dx, conv.at.stride);
+      torch::stable::zero_(dx);
+      torch::stable::copy_(target, *made.dx);
+      made.dx = dx;
+    }
+    return made;
+  }
   const bool masked = conv.activation != Activation::kNone;
   const Tensor dy = in_planes(dy_given), signs = masked ? in_planes(y_given) : dy, x = in_planes(conv.x);
   LayerGradients made = empty_gradients(conv, conv.v, dy, needs);

@@ -1,13 +1,12 @@
 // The ways through a convolution layer, y = act(s conv(x, v) + b + residual), and what each is handed. Who is asked for
 // a layer (conv.cpp, plain_conv.cpp) tries them in this order:
 //
-//      unfolded   a linear layer whose rows are the windows of the map: wide layers on few pixels
 //      planes     1x1 layers of maps in NCHW, as products of v with each image
+//      unfolded   a linear layer whose rows are the windows of the map: wide layers on few pixels
 //      own        kernels of this library (conv_layer.h), where they are faster
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
 //
-// The first and the third take float32, and bfloat16, which they multiply as float32 but on tiles (pair_layer.h); the
-// second float32 alone.
+// The first takes float32; the next two, bfloat16, too, which they multiply as float32 or as pairs (pair_layer.h).
 #pragma once
 
 #include <optional>
