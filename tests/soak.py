@@ -44,7 +44,7 @@ kernels = torch.ops.wnfused_native
 FLOAT_METHODS = ("direct", "winograd2", "winograd4")
 CONV_METHODS = (*FLOAT_METHODS, "pieces")
 # Without products of their own, linear layers leave more than a few rows to the vendor; and so do convolutions.
-UNFOLDED: dict[str, tuple[str, ...]] = {"portable": (), "amx-emulated": ()}
+WITHOUT_PRODUCTS = ("portable", "amx-emulated")
 PAIR_METHODS = {
     "amx": ("lines", "positions"),
     "amx-emulated": ("lines", "positions"),
@@ -114,8 +114,10 @@ def cases(isa: str) -> dict[str, Case]:
         methods = PAIR_METHODS.get(isa, FLOAT_METHODS) if dtype == torch.bfloat16 else FLOAT_METHODS
         for run, method in itertools.product((stage, stage_not_finite), methods):
             todo[named(run, dtype, method)] = functools.partial(run, dtype=dtype, method=method)
-    for method in (*CONV_METHODS, *UNFOLDED.get(isa, ("unfolded",))):
+    for method in (*CONV_METHODS, *(() if isa in WITHOUT_PRODUCTS else ("unfolded",))):
         todo[named(own_layer, torch.float32, method)] = functools.partial(own_layer, method=method)
+    if isa not in WITHOUT_PRODUCTS:
+        todo[named(planes_layer, torch.float32)] = planes_layer
     for run, dtypes in (
         (weight_norm, (*halves, torch.float64, torch.float16)),
         (weight_norm_many, halves),
@@ -278,6 +280,19 @@ def own_layer(draw: random.Random, method: str) -> None:
     ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)
     # With norms along another dim such a layer is the vendor's, whose kernels read beyond maps smaller than a window.
     layer(draw, *ops, x, v, case.geometry, rows_only=method == "unfolded")
+
+
+def planes_layer(draw: random.Random) -> None:
+    """A 1x1 layer in NCHW, at times with a stride, that is products of v and each image as it lies."""
+    dims, strided_by = draw.randint(1, 3), draw.choice((1, 1, 2, 3))
+    images, inputs, outputs = draw.randint(1, 6), draw.randint(32, 90), draw.randint(32, 90)
+    size = (*(draw.randint(3, 8) for _ in range(dims - 1)), draw.randint(15, 300))
+    ones = (1,) * dims
+    case = own_conv.Case(images, inputs, outputs, size, ones, (*ones[1:], strided_by), (0,) * dims, ones)
+    x = strided(draw, normal(draw, images, inputs, *size))
+    v = normal(draw, *own_conv.weight_shape(case))
+    ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)
+    layer(draw, *ops, x, v, case.geometry, rows_only=True)
 
 
 def wide_layer(draw: random.Random, dtype: torch.dtype) -> None:
