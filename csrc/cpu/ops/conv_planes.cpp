@@ -10,8 +10,7 @@
 #include "cpu/machine/workspace.h"
 #include "cpu/ops/conv_gradients.h"
 #include "cpu/ops/conv_routes.h"
-#include "cpu/ops/linear_shares.h"
-#include "cpu/ops/unfolding.h"
+#include "cpu/ops/product_shares.h"
 #include "cpu/planes/planes.h"
 
 namespace wnfused::cpu {
@@ -81,8 +80,6 @@ std::tuple<bool, bool> cpu_conv_planes(int64_t images, int64_t inputs, int64_t o
   return {any && suits_planes(shape, false), any && suits_planes(shape, true)};
 }
 
-const float* floats_of_map(const Tensor& map) { return entries<float>(map); }
-
 }  // namespace
 
 const PlanesKernels* planes_kernels() {
@@ -118,9 +115,9 @@ std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tens
   const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks));
   const Workspace memory(workers * (packed + own));
   const PlanesForward job{*shape,
-                          floats_of_map(maps),
-                          floats_of_map(conv.v),
-                          added ? floats_of_map(*added) : nullptr,
+                          entries<float>(maps),
+                          entries<float>(conv.v),
+                          added ? entries<float>(*added) : nullptr,
                           static_cast<float*>(y.mutable_data_ptr()),
                           conv.gain,
                           conv.bias,
@@ -139,14 +136,14 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
   const std::optional<PlanesShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
   if (!shape || !suits_planes(*shape, true)) return std::nullopt;
   if (has_stride(conv.at)) {
-    LayerGradients made = *without_stride(
+    std::optional<LayerGradients> made = without_stride(
         conv, in_planes(met_pixels(conv.x, conv.at.stride)),
         [&](const ConvCall& dense) { return planes_conv_backward(dense, dy_given, y_given, norms, needs, dgain); });
-    if (made.dx) {
+    if (made && made->dx) {
       Tensor dx = empty_map(sizes_of(conv.x), false, ScalarType::Float), target = met_pixels(dx, conv.at.stride);
       torch::stable::zero_(dx);
-      torch::stable::copy_(target, *made.dx);
-      made.dx = dx;
+      torch::stable::copy_(target, *made->dx);
+      made->dx = dx;
     }
     return made;
   }
@@ -154,7 +151,7 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
   const Tensor dy = in_planes(dy_given), signs = masked ? in_planes(y_given) : dy, x = in_planes(conv.x);
   LayerGradients made = empty_gradients(conv, conv.v, dy, needs);
   std::optional<Tensor> dz;
-  if (masked) dz = made.dz && made.dz->is_contiguous() ? *made.dz : empty_as(dy);
+  if (masked) dz = made.dz ? *made.dz : empty_as(dy);
   if (masked || needs.bias) {
     const Values nothing{nullptr, false};
     run_mask(lines_of(dy),
@@ -162,7 +159,6 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
               conv.slope},
              needs.bias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr);
   }
-  if (made.dz) made.dz = dz;
 
   const int64_t workers = product_workers(products_of(*shape));
   const PixelDepth depth(*shape);
@@ -178,9 +174,9 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
   float* scratch = memory.data() + copies + weights;
   const std::vector<float> scale = scales_of(conv.gain, norms, shape->outputs);
   const PlanesBackward job{*shape,
-                           floats_of_map(x),
-                           floats_of_map(conv.v),
-                           floats_of_map(dz ? *dz : dy),
+                           entries<float>(x),
+                           entries<float>(conv.v),
+                           entries<float>(dz ? *dz : dy),
                            made.dx ? static_cast<float*>(made.dx->mutable_data_ptr()) : nullptr,
                            made.dv ? static_cast<float*>(made.dv->mutable_data_ptr()) : nullptr,
                            conv.gain,

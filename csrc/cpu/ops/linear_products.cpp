@@ -7,7 +7,7 @@
 #include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/ops/linear_routes.h"
-#include "cpu/ops/linear_shares.h"
+#include "cpu/ops/product_shares.h"
 
 namespace wnfused::cpu {
 namespace {

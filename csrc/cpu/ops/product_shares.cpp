@@ -1,11 +1,12 @@
-#include "cpu/ops/linear_shares.h"
+// The choice between a division by lanes and one by rows, and its costs.
+#include "cpu/ops/product_shares.h"
 
 #include "cpu/machine/parallel.h"
 
 namespace wnfused::cpu {
 namespace {
 
-constexpr int64_t kAlone = int64_t{1} << 18;         // multiply-adds below which a second worker costs more than it brings
+constexpr int64_t kAlone = int64_t{1} << 18;  // multiply-adds below which a second worker costs more than it brings
 
 ProductShares divide(const ProductShape& shape, int64_t workers, int64_t lane_sharers) {
   constexpr int64_t kPackNarrow = 4;
