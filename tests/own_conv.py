@@ -67,6 +67,11 @@ def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
     return torch.ops.wnfused_native.cpu_conv_unfolds(*window, planes, rows)
 
 
+def goes_by_strips(case: Case) -> bool:
+    """Whether it has pixels for lanes where its maps are in NCHW."""
+    return torch.ops.wnfused_native.cpu_conv_strips(_maps(case), *_window(case), case.groups)
+
+
 def way_of(case: Case) -> str:
     """How the layer is multiplied in every layout, "vendor", or "unfolded" where it is that forward or backward."""
     return "unfolded" if any(unfolds(case) + unfolds(case, last=True)) else method_of(case)
@@ -161,7 +166,8 @@ def assert_only_what_is_needed(case: Case, needs: Sequence[bool], tolerance: flo
 def assert_not_finite_as_torch(case: Case, which: int, value: float, prepared: Any = list) -> None:
     """One entry of one argument is ``value``: infinities and NaN come out where torch has them."""
     tensors = prepared(sample(case))
-    tensors[which].view(-1)[7] = value
+    entries = tensors[which].view(-1)
+    entries[7 % len(entries)] = value
     found = native.conv(*tensors, *case.geometry, 0, "leaky_relu", 0.1)[0]
     wanted = reference.conv(*(t.double() for t in tensors), *case.geometry, 0, "leaky_relu", 0.1)[0]
     if which != 1:  # a weight that is not finite: padding times it is the vendor's affair

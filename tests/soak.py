@@ -118,6 +118,7 @@ def cases(isa: str) -> dict[str, Case]:
         todo[named(own_layer, torch.float32, method)] = functools.partial(own_layer, method=method)
     if isa not in WITHOUT_PRODUCTS:
         todo[named(planes_layer, torch.float32)] = planes_layer
+        todo[named(strips_layer, torch.float32)] = strips_layer
     for run, dtypes in (
         (weight_norm, (*halves, torch.float64, torch.float16)),
         (weight_norm_many, halves),
@@ -290,6 +291,25 @@ def planes_layer(draw: random.Random) -> None:
     ones = (1,) * dims
     case = own_conv.Case(images, inputs, outputs, size, ones, (*ones[1:], strided_by), (0,) * dims, ones)
     x = strided(draw, normal(draw, images, inputs, *size))
+    v = normal(draw, *own_conv.weight_shape(case))
+    ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)
+    layer(draw, *ops, x, v, case.geometry, rows_only=True)
+
+
+def strips_layer(draw: random.Random) -> None:
+    """A layer in NCHW with few channels on a side, or in a group."""
+    dims, groups = draw.randint(1, 2), draw.choice((1, 1, 2, 5))
+    few, many = draw.randint(1, 6), draw.randint(1, 12 if groups > 1 else 40)
+    inputs, outputs = draw.choice(((few, many), (many, few)))
+    window = [tuple(draw.randint(1, most) for _ in range(dims)) for most in (5, 3, 3)]
+    kernel, stride, dilation = window
+    reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    padding = tuple(draw.randint(0, r) for r in reach)
+    size = tuple(draw.randint(max(1, r - 2 * p), 40) for r, p in zip(reach, padding, strict=True))
+    case = own_conv.Case(
+        draw.randint(1, 4), groups * inputs, groups * outputs, size, kernel, stride, padding, dilation, groups=groups
+    )
+    x = strided(draw, normal(draw, case.images, case.inputs, *size))
     v = normal(draw, *own_conv.weight_shape(case))
     ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)
     layer(draw, *ops, x, v, case.geometry, rows_only=True)

@@ -48,6 +48,7 @@ def sixteen_processors(tmp_path_factory):
         "conv_window",
         "conv_depthwise",
         "conv_planes",
+        "conv_strips",
         "linear_products",
         "linear_pixels",
         "orthogonal",

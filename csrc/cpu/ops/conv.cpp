@@ -14,7 +14,7 @@ using namespace cpu;
 
 namespace {
 
-// y and the norms. Kept banks are faster than any other way, on few pixels too; but for those of planes.
+// y and the norms. Kept banks are faster than any other way, on few pixels too, but for planes and strips.
 std::tuple<Tensor, Tensor> forward(
     const Tensor& x, const Tensor& v_given, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const Sliding& window, int64_t activation, double slope, KeptBanks* banks) {
@@ -28,8 +28,9 @@ std::tuple<Tensor, Tensor> forward(
   const ConvCall call{x, v, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr, window,
                       static_cast<Activation>(activation), static_cast<float>(slope)};
   std::optional<Tensor> y;
-  if (banks && !outdo_banks(call)) y = own_conv(call, residual, norms, banks);
+  if (banks && !planes_outdo_banks(call) && !strips_outdo_banks(call)) y = own_conv(call, residual, norms, banks);
   if (!y) y = planes_conv(call, residual, norms);
+  if (!y) y = strips_conv(call, residual, norms);
   if (!y) y = unfolded_conv(call, residual, norms);
   if (!y) y = own_conv(call, residual, norms);
   if (!y) y = vendor_conv(call, bias, residual, norms);
@@ -75,6 +76,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   std::optional<Rounded> gain_gradient;
   float* dgain = needs.v ? gain_gradient.emplace(sizes_of(g), g.scalar_type()).data() : nullptr;
   std::optional<LayerGradients> made = planes_conv_backward(call, dy, y, norms, needs, dgain);
+  if (!made) made = strips_conv_backward(call, dy, y, norms, needs, dgain);
   if (!made) made = unfolded_conv_backward(call, dy, y, norms, needs, dgain);
   if (!made) made = own_conv_backward(call, dy, y, norms, needs, dgain);
   if (!made) made = vendor_conv_backward(call, dy, y, norms, needs, dgain);

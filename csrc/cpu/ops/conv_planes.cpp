@@ -90,7 +90,7 @@ const PlanesKernels* planes_kernels() {
   return nullptr;
 }
 
-bool outdo_banks(const ConvCall& conv) {
+bool planes_outdo_banks(const ConvCall& conv) {
   constexpr int64_t kMany = 64;  // pixels that are worth packing v for
   const std::optional<PlanesShape> shape = open_shape(conv);
   return shape && suits_planes(*shape, false) && shape->images * shape->pixels > kMany;

@@ -2,11 +2,12 @@
 // a layer (conv.cpp, plain_conv.cpp) tries them in this order:
 //
 //      planes     1x1 layers of maps in NCHW, as products of v with each image
+//      strips     layers of maps in NCHW with few channels on a side, or in a group: pixels for lanes (strips.h)
 //      unfolded   a linear layer whose rows are the windows of the map: wide layers on few pixels
 //      own        kernels of this library (conv_layer.h), where they are faster
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
 //
-// The first takes float32; the next two, bfloat16, too, which they multiply as float32 or as pairs (pair_layer.h).
+// The first two take float32; the next two, bfloat16, too, which they multiply as float32 or as pairs (pair_layer.h).
 #pragma once
 
 #include <optional>
@@ -67,10 +68,14 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
 std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
                                                      const float* norms, const ConvNeeds& needs, float* dgain);
 
-// The same; nothing where another way is faster. outdo_banks: whether this one is, even than reading kept banks.
-bool outdo_banks(const ConvCall& conv);
+// The same. outdo_banks: whether this way is the fastest, even beside reading kept banks.
+bool planes_outdo_banks(const ConvCall& conv);
 std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
 std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
+                                                   const float* norms, const ConvNeeds& needs, float* dgain);
+bool strips_outdo_banks(const ConvCall& conv);
+std::optional<Tensor> strips_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
+std::optional<LayerGradients> strips_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
                                                    const float* norms, const ConvNeeds& needs, float* dgain);
 
 // y, and the norms unless the convolution is plain. Nothing where the vendor is faster, or a value is not finite.

@@ -9,6 +9,7 @@
 #include "cpu/linear/small.h"
 #include "cpu/linear/driver.h"
 #include "cpu/planes/driver.h"
+#include "cpu/strips/driver.h"
 #include "cpu/layer/norm_rows.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -22,6 +23,8 @@ const LinearKernels linear_kernels = {
     Singles::kUnit, false, nullptr, linear_forward<Singles, float>, linear_backward<Singles, float>};
 
 const PlanesKernels planes_kernels = {planes_forward, planes_backward};
+
+const StripKernels strip_kernels = {kUnitBlocks * kLanes, strips_forward, strips_backward};
 #endif
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

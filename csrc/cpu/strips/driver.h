@@ -1,0 +1,314 @@
+// The phases of a convolution by strips (strips.h).
+#pragma once
+
+#include "cpu/layer/epilogue.h"
+#include "cpu/layer/rows.h"
+#include "cpu/strips/strips.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Blocks of places that a tile sums for so many channels of the target: what fits the register file beside a Block of each.
+constexpr int tile_blocks(int targets) { return kParts == 1 ? 6 : targets == 1 ? 4 : targets == 4 ? 1 : 2; }
+constexpr int kUnitBlocks = kParts == 1 ? 3 : 2;
+
+// The same for dw, of channels and taps of the source.
+constexpr int tile_taps(int targets) { return kParts == 1 ? 6 : targets == 2 || targets == 3 ? 2 : targets == 1 ? 3 : 1; }
+
+// visit(std::integral_constant<int, targets>)
+template <class Visit>
+WNFUSED_INLINE void with_targets(int64_t targets, const Visit& visit) {
+  switch (targets) {
+    case 1: return visit(std::integral_constant<int, 1>{});
+    case 2: return visit(std::integral_constant<int, 2>{});
+    case 3: return visit(std::integral_constant<int, 3>{});
+    default: return visit(std::integral_constant<int, 4>{});
+  }
+}
+
+// `count` pixels that are `stride` apart, and zeros up to `length`; up to 15 places behind may be overwritten.
+WNFUSED_INLINE void copy_line(const float* source, int64_t stride, int64_t count, int64_t length, float* target) {
+  if (stride == 1) {
+    for_blocks(count, [&](int64_t i, auto move) __attribute__((always_inline)) { store(target + i, move.load(source + i)); });
+  } else if (stride == 2) {
+    for (int64_t i = 0; i < count; ++i) target[i] = source[2 * i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) target[i] = source[stride * i];
+  }
+  for (int64_t i = count; i < length; i += kLanes) store(target + i, zero());
+}
+
+// Where a line's part of a strip is: `places` of the strip after `done` others, the first `pixels` of which are a channel's
+// from `at` on; the others are none. Lines that follow each other in memory without such are one.
+struct StripLine {
+  int64_t done, places, at, pixels;
+};
+
+// Which pixels of a map the places stand for; `image`: floats from one image to the next.
+struct StripMap {
+  StripAxis rows, columns;
+  StripPhase phase;
+  int64_t image;
+};
+
+// The lines of places [first, first + count).
+inline int64_t find_lines(const Strips& strips, const StripMap& map, int64_t first, int64_t count, StripLine* lines) {
+  const int64_t size = strips.pitch * strips.image_lines;
+  const int64_t height = map.rows.count(map.phase.row), width = map.columns.count(map.phase.column);
+  int64_t image = first >= 0 ? first / size : -((size - 1 - first) / size), found = 0;
+  int64_t row = (first - image * size) / strips.pitch, column = first - image * size - row * strips.pitch;
+  for (int64_t done = 0; done < count;) {
+    const int64_t places = smaller(strips.pitch - column, count - done);
+    const bool inside = image >= 0 && image < strips.images && row < height && column < width;
+    const int64_t line = row * map.rows.stride + map.phase.row, pixel = column * map.columns.stride + map.phase.column;
+    const StripLine part{done, places, inside ? image * map.image + line * map.columns.pixels + pixel : 0,
+                         inside ? smaller(width - column, places) : 0};
+    StripLine* last = lines + found - 1;
+    const bool full = found > 0 && map.columns.stride == 1 && last->pixels == last->places;
+    if (full && part.pixels > 0 && last->at + last->pixels == part.at) {
+      last->places += part.places;
+      last->pixels += part.pixels;
+    } else {
+      lines[found++] = part;
+    }
+    done += places;
+    column = 0;
+    if (++row == strips.image_lines) {
+      row = 0;
+      ++image;
+    }
+  }
+  return found;
+}
+
+// A worker's memory: planes of the source, then those of the target or its sums, a group's weights, lines.
+struct StripRoom {
+  float *sources, *targets, *weights;
+  StripLine* lines;
+
+  StripRoom(const Strips& strips, const StripCut& cut, float* scratch)
+      : sources(scratch),
+        targets(sources + strips.source_planes() * cut.plane_floats),
+        weights(targets + kStripTargets * cut.span + kLanes),
+        lines(reinterpret_cast<StripLine*>(weights + round_up(strips.targets * strips.sources * strips.channel_taps, kLanes))) {}
+};
+
+// All that the taps of a strip reach of a group's source channels.
+inline void copy_sources(const Strips& strips, const StripCut& cut, const float* source, int64_t group, int64_t strip,
+                         const StripRoom& room) {
+  const int64_t channels = strips.sources * strips.groups, pixels = strips.source_rows.pixels * strips.source_columns.pixels;
+  const int64_t first = strip * cut.span + strips.low, count = cut.span + strips.high - strips.low;
+  const int64_t planes = static_cast<int64_t>(strips.planes.size());
+  for (int64_t p = 0; p < planes; ++p) {
+    const StripMap map{strips.source_rows, strips.source_columns, strips.planes[p], channels * pixels};
+    const int64_t lines = find_lines(strips, map, first, count, room.lines);
+    for (int64_t s = 0; s < strips.sources; ++s) {
+      const float* channel = source + (group * strips.sources + s) * pixels;
+      float* target = room.sources + (s * planes + p) * cut.plane_floats;
+      for (const StripLine* line = room.lines; line != room.lines + lines; ++line)
+        copy_line(channel + line->at, strips.source_columns.stride, line->pixels, line->places, target + line->done);
+    }
+  }
+}
+
+// The lines of a strip of one phase of the target.
+inline int64_t target_lines(const Strips& strips, const StripCut& cut, const StripPhase& phase, int64_t strip,
+                            StripLine* lines) {
+  const int64_t pixels = strips.target_rows.pixels * strips.target_columns.pixels;
+  const StripMap map{strips.target_rows, strips.target_columns, phase, strips.targets * strips.groups * pixels};
+  return find_lines(strips, map, strip * cut.span, cut.span, lines);
+}
+
+// A group's weights way by way, kStripTargets channels at a time, [channel and tap of the source][target]. Whether all
+// are finite.
+inline bool pack_group(const StripSums& job, int64_t group, float* packed) {
+  const Strips& strips = *job.strips;
+  float poison = 0;
+  for (const StripWay& way : strips.ways)
+    for (int64_t first = 0; first < strips.targets; first += kStripTargets) {
+      const int64_t targets = smaller(kStripTargets, strips.targets - first);
+      for (int64_t s = 0; s < strips.sources; ++s)
+        for (const StripTap& tap : way.taps)
+          for (int64_t t = 0; t < targets; ++t) {
+            const int64_t row = job.back ? group * strips.sources + s : group * strips.targets + first + t;
+            const int64_t channel = job.back ? row * strips.targets + first + t : row * strips.sources + s;
+            const float weight = job.v[channel * strips.channel_taps + tap.weight] * job.scale[row];
+            poison += weight * 0.0f;
+            *packed++ = weight;
+          }
+    }
+  return poison == 0;
+}
+
+// Sums for kTargets channels and kBlocks blocks of places.
+template <int kTargets, int kBlocks>
+WNFUSED_INLINE void sum_tile(const float* source, const int64_t* offsets, int64_t depth, const float* weights, float* out,
+                             int64_t out_stride) {
+  Block sum[kTargets][kBlocks];
+  WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t)
+    WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) sum[t][b] = zero();
+  for (int64_t k = 0; k < depth; ++k) {
+    const float* at = source + offsets[k];
+    Block entry[kBlocks];
+    WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) entry[b] = load(at + b * kLanes);
+    WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t) {
+      const Block weight = splat(weights[k * kTargets + t]);
+      WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) sum[t][b] = multiply_add(weight, entry[b], sum[t][b]);
+    }
+  }
+  WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t)
+    WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) store(out + t * out_stride + b * kLanes, sum[t][b]);
+}
+
+// The sums of one channel of the target to where they belong. Only a gradient's are apart there.
+inline void finish_strip(const StripSums& job, int64_t channel, const StripLine* lines, int64_t count,
+                         const float* sums) {
+  const int64_t first = channel * job.strips->target_rows.pixels * job.strips->target_columns.pixels;
+  const int64_t stride = job.strips->target_columns.stride;
+  const Block slope = splat(job.slope), bias = splat(job.bias ? job.bias[channel] : 0.0f);
+  with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
+    for (const StripLine* line = lines; line != lines + count; ++line) {
+      const int64_t at = first + line->at;
+      if (stride > 1) {
+        for (int64_t i = 0; i < line->pixels; ++i) job.target[at + i * stride] = sums[line->done + i];
+        continue;
+      }
+      for_blocks(line->pixels, [&](int64_t i, auto move) __attribute__((always_inline)) {
+        Block value = move.load(sums + line->done + i) + bias;
+        if (job.residual) value = value + move.load(job.residual + at + i);
+        move.store(job.target + at + i, activate<activation.value>(value, slope));
+      });
+    }
+  });
+}
+
+// An item, strips group by group. `packed` is the group whose weights the worker has.
+inline void sum_strip(const StripSums& job, int64_t item, int64_t& packed, float* scratch, std::atomic<bool>& finite) {
+  const Strips& strips = *job.strips;
+  const int64_t group = item / job.cut.count, strip = item % job.cut.count, span = job.cut.span;
+  const int64_t end = smaller(span, strips.places() - strip * span);
+  const StripRoom room(strips, job.cut, scratch);
+  if (group != packed && !pack_group(job, group, room.weights)) finite = false;
+  packed = group;
+  copy_sources(strips, job.cut, job.source, group, strip, room);
+  const float* weights = room.weights;
+  const int64_t* offsets = job.offsets;
+  for (const StripWay& way : strips.ways) {
+    const int64_t depth = strips.depth(way), lines = target_lines(strips, job.cut, way.phase, strip, room.lines);
+    for (int64_t first = 0; first < strips.targets; first += kStripTargets) {
+      const int64_t targets = smaller(kStripTargets, strips.targets - first);
+      with_targets(targets, [&](auto count) __attribute__((always_inline)) {
+        constexpr int kBlocks = tile_blocks(count.value), kLast = kBlocks > 1 ? kBlocks / 2 : 1;
+        int64_t at = 0;
+        for (; at + kLast * kLanes < end; at += kBlocks * kLanes)
+          sum_tile<count.value, kBlocks>(room.sources + at, offsets, depth, weights, room.targets + at, span);
+        for (; at < end; at += kLast * kLanes)
+          sum_tile<count.value, kLast>(room.sources + at, offsets, depth, weights, room.targets + at, span);
+      });
+      weights += targets * depth;
+      for (int64_t t = 0; t < targets; ++t)
+        finish_strip(job, group * strips.targets + first + t, room.lines, lines, room.targets + t * span);
+    }
+    offsets += depth;
+  }
+}
+
+inline void strips_forward(const StripSums& job, Worker& worker, std::atomic<bool>& finite) {
+  float* scratch = job.scratch + worker.index() * job.scratch_stride;
+  int64_t packed = -1;
+  worker.phase({job.strips->groups * job.cut.count},
+               [&](int64_t item) { sum_strip(job, item, packed, scratch, finite); });
+}
+
+// dw of kTargets channels by the tile's channels and taps, over a strip.
+template <int kTargets>
+WNFUSED_INLINE void gradient_tile(const float* source, const int64_t* offsets, const float* dz, int64_t span, float* dw,
+                                  int64_t dw_stride) {
+  constexpr int kTaps = tile_taps(kTargets);
+  Block sum[kTargets][kTaps];
+  WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t)
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) sum[t][k] = zero();
+  const float* at[kTaps];
+  WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) at[k] = source + offsets[k];
+  for (int64_t i = 0; i < span; i += kLanes) {
+    Block gradient[kTargets];
+    WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t) gradient[t] = load(dz + t * span + i);
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+      const Block entry = load(at[k] + i);
+      WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t) sum[t][k] = multiply_add(gradient[t], entry, sum[t][k]);
+    }
+  }
+  constexpr int kSums = kTargets * kTaps, kRounds = divide_up(kSums, kLanes);
+  float totals[kRounds * kLanes];
+  WNFUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
+    Block part[kLanes];
+    WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) {
+      const int n = round * kLanes + i;
+      part[i] = n < kSums ? sum[n / kTaps % kTargets][n % kTaps] : zero();
+    }
+    store(totals + round * kLanes, sums_of(part));
+  }
+  for (int t = 0; t < kTargets; ++t)
+    for (int k = 0; k < kTaps; ++k) dw[t * dw_stride + k] += totals[t * kTaps + k];
+}
+
+// A slice's strips of one group.
+inline void gradient_slice(const StripGradient& job, int64_t group, int64_t slice, float* scratch) {
+  const Strips& strips = *job.strips;
+  const int64_t span = job.cut.span, pixels = strips.target_rows.pixels * strips.target_columns.pixels;
+  const StripRoom room(strips, job.cut, scratch);
+  float* dw = job.dw + (slice * strips.groups + group) * strips.targets * job.depth;
+  __builtin_memset(dw, 0, strips.targets * job.depth * sizeof(float));
+  for (int64_t strip = job.cut.count * slice / job.slices; strip < job.cut.count * (slice + 1) / job.slices; ++strip) {
+    copy_sources(strips, job.cut, job.x, group, strip, room);
+    const int64_t lines = target_lines(strips, job.cut, {0, 0}, strip, room.lines);
+    for (int64_t first = 0; first < strips.targets; first += kStripTargets) {
+      const int64_t targets = smaller(kStripTargets, strips.targets - first);
+      for (int64_t t = 0; t < targets; ++t) {
+        const float* channel = job.dz + (group * strips.targets + first + t) * pixels;
+        for (const StripLine* line = room.lines; line != room.lines + lines; ++line)
+          copy_line(channel + line->at, 1, line->pixels, line->places, room.targets + t * span + line->done);
+      }
+      with_targets(targets, [&](auto count) __attribute__((always_inline)) {
+        for (int64_t k = 0; k < job.depth; k += tile_taps(count.value))
+          gradient_tile<count.value>(room.sources, job.offsets + k, room.targets, span, dw + first * job.depth + k,
+                                     job.depth);
+      });
+    }
+  }
+}
+
+// dv and dg of one row, from dw of all slices. Whether dw is finite.
+inline bool finish_gradient_row(const StripGradient& job, int64_t row) {
+  const int64_t length = job.strips->sources * job.strips->channel_taps, rows = job.strips->targets * job.strips->groups;
+  float* dw = job.dw + row * job.depth;
+  Block poison = zero();
+  for_blocks(length, [&](int64_t i, auto move) __attribute__((always_inline)) {
+    Block sum = move.load(dw + i);
+    for (int64_t slice = 1; slice < job.slices; ++slice) sum = sum + move.load(dw + slice * rows * job.depth + i);
+    poison = multiply_add(sum, zero(), poison);
+    move.store(dw + i, sum);
+  });
+  job.dgain[row] = gradient_row(dw, job.v + row * length, job.dv + row * length, length, job.gain[row], job.norm[row]);
+  return sum_of(poison) == 0;
+}
+
+inline void strips_backward(const StripSums& sums, const StripGradient& gradient, Worker& worker,
+                            std::atomic<bool>& finite) {
+  const Strips& layer = *gradient.strips;
+  const int64_t strips = sums.target ? sums.cut.count * layer.groups : 0;
+  const int64_t slices = gradient.dv ? gradient.slices * layer.groups : 0;
+  float* scratch = sums.scratch + worker.index() * sums.scratch_stride;
+  int64_t packed = -1;
+  worker.phase({strips, slices}, [&](int64_t item) {
+    if (item < strips) return sum_strip(sums, item, packed, scratch, finite);
+    packed = -1;  // its memory is used
+    item -= strips;
+    gradient_slice(gradient, item / gradient.slices, item % gradient.slices, scratch);
+  });
+  if (!gradient.dv) return;
+  worker.phase({layer.targets * layer.groups}, [&](int64_t row) {
+    if (!finish_gradient_row(gradient, row)) finite = false;
+  });
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

@@ -1,0 +1,135 @@
+// A direct convolution of maps in NCHW with pixels for lanes, for layers with few channels on a side, first and last
+// layers and groups of few channels: other kernels have channels for lanes, most of which would be empty.
+//
+//              sums over                       reads     copies
+//   forward    y  = w x    inputs, taps        x         x
+//   dx         dx = w dz   outputs, taps       dz        dz            stride 1
+//   dw         dw = dz x   pixels              x, dz     x, dz         then dv and dg
+//
+// One Strips describes the way from the map that is read (`source`) to the one that is written (`target`). The target's
+// pixels are numbered through all images, with places between them that are no pixels of it:
+//
+//      a b c d . | e f g h . | . . . . . | next image      2 x 4 pixels, 3x3 taps, padding 1: pitches of 5 and 3
+//
+// In the source these places are padding, as many as the taps reach, before a line and after the one before. So each tap
+// is one distance from any pixel, and 16 places are a Block that begins anywhere. An item takes a strip of places, copies
+// what its taps reach of each channel, with the padding, and sums over channels and taps in registers, for up to
+// kStripTargets channels of the target at once.
+//
+// With a stride, pixels that have the same remainder, the phase, move in equal steps: of the source each phase is a plane,
+// and there is a way to each phase of the target, with some of the taps.
+//
+// The order of every sum depends on the shape alone.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/layer/layer.h"
+#include "cpu/machine/work_queue.h"
+#include "cpu/window/window.h"
+
+namespace wnfused::cpu {
+
+constexpr int64_t kStripTargets = 4;
+constexpr int64_t kGradientTaps = 6;  // of all channels: what a row of dw is padded to in whole
+
+// One dim of a map: every stride-th pixel from a phase on takes part.
+struct StripAxis {
+  int64_t pixels, stride;
+
+  int64_t count(int64_t phase) const { return divide_up(pixels - phase, stride); }
+};
+
+struct StripPhase {
+  int64_t row, column;
+};
+
+// plane: of a channel of the source. weight: which of a channel's in a row of v.
+struct StripTap {
+  int64_t plane, distance, weight;
+};
+
+struct StripWay {
+  StripPhase phase;  // of the target
+  std::vector<StripTap> taps;
+};
+
+struct Strips {
+  int64_t images, groups, sources, targets;  // channels of a group
+  int64_t channel_taps;                      // of a channel in a row of v
+  StripAxis source_rows, source_columns, target_rows, target_columns;
+  int64_t pitch, image_lines;      // places of a line, lines of an image
+  std::vector<StripPhase> planes;  // of a channel of the source
+  std::vector<StripWay> ways;
+  int64_t low, high;  // the smallest and the largest distance
+
+  int64_t source_planes() const { return sources * static_cast<int64_t>(planes.size()); }
+  int64_t depth(const StripWay& way) const { return sources * static_cast<int64_t>(way.taps.size()); }
+  int64_t places() const {
+    return ((images - 1) * image_lines + target_rows.count(0) - 1) * pitch + target_columns.count(0);
+  }
+};
+
+// The way from x to y, and those back from dz to dx.
+Strips strips_of(const ConvShape& shape);
+Strips strips_back(const ConvShape& shape);
+
+// Strips of `span` places, the last one perhaps of fewer, and how far apart the planes of a strip are.
+struct StripCut {
+  int64_t span, count, plane_floats;
+};
+
+StripCut cut_strips(const Strips& strips, int64_t span);
+
+// Floats of a worker's memory (StripRoom in driver.h).
+int64_t strip_floats(const Strips& strips, const StripCut& cut);
+
+// Where each channel and tap of all ways reads, from a strip's first place on.
+std::vector<int64_t> strip_offsets(const Strips& strips, const StripCut& cut);
+
+// A sum over channels and taps. Weights: rows of v times scale, of the target's channels or, with `back`, the source's.
+struct StripSums {
+  const Strips* strips;
+  StripCut cut;
+  const int64_t* offsets;
+  bool back;
+  const float *v, *scale, *source;
+  float* target;  // null: nothing of it
+  const float *bias, *residual;  // may be null
+  Activation activation;
+  float slope;
+  float* scratch;  // of each worker
+  int64_t scratch_stride;
+};
+
+// A sum over pixels. slices: of strips, whose sums are added up at the end.
+struct StripGradient {
+  const Strips* strips;
+  StripCut cut;
+  const int64_t* offsets;
+  const float *x, *dz, *v, *gain, *norm;
+  float *dv, *dgain;      // dv null: nothing of it
+  int64_t slices, depth;  // depth: entries of a row of dw, padded
+  float* dw;
+};
+
+struct StripKernels {
+  int64_t unit;  // places that a strip should be a multiple of
+  // `finite` becomes false where a weight or dw is not: then padding would count.
+  void (*forward)(const StripSums&, Worker&, std::atomic<bool>& finite);
+  void (*backward)(const StripSums&, const StripGradient&, Worker&, std::atomic<bool>& finite);
+};
+
+namespace avx512 {
+extern const StripKernels strip_kernels;
+}
+namespace avx2 {
+extern const StripKernels strip_kernels;
+}
+
+// Those of the instruction set in use; null where the vendor's convolutions do better.
+const StripKernels* strip_kernels();
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,183 @@
+"""Convolutions of maps in NCHW with few channels on a side, or in a group: pixels for lanes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from own_conv import (
+    Case,
+    assert_close,
+    assert_layouts_agree,
+    assert_masks_nan_as_torch,
+    assert_not_finite_as_torch,
+    assert_only_what_is_needed,
+    assert_same_bits_by_threads,
+    assert_zero_rows_and_gains,
+    both,
+    channels_last,
+    goes_by_strips,
+    sample,
+)
+
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+TOLERANCE = 32 * 2.0**-24
+
+
+def layer(images, inputs, outputs, size, kernel, *, stride=1, padding=0, dilation=1, groups=1) -> Case:
+    every = (n if isinstance(n, tuple) else (n,) * len(size) for n in (kernel, stride, padding, dilation))
+    return Case(images, inputs, outputs, size, *every, groups=groups)
+
+
+CASES = {
+    "first layer": layer(2, 3, 18, (11, 13), 3, padding=1),
+    "first layer of many strips": layer(3, 1, 8, (40, 70), 3, padding=1),
+    "first layer by 2": layer(2, 3, 17, (21, 18), 7, stride=2, padding=3),
+    "first layer by 4, taps as wide": layer(2, 3, 7, (16, 21), 4, stride=4),
+    "first layer of a signal": layer(2, 1, 20, (500,), 7, padding=3),
+    "first layer of a signal by 8": layer(2, 2, 9, (413,), 16, stride=8, padding=4),
+    "last layer": layer(2, 37, 3, (12, 9), 3, padding=1),
+    "last layer of wide taps": layer(1, 20, 1, (17, 30), 7, padding=3),
+    "last layer of one window": layer(7, 40, 6, (4, 4), 4),
+    "last layer of a signal": layer(1, 33, 1, (700,), 7, padding=3),
+    "last layer by 2": layer(2, 30, 4, (15, 14), 3, stride=2, padding=1),
+    "one tap": layer(3, 24, 5, (9, 7), 1),
+    "one tap by 3": layer(2, 24, 5, (20, 23), 1, stride=3),
+    "one tap, more padding than taps": layer(2, 8, 5, (6, 5), 1, padding=2),
+    "groups of four": layer(3, 24, 24, (10, 14), 3, padding=1, groups=6),
+    "groups of many strips": layer(2, 12, 30, (50, 61), 3, padding=1, groups=6),
+    "groups of 5, by 2": layer(2, 20, 40, (13, 16), 3, stride=2, padding=1, groups=4),
+    "groups of one input": layer(2, 9, 27, (8, 9), 3, padding=1, groups=9),
+    "groups of 24": layer(2, 48, 48, (9, 8), 3, padding=1, groups=2),
+    "groups of a signal, many taps": layer(2, 16, 32, (300,), 41, stride=4, padding=20, groups=4),
+    "dilation": layer(2, 4, 10, (19, 23), 3, padding=(2, 6), dilation=(2, 3)),
+    "dilation and stride": layer(2, 4, 6, (23, 40), (3, 4), stride=(2, 3), padding=(3, 2), dilation=(3, 2)),
+    "no padding": layer(2, 5, 11, (9, 31), (2, 3)),
+    "columns alone": layer(2, 2, 19, (4, 100), (1, 5), padding=(0, 2)),
+    "rows alone, of narrow lines": layer(2, 1, 33, (90, 3), (5, 1), stride=(3, 1), padding=(2, 0)),
+    "a stride beyond the taps": layer(2, 3, 5, (14, 15), 2, stride=3, padding=1),
+    "a stride beyond the map": layer(2, 3, 6, (2, 9), 3, stride=(4, 2), padding=1),
+    "more padding than taps": layer(2, 3, 6, (5, 6), 2, padding=3),
+    "one pixel": layer(5, 3, 7, (1, 1), 3, padding=1),
+    "one target": layer(9, 1, 1, (8, 8), 3, padding=1),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_geometry(isa, case):
+    assert goes_by_strips(case) == (isa not in ("portable", "amx-emulated"))
+    assert_layouts_agree(case, sample(case), TOLERANCE)
+
+
+def test_which_layers_go_this_way():
+    if torch.ops.wnfused_native.cpu_isa() in ("portable", "amx-emulated"):
+        pytest.skip("no kernels of strips")
+    assert goes_by_strips(layer(1, 3, 64, (224, 224), 7, stride=2, padding=3))
+    assert goes_by_strips(layer(1, 64, 3, (32, 32), 3, padding=1))
+    assert goes_by_strips(layer(8, 128, 128, (32, 32), 3, padding=1, groups=32))
+    assert not goes_by_strips(layer(1, 16, 16, (32, 32), 3, padding=1))
+    assert not goes_by_strips(layer(1, 3, 192, (224, 224), 16, stride=16))
+    assert not goes_by_strips(layer(1, 64, 64, (32, 32), 3, padding=1, groups=64))
+    assert not goes_by_strips(layer(1, 64, 64, (32, 32), 3, padding=1, groups=2))
+    assert not goes_by_strips(layer(1, 3, 8, (4, 4, 4), 3, padding=1))
+    assert not goes_by_strips(layer(0, 3, 8, (4, 4), 3, padding=1))
+
+
+@pytest.mark.parametrize("layout", ["last", "last map", "last weight"])
+@pytest.mark.parametrize("name", ["first layer", "last layer by 2", "groups of four"])
+def test_channels_last_stays_so(isa, name, layout):
+    assert_layouts_agree(CASES[name], sample(CASES[name], layout), TOLERANCE)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
+@pytest.mark.parametrize("name", ["first layer by 2", "last layer", "groups of four"])
+def test_only_what_is_needed(name, needs):
+    assert_only_what_is_needed(CASES[name], needs, TOLERANCE)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    dims = draw(st.integers(1, 2))
+
+    def each(least: int, most: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(least, most)) for _ in range(dims))
+
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    few, many = draw(st.integers(1, 6)), draw(st.integers(1, 12 if groups > 1 else 40))
+    inputs, outputs = (few, many) if draw(st.booleans()) else (many, few)
+    kernel, stride, dilation = each(1, 7), each(1, 3), each(1, 3)
+    reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    padding = tuple(draw(st.integers(0, r)) for r in reach)
+    size = tuple(draw(st.integers(max(1, r - 2 * p), 60)) for r, p in zip(reach, padding, strict=True))
+    counts = (draw(st.integers(1, 5)), groups * inputs, groups * outputs)
+    return Case(*counts, size, kernel, stride, padding, dilation, groups=groups)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(), activation=st.sampled_from(["none", "relu", "leaky_relu"]))
+def test_drawn_layers(isa, case, activation):
+    tensors = sample(case)
+    found, wanted = both(case, tensors, activation)
+    if tensors[1][0].numel() == 1:  # the direction of one number has no gradient
+        found["dv"], wanted["dv"] = found["dv"] * 0, wanted["dv"] * 0
+    assert_close(found, wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("name", ["first layer by 2", "last layer", "groups of four"])
+def test_values_that_are_not_finite(name, which, value):
+    assert_not_finite_as_torch(CASES[name], which, value)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["first layer", "last layer by 2", "groups of four"])
+def test_gradients_that_are_not_finite(isa, name, value):
+    """Padding has no part in them, as with torch."""
+    case = CASES[name]
+    tensors = sample(case)
+    y = native.conv(*tensors, *case.geometry, 0, "none", 0.1)[0]
+    dy = torch.randn_like(y)
+    dy[0, 0].view(-1)[0] = value
+    with torch.no_grad():
+        norm = torch.linalg.vector_norm(tensors[1].flatten(1), dim=1)
+        w = (tensors[2] / norm).view(-1, *(1,) * (tensors[1].dim() - 1)) * tensors[1]
+    window = (list(case.stride), list(case.padding), list(case.dilation), False, [0] * len(case.size), case.groups)
+    dx, dw, db = torch.ops.aten.convolution_backward(dy, tensors[0], w, [case.outputs], *window, [True] * 3)
+    found = native.conv_backward(dy, y, *tensors[:3], norm, [True] * 4, *case.geometry, 0, "none", 0.1)
+    assert torch.equal(found[0].isfinite(), dx.isfinite())
+    rows = dw.flatten(1).isfinite().all(1)  # dv of a row holds the whole row's dw
+    assert torch.equal(found[1].flatten(1).isfinite().all(1), rows)
+    assert torch.equal(found[2].flatten().isfinite(), rows)
+    assert torch.equal(found[3].isfinite(), db.isfinite())
+
+
+def test_masks_of_nan():
+    assert_masks_nan_as_torch(CASES["last layer"], TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["first layer of many strips", "last layer of one window", "groups of many strips"])
+def test_zero_rows_and_gains(isa, name):
+    assert_zero_rows_and_gains(CASES[name], TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["first layer of many strips", "first layer by 2", "groups of many strips"])
+def test_same_bits_with_any_number_of_threads(isa, name):
+    assert_same_bits_by_threads(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["first layer", "last layer by 2"])
+def test_maps_that_are_cut_out_of_larger_ones(isa, name):
+    case = CASES[name]
+    tensors = sample(case)
+    for dims in ((0, 1), (2, 3)):
+        wide = torch.randn([2 * n if d in dims else n for d, n in enumerate(tensors[0].shape)])
+        every_other = tuple(slice(None, None, 2) if d in dims else slice(None) for d in range(4))
+        for x in (wide[every_other], channels_last(wide, True)[every_other]):
+            assert_close(*both(case, [x, *tensors[1:]]), TOLERANCE)
