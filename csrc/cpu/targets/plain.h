@@ -13,3 +13,4 @@
 #include "cpu/orthonormal/orthonormal.h"
 #include "cpu/planes/planes.h"
 #include "cpu/stage/stage.h"
+#include "cpu/strips/strips.h"
