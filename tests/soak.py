@@ -297,18 +297,17 @@ def planes_layer(draw: random.Random) -> None:
 
 
 def strips_layer(draw: random.Random) -> None:
-    """A layer in NCHW with few channels on a side, or in a group."""
-    dims, groups = draw.randint(1, 2), draw.choice((1, 1, 2, 5))
+    """A layer in NCHW with few channels on a side, or in a group; at times transposed."""
+    dims, transposed = draw.randint(1, 2), draw.random() < 0.3
+    groups = 1 if transposed else draw.choice((1, 1, 2, 5))
     few, many = draw.randint(1, 6), draw.randint(1, 12 if groups > 1 else 40)
     inputs, outputs = draw.choice(((few, many), (many, few)))
-    window = [tuple(draw.randint(1, most) for _ in range(dims)) for most in (5, 3, 3)]
-    kernel, stride, dilation = window
+    kernel, stride, dilation = (tuple(draw.randint(1, most) for _ in range(dims)) for most in (5, 3, 3))
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    padding = tuple(draw.randint(0, r) for r in reach)
+    padding = tuple(draw.randint(0, (r - 1) // 2 if transposed else r) for r in reach)
     size = tuple(draw.randint(max(1, r - 2 * p), 40) for r, p in zip(reach, padding, strict=True))
-    case = own_conv.Case(
-        draw.randint(1, 4), groups * inputs, groups * outputs, size, kernel, stride, padding, dilation, groups=groups
-    )
+    counts = draw.randint(1, 4), groups * inputs, groups * outputs
+    case = own_conv.Case(*counts, size, kernel, stride, padding, dilation, transposed, groups=groups)
     x = strided(draw, normal(draw, case.images, case.inputs, *size))
     v = normal(draw, *own_conv.weight_shape(case))
     ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)

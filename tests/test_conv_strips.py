@@ -30,9 +30,13 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(nat
 TOLERANCE = 32 * 2.0**-24
 
 
-def layer(images, inputs, outputs, size, kernel, *, stride=1, padding=0, dilation=1, groups=1) -> Case:
+def layer(images, inputs, outputs, size, kernel, *, stride=1, padding=0, dilation=1, **others) -> Case:
     every = (n if isinstance(n, tuple) else (n,) * len(size) for n in (kernel, stride, padding, dilation))
-    return Case(images, inputs, outputs, size, *every, groups=groups)
+    return Case(images, inputs, outputs, size, *every, **others)
+
+
+def transposed(*counts, extra=(0, 0), **window) -> Case:
+    return layer(*counts, **window, transposed=True, output_padding=extra)
 
 
 CASES = {
@@ -65,6 +69,12 @@ CASES = {
     "a stride beyond the map": layer(2, 3, 6, (2, 9), 3, stride=(4, 2), padding=1),
     "more padding than taps": layer(2, 3, 6, (5, 6), 2, padding=3),
     "one pixel": layer(5, 3, 7, (1, 1), 3, padding=1),
+    "transposed last layer by 2": transposed(2, 30, 3, (7, 9), 4, stride=2, padding=1),
+    "transposed last layer": transposed(2, 21, 1, (10, 30), 3, padding=1),
+    "transposed, more output": transposed(2, 20, 2, (5, 8), 3, stride=(2, 3), padding=(1, 0), extra=(1, 2)),
+    "transposed, a stride beyond the taps": transposed(2, 19, 4, (9, 8), 2, stride=3),
+    "transposed first layer": transposed(3, 3, 20, (6, 7), (3, 5), stride=(1, 2), padding=1, dilation=(2, 1)),
+    "transposed signal by 8": transposed(1, 40, 1, (60,), 16, stride=8, padding=4),
     "one target": layer(9, 1, 1, (8, 8), 3, padding=1),
 }
 
@@ -90,13 +100,13 @@ def test_which_layers_go_this_way():
 
 
 @pytest.mark.parametrize("layout", ["last", "last map", "last weight"])
-@pytest.mark.parametrize("name", ["first layer", "last layer by 2", "groups of four"])
+@pytest.mark.parametrize("name", ["first layer", "last layer by 2", "groups of four", "transposed last layer by 2"])
 def test_channels_last_stays_so(isa, name, layout):
     assert_layouts_agree(CASES[name], sample(CASES[name], layout), TOLERANCE)
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
-@pytest.mark.parametrize("name", ["first layer by 2", "last layer", "groups of four"])
+@pytest.mark.parametrize("name", ["first layer by 2", "last layer", "groups of four", "transposed last layer by 2"])
 def test_only_what_is_needed(name, needs):
     assert_only_what_is_needed(CASES[name], needs, TOLERANCE)
 
@@ -131,7 +141,7 @@ def test_drawn_layers(isa, case, activation):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("which", range(5))
-@pytest.mark.parametrize("name", ["first layer by 2", "last layer", "groups of four"])
+@pytest.mark.parametrize("name", ["first layer by 2", "last layer", "groups of four", "transposed last layer by 2"])
 def test_values_that_are_not_finite(name, which, value):
     assert_not_finite_as_torch(CASES[name], which, value)
 
@@ -167,8 +177,10 @@ def test_zero_rows_and_gains(isa, name):
     assert_zero_rows_and_gains(CASES[name], TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["first layer of many strips", "first layer by 2", "groups of many strips"])
+@pytest.mark.parametrize("name", list(CASES)[1:18:4] + ["transposed signal by 8"])
 def test_same_bits_with_any_number_of_threads(isa, name):
+    if not goes_by_strips(CASES[name]):
+        pytest.skip("no kernels of strips")
     assert_same_bits_by_threads(CASES[name])
 
 

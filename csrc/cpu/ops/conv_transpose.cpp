@@ -1,7 +1,8 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
-// It is the data gradient of a convolution from y's map to x's (window.h): on few pixels by the kernels of linear layers
-// (conv_transpose_unfolded.h), else by those of conv_layer.h. What neither is faster at, and what meets a value that is
+// It is the data gradient of a convolution from y's map to x's (window.h): with few channels on a side, in NCHW, by strips
+// (strip_layer.h), on few pixels by the kernels of linear layers (conv_transpose_unfolded.h), else by those of
+// conv_layer.h. What neither is faster at, and what meets a value that is
 // not finite, is answered by nothing: the caller composes it of the row norm and the vendor's product
 // (wnfused/backends/native.py).
 #include <torch/csrc/stable/library.h>
@@ -14,6 +15,7 @@
 #include "cpu/ops/conv_extents.h"
 #include "cpu/ops/conv_transpose_unfolded.h"
 #include "cpu/ops/kept_banks.h"
+#include "cpu/ops/strip_layer.h"
 #include "ops.h"
 
 namespace wnfused {
@@ -70,6 +72,18 @@ std::optional<Method> method_for(const Tensor& x, const ConvShape& shape, bool k
   return is_bfloat16(x) && suits_pairs(shape, true, false) ? Method::kPairs : conv_layer_method(shape, true, kept);
 }
 
+bool goes_by_strips(const Tensor& x, const Tensor& v, const ConvShape& shape) {
+  const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
+  const bool last = suggests_channels_last(x) || suggests_channels_last(v);
+  return floats && !last && v.is_contiguous() && suits_strips(shape);
+}
+
+StripLayer strip_layer(const TransposedCall& call) {
+  return {call.shape, true, call.x, call.v, call.gain, call.bias, call.activation, call.slope};
+}
+
+Tensor in_planes(const Tensor& map) { return map.is_contiguous() ? map : torch::stable::contiguous(map); }
+
 // What the kernels read maps as. bfloat16 maps of few pixels are nothing beside the weights.
 ScalarType map_dtype(const Tensor& x, bool few) { return few ? ScalarType::Float : x.scalar_type(); }
 
@@ -83,29 +97,32 @@ std::tuple<Gradient, Gradient> forward(
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
-  // Kept banks are faster than any other way, on few pixels too.
-  const bool keeps = banks && is_worth_keeping(*shape, Method::kDirect) && method_for(x, *shape, true);
-  const bool few = !keeps && suits_transposed_unfolding(*shape);
+  const bool strips = goes_by_strips(x, v, *shape);
+  // Beside all other ways kept banks are faster, on few pixels too.
+  const bool keeps = !strips && banks && is_worth_keeping(*shape, Method::kDirect) && method_for(x, *shape, true);
+  const bool few = !strips && !keeps && suits_transposed_unfolding(*shape);
   const std::optional<Method> own = method_for(x, *shape, keeps);
-  if (!few && !own) return {};
-  if (!few && is_vendors_bfloat16(x, *shape)) return {};
+  if (!strips && !few && (!own || is_vendors_bfloat16(x, *shape))) return {};
   const ScalarType dtype = map_dtype(x, few);
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
                              suggests_channels_last(x) || suggests_channels_last(v), dtype);
+  const auto readable = [&](const Tensor& map) { return strips ? in_planes(map) : with_even_lines(as_dtype(map, dtype)); };
   std::optional<Tensor> added;
-  if (residual) added = with_even_lines(as_dtype(*residual, dtype));
+  if (residual) added = readable(*residual);
   check_residual(added, y);
-  const Tensor map = with_even_lines(as_dtype(x, dtype)), weights = as_dtype(v, ScalarType::Float);
+  const Tensor map = readable(x), weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held_gain, held_bias;
   const TransposedCall call{*shape, map, weights, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
                             static_cast<Activation>(activation), static_cast<float>(slope)};
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
-  const ConvLayer layer{*shape,    true,      own.value_or(Method::kDirect), map,       weights,
-                        call.gain, call.bias, call.activation,               call.slope};
-  const bool finite = few ? unfolded_conv_transpose(call, added, y, norms)
-                          : run_kept_layer(layer, added, y, norms, keeps ? banks : nullptr);
-  if (!finite) return {};
+  const auto fill = [&] {
+    if (strips) return run_strips(strip_layer(call), added, y, norms);
+    if (few) return unfolded_conv_transpose(call, added, y, norms);
+    const ConvLayer layer{*shape, true, *own, map, weights, call.gain, call.bias, call.activation, call.slope};
+    return run_kept_layer(layer, added, y, norms, keeps ? banks : nullptr);
+  };
+  if (!fill()) return {};
   return {as_dtype(y, x.scalar_type()), norm};
 }
 
@@ -143,8 +160,9 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   const std::optional<ConvShape> shape = ours ? conv_shape(x, v, at) : std::nullopt;
   if (!shape) return {};
   const std::optional<Method> own = method_for(x, *shape);
-  const bool few = suits_transposed_unfolding_backward(*shape, need_x, conv_layer_method(*shape, true));
-  if (!few && (!own || is_vendors_bfloat16(x, *shape))) return {};
+  const bool strips = goes_by_strips(x, v, *shape);
+  const bool few = !strips && suits_transposed_unfolding_backward(*shape, need_x, conv_layer_method(*shape, true));
+  if (!strips && !few && (!own || is_vendors_bfloat16(x, *shape))) return {};
   const bool masked = activation != 0;
   const bool last = suggests_channels_last(x) || suggests_channels_last(v);
   const Extents sizes = map_sizes(shape->images, shape->inputs, shape->size, v.dim());
@@ -152,8 +170,8 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   if (masked) check_gradient(y, "y", sizes, x);
   check_norm(norm, v.size(0));
   const ScalarType dtype = map_dtype(x, few);
-  const auto lines = [&](const Tensor& map) { return with_even_lines(as_dtype(map, dtype)); };
-  const Tensor map = lines(x), gradient = lines(dy), signs = masked ? lines(y) : gradient;
+  const auto readable = [&](const Tensor& map) { return strips ? in_planes(map) : with_even_lines(as_dtype(map, dtype)); };
+  const Tensor map = readable(x), gradient = readable(dy), signs = masked ? readable(y) : gradient;
   const Tensor weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held;
   const TransposedCall call{*shape, map, weights, floats_of(g, held), nullptr, static_cast<Activation>(activation),
@@ -163,15 +181,16 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   if (need_x) dx = empty_map(sizes_of(x), last, dtype);
   if (need_v) dv = empty_as(weights);
   if (need_bias) db = empty({shape->inputs}, ScalarType::Float);
-  if (need_residual && masked) dz = empty_map(sizes, is_channels_last(y), dtype);
+  if (need_residual && masked) dz = empty_map(sizes, is_channels_last(signs), dtype);
   float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
   const float* norms = entries<float>(norm);
-  const ConvLayer layer{*shape,    true,    own.value_or(Method::kDirect), map,       weights,
-                        call.gain, nullptr, call.activation,               call.slope};
-  const bool finite =
-      few ? unfolded_conv_transpose_backward(call, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias})
-          : run_conv_layer_backward(layer, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});
-  if (!finite) return {};
+  const auto fill = [&] {
+    if (strips) return run_strips_backward(strip_layer(call), gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});
+    if (few) return unfolded_conv_transpose_backward(call, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});
+    const ConvLayer layer{*shape, true, *own, map, weights, call.gain, nullptr, call.activation, call.slope};
+    return run_conv_layer_backward(layer, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});
+  };
+  if (!fill()) return {};
   const auto rounded = [](const Gradient& made, const Tensor& like) {
     return made ? Gradient(as_dtype(*made, like.scalar_type())) : Gradient();
   };

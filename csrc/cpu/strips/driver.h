@@ -159,7 +159,19 @@ WNFUSED_INLINE void sum_tile(const float* source, const int64_t* offsets, int64_
     WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) store(out + t * out_stride + b * kLanes, sum[t][b]);
 }
 
-// The sums of one channel of the target to where they belong. Only a gradient's are apart there.
+// `count` pixels that are `stride` apart, as a block and back.
+WNFUSED_INLINE Block load_apart(const float* source, int64_t stride, int64_t count) {
+  float entries[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) entries[i] = source[i * stride];
+  return load(entries);
+}
+WNFUSED_INLINE void store_apart(float* target, int64_t stride, int64_t count, const Block& block) {
+  float entries[kLanes];
+  store(entries, block);
+  for (int64_t i = 0; i < count; ++i) target[i * stride] = entries[i];
+}
+
+// The sums of one channel of the target to where they belong.
 inline void finish_strip(const StripSums& job, int64_t channel, const StripLine* lines, int64_t count,
                          const float* sums) {
   const int64_t first = channel * job.strips->target_rows.pixels * job.strips->target_columns.pixels;
@@ -168,14 +180,14 @@ inline void finish_strip(const StripSums& job, int64_t channel, const StripLine*
   with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
     for (const StripLine* line = lines; line != lines + count; ++line) {
       const int64_t at = first + line->at;
-      if (stride > 1) {
-        for (int64_t i = 0; i < line->pixels; ++i) job.target[at + i * stride] = sums[line->done + i];
-        continue;
-      }
       for_blocks(line->pixels, [&](int64_t i, auto move) __attribute__((always_inline)) {
+        const int64_t place = at + i * stride, left = smaller(kLanes, line->pixels - i);
         Block value = move.load(sums + line->done + i) + bias;
-        if (job.residual) value = value + move.load(job.residual + at + i);
-        move.store(job.target + at + i, activate<activation.value>(value, slope));
+        if (job.residual)
+          value = value + (stride == 1 ? move.load(job.residual + place) : load_apart(job.residual + place, stride, left));
+        value = activate<activation.value>(value, slope);
+        if (stride == 1) move.store(job.target + place, value);
+        else store_apart(job.target + place, stride, left, value);
       });
     }
   });

@@ -1,0 +1,35 @@
+// A convolution of maps in NCHW by strips (strips.h), or a transposed one: the plans, the memory and the passes beside.
+//
+//                     y                dx               dw
+//   convolution       x, strips_of     dz, strips_back  dz and x, strips_of
+//   transposed        x, strips_back   dz, strips_of    x and dz, strips_of
+#pragma once
+
+#include <optional>
+
+#include "cpu/conv_layer/conv_layer.h"
+#include "cpu/layer/tensor.h"
+
+namespace wnfused::cpu {
+
+// In float32, v and the maps contiguous. shape: of a transposed layer, the convolution whose data gradient it is.
+struct StripLayer {
+  const ConvShape& shape;
+  bool transposed;
+  const Tensor &x, &v;
+  const float *gain, *bias;  // bias may be null
+  Activation activation;
+  float slope;
+};
+
+// Whether strips are the fastest way for a layer of that shape.
+bool suits_strips(const ConvShape& shape);
+
+// Fills y and the norms. False if it met a weight that is not finite, or has too little memory: then nothing of it counts.
+bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms);
+
+// y is read where the layer has an activation. False, too, if a gradient of the weights is not finite.
+bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor& y, const float* norms,
+                         const ConvGradients& gradients);
+
+}  // namespace wnfused::cpu
