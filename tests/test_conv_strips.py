@@ -177,7 +177,7 @@ def test_zero_rows_and_gains(isa, name):
     assert_zero_rows_and_gains(CASES[name], TOLERANCE)
 
 
-@pytest.mark.parametrize("name", list(CASES)[1:18:4] + ["transposed signal by 8"])
+@pytest.mark.parametrize("name", [*list(CASES)[1:18:4], "transposed signal by 8"])
 def test_same_bits_with_any_number_of_threads(isa, name):
     if not goes_by_strips(CASES[name]):
         pytest.skip("no kernels of strips")
