@@ -149,7 +149,9 @@ def _both_passes(rows: Rows, titles: dict[str, str]) -> list[str]:
 
 
 KINDS: dict[str, Callable[[Row], bool]] = {
-    "first layers, 1 and 3 channels": lambda row: row["workload"].startswith(("1 to", "3 to")),
+    "first and last layers, 1 and 3 channels": lambda row: (
+        re.match(r"[13] to |\d+ to [13],", row["workload"]) is not None
+    ),
     "depthwise and grouped": lambda row: "groups" in row["workload"],
     "over three dims": lambda row: _dims(row) == 3,
     "transposed": lambda row: "transposed" in row["workload"],

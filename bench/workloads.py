@@ -193,6 +193,7 @@ def _windows() -> list[Workload]:
         (128, 128, (16, 16), 5, 1, 1, 8), (32, 32, (32, 32), 7, 1, 1, 8), (64, 64, (32, 32), 3, 1, 2, 8),
         (3, 32, (32, 32), 3, 1, 1, 8), (3, 64, (64, 64), 7, 2, 1, 8),
         (3, 16, (64, 64), 3, 1, 1, 8), (3, 64, (224, 224), 7, 2, 1, 2), (1, 128, (8192,), 15, 1, 1, 2),
+        (64, 3, (32, 32), 3, 1, 1, 8), (64, 1, (64, 64), 7, 1, 1, 1), (32, 1, (8192,), 7, 1, 1, 1),
         (512, 512, (4, 4), 3, 1, 1, 2), (512, 512, (2, 2), 3, 1, 1, 2), (512, 512, (7, 7), 3, 1, 1, 1),
         (512, 2048, (7, 7), 1, 1, 1, 1), (2048, 512, (7, 7), 1, 1, 1, 1), (512, 512, (32,), 3, 1, 1, 1),
         # Of networks on volumes: their inner layers, first one and way down.
@@ -211,8 +212,9 @@ def _windows() -> list[Workload]:
         )
         for channels, outputs, size, kernel, stride, dilation, batch in layers
     ]  # fmt: skip
-    # Of discriminators in vocoders, the positional one of wav2vec 2.0, and of networks of depthwise layers.
+    # Of ResNeXt, discriminators in vocoders, the positional one of wav2vec 2.0, and of networks of depthwise layers.
     grouped = (
+        (128, 128, (32, 32), 3, 1, 32, 8),
         (768, 768, (200,), 127, 1, 16, 1),
         (64, 64, (32, 32), 3, 1, 4, 8), (128, 128, (2048,), 41, 2, 4, 2),
         (128, 256, (1024,), 41, 2, 16, 4), (256, 512, (1024,), 41, 4, 16, 4), (64, 256, (2048,), 41, 4, 16, 4),
@@ -238,7 +240,8 @@ def _windows() -> list[Workload]:
         )
         for channels, outputs, size, kernel, stride, batch in (
             (128, 64, (64,), 16, 8, 1), (64, 32, (512,), 4, 2, 8), (64, 32, (16, 16), 4, 2, 8),
-            (64, 32, (16, 16, 16), 2, 2, 2), (128, 64, (8, 8, 8), 4, 2, 2), (512, 512, (2, 2), 4, 2, 1),
+            (64, 3, (16, 16), 4, 2, 8), (64, 32, (16, 16, 16), 2, 2, 2), (128, 64, (8, 8, 8), 4, 2, 2),
+            (512, 512, (2, 2), 4, 2, 1),
         )
     ]  # fmt: skip
     # Layers with a stride read a map in channels_last where it lies.

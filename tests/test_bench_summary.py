@@ -33,6 +33,6 @@ def test_a_row_is_of_the_first_kind_that_fits_and_names_what_plain_wins():
         row("3 to 64, 64x64, kernel 7, stride 2, batch 8", 1.5),
     ]
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in summary._kinds(rows, [], []) if "2.0x" in line}
-    assert set(lines) == {"with a stride", "over three dims", "first layers, 1 and 3 channels"}
+    assert set(lines) == {"with a stride", "over three dims", "first and last layers, 1 and 3 channels"}
     assert "64 to 128, 32x32, kernel 3, stride 2, batch 8 (0.90x)" in lines["with a stride"]
     assert lines["over three dims"].endswith("| 2.0x to 2.0x | 1.04x to 1.04x |  |")

@@ -62,11 +62,12 @@ inline int64_t find_lines(const Strips& strips, const StripMap& map, int64_t fir
     const int64_t line = row * map.rows.stride + map.phase.row, pixel = column * map.columns.stride + map.phase.column;
     const StripLine part{done, places, inside ? image * map.image + line * map.columns.pixels + pixel : 0,
                          inside ? smaller(width - column, places) : 0};
-    StripLine* last = lines + found - 1;
-    const bool full = found > 0 && map.columns.stride == 1 && last->pixels == last->places;
-    if (full && part.pixels > 0 && last->at + last->pixels == part.at) {
-      last->places += part.places;
-      last->pixels += part.pixels;
+    const auto goes_on = [&](const StripLine& last) {
+      return last.pixels == last.places && part.pixels > 0 && last.at + last.pixels == part.at;
+    };
+    if (found > 0 && map.columns.stride == 1 && goes_on(lines[found - 1])) {
+      lines[found - 1].places += part.places;
+      lines[found - 1].pixels += part.pixels;
     } else {
       lines[found++] = part;
     }

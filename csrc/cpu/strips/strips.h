@@ -1,10 +1,10 @@
 // A direct convolution of maps in NCHW with pixels for lanes, for layers with few channels on a side, first and last
 // layers and groups of few channels: other kernels have channels for lanes, most of which would be empty.
 //
-//              sums over                       reads     copies
-//   forward    y  = w x    inputs, taps        x         x
-//   dx         dx = w dz   outputs, taps       dz        dz            stride 1
-//   dw         dw = dz x   pixels              x, dz     x, dz         then dv and dg
+//              sums over                       copies
+//   forward    y  = w x    inputs, taps        x
+//   dx         dx = w dz   outputs, taps       dz
+//   dw         dw = dz x   pixels              x, dz         then dv and dg
 //
 // One Strips describes the way from the map that is read (`source`) to the one that is written (`target`). The target's
 // pixels are numbered through all images, with places between them that are no pixels of it:
@@ -96,7 +96,7 @@ struct StripSums {
   const int64_t* offsets;
   bool back;
   const float *v, *scale, *source;
-  float* target;  // null: nothing of it
+  float* target;                 // null: nothing of it
   const float *bias, *residual;  // may be null
   Activation activation;
   float slope;
