@@ -67,9 +67,9 @@ def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
     return torch.ops.wnfused_native.cpu_conv_unfolds(*window, planes, rows)
 
 
-def goes_by_strips(case: Case) -> bool:
-    """Whether it has pixels for lanes where its maps are in NCHW."""
-    return torch.ops.wnfused_native.cpu_conv_strips(_maps(case), *_window(case), case.groups)
+def goes_by_strips(case: Case, last: bool = False) -> bool:
+    """Whether it has pixels for lanes."""
+    return torch.ops.wnfused_native.cpu_conv_strips(_maps(case), *_window(case), case.groups, last)
 
 
 def way_of(case: Case) -> str:

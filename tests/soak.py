@@ -297,7 +297,7 @@ def planes_layer(draw: random.Random) -> None:
 
 
 def strips_layer(draw: random.Random) -> None:
-    """A layer in NCHW with few channels on a side, or in a group; at times transposed."""
+    """A layer with few channels on a side, or in a group; at times transposed, or in channels_last."""
     dims, transposed = draw.randint(1, 2), draw.random() < 0.3
     groups = 1 if transposed else draw.choice((1, 1, 2, 5))
     few, many = draw.randint(1, 6), draw.randint(1, 12 if groups > 1 else 40)
@@ -309,7 +309,7 @@ def strips_layer(draw: random.Random) -> None:
     counts = draw.randint(1, 4), groups * inputs, groups * outputs
     case = own_conv.Case(*counts, size, kernel, stride, padding, dilation, transposed, groups=groups)
     x = strided(draw, normal(draw, case.images, case.inputs, *size))
-    v = normal(draw, *own_conv.weight_shape(case))
+    v = own_conv.channels_last(normal(draw, *own_conv.weight_shape(case)), draw.random() < 0.3)
     ops = (native.conv, native.conv_backward, reference.conv, reference.conv_backward)
     layer(draw, *ops, x, v, case.geometry, rows_only=True)
 

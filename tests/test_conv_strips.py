@@ -1,4 +1,4 @@
-"""Convolutions of maps in NCHW with few channels on a side, or in a group: pixels for lanes."""
+"""Convolutions with few channels on a side, or in a group: pixels for lanes."""
 
 from __future__ import annotations
 
@@ -99,9 +99,23 @@ def test_which_layers_go_this_way():
     assert not goes_by_strips(layer(0, 3, 8, (4, 4), 3, padding=1))
 
 
-@pytest.mark.parametrize("layout", ["last", "last map", "last weight"])
-@pytest.mark.parametrize("name", ["first layer", "last layer by 2", "groups of four", "transposed last layer by 2"])
-def test_channels_last_stays_so(isa, name, layout):
+IN_CHANNELS_LAST = {
+    "first layer of many strips", "last layer", "last layer of wide taps", "last layer of one window", "dilation",
+    "no padding", "more padding than taps", "one pixel", "one target",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.size) == 2])
+def test_channels_last(isa, name):
+    case = CASES[name]
+    products = isa not in ("portable", "amx-emulated")
+    assert goes_by_strips(case, last=True) == (products and name in IN_CHANNELS_LAST)
+    assert_layouts_agree(case, sample(case, "last"), TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["last map", "last weight"])
+@pytest.mark.parametrize("name", ["first layer of many strips", "last layer", "groups of four"])
+def test_one_of_two_in_channels_last(isa, name, layout):
     assert_layouts_agree(CASES[name], sample(CASES[name], layout), TOLERANCE)
 
 
@@ -130,13 +144,18 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=99, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases(), activation=st.sampled_from(["none", "relu", "leaky_relu"]))
-def test_drawn_layers(isa, case, activation):
-    tensors = sample(case)
+@given(
+    case=cases(),
+    activation=st.sampled_from(["none", "relu", "leaky_relu"]),
+    layout=st.sampled_from(["nchw", "last", "last map", "last weight"]),
+)
+def test_drawn_layers(isa, case, activation, layout):
+    tensors = sample(case, layout)
     found, wanted = both(case, tensors, activation)
     if tensors[1][0].numel() == 1:  # the direction of one number has no gradient
         found["dv"], wanted["dv"] = found["dv"] * 0, wanted["dv"] * 0
-    assert_close(found, wanted, TOLERANCE)
+    few = case.outputs < 4  # whose sums may all cancel
+    assert_close(found, wanted, 16 * TOLERANCE if few else TOLERANCE)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

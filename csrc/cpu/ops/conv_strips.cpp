@@ -1,4 +1,4 @@
-// Convolution layers in NCHW by strips (strip_layer.h), or nothing where another way is faster.
+// Convolution layers by strips (strip_layer.h), or nothing where another way is faster.
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
 #include "cpu/ops/conv_gradients.h"
@@ -10,12 +10,10 @@ namespace {
 
 std::optional<ConvShape> open_shape(const ConvCall& conv) {
   const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
-  if (!shape || !conv.gain || gives_channels_last(conv) || !conv.v.is_contiguous()) return std::nullopt;
+  if (!shape || !conv.gain) return std::nullopt;
   const bool floats = conv.x.scalar_type() == ScalarType::Float && conv.v.scalar_type() == ScalarType::Float;
-  return floats && suits_strips(*shape) ? shape : std::nullopt;
+  return floats && suits_strips(*shape, gives_channels_last(conv)) ? shape : std::nullopt;
 }
-
-Tensor in_planes(const Tensor& map) { return map.is_contiguous() ? map : torch::stable::contiguous(map); }
 
 }  // namespace
 
@@ -24,11 +22,11 @@ bool strips_outdo_banks(const ConvCall& conv) { return open_shape(conv).has_valu
 std::optional<Tensor> strips_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
   const std::optional<ConvShape> shape = open_shape(conv);
   if (!shape) return std::nullopt;
-  const Tensor x = in_planes(conv.x);
-  const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), conv.v.dim()), false,
-                             ScalarType::Float);
+  const Tensor x = for_strips(conv.x);
+  const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), conv.v.dim()),
+                             gives_channels_last(conv), ScalarType::Float);
   check_residual(residual, y);
-  const std::optional<Tensor> added = residual ? std::optional(in_planes(*residual)) : std::nullopt;
+  const std::optional<Tensor> added = residual ? std::optional(laid_out_as(*residual, y)) : std::nullopt;
   const StripLayer layer{*shape, false, x, conv.v, conv.gain, conv.bias, conv.activation, conv.slope};
   return run_strips(layer, added, y, norms) ? std::optional(y) : std::nullopt;
 }
@@ -38,7 +36,7 @@ std::optional<LayerGradients> strips_conv_backward(const ConvCall& conv, const T
   const std::optional<ConvShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
   if (!shape) return std::nullopt;
   const bool masked = conv.activation != Activation::kNone;
-  const Tensor dy = in_planes(dy_given), y = masked ? in_planes(y_given) : dy, x = in_planes(conv.x);
+  const Tensor y = for_strips(masked ? y_given : dy_given), dy = laid_out_as(dy_given, y), x = for_strips(conv.x);
   const LayerGradients made = empty_gradients(conv, conv.v, dy, needs);
   const StripLayer layer{*shape, false, x, conv.v, conv.gain, nullptr, conv.activation, conv.slope};
   return run_strips_backward(layer, dy, y, norms, to_fill(made, dgain)) ? std::optional(made) : std::nullopt;

@@ -74,15 +74,12 @@ std::optional<Method> method_for(const Tensor& x, const ConvShape& shape, bool k
 
 bool goes_by_strips(const Tensor& x, const Tensor& v, const ConvShape& shape) {
   const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
-  const bool last = suggests_channels_last(x) || suggests_channels_last(v);
-  return floats && !last && v.is_contiguous() && suits_strips(shape);
+  return floats && suits_strips(shape, suggests_channels_last(x) || suggests_channels_last(v));
 }
 
 StripLayer strip_layer(const TransposedCall& call) {
   return {call.shape, true, call.x, call.v, call.gain, call.bias, call.activation, call.slope};
 }
-
-Tensor in_planes(const Tensor& map) { return map.is_contiguous() ? map : torch::stable::contiguous(map); }
 
 // What the kernels read maps as. bfloat16 maps of few pixels are nothing beside the weights.
 ScalarType map_dtype(const Tensor& x, bool few) { return few ? ScalarType::Float : x.scalar_type(); }
@@ -106,10 +103,11 @@ std::tuple<Gradient, Gradient> forward(
   const ScalarType dtype = map_dtype(x, few);
   const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
                              suggests_channels_last(x) || suggests_channels_last(v), dtype);
-  const auto readable = [&](const Tensor& map) { return strips ? in_planes(map) : with_even_lines(as_dtype(map, dtype)); };
+  const auto readable = [&](const Tensor& map) { return strips ? for_strips(map) : with_even_lines(as_dtype(map, dtype)); };
   std::optional<Tensor> added;
-  if (residual) added = readable(*residual);
+  if (residual) added = strips ? *residual : readable(*residual);
   check_residual(added, y);
+  if (added && strips) added = laid_out_as(*added, y);
   const Tensor map = readable(x), weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held_gain, held_bias;
   const TransposedCall call{*shape, map, weights, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
@@ -170,8 +168,9 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   if (masked) check_gradient(y, "y", sizes, x);
   check_norm(norm, v.size(0));
   const ScalarType dtype = map_dtype(x, few);
-  const auto readable = [&](const Tensor& map) { return strips ? in_planes(map) : with_even_lines(as_dtype(map, dtype)); };
-  const Tensor map = readable(x), gradient = readable(dy), signs = masked ? readable(y) : gradient;
+  const auto readable = [&](const Tensor& map) { return strips ? for_strips(map) : with_even_lines(as_dtype(map, dtype)); };
+  const Tensor map = readable(x), signs = readable(masked ? y : dy);
+  const Tensor gradient = strips ? laid_out_as(dy, signs) : masked ? readable(dy) : signs;
   const Tensor weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held;
   const TransposedCall call{*shape, map, weights, floats_of(g, held), nullptr, static_cast<Activation>(activation),

@@ -17,19 +17,32 @@ namespace {
 
 constexpr int64_t kMostFloats = int64_t{1} << 24;  // of a worker's memory
 
+// A map of so many pixels, or none.
+StripMap map_of(const std::optional<Tensor>& t, const Triple& size) {
+  if (!t) return {nullptr, 0, 1, 0};
+  float* data = const_cast<float*>(entries<float>(*t));
+  const int64_t channels = t->size(1), pixels = size.product();
+  if (is_channels_last(*t)) return {data, 1, channels, channels * pixels};
+  return {data, pixels, 1, channels * pixels};
+}
+
 // Places of a strip: what its channels have room for in the first level of cache, but more than its taps reach beside
 // them, and few enough for `parts` strips.
-StripCut cut_for(const Strips& strips, int64_t parts) {
-  constexpr int64_t kFloats = 1 << 13;
-  const int64_t widest = std::max(kFloats / (strips.source_planes() + kStripTargets), strips.high - strips.low);
+StripCut cut_for(const Strips& strips, const StripMap& target, int64_t parts) {
+  constexpr int64_t kFloats = 1 << 13, kFew = 6;
+  const int64_t targets = target.is_channels_last() && strips.targets > kFew ? kLanes : kStripTargets;
+  const int64_t widest = std::max(kFloats / (strips.source_planes() + targets), strips.high - strips.low);
   const int64_t span = std::min(widest, divide_up(strips.places(), parts));
-  return cut_strips(strips, round_up(span, strip_kernels()->unit));
+  return cut_strips(strips, round_up(span, strip_kernels()->unit), targets);
 }
 
 // A division into strips: where they read, and a worker's memory.
 struct Plan {
-  Plan(const Strips& given, int64_t parts)
-      : strips(given), cut(cut_for(strips, parts)), offsets(strip_offsets(strips, cut)), floats(strip_floats(strips, cut)) {}
+  Plan(const Strips& given, const StripMap& target, int64_t parts)
+      : strips(given),
+        cut(cut_for(strips, target, parts)),
+        offsets(strip_offsets(strips, cut)),
+        floats(strip_floats(strips, cut)) {}
 
   Strips strips;
   StripCut cut;
@@ -38,8 +51,10 @@ struct Plan {
 };
 
 // The way from one side's maps to the other's, in strips that so many workers share.
-Plan plan_for(const ConvShape& shape, bool back, int64_t workers) {
-  return {back ? strips_back(shape) : strips_of(shape), divide_up(4 * workers, shape.groups)};
+Plan plan_for(const StripLayer& layer, bool back, const StripMap& target, int64_t workers) {
+  const bool taps_first = !layer.v.is_contiguous();
+  const Strips strips = back ? strips_back(layer.shape, taps_first) : strips_of(layer.shape, taps_first);
+  return {strips, target, divide_up(4 * workers, layer.shape.groups)};
 }
 
 int64_t workers_for(const ConvShape& shape) {
@@ -47,22 +62,21 @@ int64_t workers_for(const ConvShape& shape) {
                          shape.taps());
 }
 
-float* writable(const std::optional<Tensor>& t) { return t ? static_cast<float*>(t->mutable_data_ptr()) : nullptr; }
-
-// For the tests: whether a layer in NCHW goes this way; of a transposed one, the convolution whose data gradient it is.
-// Triples are of levels, rows and columns.
+// For the tests: whether a layer goes this way; of a transposed one, the convolution whose data gradient it is. Triples
+// are of levels, rows and columns.
 bool cpu_conv_strips(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
                      const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                     const std::vector<int64_t>& dilation, int64_t groups) {
-  return suits_strips({maps.at(0),
-                       maps.at(1),
-                       maps.at(2),
-                       triple_of(maps, 3, 1),
-                       triple_of(kernel, 0, 1),
-                       triple_of(stride, 0, 1),
-                       triple_of(padding, 0, 0),
-                       triple_of(dilation, 0, 1),
-                       groups});
+                     const std::vector<int64_t>& dilation, int64_t groups, bool last) {
+  const ConvShape shape{maps.at(0),
+                        maps.at(1),
+                        maps.at(2),
+                        triple_of(maps, 3, 1),
+                        triple_of(kernel, 0, 1),
+                        triple_of(stride, 0, 1),
+                        triple_of(padding, 0, 0),
+                        triple_of(dilation, 0, 1),
+                        groups};
+  return suits_strips(shape, last);
 }
 
 }  // namespace
@@ -77,21 +91,32 @@ const StripKernels* strip_kernels() {
 
 // Measured (bench/NOTES.md): more channels than these fill the lanes of the other kernels, depthwise layers have some of
 // their own, and with large steps most of the time goes into copies of single pixels.
-bool suits_strips(const ConvShape& shape) {
-  constexpr int64_t kFewChannels = 6, kGroup = 24, kStridedGroup = 15, kStride = 16, kStridedTaps = 64;
+bool suits_strips(const ConvShape& shape, bool last) {
+  constexpr int64_t kFewChannels = 6, kGroup = 24, kStridedGroup = 15, kStride = 16, kStridedTaps = 64, kTurned = 16;
   const bool any = shape.images > 0 && shape.inputs > 0 && shape.outputs > 0 && shape.outputs % shape.groups == 0;
   if (!strip_kernels() || !any || !shape.is_sound() || !shape.has_one_level() || shape.is_depthwise()) return false;
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
   const int64_t stride = shape.stride.product();
   if (stride > 1 && (stride > kStride || shape.taps() > kStridedTaps)) return false;
+  if (last) {
+    const bool first = inputs <= kFewChannels && outputs <= kTurned;
+    return shape.groups == 1 && stride == 1 && (first || (outputs <= kFewChannels && shape.taps() > 1));
+  }
   if (shape.groups == 1) return std::min(inputs, outputs) <= kFewChannels;
   return stride > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
+}
+
+Tensor for_strips(const Tensor& map) {
+  return map.is_contiguous() || is_channels_last(map) ? map : torch::stable::contiguous(map);
 }
 
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms) {
   const ConvShape& shape = layer.shape;
   const int64_t workers = workers_for(shape);
-  const Plan plan = plan_for(shape, layer.transposed, workers);
+  const Triple input = shape.size, output = shape.output_size();
+  const StripMap source = map_of(layer.x, layer.transposed ? output : input);
+  const StripMap target = map_of(y, layer.transposed ? input : output);
+  const Plan plan = plan_for(layer, layer.transposed, target, workers);
   if (plan.floats > kMostFloats) return false;
   row_norms(layer.v, norms, 0, shape.outputs);
   const std::vector<float> scale = scales_of(layer.gain, norms, shape.outputs);
@@ -102,8 +127,8 @@ bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, 
                       layer.transposed,
                       entries<float>(layer.v),
                       scale.data(),
-                      entries<float>(layer.x),
-                      static_cast<float*>(y.mutable_data_ptr()),
+                      source,
+                      target,
                       layer.bias,
                       residual ? entries<float>(*residual) : nullptr,
                       layer.activation,
@@ -120,10 +145,16 @@ bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor
   const ConvShape& shape = layer.shape;
   const bool need_v = gradients.dv.has_value(), masked = layer.activation != Activation::kNone;
   const int64_t workers = workers_for(shape);
-  const Plan input = plan_for(shape, !layer.transposed, workers);
+  // x and dx; dz, which lies as dy does.
+  const Triple size = layer.transposed ? shape.output_size() : shape.size;
+  const Triple other = layer.transposed ? shape.size : shape.output_size();
+  const StripMap x = map_of(layer.x, size), dx = map_of(gradients.dx, size);
+  StripMap gradient = map_of(dy, other);
+  const Plan input = plan_for(layer, !layer.transposed, dx, workers);
   // Slices that the threads share, whatever their number.
   constexpr int64_t kSlices = 8, kSliceFloats = int64_t{1} << 20;
-  Plan weight(strips_of(shape), divide_up(kSlices, shape.groups));
+  Plan weight(strips_of(shape, !layer.v.is_contiguous()), layer.transposed ? x : gradient,
+              divide_up(kSlices, shape.groups));
   const int64_t depth = round_up(static_cast<int64_t>(weight.offsets.size()), kGradientTaps);
   const int64_t rows = shape.outputs * depth, most = std::min(weight.cut.count, divide_up(2 * kSlices, shape.groups));
   const int64_t slices = std::clamp(kSliceFloats / rows, int64_t{1}, most);
@@ -140,7 +171,8 @@ bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor
               layer.slope},
              gradients.dbias);
   }
-  const float *gradient = entries<float>(masked ? *dz : dy), *x = entries<float>(layer.x), *v = entries<float>(layer.v);
+  if (masked) gradient.data = static_cast<float*>(dz->mutable_data_ptr());
+  const float* v = entries<float>(layer.v);
   const std::vector<float> scale = scales_of(layer.gain, norms, shape.outputs);
   const int64_t dw = need_v ? round_up(slices * rows, kLanes) : 0;
   const Workspace memory(dw + workers * floats);
@@ -151,7 +183,7 @@ bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor
                        v,
                        scale.data(),
                        gradient,
-                       writable(gradients.dx),
+                       dx,
                        nullptr,
                        nullptr,
                        Activation::kNone,
@@ -166,7 +198,7 @@ bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor
                               v,
                               layer.gain,
                               norms,
-                              writable(gradients.dv),
+                              gradients.dv ? static_cast<float*>(gradients.dv->mutable_data_ptr()) : nullptr,
                               gradients.dgain,
                               slices,
                               depth,

@@ -25,7 +25,7 @@ WNFUSED_INLINE void with_targets(int64_t targets, const Visit& visit) {
   }
 }
 
-// `count` pixels that are `stride` apart, and zeros up to `length`; up to 15 places behind may be overwritten.
+// `count` pixels that are `stride` apart, and zeros up to `length`. What is written ends with whole blocks.
 WNFUSED_INLINE void copy_line(const float* source, int64_t stride, int64_t count, int64_t length, float* target) {
   if (stride == 1) {
     for_blocks(count, [&](int64_t i, auto move) __attribute__((always_inline)) { store(target + i, move.load(source + i)); });
@@ -43,29 +43,30 @@ struct StripLine {
   int64_t done, places, at, pixels;
 };
 
-// Which pixels of a map the places stand for; `image`: floats from one image to the next.
-struct StripMap {
+// Which pixels of a map the places stand for.
+struct StripPixels {
   StripAxis rows, columns;
   StripPhase phase;
-  int64_t image;
 };
 
 // The lines of places [first, first + count).
-inline int64_t find_lines(const Strips& strips, const StripMap& map, int64_t first, int64_t count, StripLine* lines) {
+inline int64_t find_lines(const Strips& strips, const StripPixels& pixels, const StripMap& map, int64_t first,
+                          int64_t count, StripLine* lines) {
+  const StripAxis &rows = pixels.rows, &columns = pixels.columns;
   const int64_t size = strips.pitch * strips.image_lines;
-  const int64_t height = map.rows.count(map.phase.row), width = map.columns.count(map.phase.column);
+  const int64_t height = rows.count(pixels.phase.row), width = columns.count(pixels.phase.column);
   int64_t image = first >= 0 ? first / size : -((size - 1 - first) / size), found = 0;
   int64_t row = (first - image * size) / strips.pitch, column = first - image * size - row * strips.pitch;
   for (int64_t done = 0; done < count;) {
     const int64_t places = smaller(strips.pitch - column, count - done);
     const bool inside = image >= 0 && image < strips.images && row < height && column < width;
-    const int64_t line = row * map.rows.stride + map.phase.row, pixel = column * map.columns.stride + map.phase.column;
-    const StripLine part{done, places, inside ? image * map.image + line * map.columns.pixels + pixel : 0,
+    const int64_t line = row * rows.stride + pixels.phase.row, pixel = column * columns.stride + pixels.phase.column;
+    const StripLine part{done, places, inside ? image * map.image + (line * columns.pixels + pixel) * map.pixel : 0,
                          inside ? smaller(width - column, places) : 0};
     const auto goes_on = [&](const StripLine& last) {
-      return last.pixels == last.places && part.pixels > 0 && last.at + last.pixels == part.at;
+      return last.pixels == last.places && part.pixels > 0 && last.at + last.pixels * map.pixel == part.at;
     };
-    if (found > 0 && map.columns.stride == 1 && goes_on(lines[found - 1])) {
+    if (found > 0 && columns.stride == 1 && goes_on(lines[found - 1])) {
       lines[found - 1].places += part.places;
       lines[found - 1].pixels += part.pixels;
     } else {
@@ -88,54 +89,87 @@ struct StripRoom {
 
   StripRoom(const Strips& strips, const StripCut& cut, float* scratch)
       : sources(scratch),
-        targets(sources + strips.source_planes() * cut.plane_floats),
-        weights(targets + kStripTargets * cut.span + kLanes),
+        targets(sources + strips.source_planes() * cut.source_floats),
+        weights(targets + cut.targets * cut.target_floats),
         lines(reinterpret_cast<StripLine*>(weights + round_up(strips.targets * strips.sources * strips.channel_taps, kLanes))) {}
 };
 
+// The pixels of up to 16 channels that lie side by side, into as many planes.
+inline void copy_turned(const StripLine& line, const float* source, int64_t stride, int64_t channels, float* target,
+                        int64_t plane_floats) {
+  for (int64_t i = 0; i < line.places; i += kLanes) {
+    Block block[kLanes];
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const float* pixel = source + (i + j) * stride;
+      block[j] = i + j >= line.pixels ? zero() : channels == kLanes ? load(pixel) : load(pixel, channels);
+    }
+    transpose(block);
+    for (int64_t c = 0; c < channels; ++c) store(target + c * plane_floats + i, block[c]);
+  }
+}
+
+// Channels [first, first + count) of a map along these lines, whose pixels are `stride` apart.
+inline void copy_channels(const StripMap& map, int64_t first, int64_t count, const StripLine* lines, int64_t line_count,
+                          int64_t stride, float* target, int64_t plane_floats) {
+  constexpr int64_t kFew = 6;
+  const StripLine* end = lines + line_count;
+  if (map.is_channels_last() && count > kFew) {
+    for (int64_t c = 0; c < count; c += kLanes)
+      for (const StripLine* line = lines; line != end; ++line)
+        copy_turned(*line, map.data + line->at + first + c, stride * map.pixel, smaller(kLanes, count - c),
+                    target + c * plane_floats + line->done, plane_floats);
+    return;
+  }
+  for (int64_t c = 0; c < count; ++c)
+    for (const StripLine* line = lines; line != end; ++line)
+      copy_line(map.data + line->at + (first + c) * map.channel, stride * map.pixel, line->pixels, line->places,
+                target + c * plane_floats + line->done);
+}
+
 // All that the taps of a strip reach of a group's source channels.
-inline void copy_sources(const Strips& strips, const StripCut& cut, const float* source, int64_t group, int64_t strip,
+inline void copy_sources(const Strips& strips, const StripCut& cut, const StripMap& map, int64_t group, int64_t strip,
                          const StripRoom& room) {
-  const int64_t channels = strips.sources * strips.groups, pixels = strips.source_rows.pixels * strips.source_columns.pixels;
   const int64_t first = strip * cut.span + strips.low, count = cut.span + strips.high - strips.low;
   const int64_t planes = static_cast<int64_t>(strips.planes.size());
   for (int64_t p = 0; p < planes; ++p) {
-    const StripMap map{strips.source_rows, strips.source_columns, strips.planes[p], channels * pixels};
-    const int64_t lines = find_lines(strips, map, first, count, room.lines);
-    for (int64_t s = 0; s < strips.sources; ++s) {
-      const float* channel = source + (group * strips.sources + s) * pixels;
-      float* target = room.sources + (s * planes + p) * cut.plane_floats;
-      for (const StripLine* line = room.lines; line != room.lines + lines; ++line)
-        copy_line(channel + line->at, strips.source_columns.stride, line->pixels, line->places, target + line->done);
-    }
+    const StripPixels pixels{strips.source_rows, strips.source_columns, strips.planes[p]};
+    const int64_t lines = find_lines(strips, pixels, map, first, count, room.lines);
+    copy_channels(map, group * strips.sources, strips.sources, room.lines, lines, strips.source_columns.stride,
+                  room.sources + p * cut.source_floats, planes * cut.source_floats);
   }
 }
 
 // The lines of a strip of one phase of the target.
-inline int64_t target_lines(const Strips& strips, const StripCut& cut, const StripPhase& phase, int64_t strip,
-                            StripLine* lines) {
-  const int64_t pixels = strips.target_rows.pixels * strips.target_columns.pixels;
-  const StripMap map{strips.target_rows, strips.target_columns, phase, strips.targets * strips.groups * pixels};
-  return find_lines(strips, map, strip * cut.span, cut.span, lines);
+inline int64_t target_lines(const Strips& strips, const StripCut& cut, const StripMap& map, const StripPhase& phase,
+                            int64_t strip, StripLine* lines) {
+  return find_lines(strips, {strips.target_rows, strips.target_columns, phase}, map, strip * cut.span, cut.span, lines);
 }
 
 // A group's weights way by way, kStripTargets channels at a time, [channel and tap of the source][target]. Whether all
 // are finite.
 inline bool pack_group(const StripSums& job, int64_t group, float* packed) {
   const Strips& strips = *job.strips;
+  const int64_t taps = strips.channel_taps, channels = job.back ? strips.targets : strips.sources;
   float poison = 0;
   for (const StripWay& way : strips.ways)
     for (int64_t first = 0; first < strips.targets; first += kStripTargets) {
       const int64_t targets = smaller(kStripTargets, strips.targets - first);
-      for (int64_t s = 0; s < strips.sources; ++s)
+      const auto add = [&](int64_t s, const StripTap& tap) __attribute__((always_inline)) {
+        for (int64_t t = first; t < first + targets; ++t) {
+          const int64_t row = job.back ? group * strips.sources + s : group * strips.targets + t;
+          const int64_t channel = job.back ? t : s;
+          const int64_t at = strips.taps_first ? tap.weight * channels + channel : channel * taps + tap.weight;
+          const float weight = job.v[row * channels * taps + at] * job.scale[row];
+          poison += weight * 0.0f;
+          *packed++ = weight;
+        }
+      };
+      if (strips.taps_first)
         for (const StripTap& tap : way.taps)
-          for (int64_t t = 0; t < targets; ++t) {
-            const int64_t row = job.back ? group * strips.sources + s : group * strips.targets + first + t;
-            const int64_t channel = job.back ? row * strips.targets + first + t : row * strips.sources + s;
-            const float weight = job.v[channel * strips.channel_taps + tap.weight] * job.scale[row];
-            poison += weight * 0.0f;
-            *packed++ = weight;
-          }
+          for (int64_t s = 0; s < strips.sources; ++s) add(s, tap);
+      else
+        for (int64_t s = 0; s < strips.sources; ++s)
+          for (const StripTap& tap : way.taps) add(s, tap);
     }
   return poison == 0;
 }
@@ -172,24 +206,60 @@ WNFUSED_INLINE void store_apart(float* target, int64_t stride, int64_t count, co
   for (int64_t i = 0; i < count; ++i) target[i * stride] = entries[i];
 }
 
-// The sums of one channel of the target to where they belong.
-inline void finish_strip(const StripSums& job, int64_t channel, const StripLine* lines, int64_t count,
-                         const float* sums) {
-  const int64_t first = channel * job.strips->target_rows.pixels * job.strips->target_columns.pixels;
-  const int64_t stride = job.strips->target_columns.stride;
+// The sums of one channel of the target to where they belong, `stride` apart.
+template <Activation kActivation>
+WNFUSED_INLINE void finish_channel(const StripSums& job, int64_t channel, const StripLine& line, int64_t stride,
+                                   const float* sums) {
   const Block slope = splat(job.slope), bias = splat(job.bias ? job.bias[channel] : 0.0f);
+  const int64_t at = line.at + channel * job.target.channel;
+  for_blocks(line.pixels, [&](int64_t i, auto move) __attribute__((always_inline)) {
+    const int64_t place = at + i * stride, left = smaller(kLanes, line.pixels - i);
+    Block value = move.load(sums + line.done + i) + bias;
+    if (job.residual)
+      value = value + (stride == 1 ? move.load(job.residual + place) : load_apart(job.residual + place, stride, left));
+    value = activate<kActivation>(value, slope);
+    if (stride == 1) move.store(job.target.data + place, value);
+    else store_apart(job.target.data + place, stride, left, value);
+  });
+}
+
+// The same of up to 16 channels that lie side by side.
+template <Activation kActivation>
+WNFUSED_INLINE void finish_turned(const StripSums& job, int64_t first, int64_t channels, const StripLine& line,
+                                  int64_t stride, const float* sums) {
+  const Block slope = splat(job.slope), bias = job.bias ? load(job.bias + first, channels) : zero();
+  for (int64_t i = 0; i < line.pixels; i += kLanes) {
+    Block block[kLanes];
+    for (int64_t c = 0; c < kLanes; ++c)
+      block[c] = c < channels ? load(sums + c * job.cut.target_floats + line.done + i) : zero();
+    transpose(block);
+    const auto finish = [&](auto move) __attribute__((always_inline)) {
+      for (int64_t j = 0; j < smaller(kLanes, line.pixels - i); ++j) {
+        const int64_t place = line.at + first + (i + j) * stride;
+        Block value = block[j] + bias;
+        if (job.residual) value = value + move.load(job.residual + place);
+        move.store(job.target.data + place, activate<kActivation>(value, slope));
+      }
+    };
+    if (channels == kLanes) finish(Whole{});
+    else finish(Partial{channels});
+  }
+}
+
+// The sums of channels [first, first + count) of the target, a plane each.
+inline void finish_strip(const StripSums& job, int64_t first, int64_t count, const StripLine* lines, int64_t line_count,
+                         const float* sums) {
+  constexpr int64_t kFew = 6;
+  const int64_t stride = job.strips->target_columns.stride * job.target.pixel;
   with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
-    for (const StripLine* line = lines; line != lines + count; ++line) {
-      const int64_t at = first + line->at;
-      for_blocks(line->pixels, [&](int64_t i, auto move) __attribute__((always_inline)) {
-        const int64_t place = at + i * stride, left = smaller(kLanes, line->pixels - i);
-        Block value = move.load(sums + line->done + i) + bias;
-        if (job.residual)
-          value = value + (stride == 1 ? move.load(job.residual + place) : load_apart(job.residual + place, stride, left));
-        value = activate<activation.value>(value, slope);
-        if (stride == 1) move.store(job.target + place, value);
-        else store_apart(job.target + place, stride, left, value);
-      });
+    for (const StripLine* line = lines; line != lines + line_count; ++line) {
+      if (line->pixels == 0) continue;
+      if (job.target.is_channels_last() && count > kFew) {
+        finish_turned<activation.value>(job, first, count, *line, stride, sums);
+      } else {
+        for (int64_t c = 0; c < count; ++c)
+          finish_channel<activation.value>(job, first + c, *line, stride, sums + c * job.cut.target_floats);
+      }
     }
   });
 }
@@ -197,29 +267,34 @@ inline void finish_strip(const StripSums& job, int64_t channel, const StripLine*
 // An item, strips group by group. `packed` is the group whose weights the worker has.
 inline void sum_strip(const StripSums& job, int64_t item, int64_t& packed, float* scratch, std::atomic<bool>& finite) {
   const Strips& strips = *job.strips;
-  const int64_t group = item / job.cut.count, strip = item % job.cut.count, span = job.cut.span;
-  const int64_t end = smaller(span, strips.places() - strip * span);
-  const StripRoom room(strips, job.cut, scratch);
+  const StripCut& cut = job.cut;
+  const int64_t group = item / cut.count, strip = item % cut.count;
+  const int64_t end = smaller(cut.span, strips.places() - strip * cut.span);
+  const StripRoom room(strips, cut, scratch);
   if (group != packed && !pack_group(job, group, room.weights)) finite = false;
   packed = group;
-  copy_sources(strips, job.cut, job.source, group, strip, room);
+  copy_sources(strips, cut, job.source, group, strip, room);
   const float* weights = room.weights;
   const int64_t* offsets = job.offsets;
   for (const StripWay& way : strips.ways) {
-    const int64_t depth = strips.depth(way), lines = target_lines(strips, job.cut, way.phase, strip, room.lines);
-    for (int64_t first = 0; first < strips.targets; first += kStripTargets) {
-      const int64_t targets = smaller(kStripTargets, strips.targets - first);
-      with_targets(targets, [&](auto count) __attribute__((always_inline)) {
-        constexpr int kBlocks = tile_blocks(count.value), kLast = kBlocks > 1 ? kBlocks / 2 : 1;
-        int64_t at = 0;
-        for (; at + kLast * kLanes < end; at += kBlocks * kLanes)
-          sum_tile<count.value, kBlocks>(room.sources + at, offsets, depth, weights, room.targets + at, span);
-        for (; at < end; at += kLast * kLanes)
-          sum_tile<count.value, kLast>(room.sources + at, offsets, depth, weights, room.targets + at, span);
-      });
-      weights += targets * depth;
-      for (int64_t t = 0; t < targets; ++t)
-        finish_strip(job, group * strips.targets + first + t, room.lines, lines, room.targets + t * span);
+    const int64_t depth = strips.depth(way);
+    const int64_t lines = target_lines(strips, cut, job.target, way.phase, strip, room.lines);
+    for (int64_t first = 0; first < strips.targets; first += cut.targets) {
+      const int64_t planes = smaller(cut.targets, strips.targets - first);
+      for (int64_t plane = 0; plane < planes; plane += kStripTargets) {
+        const int64_t targets = smaller(kStripTargets, planes - plane);
+        float* sums = room.targets + plane * cut.target_floats;
+        with_targets(targets, [&](auto count) __attribute__((always_inline)) {
+          constexpr int kBlocks = tile_blocks(count.value), kLast = kBlocks > 1 ? kBlocks / 2 : 1;
+          int64_t at = 0;
+          for (; at + kLast * kLanes < end; at += kBlocks * kLanes)
+            sum_tile<count.value, kBlocks>(room.sources + at, offsets, depth, weights, sums + at, cut.target_floats);
+          for (; at < end; at += kLast * kLanes)
+            sum_tile<count.value, kLast>(room.sources + at, offsets, depth, weights, sums + at, cut.target_floats);
+        });
+        weights += targets * depth;
+      }
+      finish_strip(job, group * strips.targets + first, planes, room.lines, lines, room.targets);
     }
     offsets += depth;
   }
@@ -234,8 +309,8 @@ inline void strips_forward(const StripSums& job, Worker& worker, std::atomic<boo
 
 // dw of kTargets channels by the tile's channels and taps, over a strip.
 template <int kTargets>
-WNFUSED_INLINE void gradient_tile(const float* source, const int64_t* offsets, const float* dz, int64_t span, float* dw,
-                                  int64_t dw_stride) {
+WNFUSED_INLINE void gradient_tile(const float* source, const int64_t* offsets, const float* dz, int64_t dz_stride,
+                                  int64_t span, float* dw, int64_t dw_stride) {
   constexpr int kTaps = tile_taps(kTargets);
   Block sum[kTargets][kTaps];
   WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t)
@@ -244,7 +319,7 @@ WNFUSED_INLINE void gradient_tile(const float* source, const int64_t* offsets, c
   WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) at[k] = source + offsets[k];
   for (int64_t i = 0; i < span; i += kLanes) {
     Block gradient[kTargets];
-    WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t) gradient[t] = load(dz + t * span + i);
+    WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t) gradient[t] = load(dz + t * dz_stride + i);
     WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
       const Block entry = load(at[k] + i);
       WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t) sum[t][k] = multiply_add(gradient[t], entry, sum[t][k]);
@@ -267,25 +342,23 @@ WNFUSED_INLINE void gradient_tile(const float* source, const int64_t* offsets, c
 // A slice's strips of one group.
 inline void gradient_slice(const StripGradient& job, int64_t group, int64_t slice, float* scratch) {
   const Strips& strips = *job.strips;
-  const int64_t span = job.cut.span, pixels = strips.target_rows.pixels * strips.target_columns.pixels;
-  const StripRoom room(strips, job.cut, scratch);
+  const StripCut& cut = job.cut;
+  const StripRoom room(strips, cut, scratch);
   float* dw = job.dw + (slice * strips.groups + group) * strips.targets * job.depth;
   __builtin_memset(dw, 0, strips.targets * job.depth * sizeof(float));
-  for (int64_t strip = job.cut.count * slice / job.slices; strip < job.cut.count * (slice + 1) / job.slices; ++strip) {
-    copy_sources(strips, job.cut, job.x, group, strip, room);
-    const int64_t lines = target_lines(strips, job.cut, {0, 0}, strip, room.lines);
-    for (int64_t first = 0; first < strips.targets; first += kStripTargets) {
-      const int64_t targets = smaller(kStripTargets, strips.targets - first);
-      for (int64_t t = 0; t < targets; ++t) {
-        const float* channel = job.dz + (group * strips.targets + first + t) * pixels;
-        for (const StripLine* line = room.lines; line != room.lines + lines; ++line)
-          copy_line(channel + line->at, 1, line->pixels, line->places, room.targets + t * span + line->done);
-      }
-      with_targets(targets, [&](auto count) __attribute__((always_inline)) {
-        for (int64_t k = 0; k < job.depth; k += tile_taps(count.value))
-          gradient_tile<count.value>(room.sources, job.offsets + k, room.targets, span, dw + first * job.depth + k,
-                                     job.depth);
-      });
+  for (int64_t strip = cut.count * slice / job.slices; strip < cut.count * (slice + 1) / job.slices; ++strip) {
+    copy_sources(strips, cut, job.x, group, strip, room);
+    const int64_t lines = target_lines(strips, cut, job.dz, {0, 0}, strip, room.lines);
+    for (int64_t first = 0; first < strips.targets; first += cut.targets) {
+      const int64_t planes = smaller(cut.targets, strips.targets - first);
+      copy_channels(job.dz, group * strips.targets + first, planes, room.lines, lines, 1, room.targets, cut.target_floats);
+      for (int64_t plane = 0; plane < planes; plane += kStripTargets)
+        with_targets(smaller(kStripTargets, planes - plane), [&](auto count) __attribute__((always_inline)) {
+          float* rows = dw + (first + plane) * job.depth;
+          for (int64_t k = 0; k < job.depth; k += tile_taps(count.value))
+            gradient_tile<count.value>(room.sources, job.offsets + k, room.targets + plane * cut.target_floats,
+                                       cut.target_floats, cut.span, rows + k, job.depth);
+        });
     }
   }
 }
@@ -308,7 +381,7 @@ inline bool finish_gradient_row(const StripGradient& job, int64_t row) {
 inline void strips_backward(const StripSums& sums, const StripGradient& gradient, Worker& worker,
                             std::atomic<bool>& finite) {
   const Strips& layer = *gradient.strips;
-  const int64_t strips = sums.target ? sums.cut.count * layer.groups : 0;
+  const int64_t strips = sums.target.data ? sums.cut.count * layer.groups : 0;
   const int64_t slices = gradient.dv ? gradient.slices * layer.groups : 0;
   float* scratch = sums.scratch + worker.index() * sums.scratch_stride;
   int64_t packed = -1;

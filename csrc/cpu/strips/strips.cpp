@@ -63,9 +63,10 @@ int64_t plane_of(std::vector<StripPhase>& planes, const StripPhase& phase) {
   return number;
 }
 
-Strips strips_along(const ConvShape& shape, int64_t sources, int64_t targets, const Axis& rows, const Axis& columns) {
-  Strips strips{shape.images, shape.groups, sources / shape.groups, targets / shape.groups, shape.taps(), rows.source,
-                columns.source, rows.target, columns.target, columns.pitch(), rows.pitch(), {}, {}, 0, 0};
+Strips strips_along(const ConvShape& shape, bool taps_first, int64_t sources, int64_t targets, const Axis& rows,
+                    const Axis& columns) {
+  Strips strips{shape.images, shape.groups, sources / shape.groups, targets / shape.groups, shape.taps(), taps_first,
+                rows.source, columns.source, rows.target, columns.target, columns.pitch(), rows.pitch(), {}, {}, 0, 0};
   bool first = true;
   for (size_t r = 0; r < rows.taps.size(); ++r)
     for (size_t c = 0; c < columns.taps.size(); ++c) {
@@ -86,35 +87,44 @@ Strips strips_along(const ConvShape& shape, int64_t sources, int64_t targets, co
 
 }  // namespace
 
-Strips strips_of(const ConvShape& shape) {
-  return strips_along(shape, shape.inputs, shape.outputs, axis_of(shape, &Triple::row), axis_of(shape, &Triple::column));
+Strips strips_of(const ConvShape& shape, bool taps_first) {
+  const Axis rows = axis_of(shape, &Triple::row), columns = axis_of(shape, &Triple::column);
+  return strips_along(shape, taps_first, shape.inputs, shape.outputs, rows, columns);
 }
 
-Strips strips_back(const ConvShape& shape) {
+Strips strips_back(const ConvShape& shape, bool taps_first) {
   const Axis rows = axis_back(shape, &Triple::row), columns = axis_back(shape, &Triple::column);
-  return strips_along(shape, shape.outputs, shape.inputs, rows, columns);
+  return strips_along(shape, taps_first, shape.outputs, shape.inputs, rows, columns);
 }
 
-StripCut cut_strips(const Strips& strips, int64_t span) {
-  // Two blocks beyond what is read: copies end with whole ones. Powers of two would put all planes into one set of a cache.
-  const int64_t floats = round_up(span + strips.high - strips.low, kLanes) + 2 * kLanes;
-  return {span, divide_up(strips.places(), span), floats % 256 == 0 ? floats + kLanes : floats};
+StripCut cut_strips(const Strips& strips, int64_t span, int64_t targets) {
+  // Copies end with whole blocks, beyond the last place. Powers of two would put all planes into one set of a cache.
+  const auto apart = [](int64_t floats) { return floats % 256 == 0 ? floats + kLanes : floats; };
+  const int64_t reach = round_up(span + strips.high - strips.low, kLanes);
+  return {span, divide_up(strips.places(), span), apart(reach + 2 * kLanes), apart(span + kLanes), targets};
 }
 
 int64_t strip_floats(const Strips& strips, const StripCut& cut) {
   constexpr int64_t kLineFloats = 8;  // four numbers
   const int64_t lines = (cut.span + strips.high - strips.low) / strips.pitch + 2;
-  return strips.source_planes() * cut.plane_floats + kStripTargets * cut.span + kLanes +
+  return strips.source_planes() * cut.source_floats + cut.targets * cut.target_floats +
          round_up(strips.targets * strips.sources * strips.channel_taps, kLanes) + round_up(lines * kLineFloats, kLanes);
 }
 
 std::vector<int64_t> strip_offsets(const Strips& strips, const StripCut& cut) {
   std::vector<int64_t> offsets;
   const int64_t planes = static_cast<int64_t>(strips.planes.size());
-  for (const StripWay& way : strips.ways)
-    for (int64_t source = 0; source < strips.sources; ++source)
+  const auto add = [&](int64_t source, const StripTap& tap) {
+    offsets.push_back((source * planes + tap.plane) * cut.source_floats + tap.distance - strips.low);
+  };
+  for (const StripWay& way : strips.ways) {
+    if (strips.taps_first)
       for (const StripTap& tap : way.taps)
-        offsets.push_back((source * planes + tap.plane) * cut.plane_floats + tap.distance - strips.low);
+        for (int64_t source = 0; source < strips.sources; ++source) add(source, tap);
+    else
+      for (int64_t source = 0; source < strips.sources; ++source)
+        for (const StripTap& tap : way.taps) add(source, tap);
+  }
   return offsets;
 }
 

@@ -1,4 +1,4 @@
-// A direct convolution of maps in NCHW with pixels for lanes, for layers with few channels on a side, first and last
+// A direct convolution with pixels for lanes, for layers with few channels on a side, first and last
 // layers and groups of few channels: other kernels have channels for lanes, most of which would be empty.
 //
 //              sums over                       copies
@@ -14,7 +14,8 @@
 // In the source these places are padding, as many as the taps reach, before a line and after the one before. So each tap
 // is one distance from any pixel, and 16 places are a Block that begins anywhere. An item takes a strip of places, copies
 // what its taps reach of each channel, with the padding, and sums over channels and taps in registers, for up to
-// kStripTargets channels of the target at once.
+// kStripTargets channels of the target at once. Channels of maps in channels_last are turned into planes as they are
+// copied, and sums back again, 16 of them at a time.
 //
 // With a stride, pixels that have the same remainder, the phase, move in equal steps: of the source each phase is a plane,
 // and there is a way to each phase of the target, with some of the taps.
@@ -59,6 +60,7 @@ struct StripWay {
 struct Strips {
   int64_t images, groups, sources, targets;  // channels of a group
   int64_t channel_taps;                      // of a channel in a row of v
+  bool taps_first;                           // rows of v are [tap][channel] instead of [channel][tap]
   StripAxis source_rows, source_columns, target_rows, target_columns;
   int64_t pitch, image_lines;      // places of a line, lines of an image
   std::vector<StripPhase> planes;  // of a channel of the source
@@ -73,15 +75,24 @@ struct Strips {
 };
 
 // The way from x to y, and those back from dz to dx.
-Strips strips_of(const ConvShape& shape);
-Strips strips_back(const ConvShape& shape);
+Strips strips_of(const ConvShape& shape, bool taps_first);
+Strips strips_back(const ConvShape& shape, bool taps_first);
 
-// Strips of `span` places, the last one perhaps of fewer, and how far apart the planes of a strip are.
+// Strips of `span` places, the last one perhaps of fewer; how far apart the planes of the source are, and those of the
+// target or its sums, of which there are `targets`.
 struct StripCut {
-  int64_t span, count, plane_floats;
+  int64_t span, count, source_floats, target_floats, targets;
 };
 
-StripCut cut_strips(const Strips& strips, int64_t span);
+StripCut cut_strips(const Strips& strips, int64_t span, int64_t targets);
+
+// A map in memory: floats from one channel, pixel and image to the next.
+struct StripMap {
+  float* data;
+  int64_t channel, pixel, image;
+
+  bool is_channels_last() const { return pixel > 1; }
+};
 
 // Floats of a worker's memory (StripRoom in driver.h).
 int64_t strip_floats(const Strips& strips, const StripCut& cut);
@@ -95,9 +106,9 @@ struct StripSums {
   StripCut cut;
   const int64_t* offsets;
   bool back;
-  const float *v, *scale, *source;
-  float* target;                 // null: nothing of it
-  const float *bias, *residual;  // may be null
+  const float *v, *scale;
+  StripMap source, target;       // target.data null: nothing of it
+  const float *bias, *residual;  // may be null; the residual lies as the target does
   Activation activation;
   float slope;
   float* scratch;  // of each worker
@@ -109,7 +120,8 @@ struct StripGradient {
   const Strips* strips;
   StripCut cut;
   const int64_t* offsets;
-  const float *x, *dz, *v, *gain, *norm;
+  StripMap x, dz;
+  const float *v, *gain, *norm;
   float *dv, *dgain;      // dv null: nothing of it
   int64_t slices, depth;  // depth: entries of a row of dw, padded
   float* dw;
