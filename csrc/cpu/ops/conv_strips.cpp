@@ -15,12 +15,21 @@ std::optional<ConvShape> open_shape(const ConvCall& conv) {
   return floats && suits_strips(*shape, gives_channels_last(conv)) ? shape : std::nullopt;
 }
 
+// The same, for the forward. Of first layers with a stride and many taps it is at the vendor's speed, and below that
+// where lines are short (bench/NOTES.md).
+std::optional<ConvShape> open_forward_shape(const ConvCall& conv) {
+  constexpr int64_t kManyTaps = 25, kShortLine = 64;
+  const std::optional<ConvShape> shape = open_shape(conv);
+  if (!shape || shape->stride.product() == 1 || shape->taps() <= kManyTaps || shape->groups > 1) return shape;
+  return shape->output_size().column < kShortLine ? std::nullopt : shape;
+}
+
 }  // namespace
 
-bool strips_outdo_banks(const ConvCall& conv) { return open_shape(conv).has_value(); }
+bool strips_outdo_banks(const ConvCall& conv) { return open_forward_shape(conv).has_value(); }
 
 std::optional<Tensor> strips_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
-  const std::optional<ConvShape> shape = open_shape(conv);
+  const std::optional<ConvShape> shape = open_forward_shape(conv);
   if (!shape) return std::nullopt;
   const Tensor x = for_strips(conv.x);
   const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), conv.v.dim()),
