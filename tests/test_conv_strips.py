@@ -68,7 +68,7 @@ CASES = {
     "a stride beyond the taps": layer(2, 3, 5, (14, 15), 2, stride=3, padding=1),
     "a stride beyond the map": layer(2, 3, 6, (2, 9), 3, stride=(4, 2), padding=1),
     "more padding than taps": layer(2, 3, 6, (5, 6), 2, padding=3),
-    "one pixel": layer(5, 3, 7, (1, 1), 3, padding=1),
+    "one pixel": layer(5, 3, 6, (1, 1), 3, padding=1),
     "transposed last layer by 2": transposed(2, 30, 3, (7, 9), 4, stride=2, padding=1),
     "transposed last layer": transposed(2, 21, 1, (10, 30), 3, padding=1),
     "transposed, more output": transposed(2, 20, 2, (5, 8), 3, stride=(2, 3), padding=(1, 0), extra=(1, 2)),
@@ -92,6 +92,8 @@ def test_which_layers_go_this_way():
     assert goes_by_strips(layer(1, 64, 3, (32, 32), 3, padding=1))
     assert goes_by_strips(layer(8, 128, 128, (32, 32), 3, padding=1, groups=32))
     assert not goes_by_strips(layer(1, 16, 16, (32, 32), 3, padding=1))
+    assert goes_by_strips(layer(64, 6, 16, (12, 12), 5))
+    assert not goes_by_strips(layer(64, 3, 64, (16, 16), 14))  # nine windows among 256 places
     assert not goes_by_strips(layer(1, 3, 192, (224, 224), 16, stride=16))
     assert not goes_by_strips(layer(1, 64, 64, (32, 32), 3, padding=1, groups=64))
     assert not goes_by_strips(layer(1, 64, 64, (32, 32), 3, padding=1, groups=2))

@@ -62,6 +62,19 @@ int64_t workers_for(const ConvShape& shape) {
                          shape.taps());
 }
 
+// How many places there are to each pixel of y: those between its lines and images are summed in vain.
+double places_each(const ConvShape& shape) {
+  const Triple output = shape.output_size();
+  const auto pitch = [&](int64_t Triple::*at) {
+    const int64_t stride = shape.stride.*at, padding = shape.padding.*at;
+    const int64_t after = shape.dilation.*at * (shape.kernel.*at - 1) - padding;
+    return std::max(output.*at + std::max<int64_t>(after, 0) / stride,
+                    divide_up(shape.size.*at, stride) + divide_up(padding, stride));
+  };
+  return static_cast<double>(pitch(&Triple::row)) * static_cast<double>(pitch(&Triple::column)) /
+         static_cast<double>(output.product());
+}
+
 // For the tests: whether a layer goes this way; of a transposed one, the convolution whose data gradient it is. Triples
 // are of levels, rows and columns.
 bool cpu_conv_strips(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
@@ -96,6 +109,8 @@ bool suits_strips(const ConvShape& shape, bool last) {
   const bool any = shape.images > 0 && shape.inputs > 0 && shape.outputs > 0 && shape.outputs % shape.groups == 0;
   if (!strip_kernels() || !any || !shape.is_sound() || !shape.has_one_level() || shape.is_depthwise()) return false;
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  constexpr double kPlaces = 3, kPlacesOfFew = 16;
+  if (places_each(shape) > (outputs <= kFewChannels ? kPlacesOfFew : kPlaces)) return false;
   const int64_t stride = shape.stride.product();
   if (stride > 1 && (stride > kStride || shape.taps() > kStridedTaps)) return false;
   if (last) {
