@@ -1,6 +1,6 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
-// It is the data gradient of a convolution from y's map to x's (window.h): with few channels on a side, in NCHW, by strips
+// It is the data gradient of a convolution from y's map to x's (window.h): with few channels on a side by strips
 // (strip_layer.h), on few pixels by the kernels of linear layers (conv_transpose_unfolded.h), else by those of
 // conv_layer.h. What neither is faster at, and what meets a value that is
 // not finite, is answered by nothing: the caller composes it of the row norm and the vendor's product

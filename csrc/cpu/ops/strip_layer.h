@@ -12,7 +12,8 @@
 
 namespace wnfused::cpu {
 
-// In float32, v and the maps dense, contiguous or channels_last each. shape: of a transposed layer, the convolution whose data gradient it is.
+// In float32, v and the maps dense, contiguous or channels_last each. shape: of a transposed layer, the convolution whose
+// data gradient it is.
 struct StripLayer {
   const ConvShape& shape;
   bool transposed;
@@ -28,10 +29,12 @@ bool suits_strips(const ConvShape& shape, bool last);
 // A map that strips read: itself if it is dense.
 Tensor for_strips(const Tensor& map);
 
-// Fills y and the norms; the residual lies as y does. False if it met a weight that is not finite, or has too little memory: then nothing of it counts.
+// Fills y and the norms; the residual lies as y does. False if it met a weight that is not finite, or would need too much
+// memory: then nothing of it counts.
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms);
 
-// y is read where the layer has an activation, and lies as dy does. False, too, if a gradient of the weights is not finite.
+// y is read where the layer has an activation, and lies as dy does. False, too, if a gradient of the weights is not
+// finite.
 bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor& y, const float* norms,
                          const ConvGradients& gradients);
 
