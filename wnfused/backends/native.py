@@ -109,9 +109,10 @@ for _schema in (
     "bool transposed, bool planes, bool rows) -> (bool, bool)",
     # Whether a 1x1 one of maps in NCHW is products of v and each image as it lies, forward and backward.
     "cpu_conv_planes(int images, int inputs, int outputs, int pixels) -> (bool, bool)",
-    # Whether one with few channels on a side, or in a group, has pixels for lanes. last: y is in channels_last.
+    # Whether one with few channels on a side, or in a group, has pixels for lanes, forward and backward. last: y is in
+    # channels_last.
     "cpu_conv_strips(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "int groups, bool last) -> bool",
+    "int groups, bool last) -> (bool, bool)",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
     # What a line of memory takes from one core's cache to another's; NaN where there is one processor.

@@ -80,7 +80,8 @@ struct KeptFloats {
 };
 KeptFloats kept_floats(const ConvLayer& layer);
 
-// The gradients to fill; those that are absent or null are left out. dg and dbias come with dv only.
+// The gradients to fill; those that are absent or null are left out. dg comes with dv only, and so does dbias from the
+// kernels of this file.
 struct ConvGradients {
   std::optional<torch::stable::Tensor> dx, dv, dz;
   float *dgain, *dbias;

@@ -8,6 +8,7 @@
 #include "cpu/layer/tensor.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
+#include "cpu/ops/conv_extents.h"
 
 namespace wnfused::cpu {
 namespace {
@@ -114,15 +115,10 @@ bool are_vendors_groups(const ConvLayer& layer, bool last, bool forward) {
   return outputs * shape.taps() < (forward ? kForward : kBackward) * shape.stride.product();
 }
 
-// How a layer is multiplied, or "vendor", for wnfused/frozen.py and the tests. Triples are of levels, rows and columns.
-std::string cpu_conv_method(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
-                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                            const std::vector<int64_t>& dilation, int64_t groups, bool transposed, bool kept, bool bfloat16) {
-  const auto triple = [](const std::vector<int64_t>& values, size_t first = 0) {
-    return Triple{values.at(first), values.at(first + 1), values.at(first + 2)};
-  };
-  const ConvShape shape{maps.at(0),      maps.at(1),      maps.at(2),       triple(maps, 3), triple(kernel),
-                        triple(stride),  triple(padding), triple(dilation), groups};
+// How a layer is multiplied, or "vendor", for wnfused/frozen.py and the tests.
+std::string cpu_conv_method(const Extents& maps, const Extents& kernel, const Extents& stride, const Extents& padding,
+                            const Extents& dilation, int64_t groups, bool transposed, bool kept, bool bfloat16) {
+  const ConvShape shape = listed_shape(maps, kernel, stride, padding, dilation, groups);
   if (bfloat16 && suits_pairs(shape, transposed, false)) return name_of(Method::kPairs);
   const std::optional<Method> method = conv_layer_method(shape, transposed, kept);
   return method ? name_of(*method) : "vendor";

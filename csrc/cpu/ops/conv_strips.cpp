@@ -15,13 +15,9 @@ std::optional<ConvShape> open_shape(const ConvCall& conv) {
   return floats && suits_strips(*shape, gives_channels_last(conv)) ? shape : std::nullopt;
 }
 
-// The same, for the forward. Of first layers with a stride and many taps it is at the vendor's speed, and below that
-// where lines are short (bench/NOTES.md).
 std::optional<ConvShape> open_forward_shape(const ConvCall& conv) {
-  constexpr int64_t kManyTaps = 25, kShortLine = 64;
   const std::optional<ConvShape> shape = open_shape(conv);
-  if (!shape || shape->stride.product() == 1 || shape->taps() <= kManyTaps || shape->groups > 1) return shape;
-  return shape->output_size().column < kShortLine ? std::nullopt : shape;
+  return shape && is_vendors_forward(*shape) ? std::nullopt : shape;
 }
 
 }  // namespace
@@ -31,7 +27,7 @@ bool strips_outdo_banks(const ConvCall& conv) { return open_forward_shape(conv).
 std::optional<Tensor> strips_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
   const std::optional<ConvShape> shape = open_forward_shape(conv);
   if (!shape) return std::nullopt;
-  const Tensor x = for_strips(conv.x);
+  const Tensor x = in_lines(conv.x);
   const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), conv.v.dim()),
                              gives_channels_last(conv), ScalarType::Float);
   check_residual(residual, y);
@@ -45,7 +41,8 @@ std::optional<LayerGradients> strips_conv_backward(const ConvCall& conv, const T
   const std::optional<ConvShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
   if (!shape) return std::nullopt;
   const bool masked = conv.activation != Activation::kNone;
-  const Tensor y = for_strips(masked ? y_given : dy_given), dy = laid_out_as(dy_given, y), x = for_strips(conv.x);
+  const Tensor y = in_lines(masked ? y_given : dy_given), dy = masked ? laid_out_as(dy_given, y) : y;
+  const Tensor x = in_lines(conv.x);
   const LayerGradients made = empty_gradients(conv, conv.v, dy, needs);
   const StripLayer layer{*shape, false, x, conv.v, conv.gain, nullptr, conv.activation, conv.slope};
   return run_strips_backward(layer, dy, y, norms, to_fill(made, dgain)) ? std::optional(made) : std::nullopt;

@@ -1,10 +1,13 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
-// It is the data gradient of a convolution from y's map to x's (window.h): with few channels on a side by strips
-// (strip_layer.h), on few pixels by the kernels of linear layers (conv_transpose_unfolded.h), else by those of
-// conv_layer.h. What neither is faster at, and what meets a value that is
-// not finite, is answered by nothing: the caller composes it of the row norm and the vendor's product
-// (wnfused/backends/native.py).
+// It is the data gradient of a convolution from y's map to x's (window.h), and goes one of these ways, tried in this order:
+//
+//      strips     few channels on a side: pixels for lanes (strip_layer.h)
+//      unfolded   few pixels: a linear layer (conv_transpose_unfolded.h)
+//      own        the kernels of conv_layer.h
+//
+// Where the vendor is faster, or a value is not finite, the answer is nothing: the caller composes the layer of the row
+// norm and the vendor's product (wnfused/backends/native.py).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"
@@ -13,6 +16,8 @@
 #include "cpu/layer/tensor.h"
 #include "cpu/ops/conv_choice.h"
 #include "cpu/ops/conv_extents.h"
+#include "cpu/ops/conv_gradients.h"
+#include "cpu/ops/conv_routes.h"
 #include "cpu/ops/conv_transpose_unfolded.h"
 #include "cpu/ops/kept_banks.h"
 #include "cpu/ops/strip_layer.h"
@@ -50,8 +55,8 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Tran
   const Triple input = triple_of(x.sizes(), 2, 1), kernel = triple_of(v.sizes(), 2, 1);
   const Triple stride = triple_of(at.stride, 0, 1), padding = triple_of(at.padding, 0, 0);
   const Triple dilation = triple_of(at.dilation, 0, 1), extra = triple_of(at.output_padding, 0, 0);
-  const auto extent = [&](int64_t Triple::*at) {
-    return (input.*at - 1) * stride.*at - 2 * (padding.*at) + dilation.*at * (kernel.*at - 1) + extra.*at + 1;
+  const auto extent = [&](int64_t Triple::*of) {
+    return (input.*of - 1) * stride.*of - 2 * (padding.*of) + dilation.*of * (kernel.*of - 1) + extra.*of + 1;
   };
   const Triple output{extent(&Triple::level), extent(&Triple::row), extent(&Triple::column)};
   const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation, 1};
@@ -72,19 +77,72 @@ std::optional<Method> method_for(const Tensor& x, const ConvShape& shape, bool k
   return is_bfloat16(x) && suits_pairs(shape, true, false) ? Method::kPairs : conv_layer_method(shape, true, kept);
 }
 
-bool goes_by_strips(const Tensor& x, const Tensor& v, const ConvShape& shape) {
-  const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
-  return floats && suits_strips(shape, suggests_channels_last(x) || suggests_channels_last(v));
+bool gives_channels_last(const TransposedCall& call) {
+  return suggests_channels_last(call.x) || suggests_channels_last(call.v);
 }
 
-StripLayer strip_layer(const TransposedCall& call) {
-  return {call.shape, true, call.x, call.v, call.gain, call.bias, call.activation, call.slope};
+bool goes_by_strips(const TransposedCall& call) {
+  return call.x.scalar_type() == ScalarType::Float && suits_strips(call.shape, gives_channels_last(call));
 }
 
-// What the kernels read maps as. bfloat16 maps of few pixels are nothing beside the weights.
-ScalarType map_dtype(const Tensor& x, bool few) { return few ? ScalarType::Float : x.scalar_type(); }
+Extents output_sizes(const TransposedCall& call) {
+  return map_sizes(call.shape.images, call.shape.inputs, call.shape.size, call.v.dim());
+}
 
-// y and the norms. banks: see kept_banks.h.
+Tensor empty_output(const TransposedCall& call, ScalarType dtype) {
+  return empty_map(output_sizes(call), gives_channels_last(call), dtype);
+}
+
+// Maps for the kernels of this library, and, in floats, for those of linear layers: bfloat16 maps of few pixels are
+// nothing beside the weights.
+Tensor readable(const Tensor& map, ScalarType dtype) { return with_even_lines(as_dtype(map, dtype)); }
+
+std::optional<Tensor> readable(const std::optional<Tensor>& residual, ScalarType dtype) {
+  return residual ? std::optional(readable(*residual, dtype)) : std::nullopt;
+}
+
+StripLayer strip_layer(const TransposedCall& call, const Tensor& x) {
+  return {call.shape, true, x, call.v, call.gain, call.bias, call.activation, call.slope};
+}
+
+TransposedCall with_map(const TransposedCall& call, const Tensor& x) {
+  return {call.shape, x, call.v, call.gain, call.bias, call.activation, call.slope};
+}
+
+ConvLayer own_layer(const TransposedCall& call, Method method, const Tensor& x) {
+  return {call.shape, true, method, x, call.v, call.gain, call.bias, call.activation, call.slope};
+}
+
+std::optional<Tensor> strips_forward(const TransposedCall& call, const std::optional<Tensor>& residual, float* norms) {
+  if (!goes_by_strips(call)) return std::nullopt;
+  const Tensor x = in_lines(call.x), y = empty_output(call, ScalarType::Float);
+  check_residual(residual, y);
+  const std::optional<Tensor> added = residual ? std::optional(laid_out_as(*residual, y)) : std::nullopt;
+  return run_strips(strip_layer(call, x), added, y, norms) ? std::optional(y) : std::nullopt;
+}
+
+std::optional<Tensor> unfolded_forward(const TransposedCall& call, const std::optional<Tensor>& residual, float* norms) {
+  if (!suits_transposed_unfolding(call.shape)) return std::nullopt;
+  const Tensor x = readable(call.x, ScalarType::Float), y = empty_output(call, ScalarType::Float);
+  const std::optional<Tensor> added = readable(residual, ScalarType::Float);
+  check_residual(added, y);
+  return unfolded_conv_transpose(with_map(call, x), added, y, norms) ? std::optional(y) : std::nullopt;
+}
+
+// banks: see kept_banks.h; with them nothing, too, where none is worth keeping.
+std::optional<Tensor> own_forward(const TransposedCall& call, const std::optional<Tensor>& residual, float* norms,
+                                  KeptBanks* banks = nullptr) {
+  if (banks && !is_worth_keeping(call.shape, Method::kDirect)) return std::nullopt;
+  const std::optional<Method> method = method_for(call.x, call.shape, banks != nullptr);
+  if (!method || is_vendors_bfloat16(call.x, call.shape)) return std::nullopt;
+  const ScalarType dtype = call.x.scalar_type();
+  const Tensor x = readable(call.x, dtype), y = empty_output(call, dtype);
+  const std::optional<Tensor> added = readable(residual, dtype);
+  check_residual(added, y);
+  return run_kept_layer(own_layer(call, *method, x), added, y, norms, banks) ? std::optional(y) : std::nullopt;
+}
+
+// y and the norms. Kept banks are faster than any other way, on few pixels too, but for strips.
 std::tuple<Gradient, Gradient> forward(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const TransposedSliding& at, int64_t activation, double slope,
@@ -94,34 +152,75 @@ std::tuple<Gradient, Gradient> forward(
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
-  const bool strips = goes_by_strips(x, v, *shape);
-  // Beside all other ways kept banks are faster, on few pixels too.
-  const bool keeps = !strips && banks && is_worth_keeping(*shape, Method::kDirect) && method_for(x, *shape, true);
-  const bool few = !strips && !keeps && suits_transposed_unfolding(*shape);
-  const std::optional<Method> own = method_for(x, *shape, keeps);
-  if (!strips && !few && (!own || is_vendors_bfloat16(x, *shape))) return {};
-  const ScalarType dtype = map_dtype(x, few);
-  const Tensor y = empty_map(map_sizes(shape->images, shape->inputs, shape->size, v.dim()),
-                             suggests_channels_last(x) || suggests_channels_last(v), dtype);
-  const auto readable = [&](const Tensor& map) { return strips ? for_strips(map) : with_even_lines(as_dtype(map, dtype)); };
-  std::optional<Tensor> added;
-  if (residual) added = strips ? *residual : readable(*residual);
-  check_residual(added, y);
-  if (added && strips) added = laid_out_as(*added, y);
-  const Tensor map = readable(x), weights = as_dtype(v, ScalarType::Float);
+  const Tensor weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held_gain, held_bias;
-  const TransposedCall call{*shape, map, weights, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
+  const TransposedCall call{*shape, x, weights, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
                             static_cast<Activation>(activation), static_cast<float>(slope)};
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
-  const auto fill = [&] {
-    if (strips) return run_strips(strip_layer(call), added, y, norms);
-    if (few) return unfolded_conv_transpose(call, added, y, norms);
-    const ConvLayer layer{*shape, true, *own, map, weights, call.gain, call.bias, call.activation, call.slope};
-    return run_kept_layer(layer, added, y, norms, keeps ? banks : nullptr);
-  };
-  if (!fill()) return {};
-  return {as_dtype(y, x.scalar_type()), norm};
+  std::optional<Tensor> y;
+  if (banks && !goes_by_strips(call)) y = own_forward(call, residual, norms, banks);
+  if (!y) y = strips_forward(call, residual, norms);
+  if (!y) y = unfolded_forward(call, residual, norms);
+  if (!y) y = own_forward(call, residual, norms);
+  if (!y) return {};
+  return {as_dtype(*y, x.scalar_type()), norm};
+}
+
+// What the backward is given besides the layer: dy, and y where the layer has an activation.
+struct Given {
+  const Tensor &dy, &y;
+  const float* norms;
+  ConvNeeds needs;
+  float* dgain;
+};
+
+// dz is laid out as a map of the output's sizes.
+LayerGradients empty_gradients(const TransposedCall& call, const Tensor& like, ScalarType dtype, const ConvNeeds& needs) {
+  LayerGradients made;
+  if (needs.x) made.dx = empty_map(sizes_of(call.x), gives_channels_last(call), dtype);
+  if (needs.v) made.dv = empty_as(call.v);
+  if (needs.bias) made.dbias = empty({call.shape.inputs}, ScalarType::Float);
+  if (needs.residual && call.activation != Activation::kNone)
+    made.dz = empty_map(output_sizes(call), is_channels_last(like), dtype);
+  return made;
+}
+
+std::optional<LayerGradients> strips_backward(const TransposedCall& call, const Given& given) {
+  if (!goes_by_strips(call)) return std::nullopt;
+  const bool masked = call.activation != Activation::kNone;
+  const Tensor x = in_lines(call.x), y = in_lines(masked ? given.y : given.dy);
+  const Tensor dy = masked ? laid_out_as(given.dy, y) : y;
+  const LayerGradients made = empty_gradients(call, y, ScalarType::Float, given.needs);
+  const bool done = run_strips_backward(strip_layer(call, x), dy, y, given.norms, to_fill(made, given.dgain));
+  return done ? std::optional(made) : std::nullopt;
+}
+
+std::optional<LayerGradients> unfolded_backward(const TransposedCall& call, const Given& given) {
+  const std::optional<Method> own = conv_layer_method(call.shape, true);
+  if (!suits_transposed_unfolding_backward(call.shape, given.needs.x, own)) return std::nullopt;
+  const bool masked = call.activation != Activation::kNone;
+  const Tensor x = readable(call.x, ScalarType::Float), y = readable(masked ? given.y : given.dy, ScalarType::Float);
+  const Tensor dy = masked ? readable(given.dy, ScalarType::Float) : y;
+  const LayerGradients made = empty_gradients(call, y, ScalarType::Float, given.needs);
+  const ConvGradients gradients = to_fill(made, given.dgain);
+  const bool done = unfolded_conv_transpose_backward(with_map(call, x), dy, y, given.norms, gradients);
+  return done ? std::optional(made) : std::nullopt;
+}
+
+std::optional<LayerGradients> own_backward(const TransposedCall& call, const Given& given) {
+  // A bias gradient without that of the weight would need a pass of its own.
+  const bool ours = given.needs.v || !given.needs.bias;
+  const std::optional<Method> method = ours ? method_for(call.x, call.shape) : std::nullopt;
+  if (!method || is_vendors_bfloat16(call.x, call.shape)) return std::nullopt;
+  const bool masked = call.activation != Activation::kNone;
+  const ScalarType dtype = call.x.scalar_type();
+  const Tensor x = readable(call.x, dtype), y = readable(masked ? given.y : given.dy, dtype);
+  const Tensor dy = masked ? readable(given.dy, dtype) : y;
+  const LayerGradients made = empty_gradients(call, y, dtype, given.needs);
+  const ConvGradients gradients = to_fill(made, given.dgain);
+  const bool done = run_conv_layer_backward(own_layer(call, *method, x), dy, y, given.norms, gradients);
+  return done ? std::optional(made) : std::nullopt;
 }
 
 }  // namespace
@@ -147,54 +246,32 @@ std::tuple<Gradient, Gradient> kept_conv_transpose(
 
 std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpose_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs, const Extents& stride, const Extents& padding, const Extents& dilation,
+    int64_t needs_given, const Extents& stride, const Extents& padding, const Extents& dilation,
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
   const TransposedSliding at{stride, padding, dilation, output_padding, groups};
   check(x, v, g, std::nullopt, at);
   check_activation(activation, slope);
-  const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
-  // A bias gradient without that of the weight would need a pass of its own.
-  const bool ours = need_v || (need_x && !need_bias);
-  const std::optional<ConvShape> shape = ours ? conv_shape(x, v, at) : std::nullopt;
+  const ConvNeeds needs(needs_given);
+  const std::optional<ConvShape> shape = needs.x || needs.v ? conv_shape(x, v, at) : std::nullopt;
   if (!shape) return {};
-  const std::optional<Method> own = method_for(x, *shape);
-  const bool strips = goes_by_strips(x, v, *shape);
-  const bool few = !strips && suits_transposed_unfolding_backward(*shape, need_x, conv_layer_method(*shape, true));
-  if (!strips && !few && (!own || is_vendors_bfloat16(x, *shape))) return {};
-  const bool masked = activation != 0;
-  const bool last = suggests_channels_last(x) || suggests_channels_last(v);
-  const Extents sizes = map_sizes(shape->images, shape->inputs, shape->size, v.dim());
-  check_gradient(dy, "dy", sizes, x);
-  if (masked) check_gradient(y, "y", sizes, x);
-  check_norm(norm, v.size(0));
-  const ScalarType dtype = map_dtype(x, few);
-  const auto readable = [&](const Tensor& map) { return strips ? for_strips(map) : with_even_lines(as_dtype(map, dtype)); };
-  const Tensor map = readable(x), signs = readable(masked ? y : dy);
-  const Tensor gradient = strips ? laid_out_as(dy, signs) : masked ? readable(dy) : signs;
   const Tensor weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held;
-  const TransposedCall call{*shape, map, weights, floats_of(g, held), nullptr, static_cast<Activation>(activation),
+  const TransposedCall call{*shape, x, weights, floats_of(g, held), nullptr, static_cast<Activation>(activation),
                             static_cast<float>(slope)};
+  check_gradient(dy, "dy", output_sizes(call), x);
+  if (activation != 0) check_gradient(y, "y", output_sizes(call), x);
+  check_norm(norm, v.size(0));
   Rounded dgain(sizes_of(g), g.scalar_type());
-  Gradient dx, dv, db, dz;
-  if (need_x) dx = empty_map(sizes_of(x), last, dtype);
-  if (need_v) dv = empty_as(weights);
-  if (need_bias) db = empty({shape->inputs}, ScalarType::Float);
-  if (need_residual && masked) dz = empty_map(sizes, is_channels_last(signs), dtype);
-  float* dbias = db ? static_cast<float*>(db->mutable_data_ptr()) : nullptr;
-  const float* norms = entries<float>(norm);
-  const auto fill = [&] {
-    if (strips) return run_strips_backward(strip_layer(call), gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});
-    if (few) return unfolded_conv_transpose_backward(call, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});
-    const ConvLayer layer{*shape, true, *own, map, weights, call.gain, nullptr, call.activation, call.slope};
-    return run_conv_layer_backward(layer, gradient, signs, norms, {dx, dv, dz, dgain.data(), dbias});
+  const Given given{dy, y, entries<float>(norm), needs, dgain.data()};
+  std::optional<LayerGradients> made = strips_backward(call, given);
+  if (!made) made = unfolded_backward(call, given);
+  if (!made) made = own_backward(call, given);
+  if (!made) return {};
+  const auto rounded = [](const Gradient& found, const Tensor& like) {
+    return found ? Gradient(as_dtype(*found, like.scalar_type())) : Gradient();
   };
-  if (!fill()) return {};
-  const auto rounded = [](const Gradient& made, const Tensor& like) {
-    return made ? Gradient(as_dtype(*made, like.scalar_type())) : Gradient();
-  };
-  return {true, rounded(dx, x), rounded(dv, v), need_v ? Gradient(dgain.tensor()) : Gradient(), rounded(db, v),
-          rounded(dz, x)};
+  return {true, rounded(made->dx, x), rounded(made->dv, v), needs.v ? Gradient(dgain.tensor()) : Gradient(),
+          rounded(made->dbias, v), rounded(made->dz, x)};
 }
 
 }  // namespace wnfused

@@ -46,7 +46,7 @@ bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Ten
 }
 
 bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& dy_given, const Tensor& y,
-                                      const float* norms, const TransposedGradients& gradients) {
+                                      const float* norms, const ConvGradients& gradients) {
   const ConvShape& shape = call.shape;
   const LinearShape linear = linear_of(shape);
   const bool masked = call.activation != Activation::kNone;

@@ -11,7 +11,7 @@
 
 namespace wnfused::cpu {
 
-// In float32.
+// v in float32, with dense rows.
 struct TransposedCall {
   const ConvShape& shape;
   const Tensor &x, &v;
@@ -24,18 +24,12 @@ struct TransposedCall {
 bool suits_transposed_unfolding(const ConvShape& shape);
 bool suits_transposed_unfolding_backward(const ConvShape& shape, bool input, const std::optional<Method>& own);
 
-// Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
+// In float32. Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
 bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,
                              float* norms);
 
-// The gradients to fill; those that are absent or null are left out. dgain comes with dv only.
-struct TransposedGradients {
-  std::optional<Tensor> dx, dv, dz;
-  float *dgain, *dbias;
-};
-
 // y is read where the layer has an activation.
 bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& dy, const Tensor& y, const float* norms,
-                                      const TransposedGradients& gradients);
+                                      const ConvGradients& gradients);
 
 }  // namespace wnfused::cpu

@@ -38,20 +38,11 @@ std::optional<Tensor> as_bfloat16(const std::optional<Tensor>& t) {
 }
 
 // For wnfused/frozen.py and the tests: whether a layer without groups goes this way, forward and backward with the
-// input's gradient; of a transposed one, the convolution whose data gradient it is. planes, rows: see Layout; triples are
-// of levels, rows and columns.
-std::tuple<bool, bool> cpu_conv_unfolds(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
-                                        const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                                        const std::vector<int64_t>& dilation, bool transposed, bool planes, bool rows) {
-  const ConvShape shape{maps.at(0),
-                        maps.at(1),
-                        maps.at(2),
-                        triple_of(maps, 3, 1),
-                        triple_of(kernel, 0, 1),
-                        triple_of(stride, 0, 1),
-                        triple_of(padding, 0, 0),
-                        triple_of(dilation, 0, 1),
-                        1};
+// input's gradient; of a transposed one, the convolution whose data gradient it is. planes, rows: see Layout.
+std::tuple<bool, bool> cpu_conv_unfolds(const Extents& maps, const Extents& kernel, const Extents& stride,
+                                        const Extents& padding, const Extents& dilation, bool transposed, bool planes,
+                                        bool rows) {
+  const ConvShape shape = listed_shape(maps, kernel, stride, padding, dilation, 1);
   const Layout layout{planes, rows};
   if (!can_unfold(shape)) return {false, false};
   const std::optional<Method> own = conv_layer_method(shape, transposed);

@@ -15,81 +15,114 @@
 namespace wnfused::cpu {
 namespace {
 
-constexpr int64_t kMostFloats = int64_t{1} << 24;  // of a worker's memory
-
-// A map of so many pixels, or none.
-StripMap map_of(const std::optional<Tensor>& t, const Triple& size) {
-  if (!t) return {nullptr, 0, 1, 0};
-  float* data = const_cast<float*>(entries<float>(*t));
-  const int64_t channels = t->size(1), pixels = size.product();
-  if (is_channels_last(*t)) return {data, 1, channels, channels * pixels};
-  return {data, pixels, 1, channels * pixels};
+// The layout of a map of so many pixels; without one, any.
+StripLayout layout_of(const std::optional<Tensor>& map, const Triple& size) {
+  if (!map) return {0, 1, 0};
+  const int64_t channels = map->size(1), pixels = size.product();
+  return is_channels_last(*map) ? StripLayout{1, channels, channels * pixels} : StripLayout{pixels, 1, channels * pixels};
 }
 
-// Places of a strip: what its channels have room for in the first level of cache, but more than its taps reach beside
-// them, and few enough for `parts` strips.
-StripCut cut_for(const Strips& strips, const StripMap& target, int64_t parts) {
-  constexpr int64_t kFloats = 1 << 13, kFew = 6;
-  const int64_t targets = target.is_channels_last() && strips.targets > kFew ? kLanes : kStripTargets;
-  const int64_t widest = std::max(kFloats / (strips.source_planes() + targets), strips.high - strips.low);
-  const int64_t span = std::min(widest, divide_up(strips.places(), parts));
-  return cut_strips(strips, round_up(span, strip_kernels()->unit), targets);
+// Places of a strip: what its channels have room for in the first level of cache, or as many as its taps reach beside
+// them; few enough for `parts` strips, but for those that would copy many times what they sum.
+StripCut cut_for(const StripKernels& kernels, const Strips& strips, const StripLayout& target, int64_t parts) {
+  constexpr int64_t kFloats = 1 << 13, kCopies = 8;
+  const int64_t targets = target.is_channels_last() && strips.targets > kFewTurned ? kLanes : kStripTargets;
+  const int64_t reach = strips.high - strips.low;
+  const int64_t widest = std::max(kFloats / (strips.source_planes() + targets), reach);
+  const int64_t shared = std::max(divide_up(strips.places(), parts), reach / kCopies);
+  return cut_strips(strips, round_up(std::min(widest, shared), kernels.unit), targets);
 }
 
-// A division into strips: where they read, and a worker's memory.
-struct Plan {
-  Plan(const Strips& given, const StripMap& target, int64_t parts)
-      : strips(given),
-        cut(cut_for(strips, target, parts)),
-        offsets(strip_offsets(strips, cut)),
-        floats(strip_floats(strips, cut)) {}
-
-  Strips strips;
-  StripCut cut;
-  std::vector<int64_t> offsets;
-  int64_t floats;
-};
+// Every plan is made without its offsets, which only those that go its way need.
+StripPlan plan_for(const StripKernels& kernels, const Strips& strips, const StripLayout& target, int64_t parts) {
+  const StripCut cut = cut_for(kernels, strips, target, parts);
+  return {strips, cut, strip_room(strips, cut), {}};
+}
 
 // The way from one side's maps to the other's, in strips that so many workers share.
-Plan plan_for(const StripLayer& layer, bool back, const StripMap& target, int64_t workers) {
+StripPlan sums_plan(const StripKernels& kernels, const StripLayer& layer, bool back, const StripLayout& target,
+                    int64_t workers) {
   const bool taps_first = !layer.v.is_contiguous();
   const Strips strips = back ? strips_back(layer.shape, taps_first) : strips_of(layer.shape, taps_first);
-  return {strips, target, divide_up(4 * workers, layer.shape.groups)};
+  return plan_for(kernels, strips, target, divide_up(4 * workers, layer.shape.groups));
 }
+
+// That of dw, whose strips the threads share in slices, whatever their number.
+constexpr int64_t kSlices = 8;
+
+StripPlan gradient_plan(const StripKernels& kernels, const StripLayer& layer, const StripLayout& dz) {
+  const Strips strips = strips_of(layer.shape, !layer.v.is_contiguous());
+  return plan_for(kernels, strips, dz, divide_up(kSlices, layer.shape.groups));
+}
+
+// How large dw is in all slices: a few megabytes at most.
+struct WeightSums {
+  int64_t slices, depth;
+
+  explicit WeightSums(const StripPlan& plan) {
+    constexpr int64_t kFloats = int64_t{1} << 20;
+    const Strips& strips = plan.strips;
+    depth = round_up(strips.sources * strips.channel_taps, kGradientTaps);
+    const int64_t most = std::min(plan.cut.count, divide_up(2 * kSlices, strips.groups));
+    slices = std::clamp(kFloats / (strips.groups * strips.targets * depth), int64_t{1}, most);
+  }
+};
+
+// A worker's memory is to be within its caches. What taps reach of a map may be more.
+bool is_too_much(int64_t floats) { return floats > int64_t{1} << 22; }
 
 int64_t workers_for(const ConvShape& shape) {
   return product_workers(shape.images * shape.output_size().product() * shape.outputs * shape.inputs / shape.groups *
                          shape.taps());
 }
 
-// How many places there are to each pixel of y: those between its lines and images are summed in vain.
-double places_each(const ConvShape& shape) {
-  const Triple output = shape.output_size();
-  const auto pitch = [&](int64_t Triple::*at) {
-    const int64_t stride = shape.stride.*at, padding = shape.padding.*at;
-    const int64_t after = shape.dilation.*at * (shape.kernel.*at - 1) - padding;
-    return std::max(output.*at + std::max<int64_t>(after, 0) / stride,
-                    divide_up(shape.size.*at, stride) + divide_up(padding, stride));
-  };
-  return static_cast<double>(pitch(&Triple::row)) * static_cast<double>(pitch(&Triple::column)) /
-         static_cast<double>(output.product());
+// dz = act'(y) dy, into gradients.dz where that is asked for, and dbias; without an activation dy itself.
+Tensor masked_gradient(const StripLayer& layer, const Tensor& dy, const Tensor& y, const ConvGradients& gradients) {
+  const bool masked = layer.activation != Activation::kNone;
+  const Tensor dz = !masked ? dy : gradients.dz ? *gradients.dz : empty_as(dy);
+  if (masked || gradients.dbias) {
+    const Values nothing{nullptr, false};
+    run_mask(lines_of(dy), {values_of(dy), values_of(y), masked ? values_of(dz) : nothing, nothing, nullptr, nullptr,
+                            layer.activation, layer.slope},
+             gradients.dbias);
+  }
+  return dz;
 }
 
-// For the tests: whether a layer goes this way; of a transposed one, the convolution whose data gradient it is. Triples
-// are of levels, rows and columns.
-bool cpu_conv_strips(const std::vector<int64_t>& maps, const std::vector<int64_t>& kernel,
-                     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                     const std::vector<int64_t>& dilation, int64_t groups, bool last) {
-  const ConvShape shape{maps.at(0),
-                        maps.at(1),
-                        maps.at(2),
-                        triple_of(maps, 3, 1),
-                        triple_of(kernel, 0, 1),
-                        triple_of(stride, 0, 1),
-                        triple_of(padding, 0, 0),
-                        triple_of(dilation, 0, 1),
-                        groups};
-  return suits_strips(shape, last);
+// What follows was measured (bench/NOTES.md).
+constexpr int64_t kFewChannels = 6;
+
+// Depthwise layers have kernels of their own; more channels than these fill the lanes of other kernels, and with large
+// steps most of the time goes into copies of single pixels.
+bool has_few_channels(const ConvShape& shape) {
+  constexpr int64_t kGroup = 24, kStridedGroup = 15, kStride = 16, kStridedTaps = 64;
+  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  const int64_t stride = shape.stride.product();
+  if (stride > kStride || (stride > 1 && shape.taps() > kStridedTaps)) return false;
+  if (shape.groups == 1) return std::min(inputs, outputs) <= kFewChannels;
+  return stride > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
+}
+
+// To turn many channels takes longer than to sum them.
+bool suits_channels_last(const ConvShape& shape) {
+  constexpr int64_t kTurned = 16;
+  if (shape.groups > 1 || shape.stride.product() > 1) return false;
+  const bool first = shape.inputs <= kFewChannels && shape.outputs <= kTurned;
+  return first || (shape.outputs <= kFewChannels && shape.taps() > 1);
+}
+
+// Whether most of the places are pixels, or few channels are summed at the others.
+bool is_dense(const ConvShape& shape) {
+  constexpr double kPlaces = 3, kPlacesOfFew = 16;
+  return places_each(shape) <= (shape.outputs / shape.groups <= kFewChannels ? kPlacesOfFew : kPlaces);
+}
+
+// For the tests: whether a layer goes this way, forward and backward; of a transposed one, the convolution whose data
+// gradient it is.
+std::tuple<bool, bool> cpu_conv_strips(const Extents& maps, const Extents& kernel, const Extents& stride,
+                                       const Extents& padding, const Extents& dilation, int64_t groups, bool last) {
+  const ConvShape shape = listed_shape(maps, kernel, stride, padding, dilation, groups);
+  return {suits_strips(shape, last) && !is_vendors_forward(shape), suits_strips(shape, last)};
 }
 
 }  // namespace
@@ -102,124 +135,97 @@ const StripKernels* strip_kernels() {
   return nullptr;
 }
 
-// Measured (bench/NOTES.md): more channels than these fill the lanes of the other kernels, depthwise layers have some of
-// their own, and with large steps most of the time goes into copies of single pixels.
 bool suits_strips(const ConvShape& shape, bool last) {
-  constexpr int64_t kFewChannels = 6, kGroup = 24, kStridedGroup = 15, kStride = 16, kStridedTaps = 64, kTurned = 16;
-  const bool any = shape.images > 0 && shape.inputs > 0 && shape.outputs > 0 && shape.outputs % shape.groups == 0;
-  if (!strip_kernels() || !any || !shape.is_sound() || !shape.has_one_level() || shape.is_depthwise()) return false;
-  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  constexpr double kPlaces = 3, kPlacesOfFew = 16;
-  if (places_each(shape) > (outputs <= kFewChannels ? kPlacesOfFew : kPlaces)) return false;
-  const int64_t stride = shape.stride.product();
-  if (stride > 1 && (stride > kStride || shape.taps() > kStridedTaps)) return false;
-  if (last) {
-    const bool first = inputs <= kFewChannels && outputs <= kTurned;
-    return shape.groups == 1 && stride == 1 && (first || (outputs <= kFewChannels && shape.taps() > 1));
-  }
-  if (shape.groups == 1) return std::min(inputs, outputs) <= kFewChannels;
-  return stride > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
+  if (!strip_kernels() || !shape.is_sound() || !shape.has_one_level() || shape.is_depthwise()) return false;
+  return is_dense(shape) && (last ? suits_channels_last(shape) : has_few_channels(shape));
 }
 
-Tensor for_strips(const Tensor& map) {
-  return map.is_contiguous() || is_channels_last(map) ? map : torch::stable::contiguous(map);
+bool is_vendors_forward(const ConvShape& shape) {
+  constexpr int64_t kManyTaps = 25, kShortLine = 64;
+  const bool strided = shape.stride.product() > 1 && shape.taps() > kManyTaps && shape.groups == 1;
+  return strided && shape.output_size().column < kShortLine;
 }
 
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms) {
   const ConvShape& shape = layer.shape;
   const int64_t workers = workers_for(shape);
   const Triple input = shape.size, output = shape.output_size();
-  const StripMap source = map_of(layer.x, layer.transposed ? output : input);
-  const StripMap target = map_of(y, layer.transposed ? input : output);
-  const Plan plan = plan_for(layer, layer.transposed, target, workers);
-  if (plan.floats > kMostFloats) return false;
+  const StripLayout source = layout_of(layer.x, layer.transposed ? output : input);
+  const StripLayout target = layout_of(y, layer.transposed ? input : output);
+  const StripKernels* kernels = strip_kernels();
+  StripPlan plan = sums_plan(*kernels, layer, layer.transposed, target, workers);
+  if (is_too_much(plan.room.size)) return false;
+  plan.offsets = strip_offsets(plan.strips, plan.cut);
   row_norms(layer.v, norms, 0, shape.outputs);
   const std::vector<float> scale = scales_of(layer.gain, norms, shape.outputs);
-  const Workspace memory(workers * plan.floats);
-  const StripSums job{&plan.strips,
-                      plan.cut,
-                      plan.offsets.data(),
-                      layer.transposed,
-                      entries<float>(layer.v),
-                      scale.data(),
-                      source,
-                      target,
-                      layer.bias,
-                      residual ? entries<float>(*residual) : nullptr,
-                      layer.activation,
-                      layer.slope,
-                      memory.data(),
-                      plan.floats};
+  const Workspace memory(workers * plan.room.size);
+
+  StripSums job{};
+  job.plan = &plan;
+  job.back = layer.transposed;
+  job.v = entries<float>(layer.v);
+  job.scale = scale.data();
+  job.source = {source, entries<float>(layer.x)};
+  job.target = {target, static_cast<float*>(y.mutable_data_ptr())};
+  job.bias = layer.bias;
+  job.residual = residual ? entries<float>(*residual) : nullptr;
+  job.activation = layer.activation;
+  job.slope = layer.slope;
   std::atomic<bool> finite{true};
-  run_workers(workers, [&](Worker& worker) { strip_kernels()->forward(job, worker, finite); });
+  run_workers(workers, [&](Worker& worker) { kernels->forward(job, {memory.data(), plan.room.size}, worker, finite); });
   return finite;
 }
 
 bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor& y, const float* norms,
                          const ConvGradients& gradients) {
   const ConvShape& shape = layer.shape;
-  const bool need_v = gradients.dv.has_value(), masked = layer.activation != Activation::kNone;
   const int64_t workers = workers_for(shape);
   // x and dx; dz, which lies as dy does.
   const Triple size = layer.transposed ? shape.output_size() : shape.size;
-  const Triple other = layer.transposed ? shape.size : shape.output_size();
-  const StripMap x = map_of(layer.x, size), dx = map_of(gradients.dx, size);
-  StripMap gradient = map_of(dy, other);
-  const Plan input = plan_for(layer, !layer.transposed, dx, workers);
-  // Slices that the threads share, whatever their number.
-  constexpr int64_t kSlices = 8, kSliceFloats = int64_t{1} << 20;
-  Plan weight(strips_of(shape, !layer.v.is_contiguous()), layer.transposed ? x : gradient,
-              divide_up(kSlices, shape.groups));
-  const int64_t depth = round_up(static_cast<int64_t>(weight.offsets.size()), kGradientTaps);
-  const int64_t rows = shape.outputs * depth, most = std::min(weight.cut.count, divide_up(2 * kSlices, shape.groups));
-  const int64_t slices = std::clamp(kSliceFloats / rows, int64_t{1}, most);
-  weight.offsets.resize(depth, 0);
-  const int64_t floats = std::max(gradients.dx ? input.floats : 0, need_v ? weight.floats : 0);
-  if (floats > kMostFloats) return false;
-
-  std::optional<Tensor> dz = gradients.dz;
-  if (masked && !dz) dz = empty_as(dy);
-  if (masked || gradients.dbias) {
-    const Values nothing{nullptr, false};
-    run_mask(lines_of(dy),
-             {values_of(dy), values_of(y), masked ? values_of(*dz) : nothing, nothing, nullptr, nullptr, layer.activation,
-              layer.slope},
-             gradients.dbias);
+  const StripLayout x = layout_of(layer.x, size), dx = layout_of(gradients.dx, size);
+  const StripLayout dz = layout_of(dy, layer.transposed ? shape.size : shape.output_size());
+  const StripKernels* kernels = strip_kernels();
+  StripPlan input = sums_plan(*kernels, layer, !layer.transposed, dx, workers);
+  StripPlan weight = gradient_plan(*kernels, layer, layer.transposed ? x : dz);
+  const WeightSums weight_sums(weight);
+  const int64_t each = std::max(gradients.dx ? input.room.size : 0, gradients.dv ? weight.room.size : 0);
+  if (is_too_much(each)) return false;
+  if (gradients.dx) input.offsets = strip_offsets(input.strips, input.cut);
+  if (gradients.dv) {
+    weight.offsets = strip_offsets(weight.strips, weight.cut);
+    weight.offsets.resize(weight_sums.depth, 0);
   }
-  if (masked) gradient.data = static_cast<float*>(dz->mutable_data_ptr());
+
+  const Tensor gradient = masked_gradient(layer, dy, y, gradients);
+  const StripSource z{dz, entries<float>(gradient)}, map{x, entries<float>(layer.x)};
   const float* v = entries<float>(layer.v);
   const std::vector<float> scale = scales_of(layer.gain, norms, shape.outputs);
-  const int64_t dw = need_v ? round_up(slices * rows, kLanes) : 0;
-  const Workspace memory(dw + workers * floats);
-  const StripSums sums{&input.strips,
-                       input.cut,
-                       input.offsets.data(),
-                       !layer.transposed,
-                       v,
-                       scale.data(),
-                       gradient,
-                       dx,
-                       nullptr,
-                       nullptr,
-                       Activation::kNone,
-                       0.0f,
-                       memory.data() + dw,
-                       floats};
-  const StripGradient weights{&weight.strips,
-                              weight.cut,
-                              weight.offsets.data(),
-                              layer.transposed ? gradient : x,
-                              layer.transposed ? x : gradient,
-                              v,
-                              layer.gain,
-                              norms,
-                              gradients.dv ? static_cast<float*>(gradients.dv->mutable_data_ptr()) : nullptr,
-                              gradients.dgain,
-                              slices,
-                              depth,
-                              memory.data()};
+  const int64_t dw = gradients.dv ? round_up(weight_sums.slices * weight_sums.depth * shape.outputs, kLanes) : 0;
+  const Workspace memory(dw + workers * each);
+
+  StripSums sums{};
+  sums.plan = &input;
+  sums.back = !layer.transposed;
+  sums.v = v;
+  sums.scale = scale.data();
+  sums.source = z;
+  sums.target = {dx, gradients.dx ? static_cast<float*>(gradients.dx->mutable_data_ptr()) : nullptr};
+  StripGradient products{};
+  products.plan = &weight;
+  products.x = layer.transposed ? z : map;
+  products.dz = layer.transposed ? map : z;
+  products.v = v;
+  products.gain = layer.gain;
+  products.norm = norms;
+  products.dv = gradients.dv ? static_cast<float*>(gradients.dv->mutable_data_ptr()) : nullptr;
+  products.dgain = gradients.dgain;
+  products.slices = weight_sums.slices;
+  products.depth = weight_sums.depth;
+  products.dw = memory.data();
   std::atomic<bool> finite{true};
-  run_workers(workers, [&](Worker& worker) { strip_kernels()->backward(sums, weights, worker, finite); });
+  run_workers(workers, [&](Worker& worker) {
+    kernels->backward(sums, products, {memory.data() + dw, each}, worker, finite);
+  });
   return finite;
 }
 

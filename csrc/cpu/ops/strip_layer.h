@@ -12,7 +12,7 @@
 
 namespace wnfused::cpu {
 
-// In float32, v and the maps dense, contiguous or channels_last each. shape: of a transposed layer, the convolution whose
+// In float32, v and the maps dense, contiguous or channels_last each (in_lines). shape: of a transposed layer, the convolution whose
 // data gradient it is.
 struct StripLayer {
   const ConvShape& shape;
@@ -25,9 +25,9 @@ struct StripLayer {
 
 // Whether strips are the fastest way for a layer of that shape; last: y is in channels_last.
 bool suits_strips(const ConvShape& shape, bool last);
-
-// A map that strips read: itself if it is dense.
-Tensor for_strips(const Tensor& map);
+// But for the forward of convolutions with a stride and many taps, which is at the vendor's speed, and below that where
+// lines are short (bench/NOTES.md).
+bool is_vendors_forward(const ConvShape& shape);
 
 // Fills y and the norms; the residual lies as y does. False if it met a weight that is not finite, or would need too much
 // memory: then nothing of it counts.

@@ -29,19 +29,13 @@ WNFUSED_INLINE void with_targets(int64_t targets, const Visit& visit) {
 WNFUSED_INLINE void copy_line(const float* source, int64_t stride, int64_t count, int64_t length, float* target) {
   if (stride == 1) {
     for_blocks(count, [&](int64_t i, auto move) __attribute__((always_inline)) { store(target + i, move.load(source + i)); });
-  } else if (stride == 2) {
+  } else if (stride == 2) {  // a number that the compiler knows gives shuffles
     for (int64_t i = 0; i < count; ++i) target[i] = source[2 * i];
   } else {
     for (int64_t i = 0; i < count; ++i) target[i] = source[stride * i];
   }
   for (int64_t i = count; i < length; i += kLanes) store(target + i, zero());
 }
-
-// Where a line's part of a strip is: `places` of the strip after `done` others, the first `pixels` of which are a channel's
-// from `at` on; the others are none. Lines that follow each other in memory without such are one.
-struct StripLine {
-  int64_t done, places, at, pixels;
-};
 
 // Which pixels of a map the places stand for.
 struct StripPixels {
@@ -50,7 +44,7 @@ struct StripPixels {
 };
 
 // The lines of places [first, first + count).
-inline int64_t find_lines(const Strips& strips, const StripPixels& pixels, const StripMap& map, int64_t first,
+inline int64_t find_lines(const Strips& strips, const StripPixels& pixels, const StripLayout& map, int64_t first,
                           int64_t count, StripLine* lines) {
   const StripAxis &rows = pixels.rows, &columns = pixels.columns;
   const int64_t size = strips.pitch * strips.image_lines;
@@ -82,16 +76,16 @@ inline int64_t find_lines(const Strips& strips, const StripPixels& pixels, const
   return found;
 }
 
-// A worker's memory: planes of the source, then those of the target or its sums, a group's weights, lines.
-struct StripRoom {
+// A worker's memory (StripRoom).
+struct StripScratch {
   float *sources, *targets, *weights;
   StripLine* lines;
 
-  StripRoom(const Strips& strips, const StripCut& cut, float* scratch)
-      : sources(scratch),
-        targets(sources + strips.source_planes() * cut.source_floats),
-        weights(targets + cut.targets * cut.target_floats),
-        lines(reinterpret_cast<StripLine*>(weights + round_up(strips.targets * strips.sources * strips.channel_taps, kLanes))) {}
+  StripScratch(const StripRoom& room, float* memory)
+      : sources(memory),
+        targets(memory + room.targets),
+        weights(memory + room.weights),
+        lines(reinterpret_cast<StripLine*>(memory + room.lines)) {}
 };
 
 // The pixels of up to 16 channels that lie side by side, into as many planes.
@@ -109,46 +103,50 @@ inline void copy_turned(const StripLine& line, const float* source, int64_t stri
 }
 
 // Channels [first, first + count) of a map along these lines, whose pixels are `stride` apart.
-inline void copy_channels(const StripMap& map, int64_t first, int64_t count, const StripLine* lines, int64_t line_count,
+inline void copy_channels(const StripSource& map, int64_t first, int64_t count, const StripLine* lines, int64_t line_count,
                           int64_t stride, float* target, int64_t plane_floats) {
-  constexpr int64_t kFew = 6;
+  const StripLayout& layout = map.layout;
   const StripLine* end = lines + line_count;
-  if (map.is_channels_last() && count > kFew) {
+  if (layout.is_channels_last() && count > kFewTurned) {
     for (int64_t c = 0; c < count; c += kLanes)
       for (const StripLine* line = lines; line != end; ++line)
-        copy_turned(*line, map.data + line->at + first + c, stride * map.pixel, smaller(kLanes, count - c),
+        copy_turned(*line, map.data + line->at + first + c, stride * layout.pixel, smaller(kLanes, count - c),
                     target + c * plane_floats + line->done, plane_floats);
     return;
   }
   for (int64_t c = 0; c < count; ++c)
     for (const StripLine* line = lines; line != end; ++line)
-      copy_line(map.data + line->at + (first + c) * map.channel, stride * map.pixel, line->pixels, line->places,
+      copy_line(map.data + line->at + (first + c) * layout.channel, stride * layout.pixel, line->pixels, line->places,
                 target + c * plane_floats + line->done);
 }
 
 // All that the taps of a strip reach of a group's source channels.
-inline void copy_sources(const Strips& strips, const StripCut& cut, const StripMap& map, int64_t group, int64_t strip,
-                         const StripRoom& room) {
+inline void copy_sources(const StripPlan& plan, const StripSource& map, int64_t group, int64_t strip,
+                         const StripScratch& scratch) {
+  const Strips& strips = plan.strips;
+  const StripCut& cut = plan.cut;
   const int64_t first = strip * cut.span + strips.low, count = cut.span + strips.high - strips.low;
   const int64_t planes = static_cast<int64_t>(strips.planes.size());
   for (int64_t p = 0; p < planes; ++p) {
     const StripPixels pixels{strips.source_rows, strips.source_columns, strips.planes[p]};
-    const int64_t lines = find_lines(strips, pixels, map, first, count, room.lines);
-    copy_channels(map, group * strips.sources, strips.sources, room.lines, lines, strips.source_columns.stride,
-                  room.sources + p * cut.source_floats, planes * cut.source_floats);
+    const int64_t lines = find_lines(strips, pixels, map.layout, first, count, scratch.lines);
+    copy_channels(map, group * strips.sources, strips.sources, scratch.lines, lines, strips.source_columns.stride,
+                  scratch.sources + p * cut.source_floats, planes * cut.source_floats);
   }
 }
 
 // The lines of a strip of one phase of the target.
-inline int64_t target_lines(const Strips& strips, const StripCut& cut, const StripMap& map, const StripPhase& phase,
-                            int64_t strip, StripLine* lines) {
+inline int64_t target_lines(const StripPlan& plan, const StripLayout& map, const StripPhase& phase, int64_t strip,
+                            StripLine* lines) {
+  const Strips& strips = plan.strips;
+  const StripCut& cut = plan.cut;
   return find_lines(strips, {strips.target_rows, strips.target_columns, phase}, map, strip * cut.span, cut.span, lines);
 }
 
 // A group's weights way by way, kStripTargets channels at a time, [channel and tap of the source][target]. Whether all
 // are finite.
 inline bool pack_group(const StripSums& job, int64_t group, float* packed) {
-  const Strips& strips = *job.strips;
+  const Strips& strips = job.plan->strips;
   const int64_t taps = strips.channel_taps, channels = job.back ? strips.targets : strips.sources;
   float poison = 0;
   for (const StripWay& way : strips.ways)
@@ -211,7 +209,7 @@ template <Activation kActivation>
 WNFUSED_INLINE void finish_channel(const StripSums& job, int64_t channel, const StripLine& line, int64_t stride,
                                    const float* sums) {
   const Block slope = splat(job.slope), bias = splat(job.bias ? job.bias[channel] : 0.0f);
-  const int64_t at = line.at + channel * job.target.channel;
+  const int64_t at = line.at + channel * job.target.layout.channel;
   for_blocks(line.pixels, [&](int64_t i, auto move) __attribute__((always_inline)) {
     const int64_t place = at + i * stride, left = smaller(kLanes, line.pixels - i);
     Block value = move.load(sums + line.done + i) + bias;
@@ -231,7 +229,7 @@ WNFUSED_INLINE void finish_turned(const StripSums& job, int64_t first, int64_t c
   for (int64_t i = 0; i < line.pixels; i += kLanes) {
     Block block[kLanes];
     for (int64_t c = 0; c < kLanes; ++c)
-      block[c] = c < channels ? load(sums + c * job.cut.target_floats + line.done + i) : zero();
+      block[c] = c < channels ? load(sums + c * job.plan->cut.target_floats + line.done + i) : zero();
     transpose(block);
     const auto finish = [&](auto move) __attribute__((always_inline)) {
       for (int64_t j = 0; j < smaller(kLanes, line.pixels - i); ++j) {
@@ -249,62 +247,61 @@ WNFUSED_INLINE void finish_turned(const StripSums& job, int64_t first, int64_t c
 // The sums of channels [first, first + count) of the target, a plane each.
 inline void finish_strip(const StripSums& job, int64_t first, int64_t count, const StripLine* lines, int64_t line_count,
                          const float* sums) {
-  constexpr int64_t kFew = 6;
-  const int64_t stride = job.strips->target_columns.stride * job.target.pixel;
+  const int64_t stride = job.plan->strips.target_columns.stride * job.target.layout.pixel;
   with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
     for (const StripLine* line = lines; line != lines + line_count; ++line) {
       if (line->pixels == 0) continue;
-      if (job.target.is_channels_last() && count > kFew) {
+      if (job.target.layout.is_channels_last() && count > kFewTurned) {
         finish_turned<activation.value>(job, first, count, *line, stride, sums);
       } else {
         for (int64_t c = 0; c < count; ++c)
-          finish_channel<activation.value>(job, first + c, *line, stride, sums + c * job.cut.target_floats);
+          finish_channel<activation.value>(job, first + c, *line, stride, sums + c * job.plan->cut.target_floats);
       }
     }
   });
 }
 
 // An item, strips group by group. `packed` is the group whose weights the worker has.
-inline void sum_strip(const StripSums& job, int64_t item, int64_t& packed, float* scratch, std::atomic<bool>& finite) {
-  const Strips& strips = *job.strips;
-  const StripCut& cut = job.cut;
+inline void sum_strip(const StripSums& job, int64_t item, int64_t& packed, float* memory, std::atomic<bool>& finite) {
+  const Strips& strips = job.plan->strips;
+  const StripCut& cut = job.plan->cut;
   const int64_t group = item / cut.count, strip = item % cut.count;
   const int64_t end = smaller(cut.span, strips.places() - strip * cut.span);
-  const StripRoom room(strips, cut, scratch);
-  if (group != packed && !pack_group(job, group, room.weights)) finite = false;
+  const StripScratch scratch(job.plan->room, memory);
+  if (group != packed && !pack_group(job, group, scratch.weights)) finite = false;
   packed = group;
-  copy_sources(strips, cut, job.source, group, strip, room);
-  const float* weights = room.weights;
-  const int64_t* offsets = job.offsets;
+  copy_sources(*job.plan, job.source, group, strip, scratch);
+  const float* weights = scratch.weights;
+  const int64_t* offsets = job.plan->offsets.data();
   for (const StripWay& way : strips.ways) {
     const int64_t depth = strips.depth(way);
-    const int64_t lines = target_lines(strips, cut, job.target, way.phase, strip, room.lines);
+    const int64_t lines = target_lines(*job.plan, job.target.layout, way.phase, strip, scratch.lines);
     for (int64_t first = 0; first < strips.targets; first += cut.targets) {
       const int64_t planes = smaller(cut.targets, strips.targets - first);
       for (int64_t plane = 0; plane < planes; plane += kStripTargets) {
         const int64_t targets = smaller(kStripTargets, planes - plane);
-        float* sums = room.targets + plane * cut.target_floats;
+        float* sums = scratch.targets + plane * cut.target_floats;
         with_targets(targets, [&](auto count) __attribute__((always_inline)) {
           constexpr int kBlocks = tile_blocks(count.value), kLast = kBlocks > 1 ? kBlocks / 2 : 1;
           int64_t at = 0;
           for (; at + kLast * kLanes < end; at += kBlocks * kLanes)
-            sum_tile<count.value, kBlocks>(room.sources + at, offsets, depth, weights, sums + at, cut.target_floats);
+            sum_tile<count.value, kBlocks>(scratch.sources + at, offsets, depth, weights, sums + at, cut.target_floats);
           for (; at < end; at += kLast * kLanes)
-            sum_tile<count.value, kLast>(room.sources + at, offsets, depth, weights, sums + at, cut.target_floats);
+            sum_tile<count.value, kLast>(scratch.sources + at, offsets, depth, weights, sums + at, cut.target_floats);
         });
         weights += targets * depth;
       }
-      finish_strip(job, group * strips.targets + first, planes, room.lines, lines, room.targets);
+      finish_strip(job, group * strips.targets + first, planes, scratch.lines, lines, scratch.targets);
     }
     offsets += depth;
   }
 }
 
-inline void strips_forward(const StripSums& job, Worker& worker, std::atomic<bool>& finite) {
-  float* scratch = job.scratch + worker.index() * job.scratch_stride;
+inline void strips_forward(const StripSums& job, const StripMemory& memory, Worker& worker, std::atomic<bool>& finite) {
+  float* own = memory.data + worker.index() * memory.each;
   int64_t packed = -1;
-  worker.phase({job.strips->groups * job.cut.count},
-               [&](int64_t item) { sum_strip(job, item, packed, scratch, finite); });
+  worker.phase({job.plan->strips.groups * job.plan->cut.count},
+               [&](int64_t item) { sum_strip(job, item, packed, own, finite); });
 }
 
 // dw of kTargets channels by the tile's channels and taps, over a strip.
@@ -340,23 +337,23 @@ WNFUSED_INLINE void gradient_tile(const float* source, const int64_t* offsets, c
 }
 
 // A slice's strips of one group.
-inline void gradient_slice(const StripGradient& job, int64_t group, int64_t slice, float* scratch) {
-  const Strips& strips = *job.strips;
-  const StripCut& cut = job.cut;
-  const StripRoom room(strips, cut, scratch);
+inline void gradient_slice(const StripGradient& job, int64_t group, int64_t slice, float* memory) {
+  const Strips& strips = job.plan->strips;
+  const StripCut& cut = job.plan->cut;
+  const StripScratch scratch(job.plan->room, memory);
   float* dw = job.dw + (slice * strips.groups + group) * strips.targets * job.depth;
   __builtin_memset(dw, 0, strips.targets * job.depth * sizeof(float));
   for (int64_t strip = cut.count * slice / job.slices; strip < cut.count * (slice + 1) / job.slices; ++strip) {
-    copy_sources(strips, cut, job.x, group, strip, room);
-    const int64_t lines = target_lines(strips, cut, job.dz, {0, 0}, strip, room.lines);
+    copy_sources(*job.plan, job.x, group, strip, scratch);
+    const int64_t lines = target_lines(*job.plan, job.dz.layout, {0, 0}, strip, scratch.lines);
     for (int64_t first = 0; first < strips.targets; first += cut.targets) {
       const int64_t planes = smaller(cut.targets, strips.targets - first);
-      copy_channels(job.dz, group * strips.targets + first, planes, room.lines, lines, 1, room.targets, cut.target_floats);
+      copy_channels(job.dz, group * strips.targets + first, planes, scratch.lines, lines, 1, scratch.targets, cut.target_floats);
       for (int64_t plane = 0; plane < planes; plane += kStripTargets)
         with_targets(smaller(kStripTargets, planes - plane), [&](auto count) __attribute__((always_inline)) {
           float* rows = dw + (first + plane) * job.depth;
           for (int64_t k = 0; k < job.depth; k += tile_taps(count.value))
-            gradient_tile<count.value>(room.sources, job.offsets + k, room.targets + plane * cut.target_floats,
+            gradient_tile<count.value>(scratch.sources, job.plan->offsets.data() + k, scratch.targets + plane * cut.target_floats,
                                        cut.target_floats, cut.span, rows + k, job.depth);
         });
     }
@@ -365,7 +362,8 @@ inline void gradient_slice(const StripGradient& job, int64_t group, int64_t slic
 
 // dv and dg of one row, from dw of all slices. Whether dw is finite.
 inline bool finish_gradient_row(const StripGradient& job, int64_t row) {
-  const int64_t length = job.strips->sources * job.strips->channel_taps, rows = job.strips->targets * job.strips->groups;
+  const Strips& strips = job.plan->strips;
+  const int64_t length = strips.sources * strips.channel_taps, rows = strips.targets * strips.groups;
   float* dw = job.dw + row * job.depth;
   Block poison = zero();
   for_blocks(length, [&](int64_t i, auto move) __attribute__((always_inline)) {
@@ -378,18 +376,18 @@ inline bool finish_gradient_row(const StripGradient& job, int64_t row) {
   return sum_of(poison) == 0;
 }
 
-inline void strips_backward(const StripSums& sums, const StripGradient& gradient, Worker& worker,
-                            std::atomic<bool>& finite) {
-  const Strips& layer = *gradient.strips;
-  const int64_t strips = sums.target.data ? sums.cut.count * layer.groups : 0;
+inline void strips_backward(const StripSums& sums, const StripGradient& gradient, const StripMemory& memory,
+                            Worker& worker, std::atomic<bool>& finite) {
+  const Strips& layer = gradient.plan->strips;
+  const int64_t strips = sums.target.data ? sums.plan->cut.count * layer.groups : 0;
   const int64_t slices = gradient.dv ? gradient.slices * layer.groups : 0;
-  float* scratch = sums.scratch + worker.index() * sums.scratch_stride;
+  float* own = memory.data + worker.index() * memory.each;
   int64_t packed = -1;
   worker.phase({strips, slices}, [&](int64_t item) {
-    if (item < strips) return sum_strip(sums, item, packed, scratch, finite);
+    if (item < strips) return sum_strip(sums, item, packed, own, finite);
     packed = -1;  // its memory is used
     item -= strips;
-    gradient_slice(gradient, item / gradient.slices, item % gradient.slices, scratch);
+    gradient_slice(gradient, item / gradient.slices, item % gradient.slices, own);
   });
   if (!gradient.dv) return;
   worker.phase({layer.targets * layer.groups}, [&](int64_t row) {

@@ -15,12 +15,17 @@ struct AxisTap {
   int64_t index, phase, step;
 };
 
+// From one line, or image, to the next: pixels before the first and after the last one share their places with the
+// line, or the image, beside it. low, high: the steps that taps reach, 0 among them.
+int64_t pitch_of(const StripAxis& source, const StripAxis& target, int64_t low, int64_t high) {
+  return std::max(target.count(0) + high, source.count(0) - low);
+}
+
 // One dim of the ways: the taps to each phase of the target.
 struct Axis {
   StripAxis source, target;
   std::vector<std::vector<AxisTap>> taps;
 
-  // Pixels before the first and after the last one share their places with the line, or the image, beside it.
   int64_t pitch() const {
     int64_t low = 0, high = 0;
     for (const auto& phase : taps)
@@ -28,7 +33,7 @@ struct Axis {
         low = std::min(low, tap.step);
         high = std::max(high, tap.step);
       }
-    return std::max(target.count(0) + high, source.count(0) - low);
+    return pitch_of(source, target, low, high);
   }
 };
 
@@ -97,6 +102,20 @@ Strips strips_back(const ConvShape& shape, bool taps_first) {
   return strips_along(shape, taps_first, shape.outputs, shape.inputs, rows, columns);
 }
 
+double places_each(const ConvShape& shape) {
+  const Triple output = shape.output_size();
+  const auto pitch = [&](int64_t Triple::*at) {
+    const int64_t stride = shape.stride.*at, first = -(shape.padding.*at);
+    const int64_t last = first + shape.dilation.*at * (shape.kernel.*at - 1);
+    return pitch_of({shape.size.*at, stride}, {output.*at, 1}, std::min<int64_t>(floor_divide(first, stride), 0),
+                    std::max<int64_t>(floor_divide(last, stride), 0));
+  };
+  // All but what comes after the last pixel.
+  const int64_t lines = (shape.images - 1) * pitch(&Triple::row) + output.row - 1;
+  const int64_t places = lines * pitch(&Triple::column) + output.column;
+  return static_cast<double>(places) / static_cast<double>(shape.images * output.product());
+}
+
 StripCut cut_strips(const Strips& strips, int64_t span, int64_t targets) {
   // Copies end with whole blocks, beyond the last place. Powers of two would put all planes into one set of a cache.
   const auto apart = [](int64_t floats) { return floats % 256 == 0 ? floats + kLanes : floats; };
@@ -104,11 +123,14 @@ StripCut cut_strips(const Strips& strips, int64_t span, int64_t targets) {
   return {span, divide_up(strips.places(), span), apart(reach + 2 * kLanes), apart(span + kLanes), targets};
 }
 
-int64_t strip_floats(const Strips& strips, const StripCut& cut) {
-  constexpr int64_t kLineFloats = 8;  // four numbers
+StripRoom strip_room(const Strips& strips, const StripCut& cut) {
   const int64_t lines = (cut.span + strips.high - strips.low) / strips.pitch + 2;
-  return strips.source_planes() * cut.source_floats + cut.targets * cut.target_floats +
-         round_up(strips.targets * strips.sources * strips.channel_taps, kLanes) + round_up(lines * kLineFloats, kLanes);
+  StripRoom room{};
+  room.targets = strips.source_planes() * cut.source_floats;
+  room.weights = room.targets + cut.targets * cut.target_floats;
+  room.lines = room.weights + round_up(strips.targets * strips.sources * strips.channel_taps, kLanes);
+  room.size = room.lines + round_up(lines * static_cast<int64_t>(sizeof(StripLine) / sizeof(float)), kLanes);
+  return room;
 }
 
 std::vector<int64_t> strip_offsets(const Strips& strips, const StripCut& cut) {

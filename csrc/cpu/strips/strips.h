@@ -1,5 +1,5 @@
-// A direct convolution with pixels for lanes, for layers with few channels on a side, first and last
-// layers and groups of few channels: other kernels have channels for lanes, most of which would be empty.
+// A direct convolution whose lanes are pixels: for first and last layers and for groups of few channels. The other
+// kernels' lanes are channels, and most of them would be empty.
 //
 //              sums over                       copies
 //   forward    y  = w x    inputs, taps        x
@@ -20,7 +20,9 @@
 // With a stride, pixels that have the same remainder, the phase, move in equal steps: of the source each phase is a plane,
 // and there is a way to each phase of the target, with some of the taps.
 //
-// The order of every sum depends on the shape alone.
+// Floor, forward: 2 places x inputs x outputs x taps FLOPs, places being pixels and those between them; 4 bytes for each
+// number of x and y, and, in the caches, 8 (span + reach) / span for each of x that is copied. The order of sums depends
+// on the layer, the layouts and the instruction set, never on the number of threads.
 #pragma once
 
 #include <atomic>
@@ -34,6 +36,7 @@
 namespace wnfused::cpu {
 
 constexpr int64_t kStripTargets = 4;
+constexpr int64_t kFewTurned = 6;     // up to so many channels of a channels_last map are copied one by one
 constexpr int64_t kGradientTaps = 6;  // of all channels: what a row of dw is padded to in whole
 
 // One dim of a map: every stride-th pixel from a phase on takes part.
@@ -78,6 +81,9 @@ struct Strips {
 Strips strips_of(const ConvShape& shape, bool taps_first);
 Strips strips_back(const ConvShape& shape, bool taps_first);
 
+// Places to each pixel of y: those between its lines and images are summed in vain.
+double places_each(const ConvShape& shape);
+
 // Strips of `span` places, the last one perhaps of fewer; how far apart the planes of the source are, and those of the
 // target or its sums, of which there are `targets`.
 struct StripCut {
@@ -86,52 +92,81 @@ struct StripCut {
 
 StripCut cut_strips(const Strips& strips, int64_t span, int64_t targets);
 
+// Where a line's part of a strip is: `places` of the strip after `done` others, the first `pixels` of which are a channel's
+// from `at` on; the others are none. Lines that follow each other in memory without such are one.
+struct StripLine {
+  int64_t done, places, at, pixels;
+};
+
+// A worker's memory, in floats from its beginning: planes of the source, then those of the target or its sums, a group's
+// weights, lines.
+struct StripRoom {
+  int64_t targets, weights, lines, size;
+};
+
+StripRoom strip_room(const Strips& strips, const StripCut& cut);
+
 // A map in memory: floats from one channel, pixel and image to the next.
-struct StripMap {
-  float* data;
+struct StripLayout {
   int64_t channel, pixel, image;
 
   bool is_channels_last() const { return pixel > 1; }
 };
 
-// Floats of a worker's memory (StripRoom in driver.h).
-int64_t strip_floats(const Strips& strips, const StripCut& cut);
+// One that is read, and one that is written: none of it where data is null.
+struct StripSource {
+  StripLayout layout;
+  const float* data;
+};
+struct StripTarget {
+  StripLayout layout;
+  float* data;
+};
 
 // Where each channel and tap of all ways reads, from a strip's first place on.
 std::vector<int64_t> strip_offsets(const Strips& strips, const StripCut& cut);
 
+// A way through a map, and what its strips need.
+struct StripPlan {
+  Strips strips;
+  StripCut cut;
+  StripRoom room;
+  std::vector<int64_t> offsets;
+};
+
 // A sum over channels and taps. Weights: rows of v times scale, of the target's channels or, with `back`, the source's.
 struct StripSums {
-  const Strips* strips;
-  StripCut cut;
-  const int64_t* offsets;
+  const StripPlan* plan;
   bool back;
   const float *v, *scale;
-  StripMap source, target;       // target.data null: nothing of it
+  StripSource source;
+  StripTarget target;
   const float *bias, *residual;  // may be null; the residual lies as the target does
   Activation activation;
   float slope;
-  float* scratch;  // of each worker
-  int64_t scratch_stride;
 };
 
-// A sum over pixels. slices: of strips, whose sums are added up at the end.
+// A sum over pixels, of dz, its target, and x. slices: of strips, whose sums are added up at the end.
 struct StripGradient {
-  const Strips* strips;
-  StripCut cut;
-  const int64_t* offsets;
-  StripMap x, dz;
+  const StripPlan* plan;
+  StripSource x, dz;
   const float *v, *gain, *norm;
   float *dv, *dgain;      // dv null: nothing of it
-  int64_t slices, depth;  // depth: entries of a row of dw, padded
-  float* dw;
+  int64_t slices, depth;  // depth: entries of a row of dw, padded; so many offsets, too
+  float* dw;              // [slices][rows][depth]
+};
+
+// The memory of all workers, so many floats each.
+struct StripMemory {
+  float* data;
+  int64_t each;
 };
 
 struct StripKernels {
   int64_t unit;  // places that a strip should be a multiple of
   // `finite` becomes false where a weight or dw is not: then padding would count.
-  void (*forward)(const StripSums&, Worker&, std::atomic<bool>& finite);
-  void (*backward)(const StripSums&, const StripGradient&, Worker&, std::atomic<bool>& finite);
+  void (*forward)(const StripSums&, const StripMemory&, Worker&, std::atomic<bool>& finite);
+  void (*backward)(const StripSums&, const StripGradient&, const StripMemory&, Worker&, std::atomic<bool>& finite);
 };
 
 namespace avx512 {
