@@ -69,8 +69,7 @@ def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
 
 def goes_by_strips(case: Case, last: bool = False) -> tuple[bool, bool]:
     """Whether it has pixels for lanes, forward and backward."""
-    ways = torch.ops.wnfused_native.cpu_conv_strips(_maps(case), *_window(case), case.groups, last)
-    return (ways[1], ways[1]) if case.transposed else tuple(ways)
+    return torch.ops.wnfused_native.cpu_conv_strips(_maps(case), *_window(case), case.groups, case.transposed, last)
 
 
 def way_of(case: Case) -> str:

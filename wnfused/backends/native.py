@@ -112,7 +112,7 @@ for _schema in (
     # Whether one with few channels on a side, or in a group, has pixels for lanes, forward and backward. last: y is in
     # channels_last.
     "cpu_conv_strips(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "int groups, bool last) -> (bool, bool)",
+    "int groups, bool transposed, bool last) -> (bool, bool)",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
     # What a line of memory takes from one core's cache to another's; NaN where there is one processor.

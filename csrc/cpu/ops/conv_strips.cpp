@@ -12,12 +12,12 @@ std::optional<ConvShape> open_shape(const ConvCall& conv) {
   const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
   if (!shape || !conv.gain) return std::nullopt;
   const bool floats = conv.x.scalar_type() == ScalarType::Float && conv.v.scalar_type() == ScalarType::Float;
-  return floats && suits_strips(*shape, gives_channels_last(conv)) ? shape : std::nullopt;
+  return floats && suits_strips(*shape, false, gives_channels_last(conv)) ? shape : std::nullopt;
 }
 
 std::optional<ConvShape> open_forward_shape(const ConvCall& conv) {
   const std::optional<ConvShape> shape = open_shape(conv);
-  return shape && is_vendors_forward(*shape) ? std::nullopt : shape;
+  return shape && is_vendors_forward(*shape, gives_channels_last(conv)) ? std::nullopt : shape;
 }
 
 }  // namespace
@@ -39,7 +39,7 @@ std::optional<Tensor> strips_conv(const ConvCall& conv, const std::optional<Tens
 std::optional<LayerGradients> strips_conv_backward(const ConvCall& conv, const Tensor& dy_given, const Tensor& y_given,
                                                    const float* norms, const ConvNeeds& needs, float* dgain) {
   const std::optional<ConvShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
-  if (!shape) return std::nullopt;
+  if (!shape || is_vendors_backward(*shape, gives_channels_last(conv), needs.x)) return std::nullopt;
   const bool masked = conv.activation != Activation::kNone;
   const Tensor y = in_lines(masked ? y_given : dy_given), dy = masked ? laid_out_as(dy_given, y) : y;
   const Tensor x = in_lines(conv.x);

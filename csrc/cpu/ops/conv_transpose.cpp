@@ -82,7 +82,7 @@ bool gives_channels_last(const TransposedCall& call) {
 }
 
 bool goes_by_strips(const TransposedCall& call) {
-  return call.x.scalar_type() == ScalarType::Float && suits_strips(call.shape, gives_channels_last(call));
+  return call.x.scalar_type() == ScalarType::Float && suits_strips(call.shape, true, gives_channels_last(call));
 }
 
 Extents output_sizes(const TransposedCall& call) {

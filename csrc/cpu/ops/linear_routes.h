@@ -21,7 +21,6 @@ struct LinearShape {
 
 // y as the passes over it go, line by line: its rows, or all of it where these have one entry.
 inline Lines lines_of(const LinearShape& shape) {
-  if (shape.features == 1) return {false, 0, 1, shape.rows, 1};
   return {true, 0, shape.rows, shape.features, shape.features};
 }
 

@@ -8,6 +8,7 @@
 #include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/machine/workspace.h"
+#include "cpu/ops/conv_choice.h"
 #include "cpu/ops/conv_extents.h"
 #include "cpu/ops/product_shares.h"
 #include "cpu/strips/strips.h"
@@ -68,8 +69,12 @@ struct WeightSums {
   }
 };
 
-// A worker's memory is to be within its caches. What taps reach of a map may be more.
-bool is_too_much(int64_t floats) { return floats > int64_t{1} << 22; }
+// What taps reach of a map may be all of it: up to so many floats of memory for a worker, and for all together.
+constexpr int64_t kMostOfOne = int64_t{1} << 24, kMostOfAll = int64_t{1} << 26;
+
+int64_t workers_within(int64_t workers, int64_t floats_each) {
+  return std::clamp(kMostOfAll / std::max<int64_t>(floats_each, 1), int64_t{1}, workers);
+}
 
 int64_t workers_for(const ConvShape& shape) {
   return product_workers(shape.images * shape.output_size().product() * shape.outputs * shape.inputs / shape.groups *
@@ -92,23 +97,41 @@ Tensor masked_gradient(const StripLayer& layer, const Tensor& dy, const Tensor& 
 // What follows was measured (bench/NOTES.md).
 constexpr int64_t kFewChannels = 6;
 
-// Depthwise layers have kernels of their own; more channels than these fill the lanes of other kernels, and with large
-// steps most of the time goes into copies of single pixels.
+// More channels than these fill the lanes of other kernels.
 bool has_few_channels(const ConvShape& shape) {
-  constexpr int64_t kGroup = 24, kStridedGroup = 15, kStride = 16, kStridedTaps = 64;
+  constexpr int64_t kGroup = 24, kStridedGroup = 15;
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  const int64_t stride = shape.stride.product();
-  if (stride > kStride || (stride > 1 && shape.taps() > kStridedTaps)) return false;
   if (shape.groups == 1) return std::min(inputs, outputs) <= kFewChannels;
-  return stride > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
+  return shape.stride.product() > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
 }
 
-// To turn many channels takes longer than to sum them.
-bool suits_channels_last(const ConvShape& shape) {
-  constexpr int64_t kTurned = 16;
-  if (shape.groups > 1 || shape.stride.product() > 1) return false;
-  const bool first = shape.inputs <= kFewChannels && shape.outputs <= kTurned;
-  return first || (shape.outputs <= kFewChannels && shape.taps() > 1);
+// Channels of y up to which it is as fast to turn as to sum them. Of more, of first layers alone, the vendor's gradient of
+// x takes so long that both are faster by strips.
+constexpr int64_t kTurned = 16, kTurnedBackward = 256;
+
+bool has_many_turned(const ConvShape& shape, bool last) { return last && shape.outputs > kTurned; }
+
+bool has_few_turned(const ConvShape& shape, bool transposed) {
+  if (shape.groups > 1) return false;
+  const int64_t inputs = transposed ? shape.outputs : shape.inputs, outputs = transposed ? shape.inputs : shape.outputs;
+  if (inputs <= kFewChannels) return outputs <= (transposed ? kTurned : kTurnedBackward);
+  const bool strided = shape.stride.product() > 1 && !transposed;
+  return outputs <= kFewChannels && shape.taps() > 1 && !strided;
+}
+
+// With large steps most of the time goes into copies of single pixels.
+bool has_large_steps(const ConvShape& shape) {
+  constexpr int64_t kStride = 16, kStridedTaps = 64;
+  const int64_t stride = shape.stride.product();
+  return stride > kStride || (stride > 1 && shape.taps() > kStridedTaps);
+}
+
+// Whether so few pixels lie side by side that most of the time goes into copies. Then other kernels are faster, where
+// there are some.
+bool has_short_lines(const ConvShape& shape) {
+  constexpr int64_t kShort = 4;
+  const bool whole = shape.taps() == 1 && shape.stride.product() == 1;
+  return (whole ? shape.size.product() : std::max(shape.size.column, shape.output_size().column)) <= kShort;
 }
 
 // Whether most of the places are pixels, or few channels are summed at the others.
@@ -120,9 +143,11 @@ bool is_dense(const ConvShape& shape) {
 // For the tests: whether a layer goes this way, forward and backward; of a transposed one, the convolution whose data
 // gradient it is.
 std::tuple<bool, bool> cpu_conv_strips(const Extents& maps, const Extents& kernel, const Extents& stride,
-                                       const Extents& padding, const Extents& dilation, int64_t groups, bool last) {
+                                       const Extents& padding, const Extents& dilation, int64_t groups, bool transposed,
+                                       bool last) {
   const ConvShape shape = listed_shape(maps, kernel, stride, padding, dilation, groups);
-  return {suits_strips(shape, last) && !is_vendors_forward(shape), suits_strips(shape, last)};
+  const bool suits = suits_strips(shape, transposed, last);
+  return {suits && (transposed || !is_vendors_forward(shape, last)), suits};
 }
 
 }  // namespace
@@ -135,26 +160,32 @@ const StripKernels* strip_kernels() {
   return nullptr;
 }
 
-bool suits_strips(const ConvShape& shape, bool last) {
-  if (!strip_kernels() || !shape.is_sound() || !shape.has_one_level() || shape.is_depthwise()) return false;
-  return is_dense(shape) && (last ? suits_channels_last(shape) : has_few_channels(shape));
+bool suits_strips(const ConvShape& shape, bool transposed, bool last) {
+  if (!strip_kernels() || !shape.is_sound() || !shape.has_one_level()) return false;
+  if (shape.is_depthwise() || has_large_steps(shape) || !is_dense(shape)) return false;
+  if (!(last ? has_few_turned(shape, transposed) : has_few_channels(shape))) return false;
+  return !has_short_lines(shape) || !conv_layer_method(shape, transposed);
 }
 
-bool is_vendors_forward(const ConvShape& shape) {
+bool is_vendors_forward(const ConvShape& shape, bool last) {
   constexpr int64_t kManyTaps = 25, kShortLine = 64;
+  if (has_many_turned(shape, last)) return true;
   const bool strided = shape.stride.product() > 1 && shape.taps() > kManyTaps && shape.groups == 1;
   return strided && shape.output_size().column < kShortLine;
 }
 
+bool is_vendors_backward(const ConvShape& shape, bool last, bool input) { return has_many_turned(shape, last) && !input; }
+
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms) {
   const ConvShape& shape = layer.shape;
-  const int64_t workers = workers_for(shape);
+  int64_t workers = workers_for(shape);
   const Triple input = shape.size, output = shape.output_size();
   const StripLayout source = layout_of(layer.x, layer.transposed ? output : input);
   const StripLayout target = layout_of(y, layer.transposed ? input : output);
   const StripKernels* kernels = strip_kernels();
   StripPlan plan = sums_plan(*kernels, layer, layer.transposed, target, workers);
-  if (is_too_much(plan.room.size)) return false;
+  if (plan.room.size > kMostOfOne) return false;
+  workers = workers_within(workers, plan.room.size);
   plan.offsets = strip_offsets(plan.strips, plan.cut);
   row_norms(layer.v, norms, 0, shape.outputs);
   const std::vector<float> scale = scales_of(layer.gain, norms, shape.outputs);
@@ -179,7 +210,7 @@ bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, 
 bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor& y, const float* norms,
                          const ConvGradients& gradients) {
   const ConvShape& shape = layer.shape;
-  const int64_t workers = workers_for(shape);
+  int64_t workers = workers_for(shape);
   // x and dx; dz, which lies as dy does.
   const Triple size = layer.transposed ? shape.output_size() : shape.size;
   const StripLayout x = layout_of(layer.x, size), dx = layout_of(gradients.dx, size);
@@ -189,7 +220,8 @@ bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor
   StripPlan weight = gradient_plan(*kernels, layer, layer.transposed ? x : dz);
   const WeightSums weight_sums(weight);
   const int64_t each = std::max(gradients.dx ? input.room.size : 0, gradients.dv ? weight.room.size : 0);
-  if (is_too_much(each)) return false;
+  if (each > kMostOfOne) return false;
+  workers = workers_within(workers, each);
   if (gradients.dx) input.offsets = strip_offsets(input.strips, input.cut);
   if (gradients.dv) {
     weight.offsets = strip_offsets(weight.strips, weight.cut);
