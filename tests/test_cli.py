@@ -55,6 +55,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--init", "magic"], "--init magic: is not a scheme; there are arpit2019"),
         (["--init-option", "magic=1"], "--init arpit2019: magic: no option"),
         (["--init-option", "magic"], "'magic' must be NAME=VALUE"),
+        (["--init-option", "sample=3"], "--init-option sample=3: is no option of scheme 'arpit2019'"),
+        (["--cutout", "200"], "--cutout 200: leaves nothing of any image of 8 x 8 pixels"),
+        (["--width", "100000000"], "there is not enough memory for the network; make --width 100000000 or --depth 16"),
         (["--batch-size", "0"], "--batch-size 0: must be 1 or more"),
         (["--epochs", "0"], "--epochs 0: must be 1 or more"),
         (["--accumulate", "0"], "--accumulate 0: must be 1 or more"),
@@ -113,8 +116,8 @@ def test_a_full_disk_says_how_to_go_on(
     arguments = ["train", "--depth", "10", "--batch-size", "512", "--epochs", "3", "--out", str(out)]
     assert cli.main(arguments) == 1
     says = capsys.readouterr().err
-    assert "No space left on device; stopped after 1 of 3 epochs" in says
-    assert f"go on with `wnfused train --out {out} --resume`" in says
+    assert f"No space left on device: '{out / 'last.ckpt'}'; stopped after 1 of 3 epochs" in says
+    assert says.endswith(f"; go on with `wnfused train --out {out} --resume`\n")
     monkeypatch.undo()
     assert cli.main(["train", "--out", str(out), "--resume"]) == 0
 
@@ -155,6 +158,23 @@ def test_resuming_nothing_says_so(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert capsys.readouterr().out.startswith(f"no run in {out}: starting one\n")
     assert cli.main(["train", "--resume", "--out", str(out)]) == 0
     assert "no run in" not in capsys.readouterr().out
+
+
+def test_no_start_is_announced_in_a_folder_that_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "best.ckpt").touch()
+    says = refused(capsys, *TRAIN, "--resume", "--out", str(tmp_path))
+    assert "holds parts of a run, neither config.json nor last.ckpt to go on by: choose another folder" in says
+    (tmp_path / "file").touch()
+    assert "cannot be written" in refused(capsys, *TRAIN, "--resume", "--out", str(tmp_path / "file" / "run"))
+
+
+def test_a_run_that_was_announced_and_refused_leaves_no_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    assert cli.main([*TRAIN, "--resume", "--init-option", "sample=3", "--out", str(out)]) == 2
+    assert capsys.readouterr().out == f"no run in {out}: starting one\n"
+    assert not out.exists()
 
 
 @pytest.fixture
@@ -406,6 +426,7 @@ def test_probe_of_one_image_under_batch_norm(capsys: pytest.CaptureFixture[str],
     ("arguments", "says"),
     [
         (["probe", "--samples", "0"], "--samples 0: must be 1 or more"),
+        (["probe", "--checkpoint", ""], "argument --checkpoint: is empty; name a path, or . for the current folder"),
         (["probe", "--depth", "16", "--init", "magic"], "--init magic: is not a scheme"),
         (["probe", "--out", "p.txt"], "--out p.txt: is no name of a picture; end it in .png, .pdf, .svg"),
         (["probe", "--out", "/proc/p.png"], "--out /proc/p.png: cannot be written"),

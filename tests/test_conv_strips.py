@@ -178,7 +178,9 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(*counts, size, kernel, stride, padding, dilation, is_transposed, extra, groups)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     case=cases(),
     activation=st.sampled_from(["none", "relu", "leaky_relu"]),

@@ -39,12 +39,26 @@ def test_outputs_and_input_gradients_are_the_same():
 
 def test_weights_are_normalised_once():
     layer, x = WNLinear(4, 4), torch.randn(2, 4)
-    with wnfused.use_backend("reference"), torch.no_grad():
-        reference = dispatch.backend_module("reference")
-        with patch.object(reference, "linear", wraps=reference.linear) as calls, wnfused.frozen(layer):
+    with patch("wnfused.functional.linear", wraps=wnfused.functional.linear) as calls, torch.no_grad():
+        with wnfused.frozen(layer):
             for _ in range(3):
                 layer(x)
         assert calls.call_count == 0
+        layer(x)
+        assert calls.call_count == 1
+
+
+def test_a_backend_asked_for_by_name_runs_the_layers():
+    layer, x = WNLinear(4, 4), torch.randn(2, 4)
+    reference = dispatch.backend_module("reference")
+    with torch.no_grad(), wnfused.frozen(layer), wnfused.use_backend("reference"):
+        with patch.object(reference, "linear", wraps=reference.linear) as calls:
+            layer(x)
+        assert calls.call_count == 1
+    with torch.no_grad(), wnfused.frozen(layer), wnfused.use_backend("triton"):
+        if wnfused.backend_status()["triton"] is not None:
+            with pytest.raises(wnfused.BackendUnavailableError):
+                layer(x)
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))

@@ -327,7 +327,8 @@ def test_outputs_have_the_range_of_an_un_normalised_layer(isa, rows, x_size, v_s
 
 # What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding, of groups with a
 # dilation, of a single tap with a stride, of groups whose outputs are one column; float32 ones padded far beyond their
-# depth; transposed ones in float32 with a stride and a dilation.
+# depth, and those of one input channel whose output is one column; transposed ones in float32 with a stride and a
+# dilation. And by torch: groups beside an image cut out of others, with weights in channels_last.
 MISLEADING = {
     "outputs of a group": (
         lambda: wnfused.WNConv2d(96, 288, 5, (1, 5), 2, groups=96),
@@ -382,6 +383,18 @@ MISLEADING = {
         (2, 16, 3, 8, 3),
         torch.float32,
     ),
+    "a stem on a shallow volume": (lambda: wnfused.WNConv3d(3, 16, 7, 2, 3), (2, 3, 5, 9, 9), torch.float32),
+    "a stem on a shallow volume in bfloat16": (
+        lambda: wnfused.WNConv3d(1, 2, (7, 2, 5), (2, 2, 1), (3, 0, 2)),
+        (2, 1, 7, 6, 11),
+        torch.bfloat16,
+    ),
+    "one column of one channel": (lambda: wnfused.WNConv2d(1, 1, 3, (1, 2), 1), (2, 1, 9, 2), torch.float32),
+    "one column of one channel, two outputs": (
+        lambda: wnfused.WNConv2d(1, 2, 3, (1, 2), 1),
+        (2, 1, 9, 1),
+        torch.float32,
+    ),
     "dilated": (lambda: wnfused.WNConvTranspose1d(32, 1, 8, 3, 15, dilation=3), (2, 32, 31), torch.float32),
     "groups": (lambda: wnfused.WNConvTranspose1d(64, 64, 8, 2, 18, 1, 4, dilation=3), (2, 64, 35), torch.float32),
     "channels last": (
@@ -399,6 +412,42 @@ MISLEADING = {
 def test_what_the_vendor_gets_wrong(name, last, backend, create_graph):
     make, shape, dtype = MISLEADING[name]
     check_where_the_vendor_is_wrong(make().to(dtype), torch.randn(shape).to(dtype), last, backend, create_graph)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("name", MISLEADING)
+def test_what_the_vendor_gets_wrong_inside_frozen(name, last):
+    make, shape, dtype = MISLEADING[name]
+    layer, x = make().to(dtype), torch.randn(shape).to(dtype)
+    if last and x.dim() > 3:
+        x = x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    exact = copy.deepcopy(layer).double()
+    wanted = exact(x.double()).detach()
+    with torch.no_grad(), wnfused.frozen(layer):
+        found = layer(x)
+    assert found.dtype == dtype
+    assert (found.double() - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()
+    if dtype == torch.bfloat16:  # float32 parameters, and autocast's dtype
+        layer = layer.float()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), wnfused.frozen(layer):
+            found = layer(x.float())
+        assert found.dtype == dtype
+        assert (found.double() - wanted).norm() <= 2 * TOLERANCE[dtype] * wanted.norm()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_groups_beside_an_image_that_is_cut_out_of_others(kernel, dtype, backend):
+    layer = wnfused.WNConv2d(32, 32, kernel, padding=kernel // 2, groups=2, dtype=dtype)
+    layer.to(memory_format=torch.channels_last)
+    x = torch.randn(4, 32, 16, 16, dtype=dtype).to(memory_format=torch.channels_last)
+    with wnfused.use_backend(backend):
+        whole = torch.autograd.grad(layer(x[:1]).square().sum(), list(layer.parameters()))
+        for image in (x[0][None], x[0]):
+            cut_out = torch.autograd.grad(layer(image).square().sum(), list(layer.parameters()))
+            for one, other in zip(cut_out, whole, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])

@@ -4,6 +4,7 @@ import copy
 import pickle
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -135,6 +136,24 @@ def test_separate_blocks_are_deep_too():
     copy.deepcopy(model)
     repr(model)
     assert len(wnfused.init.find_roles(model)) == 3004
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, torch.tensor])
+def test_integers_of_any_kind(kind):
+    two, three = kind(2), kind(3)
+    for ours, plain in (
+        (wrn(kind(10), two, kind(7), three, recompute=two), wrn(10, 2, 7, 3, recompute=2)),
+        (resnet(kind(8), two, three, kind(1), norm="batch"), resnet(8, 2, 3, 1, norm="batch")),
+        (cnn(three, two, three, two), cnn(3, 2, 3, 2)),
+        (mlp(two, three, two, two, image_size=three), mlp(2, 3, 2, 2, image_size=3)),
+        (mlp(two, three, in_features=kind(5)), mlp(2, 3, in_features=5)),
+    ):
+        assert repr(ours) == repr(plain)
+        assert ours.state_dict().keys() == plain.state_dict().keys()
+        head = next(m for m in ours.modules() if type(m) is nn.Linear)
+        assert type(head.in_features) is type(head.out_features) is int
+    with pytest.raises(ValueError, match="width: 0 must be an int of at least 1"):
+        cnn(3, kind(0))
 
 
 @pytest.mark.parametrize(

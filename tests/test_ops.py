@@ -227,6 +227,14 @@ def test_the_backward_runs_on_the_backend_of_its_forward():
     assert spy.called
 
 
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+@pytest.mark.parametrize("name", ["conv", "conv_transpose"])
+def test_every_convolution_tells_of_its_own_dims(name, spatial):
+    text = getattr(wnfused.functional, f"{name}{spatial}d").__doc__
+    assert f"[N, C_in, {', '.join('DHW'[-spatial:])}]" in text
+    assert ("channels_last (_3d) is kept." in text) == (name == "conv" and spatial > 1)
+
+
 def test_empty_batches_give_empty_outputs_and_zero_gradients():
     v = torch.randn(4, 3, 3, 3, requires_grad=True)
     g = torch.ones(4, requires_grad=True)

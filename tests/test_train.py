@@ -219,8 +219,8 @@ def test_cuda_graphs_need_cuda(tmp_path: Path, device: str) -> None:
         ({"milestones": ("a",)}, r"--milestones \('a',\): must be epochs"),
         ({"milestones": (1.5,)}, r"--milestones \(1\.5,\): must be epochs"),
         ({"milestones": (True,)}, r"--milestones \(True,\): must be epochs"),
-        ({"init_options": {3: 4}}, r"--init-options \{3: 4\}: must be options by name"),
-        ({"init_options": {"v": ["he"]}}, r"--init-options \{'v': \['he'\]\}: must be options by name, each a number"),
+        ({"init_options": {3: 4}}, r"--init-option \{3: 4\}: must be options by name"),
+        ({"init_options": {"v": ["he"]}}, r"--init-option \{'v': \['he'\]\}: must be options by name, each a number"),
     ],
 )
 def test_a_field_of_the_wrong_type_is_named(wrong: dict[str, Any], message: str) -> None:
@@ -266,8 +266,14 @@ def test_a_value_that_cannot_work_is_named(wrong: dict[str, Any], message: str) 
             "--strategy ddp_spawn: trains in processes that keep their results",
         ),
         ({"strategy": "xla"}, "--strategy xla: cannot be used here"),
-        ({"init_options": {"sample": 3}}, "sample: is no option of scheme 'arpit2019'"),
-        ({"width": 2**31 - 1}, "--model wrn: "),
+        ({"init_options": {"sample": 3}}, "--init-option sample=3: is no option of scheme 'arpit2019'"),
+        (
+            {"width": 2**31 - 1},
+            "--model wrn: there is not enough memory for the network; make --width 2147483647 or --depth 16 smaller",
+        ),
+        ({"model": "cnn", "width": 2**31 - 1}, "--model cnn: there is not enough memory for the network"),
+        ({"cutout": 15}, "--cutout 15: leaves nothing of any image of 8 x 8 pixels; use 14 or less for digits"),
+        ({"cutout": 31, "data": "synthetic"}, "--cutout 31: .* use 30 or less for synthetic"),
     ],
 )
 def test_what_cannot_be_built_is_named_and_leaves_nothing(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:

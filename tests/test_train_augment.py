@@ -63,6 +63,13 @@ def test_cutout(data: Dataset, length: int) -> None:
         assert torch.equal(image, expected)
 
 
+def test_the_smallest_square_that_leaves_nothing(data: Dataset) -> None:
+    """Images of 16x16, whose centres may lie in any of their pixels."""
+    every = torch.arange(len(data.train))
+    assert not images_of(Augmentation(cutout=31), data, every).any()
+    assert images_of(Augmentation(cutout=30), data, every).any()
+
+
 def test_mixup(data: Dataset) -> None:
     images, labels, partners, share = Augmentation(mixup=0.4)(data, INDICES, 0, 2)
     for i, index in enumerate(INDICES.tolist()):

@@ -95,6 +95,29 @@ def test_parts_of_a_run_with_nothing_to_go_on_by_are_left_alone(tmp_path: Path) 
     assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
 
 
+@pytest.mark.parametrize(
+    ("others", "right"),
+    [
+        ([], "delete it, and --resume starts a run"),
+        (["best.ckpt"], r"there is no last\.ckpt to go on by: choose another folder"),
+        (["result.json"], r"there is no last\.ckpt to go on by: choose another folder"),
+        (["best.ckpt", "last.ckpt"], "delete it, and --resume goes by the last checkpoint"),
+    ],
+)
+def test_a_broken_configuration_says_what_leads_on(tmp_path: Path, others: list[str], right: str) -> None:
+    for name in ("config.json", *others):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(UsageError, match=rf"config\.json: cannot be read: .*; {right}$"):
+        train(SMALL, tmp_path, resume=True)
+
+
+def test_a_broken_result_without_a_checkpoint_says_what_leads_on(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"config": SMALL.to_dict()}))
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"result\.json: .*; delete it, and --resume trains again from the start"):
+        train(SMALL, tmp_path, resume=True)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed", "foreign"])
 def test_a_corrupt_checkpoint_is_refused_and_nothing_is_lost(tmp_path: Path, damage: str) -> None:
     with pytest.raises(Interrupted):

@@ -14,17 +14,28 @@ def convolution(
     transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> Tensor:  # fmt: skip
     """``torch.convolution``, right as it is and differentiated, whoever asks for the derivatives."""
-    w = w.contiguous() if transposed and groups > 1 else w  # oneDNN misreads such weights in other formats
+    x, w = _readable(x, w, transposed, groups)
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    # Whoever differentiates this takes torch's own derivative of it.
-    recorded = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
-    wrong = _is_unwritten(x, w, *geometry[:-1])
-    # A transposed convolution is the data gradient of another.
-    backwards = (recorded or transposed) and _backward_is_wrong(x, w, stride, dilation, transposed, groups, recorded)
-    if not (wrong or backwards):
+    if not is_misled(x, w, *geometry, x.dtype):
         return torch.convolution(x, w, bias, *geometry)
     y = torch.convolution(x.double(), w.double(), None if bias is None else bias.double(), *geometry)
     return y.to(x.dtype)
+
+
+def is_misled(
+    x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    output_padding: Sequence[int], groups: int, dtype: torch.dtype,
+) -> bool:  # fmt: skip
+    """Whether ``torch.convolution`` in ``dtype``, or what autograd records of it here, is wrong."""
+    if _is_wide_or_traced(x):
+        return False
+    # Whoever differentiates this takes torch's own derivative of it.
+    recorded = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
+    half = dtype == torch.bfloat16
+    # A transposed convolution is the data gradient of another.
+    if (recorded or transposed) and _backward_is_wrong(w, stride, dilation, transposed, groups, half, recorded):
+        return True
+    return _is_unwritten(x, w, stride, padding, dilation, transposed, output_padding, half)
 
 
 def convolution_backward(
@@ -32,14 +43,28 @@ def convolution_backward(
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int, needs: list[bool],
 ) -> Sequence[Tensor]:  # fmt: skip
     """torch's ``(dx, dw, db)``, in float64 where it would get them wrong."""
+    x, w = _readable(x, w, transposed, groups)
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     backward = torch.ops.aten.convolution_backward
-    wrong = _backward_is_wrong(x, w, stride, dilation, transposed, groups, needs[1])
-    if not (wrong or _is_unwritten(x, w, *geometry[:-1])):
+    half = x.dtype == torch.bfloat16
+    wrong = not _is_wide_or_traced(x) and (
+        _backward_is_wrong(w, stride, dilation, transposed, groups, half, needs[1])
+        or _is_unwritten(x, w, *geometry[:-1], half)
+    )
+    if not wrong:
         found: Sequence[Tensor] = backward(dz, x, w, bias_sizes, *geometry, needs)
         return found
     wider = backward(dz.double(), x.double(), w.double(), bias_sizes, *geometry, needs)
     return [t.to(x.dtype) if needed else t for t, needed in zip(wider, needs, strict=True)]
+
+
+def _readable(x: Tensor, w: Tensor, transposed: bool, groups: int) -> tuple[Tensor, Tensor]:
+    """What is misread in channels_last, contiguous: weights of groups in transposed convolutions, by oneDNN; a single
+    image cut out of others, ``x[0][None]``, before groups, by torch, which looks at the distance to the next one."""
+    if groups == 1:
+        return x, w
+    cut_out = not torch.compiler.is_compiling() and x.shape[0] == 1 and x.stride(0) != x.numel()
+    return x.contiguous() if cut_out else x, w.contiguous() if transposed else w
 
 
 def _is_wide_or_traced(x: Tensor) -> bool:
@@ -47,7 +72,7 @@ def _is_wide_or_traced(x: Tensor) -> bool:
 
 
 def _backward_is_wrong(
-    x: Tensor, w: Tensor, stride: Sequence[int], dilation: Sequence[int], transposed: bool, groups: int, weight: bool
+    w: Tensor, stride: Sequence[int], dilation: Sequence[int], transposed: bool, groups: int, half: bool, weight: bool
 ) -> bool:
     """Whether the backward alone is wrong, by oneDNN 3.x on a CPU (torch 2.13); ``weight``: that gradient is asked for.
 
@@ -55,9 +80,7 @@ def _backward_is_wrong(
     gradients are wrong in transposed convolutions with a stride and a dilation, and of groups in bfloat16 with a
     dilation.
     """
-    if _is_wide_or_traced(x):
-        return False
-    half, strided, dilated = x.dtype == torch.bfloat16, max(stride) > 1, max(dilation) > 1
+    strided, dilated = max(stride) > 1, max(dilation) > 1
     if half and strided and w.shape[1] < 16 and math.prod(w.shape[2:]) == 1:
         return True
     return weight and dilated and ((transposed and strided) or (half and groups > 1))
@@ -65,21 +88,18 @@ def _backward_is_wrong(
 
 def _is_unwritten(
     x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
-    output_padding: Sequence[int],
+    output_padding: Sequence[int], half: bool,
 ) -> bool:  # fmt: skip
     """Whether results may be unwritten memory, or the process crash, by the same library.
 
-    That is so in bfloat16 where one of a kernel's taps meets nothing but padding; over three dims where no window lies
-    within the depth or its padding is more than half of a window; and where groups of one channel have several outputs,
-    one column wide, with a stride along it. In float32 over three dims where both hold of the depth, and there is a
-    stride along it. (``conv_vendor.cpp`` asks the same of its own calls.)
+    That is so over three dims with a stride along the depth where no window lies within it; and where groups of one
+    channel are one column wide in the output, with a stride along it. In bfloat16 it is so, too, where one of a
+    kernel's taps meets nothing but padding, and over three dims where no window lies within the depth, or its padding
+    is more than half of a window. (``conv_vendor.cpp`` asks the same of its own calls.)
     """
-    half = x.dtype == torch.bfloat16
-    if not (half or w.dim() == 5) or _is_wide_or_traced(x):
-        return False
-    extents = zip(x.shape[2:], w.shape[2:], stride, padding, dilation, output_padding, strict=True)
     if min(stride) < 1:  # torch refuses it
         return False
+    extents = zip(x.shape[2:], w.shape[2:], stride, padding, dilation, output_padding, strict=True)
     for dim, (size, taps, s, p, d, extra) in enumerate(extents):
         reach, inside = (taps - 1) * d, -(-p // s)  # the first window that begins within
         count = (size + 2 * p - reach - 1) // s + 1
@@ -87,12 +107,12 @@ def _is_unwritten(
             count, size = size, (size - 1) * s - 2 * p + reach + extra + 1
         if w.dim() == 5 and dim == 0:
             beyond, deep = inside >= count or inside * s - p + reach >= size, 2 * p > reach
-            if (beyond or deep) if half else (beyond and deep and s > 1):
+            if (beyond or deep) if half else (beyond and s > 1):
                 return True
-        if not half:
-            return False
         if dim == w.dim() - 3 and w.shape[1] == 1 and count == 1 and s > 1:
             return True
+        if not half:
+            continue
         for shift in range(-p, taps * d - p, d):
             first = max(0, -(shift // s))  # the window in which the tap is past the padding before
             if first >= count or first * s + shift >= size:

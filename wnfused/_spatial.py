@@ -36,6 +36,8 @@ def extents(name: str, value: Extent, spatial: int, least: int | None, exact: bo
 def text_in_dims(spatial: int, text: str) -> str:
     """A docstring of two spatial dims, for another number of them."""
     sizes, ones = "DHW"[-spatial:], ", 1" * (spatial + 1)
+    if spatial == 1:
+        text = text.replace(" channels_last (_3d) is kept.", "")
     for in_two, here in (
         ("H, W", ", ".join(sizes)),
         ("H', W'", ", ".join(f"{size}'" for size in sizes)),

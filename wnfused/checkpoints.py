@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wnfused import functional
 from wnfused.nn import WeightNormalised, WNResidualStage
@@ -40,13 +41,16 @@ def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new")
 
     Raises:
         TypeError: ``source`` is neither a module nor a mapping.
-        ValueError: ``api`` is none of the three.
+        ValueError: ``api`` is none of the three, or a lazy layer has no shape yet.
     """
     if api not in APIS:
         raise ValueError(f"api: unknown {api!r}; use 'old', 'new' or 'plain'")
     if not isinstance(source, (nn.Module, Mapping)):
         raise TypeError(f"source: expected an nn.Module or a state dict, got {type(source).__name__}")
     state = _copy(source.state_dict() if isinstance(source, nn.Module) else source)
+    for name, entry in state.items():
+        if is_lazy(entry):
+            raise ValueError(f"source: {name!r} has no shape yet; run the model once")
     _rename(state, _prefixes(state, *ORIGINALS.values()), {new: old for old, new in ORIGINALS.items()})
     stages = [p for p in _prefixes(state, *ORIGINALS) if state[f"{p}weight_v"].dim() == 6 and f"{p}bias" in state]
     for prefix in stages:

@@ -7,6 +7,7 @@ torch alone; the others say which extra to install when a library is missing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -160,12 +161,15 @@ def _train(out: Path, resume: bool, data_folder: Path | None, **given: Any) -> i
     from wnfused.train.folder import RunFolder
     from wnfused.train.run import train
 
-    saved = RunFolder(out).saved_config() if resume else None
+    folder = RunFolder(out)
+    saved = folder.saved_config() if resume else None
     config = from_options(given, saved)
-    if resume and saved is None and is_first_process():
-        print(f"no run in {out}: starting one", flush=True)
-    with Console(config.epochs) as console:
-        result = train(config, out, resume=resume, data_folder=data_folder, reporter=console)
+    starting = resume and saved is None and is_first_process()
+    with folder.claimed(resume=True) if starting else contextlib.nullcontext():
+        if starting:
+            print(f"no run in {out}: starting one", flush=True)
+        with Console(config.epochs) as console:
+            result = train(config, out, resume=resume, data_folder=data_folder, reporter=console)
     if is_first_process():
         print(_verdict(result), f"-> {out / 'result.json'}")
     return 0
@@ -224,7 +228,7 @@ def _add_probe(commands: Any) -> None:
         "--checkpoint",
         action="append",
         dest="checkpoints",
-        type=Path,
+        type=_path,
         metavar="PATH",
         help="a run's folder, one of its checkpoints, or a state_dict of the model that the options describe; "
         "may be repeated",

@@ -74,6 +74,8 @@ def activation_gradient_bounds(
 
     Args:
         inputs: ``[n, ...]``; targets: classes ``[n]``, int64.
+        filter: which modules are stations, see ``wnfused.diagnostics.stations``.
+        progress: True for a bar on the terminal, or a function of (steps done, None): forward and backward.
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work; outputs that are no logits ``[n, classes]``.
@@ -152,6 +154,7 @@ def parameter_gradient_bounds(
         inputs: ``[n, ...]``; targets: classes ``[n]``, int64.
         sets: names of parameters under a name of your own; default: ``homogeneous_sets``.
         batch_size: samples differentiated at once; None: all.
+        progress: True for a bar on the terminal, or a function of (mini-batches done, None).
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work; outputs that are no logits ``[n, classes]``.

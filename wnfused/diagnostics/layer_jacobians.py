@@ -80,6 +80,7 @@ def layer_jacobians(
 
     Args:
         method, probes, generator: as in ``wnfused.diagnostics.jacobian_spectrum``.
+        filter: which modules are stations, see ``wnfused.diagnostics.stations``.
         progress: True for a bar on the terminal, or a function of (stations done, None).
 
     Raises:
@@ -151,6 +152,7 @@ def jacobian_growth(
     Args:
         inputs: ``[n, ...]``, floating point.
         generator: of the tangents; default: seeded with 0.
+        filter: which modules are stations, see ``wnfused.diagnostics.stations``.
         progress: True for a bar on the terminal, or a function of (stations done, None).
 
     Raises:

@@ -39,6 +39,12 @@ WEIGHTS = ("gaussian", "orthogonal")
 def q_map(activation: Activation, q: float, sw2: float, sb2: float) -> float:
     """``sw^2 E phi(sqrt(q) z)^2 + sb^2``: the next layer's variance of a pre-activation.
 
+    Args:
+        activation: phi, a name or a function, see ``Activation``.
+        q: the variance before this layer; finite, at least 0.
+        sw2: ``sw^2``, the weights' variance times fan-in; finite, at least 0.
+        sb2: ``sb^2``, the biases' variance; finite, at least 0.
+
     Raises:
         TypeError, ValueError: a variance that is not finite and at least 0; an activation that is unknown, or as a
             function is not elementwise.
@@ -53,6 +59,9 @@ def fixed_point(activation: Activation, sw2: float, sb2: float) -> float:
     Infinite where it grows without end; NaN for ReLU and linear layers at their critical point (``sw^2`` 2 or 1 and
     ``sb^2 = 0``), where every q is fixed and chi depends on none. The map is taken to be concave in q, as it is for
     saturating activations.
+
+    Args:
+        activation, sw2, sb2: as in ``q_map``.
 
     Raises:
         TypeError, ValueError: as ``q_map``.
@@ -92,6 +101,9 @@ def chi(activation: Activation, sw2: float, sb2: float) -> float:
 
     Where q* is infinite, its limit for large q.
 
+    Args:
+        activation, sw2, sb2: as in ``q_map``; the activation has a derivative.
+
     Raises:
         TypeError, ValueError: as ``q_map``; an activation without a derivative.
     """
@@ -102,6 +114,10 @@ def order_chaos_boundary(activation: Activation, q: ArrayLike) -> tuple[np.ndarr
     """``(sw^2, sb^2)`` on the line ``chi = 1``, for fixed points ``q`` of any shape.
 
     ReLU and linear layers have a single point, ``(2, 0)`` and ``(1, 0)``, whatever q is.
+
+    Args:
+        activation: as in ``chi``.
+        q: finite, at least 0; a number or an array.
 
     Returns:
         Both in the shape of q, float64.
@@ -147,6 +163,7 @@ def jacobian_theory(
     What is too large for a float is infinite.
 
     Args:
+        activation, sw2, sb2: as in ``chi``.
         depth: L, at least 1.
         weights: ``"gaussian"`` or ``"orthogonal"`` (scaled by sw).
 
@@ -359,6 +376,7 @@ def phase_diagram(activation: Activation, *, largest_q: float = 3.0, points: int
     """``order_chaos_boundary`` for q* from 0 to ``largest_q``, to be drawn.
 
     Args:
+        activation: as in ``chi``.
         largest_q: finite, above 0.
         points: at least 2.
 

@@ -161,6 +161,11 @@ def orthogonality(
     One forward pass, in the mode the model is in: batch norm orthogonalises in train mode. Of each station only its
     Gram matrix of the smaller side is made, in float64, and not kept.
 
+    Args:
+        inputs: ``[n, ...]``, of any dtype that the model takes.
+        filter: which modules are stations, see ``wnfused.diagnostics.stations``.
+        progress: True for a bar on the terminal, or a function of (stations done, None).
+
     Raises:
         TypeError, ValueError: naming the argument; ``n`` must be at least 2.
     """

@@ -60,6 +60,11 @@ def similarity(
 
     One forward pass, in the mode the model is in. A representation of 0 has cosine 0 with every other.
 
+    Args:
+        inputs: ``[n, ...]``, of any dtype that the model takes.
+        filter: which modules are stations, see ``wnfused.diagnostics.stations``.
+        progress: True for a bar on the terminal, or a function of (stations done, None).
+
     Raises:
         TypeError, ValueError: naming the argument; ``n`` must be at least 2.
     """

@@ -30,6 +30,7 @@ def reset_layer_(
     Args:
         gamma: at least 0; the layer's own, or that of its activation, if None.
         kind: ``"orthogonal"`` or ``"he"``; the layer's ``init`` if None.
+        generator: source of the directions; torch's own if None.
 
     Returns:
         The gain it set.
@@ -53,6 +54,12 @@ def reset_stage_(
     generator: torch.Generator | None = None,
 ) -> tuple[float, float]:
     """All identity blocks of a stage at once, with gamma ``(2, 1 / B_k)`` unless stated; fans are equal.
+
+    Args:
+        gammas: two numbers, each at least 0, of the convolution before the ReLU and of the one that closes the block;
+            ``(2, 1 / B_k)`` if None, with ``B_k`` the blocks of the whole stage.
+        kind: ``"orthogonal"`` or ``"he"``; the stage's ``init`` if None.
+        generator: source of the directions; torch's own if None.
 
     Returns:
         The gains it set, of the convolution before the ReLU and of the one that closes the block.

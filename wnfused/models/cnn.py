@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from wnfused._numbers import positive
-from wnfused.models._common import checked_norm, conv_relu
+from wnfused.models._common import checked_norm, conv_relu, counts
 
 
 class CNN(nn.Module):
     """``depth`` 3x3 convolutions with ReLU, the first two of stride 2; global average pooling; a plain head.
+
+    Args:
+        depth, width, num_classes, in_channels, norm: as in ``cnn``.
 
     Raises:
         ValueError: naming the argument, its value and what is right.
@@ -17,7 +19,9 @@ class CNN(nn.Module):
 
     def __init__(self, depth: int, width: int, num_classes: int, in_channels: int, norm: str) -> None:
         super().__init__()
-        positive(depth=depth, width=width, num_classes=num_classes, in_channels=in_channels)
+        depth, width, num_classes, in_channels = counts(
+            depth=depth, width=width, num_classes=num_classes, in_channels=in_channels
+        )
         if depth < 2:
             raise ValueError(f"depth: {depth} must be at least 2, for the two strided convolutions")
         norm = checked_norm(norm)

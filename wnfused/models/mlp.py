@@ -6,12 +6,15 @@ import itertools
 
 from torch import Tensor, nn
 
-from wnfused._numbers import positive
-from wnfused.models._common import checked_norm, linear_relu
+from wnfused.models._common import checked_norm, counts, linear_relu
 
 
 class MLP(nn.Module):
     """``depth`` hidden layers ``Linear + ReLU`` of one width, then a plain linear head; inputs are flattened.
+
+    Args:
+        depth, width, num_classes, norm: as in ``mlp``.
+        in_features: numbers of one flattened input.
 
     Raises:
         ValueError: naming the argument, its value and what is right.
@@ -19,7 +22,9 @@ class MLP(nn.Module):
 
     def __init__(self, depth: int, width: int, num_classes: int, in_features: int, norm: str) -> None:
         super().__init__()
-        positive(depth=depth, width=width, num_classes=num_classes, in_features=in_features)
+        depth, width, num_classes, in_features = counts(
+            depth=depth, width=width, num_classes=num_classes, in_features=in_features
+        )
         norm = checked_norm(norm)
         widths = [in_features] + [width] * depth
         self.layers = nn.Sequential(*(linear_relu(norm, a, b) for a, b in itertools.pairwise(widths)))
@@ -47,6 +52,6 @@ def mlp(
         ValueError: naming the argument, its value and what is right.
     """
     if in_features is None:
-        positive(in_channels=in_channels, image_size=image_size)
+        in_channels, image_size = counts(in_channels=in_channels, image_size=image_size)
         in_features = in_channels * image_size**2
     return MLP(depth, width, num_classes, in_features, norm)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wnfused._numbers import flag, positive
-from wnfused.models._common import RESIDUAL_NORMS, checked_norm
+from wnfused._numbers import flag
+from wnfused.models._common import RESIDUAL_NORMS, checked_norm, counts
 from wnfused.nn import FixupBlock, PlainResidualBlock, ScalarBias, WNConv2d, WNResidualStage
 
 STEM_CHANNELS = 16
@@ -47,7 +47,17 @@ class ResNet(nn.Module):
 
     Stages have ``16 width``, ``32 width`` and ``64 width`` channels; the first convolution of stages 2 and 3 has
     stride 2. No non-linearity after the stem or after a block's sum, but with ``norm="fixup"``, whose blocks take an
-    input that was rectified. ``outer_norms``: batch norm after the stem and before the pooling, too.
+    input that was rectified.
+
+    Args:
+        blocks: residual blocks a stage, at least 1.
+        width: the factor of the stages' channels.
+        num_classes: outputs.
+        in_channels: channels of the input, ``[N, in_channels, H, W]`` of any size.
+        norm: ``"weight"``, ``"batch"``, ``"none"`` or ``"fixup"``, as in ``wrn``.
+        recompute: of ``wnfused.WNResidualStage``; with ``norm="weight"``. None: keep every map.
+        stack: whether a stage is one layer instead of an ``nn.Sequential`` of blocks; with ``norm="weight"``.
+        outer_norms: whether batch norm follows the stem and precedes the pooling, too.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is right.
@@ -58,11 +68,13 @@ class ResNet(nn.Module):
         stack: bool, outer_norms: bool,
     ) -> None:  # fmt: skip
         super().__init__()
-        positive(blocks=blocks, width=width, num_classes=num_classes, in_channels=in_channels)
+        blocks, width, num_classes, in_channels = counts(
+            blocks=blocks, width=width, num_classes=num_classes, in_channels=in_channels
+        )
         flag(stack=stack, outer_norms=outer_norms)
         norm = checked_norm(norm, RESIDUAL_NORMS)
         if recompute is not None:
-            positive(recompute=recompute)
+            (recompute,) = counts(recompute=recompute)
             if norm != "weight":
                 right = f"is for norm='weight'; norm={norm!r} has no stage to recompute"
                 raise ValueError(f"recompute: {recompute} {right}")
@@ -118,7 +130,7 @@ def _build(
     name: str, depth: int, width: int, num_classes: int, in_channels: int, norm: str, recompute: int | None,
     stack: bool,
 ) -> ResNet:  # fmt: skip
-    positive(depth=depth)
+    (depth,) = counts(depth=depth)
     wrong = depth_error(name, depth)
     if wrong is not None:
         raise ValueError(f"depth: {depth} {wrong}")
@@ -159,6 +171,11 @@ def resnet(
 
     Its batch-norm twin normalises after the stem and before the pooling, too, as the published code has it in this
     family alone; without that, features, and with them the logits, grow with the number of blocks.
+
+    Args:
+        depth: number of layers, the two 1x1 shortcuts not counted.
+        width: the factor k of the stages' 16k, 32k, 64k channels; with k > 1 stage 1 opens with a 1x1 shortcut too.
+        num_classes, in_channels, norm, recompute, stack: as in ``wrn``.
 
     Raises:
         TypeError, ValueError: as ``wrn``.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from wnfused._convolution import is_misled
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES
 from wnfused.ops.kept import kept_conv, kept_kernel
@@ -19,9 +21,16 @@ class Plain(nn.Module):
     def __init__(self, plain: nn.Module, activation: str | None, negative_slope: float) -> None:
         super().__init__()
         self.plain, self.activation, self.negative_slope = plain, activation, negative_slope
+        self.may_be_misled = isinstance(plain, _ConvNd) and (
+            plain.weight.dtype != torch.float32
+            or (max(plain.stride) > 1 and (plain.weight.dim() == 5 or plain.weight.shape[1] == 1))
+            or (isinstance(plain, _ConvTransposeNd) and max(plain.dilation) > 1)
+        )
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        y: Tensor = self.plain.forward(input)  # it has no hooks
+        # In float32 few layers need be asked.
+        asked = self.may_be_misled or torch._C._is_any_autocast_enabled()
+        y: Tensor = (self._product if asked else self.plain.forward)(input)  # it has no hooks
         if residual is not None:
             y = y + arguments.residual(residual, list(y.shape), y)
         if self.activation == "relu":
@@ -29,6 +38,33 @@ class Plain(nn.Module):
         if self.activation == "leaky_relu":
             return nn.functional.leaky_relu(y, self.negative_slope)
         return y
+
+    def _product(self, input: Tensor) -> Tensor:
+        """The plain layer's, in float64 where torch's own would be wrong."""
+        if not isinstance(self.plain, _ConvNd) or not _is_misled(self.plain, input):
+            y: Tensor = self.plain.forward(input)
+            return y
+        with torch.autocast(input.device.type, enabled=False):
+            wide: Tensor = copy.deepcopy(self.plain).double().forward(input.double())
+        return wide.to(arguments.autocast(input).dtype)
+
+
+def _is_misled(conv: _ConvNd, x: Tensor) -> bool:
+    """Whether torch gets a plain layer's forward wrong."""
+    dtype = arguments.autocast(x).dtype
+    if x.dim() == conv.weight.dim() - 1:
+        x = x[None]
+    padding: Any = conv.padding
+    if conv.padding_mode != "zeros":
+        x, padding = nn.functional.pad(x, conv._reversed_padding_repeated_twice), (0,) * len(conv.kernel_size)
+    elif padding == "valid":
+        padding = (0,) * len(conv.kernel_size)
+    elif padding == "same":  # where that is odd, the extra zero goes behind
+        reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        x = nn.functional.pad(x, [n for r in reversed(reach) for n in (0, r % 2)])
+        padding = [r // 2 for r in reach]
+    geometry = (conv.stride, padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
+    return is_misled(x, conv.weight, *geometry, dtype)
 
 
 class ByPixels(nn.Module):

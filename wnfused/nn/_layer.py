@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from wnfused import functional
+from wnfused import dispatch, functional
 from wnfused._numbers import at_least_0, number, truth
 from wnfused.nn._keys import to_old
 from wnfused.nn._rule import check_directions, reset_layer
@@ -225,11 +225,13 @@ class WeightNormalised(nn.Module):
             return self.weight_v, self.weight_g, bias
 
     def _runs_frozen(self, input: Tensor) -> bool:
-        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded, or the layer was moved or given
-        other parameters since (``torch.func.functional_call``)."""
+        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded, another backend is asked for by
+        name, or the layer was moved or given other parameters since (``torch.func.functional_call``)."""
         form: Any = self._frozen
         if form is None or not isinstance(input, Tensor):  # the latter is a proxy of torch.fx
             return False
+        if not torch.compiler.is_compiling() and dispatch.requested() not in (None, "native"):
+            return False  # another backend would have no part in it
         if input.device != form.made_for[1] or not _goes_with(input, form.made_for[0]):
             return False
         # Under vmap torch does not autocast a plain layer.
@@ -257,6 +259,7 @@ class WeightNormalised(nn.Module):
         def split(weight: Tensor) -> tuple[Tensor, Tensor]:
             if not is_lazy(self.weight_v) and weight.shape != self.weight_v.shape:
                 return self.weight_g, weight  # torch's own error will name weight_v
+            weight = weight.to(self.weight_v.dtype)  # in which its norm is not rounded once more
             norm = row_norm(weight, self.dim).to(weight.dtype).reshape(self._gain_shape(weight))
             return norm, with_directions(weight, norm, self.weight_v)
 

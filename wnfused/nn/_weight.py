@@ -125,6 +125,9 @@ class EffectiveWeight(Tensor):
             return super().set_(*args, **kwargs)
         raise RuntimeError("weight: set_ cannot reach weight_v and weight_g; assign layer.weight instead")
 
+    def __format__(self, spec: str) -> str:
+        return format(_plain(self), spec)
+
     def apply_(self, *args: Any) -> Any:
         return self._in_python(Tensor.apply_, args)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wnfused._numbers import positive
+from wnfused._numbers import plain_int, positive
 
 
 def fixup_scalars(model: nn.Module) -> list[nn.Parameter]:
@@ -74,6 +74,8 @@ class FixupBlock(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        counts = (in_channels, out_channels, stride, num_branches)
+        in_channels, out_channels, stride, num_branches = map(plain_int, counts)
         positive(in_channels=in_channels, out_channels=out_channels, stride=stride, num_branches=num_branches)
         self.num_branches = num_branches
         where = {"device": device, "dtype": dtype}

@@ -7,6 +7,7 @@ parameters are stacked and one op runs them all.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wnfused import functional
-from wnfused._numbers import finite, positive
+from wnfused._numbers import finite, plain_int, positive
 from wnfused.nn._keys import count_blocks, stack_blocks
 from wnfused.nn._layer import check_dtype, refuse_script, row_norm, with_directions
 from wnfused.nn._rule import check_directions, reset_stage
@@ -42,6 +43,7 @@ class PlainResidualBlock(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        in_channels, out_channels, stride = map(plain_int, (in_channels, out_channels, stride))
         positive(in_channels=in_channels, out_channels=out_channels, stride=stride)
         finite(skip_scale=skip_scale)
         self.skip_scale = skip_scale
@@ -81,6 +83,7 @@ class WNResidualBlock(nn.Module):
         skip_scale: float = 1.0, init: str = "orthogonal", device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        in_channels, out_channels, stride, num_blocks = map(plain_int, (in_channels, out_channels, stride, num_blocks))
         positive(in_channels=in_channels, out_channels=out_channels, stride=stride, num_blocks=num_blocks)
         finite(skip_scale=skip_scale)
         self.num_blocks = num_blocks
@@ -153,8 +156,10 @@ class WNResidualStage(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        in_channels, out_channels, stride, num_blocks = map(plain_int, (in_channels, out_channels, stride, num_blocks))
         positive(in_channels=in_channels, out_channels=out_channels, num_blocks=num_blocks, stride=stride)
         if recompute is not None:
+            recompute = plain_int(recompute)
             positive(recompute=recompute)
         finite(skip_scale=skip_scale)
         check_directions(init=init)
@@ -201,6 +206,7 @@ class WNResidualStage(nn.Module):
         """Stacks the entries of separate blocks, ``0.conv1.weight_v`` and so on, in any form that a layer loads."""
 
         def split(weight: Tensor) -> tuple[Tensor, Tensor]:
+            weight = weight.to(self.weight_v.dtype)
             norm = row_norm(weight).to(weight.dtype).reshape(-1, 1, 1, 1)
             return norm, with_directions(weight, norm)
 
@@ -224,8 +230,6 @@ class WNResidualStage(nn.Module):
     @torch.no_grad()
     def unstack(self) -> nn.Sequential:
         """The same stage as an ``nn.Sequential`` of ``WNResidualBlock``, with parameters of its own."""
-        import copy
-
         blocks: list[nn.Module] = [] if self.transition is None else [copy.deepcopy(self.transition)]
         for view in self.blocks():
             block = WNResidualBlock(

@@ -162,10 +162,10 @@ def _checked(
         paddings = list(extents("padding", padding, spatial, 0))
     sizes = _output_sizes(x, v, strides, paddings, dilations, transposed, extra)
     if any(_is_below_1(size) for size in sizes) and not (transposed and x.shape[0] == 0 and min(sizes) == 0):
-        raise ValueError(
-            f"x: spatial size {list(x.shape[2:])} is too small for a kernel of {list(v.shape[2:])} "
-            f"with padding {paddings} and dilation {dilations}"
-        )
+        window = f"a kernel of {list(v.shape[2:])} with padding {paddings} and dilation {dilations}"
+        if transposed:
+            raise ValueError(f"x: spatial size {list(x.shape[2:])} gives an output of {sizes} by {window}")
+        raise ValueError(f"x: spatial size {list(x.shape[2:])} is too small for {window}")
     if residual is not None:
         residual = arguments.residual(residual, [x.shape[0], features, *sizes], x)
     name = arguments.activation(activation, negative_slope)
@@ -308,6 +308,8 @@ def _conv_transpose(
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
+
+    Source: Salimans & Kingma 2016, eq. 2, by rows as in ``torch.nn.utils.parametrizations.weight_norm``.
     """
     rest = (padding, dilation, output_padding, groups, activation, negative_slope, residual, dim)
     tensors = (x, v, g, bias, residual)

@@ -140,7 +140,10 @@ def weight_norm_many(vs: Tensors, gs: Tensors, dim: int | None = 0) -> list[Tens
 def row_scales_many(vs: Tensors, gs: Tensors, dim: int | None = 0) -> tuple[list[Tensor], list[Tensor]]:
     """The row norms ``||v_i||`` and scales ``s_i = g_i / ||v_i||`` (0 for a zero row) of many tensors.
 
-    Takes what ``weight_norm_many`` takes, reads each ``v`` once and writes nothing of its size.
+    Reads each ``v`` once and writes nothing of its size.
+
+    Args:
+        vs, gs, dim: as in ``weight_norm_many``.
 
     Returns:
         ``(norms, scales)``: flat, one number a row (``[]`` for ``dim=None``); float32, or float64 for float64. Not

@@ -52,7 +52,7 @@ def gain_adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
     """``||W W^T / gain^2 - I||_F^2``, ``[...]``; gradient ``(4 / gain^2) (W W^T / gain^2 - I) W``.
 
     Pulls the singular values to ``gain`` instead of 1, so that what a critical initialisation set stays. For more rows
-    than columns of ``W^T W``, which is less by the constant ``r - c``.
+    than columns, that of ``W^T W``, which is less by the constant ``r - c``.
 
     Args:
         w: ``[..., r, c]``, floating point.

@@ -27,11 +27,16 @@ def build(config: TrainConfig, data: Dataset) -> nn.Module:
     torch.manual_seed(config.seed)
     try:
         model = _network(config, data)
-    except (ValueError, TypeError, RuntimeError) as error:  # the last one for want of memory
+    except (ValueError, TypeError) as error:
         raise UsageError("model", config.model, str(error).partition("\n")[0]) from error
+    except (RuntimeError, MemoryError) as error:  # an allocation that failed, or a size beyond 64 bits
+        sizes = [f"--{name} {size}" for name in ("width", "depth") if (size := getattr(config, name)) is not None]
+        right = f"there is not enough memory for the network; make {' or '.join(sizes)} smaller"
+        raise UsageError("model", config.model, right) from error
     reserved = sorted(config.init_options.keys() & inspect.signature(init.initialize).parameters.keys())
     if reserved:
-        raise UsageError("init_options", reserved[0], f"is no option of scheme {config.init!r}")
+        given = f"{reserved[0]}={config.init_options[reserved[0]]}"
+        raise UsageError("init_options", given, f"is no option of scheme {config.init!r}")
     generator = torch.Generator().manual_seed(config.seed)
     try:
         init.initialize(

@@ -1,6 +1,11 @@
-"""The one exception that a user's mistake raises here."""
+"""The one exception that a user's mistake raises here, and the options' names, by which it tells of them."""
 
 from __future__ import annotations
+
+
+def option(argument: str) -> str:
+    """The command line's name of an argument; that of ``init_options`` takes one of them at a time."""
+    return "--init-option" if argument == "init_options" else f"--{argument.replace('_', '-')}"
 
 
 class UsageError(ValueError):
@@ -13,4 +18,4 @@ class UsageError(ValueError):
 
     def __init__(self, argument: str, value: object, right: str) -> None:
         self.argument, self.value, self.right = argument, value, right
-        super().__init__(f"--{argument.replace('_', '-')} {value}: {right}")
+        super().__init__(f"{option(argument)} {value}: {right}")

@@ -82,6 +82,23 @@ class RunFolder:
             raise UsageError("out", self.path, right)
 
     @contextlib.contextmanager
+    def claimed(self, *, resume: bool = False) -> Iterator[None]:
+        """``claim`` for what is done while this holds; if that fails, a folder that was made for it goes again.
+
+        Raises:
+            UsageError: as ``claim``.
+        """
+        made = not self.exists
+        try:
+            self.claim(resume=resume)
+            yield
+        except BaseException:
+            if made:
+                with contextlib.suppress(OSError, ValueError):  # there is something in it: a run
+                    self.path.rmdir()
+            raise
+
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """While this holds, no other process trains here. The folder exists.
 
@@ -122,7 +139,6 @@ class RunFolder:
             UsageError: if its file cannot be read.
             CorruptCheckpointError: if the checkpoint that is asked instead is not whole.
         """
-        right = "delete it, and --resume goes by the last checkpoint"
         try:
             content = json.loads(self.config.read_text())
             if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
@@ -131,7 +147,16 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return self._config_of_checkpoint() if self.last.exists() else None
         except (OSError, TypeError, ValueError, RecursionError) as error:
-            raise UsageError("resume", self.config, f"cannot be read: {_reason(error)}; {right}") from None
+            right = f"cannot be read: {_reason(error)}; {self._without_config()}"
+            raise UsageError("resume", self.config, right) from None
+
+    def _without_config(self) -> str:
+        """What can be done where the configuration's file is of no use."""
+        if self.last.exists():
+            return "delete it, and --resume goes by the last checkpoint"
+        if self.best.exists() or self.result.exists():
+            return "there is no last.ckpt to go on by: choose another folder"
+        return "delete it, and --resume starts a run"
 
     def check(self, config: TrainConfig) -> bool:
         """Whether a run lies here that ``config`` continues.
@@ -169,7 +194,8 @@ class RunFolder:
         Raises:
             UsageError: if its file is not whole.
         """
-        right = "delete it, and --resume tests the last checkpoint again"
+        again = "tests the last checkpoint again" if self.last.exists() else "trains again from the start"
+        right = f"delete it, and --resume {again}"
         try:
             result = json.loads(self.result.read_text())
         except (OSError, ValueError) as error:

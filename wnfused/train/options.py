@@ -8,6 +8,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from wnfused.train.config import TrainConfig, option_types
+from wnfused.train.errors import option
 
 
 def add_options(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
@@ -39,10 +40,10 @@ def fields_of(given: dict[str, Any]) -> dict[str, Any]:
 
 def _option(field: Field[Any], kind: type) -> tuple[str, dict[str, Any]]:
     """The flag, and how argparse has to treat it."""
-    flag, help = "--" + field.name.replace("_", "-"), field.metadata["help"]
+    flag, help = option(field.name), field.metadata["help"]
     if kind is dict:
         how = {"dest": field.name, "action": "append", "type": _name_and_value, "metavar": "NAME=VALUE"}
-        return "--init-option", {"help": f"{help}; may be repeated", **how}
+        return flag, {"help": f"{help}; may be repeated", **how}
     if kind is tuple:
         return flag, {"help": help, "type": _epochs, "metavar": "EPOCH,EPOCH..."}
     if kind is bool:

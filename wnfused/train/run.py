@@ -24,7 +24,7 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -110,19 +110,10 @@ def train(
         if not going_on:  # all processes refuse it, or the others would wait for the first
             folder.refuse_run(resume=resume, trained=True)
         return _train(config, folder, going_on, data_folder, reporter, began)
-    made = not folder.exists
-    try:
+    with nullcontext() if going_on else folder.claimed(resume=resume), folder.locked():
         if not going_on:
-            folder.claim(resume=resume)
-        with folder.locked():
-            if not going_on:
-                folder.claim(resume=resume)  # nobody else has begun meanwhile
-            return _train(config, folder, going_on, data_folder, reporter, began)
-    except BaseException:
-        if made:
-            with suppress(OSError, ValueError):  # there is something in it: a run
-                folder.path.rmdir()
-        raise
+            folder.claim(resume=resume)  # nobody else has begun meanwhile
+        return _train(config, folder, going_on, data_folder, reporter, began)
 
 
 def _train(
@@ -134,6 +125,7 @@ def _train(
     checkpoint = folder.checkpoint(config) if going_on else None
     _check_device(config)
     data = load(config.data, config.seed, data_folder)
+    _check_cutout(config, data)
     watch = PeakMemory(_device(config))
     model = build(config, data)
     run = _Run(config, data, model, folder, reporter or Silent())
@@ -155,7 +147,9 @@ def _train(
     except OSError as error:
         if not first or error.filename is None:
             raise
-        raise OSError(error.errno, f"{error.strerror}; {run.where_it_stopped()}", error.filename) from error
+        # An OSError that knows its file would tell of it last, behind the advice.
+        what = f"{error.strerror}: {error.filename!r}"
+        raise OSError(error.errno, f"{what}; {run.where_it_stopped()}") from error
     result["seconds"] = time.perf_counter() - began
     result["peak_memory_bytes"] = watch.peak_bytes()
     result["baseline_memory_bytes"] = watch.baseline_bytes
@@ -330,6 +324,15 @@ def _check_device(config: TrainConfig) -> None:
         raise UsageError("device", "cuda", "is not available to this installation of torch; cpu is")
     if config.cuda_graph and (_device(config).type != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         raise UsageError("cuda_graph", True, f"needs one CUDA device; this run is on {_device(config)}")
+
+
+def _check_cutout(config: TrainConfig, data: Dataset) -> None:
+    _, height, width = data.shape
+    # A square of one pixel more covers the image from each of its corners, and so from any centre.
+    largest = 2 * max(height, width) - 2
+    if config.cutout > largest:
+        right = f"leaves nothing of any image of {height} x {width} pixels; use {largest} or less for {data.name}"
+        raise UsageError("cutout", config.cutout, right)
 
 
 def versions() -> dict[str, str]:

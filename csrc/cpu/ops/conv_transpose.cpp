@@ -46,6 +46,12 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
                   "conv_transpose: bias must have ", v.size(1) * at.groups, " entries");
   STD_TORCH_CHECK(!bias || bias->scalar_type() == ScalarType::Float || bias->scalar_type() == x.scalar_type(),
                   "conv_transpose: bias must have the dtype of x, or float32");
+  for (size_t d = 0; d < spatial; ++d) {
+    const int64_t dim = static_cast<int64_t>(d) + 2, reach = at.dilation[d] * (v.size(dim) - 1);
+    const int64_t extent = (x.size(dim) - 1) * at.stride[d] - 2 * at.padding[d] + reach + at.output_padding[d] + 1;
+    STD_TORCH_CHECK(extent > 0 || (extent == 0 && x.size(0) == 0), "conv_transpose: the output would have ", extent,
+                    " pixels along dim ", dim);
+  }
 }
 
 // The convolution whose data gradient the layer is; nothing where the kernels cannot describe it.

@@ -17,14 +17,14 @@
 namespace wnfused::cpu {
 namespace {
 
-// Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. In bfloat16 it
-// does where some tap of the kernel reads nothing but padding; over three dims where no window lies within the depth,
-// or the padding there is more than half of a window; and where groups of one input have several outputs, one column
-// wide, with a stride along it. In float32 it does over three dims where both are true of the depth, and there is a
-// stride along it. (wnfused/_convolution.py asks the same for torch's own functions.)
+// Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. It does over three
+// dims with a stride along the depth where no window lies within it; and where groups of one input are one column wide in
+// the output, with a stride along it. In bfloat16 it does, too, where some tap of the kernel reads nothing but padding, and
+// over three dims where no window lies within the depth, or the padding there is more than half of a window.
+// (wnfused/_convolution.py asks the same for torch's own functions.)
 bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
   const bool half = is_bfloat16(x), single = x.scalar_type() == ScalarType::Float;
-  for (int64_t d = 2; (half || (single && w.dim() == 5)) && d < w.dim(); ++d) {
+  for (int64_t d = 2; (half || single) && d < w.dim(); ++d) {
     const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2];
     if (stride < 1) return false;  // the vendor refuses it
     const int64_t windows = output_extent(x, w, at, d).value_or(0);
@@ -32,10 +32,10 @@ bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
     if (w.dim() == 5 && d == 2) {
       const bool beyond = inside >= windows || inside * stride - padding + reach >= x.size(d);
       const bool deep = 2 * padding > reach;
-      if (half ? beyond || deep : beyond && deep && stride > 1) return true;
+      if (half ? beyond || deep : beyond && stride > 1) return true;
     }
-    if (!half) return false;
     if (d == w.dim() - 1 && w.size(1) == 1 && windows == 1 && stride > 1) return true;
+    if (!half) continue;
     for (int64_t tap = 0; tap < w.size(d); ++tap) {
       const int64_t shift = tap * at.dilation[d - 2] - padding;
       const int64_t first = shift < 0 ? divide_up(-shift, stride) : 0;  // window in which it is past the padding before
@@ -72,9 +72,17 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   return Tensor(made);
 }
 
+// A single image cut out of others torch misreads in channels_last before groups, as it looks at the distance to the next
+// one.
+Tensor readable(const Tensor& x, const Sliding& at) {
+  const bool cut_out = x.size(0) == 1 && x.stride(0) != x.numel();
+  return at.groups > 1 && cut_out ? torch::stable::contiguous(x) : x;
+}
+
 // (dx, dw), each undefined unless asked for.
 std::pair<Tensor, Tensor> convolution_backward(
-    const Tensor& dz, const Tensor& x, const Tensor& w, const Sliding& at, bool input, bool weight) {
+    const Tensor& dz, const Tensor& x_given, const Tensor& w, const Sliding& at, bool input, bool weight) {
+  const Tensor x = readable(x_given, at);
   if (misleads_vendor_backward(x, w, at, weight)) {
     std::pair<Tensor, Tensor> found = convolution_backward(widened(dz), widened(x), widened(w), at, input, weight);
     if (input) found.first = as_dtype(found.first, x.scalar_type());
