@@ -327,8 +327,9 @@ def test_outputs_have_the_range_of_an_un_normalised_layer(isa, rows, x_size, v_s
 
 # What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding, of groups with a
 # dilation, of a single tap with a stride, of groups whose outputs are one column; float32 ones padded far beyond their
-# depth, and those of one input channel whose output is one column; transposed ones in float32 with a stride and a
-# dilation. And by torch: groups beside an image cut out of others, with weights in channels_last.
+# depth, those of one input channel whose output is one column, and those that meet nothing but padding; transposed ones
+# in float32 with a stride and a dilation. And by torch: groups beside an image cut out of others, with weights in
+# channels_last.
 MISLEADING = {
     "outputs of a group": (
         lambda: wnfused.WNConv2d(96, 288, 5, (1, 5), 2, groups=96),
@@ -393,6 +394,11 @@ MISLEADING = {
     "one column of one channel, two outputs": (
         lambda: wnfused.WNConv2d(1, 2, 3, (1, 2), 1),
         (2, 1, 9, 1),
+        torch.float32,
+    ),
+    "a kernel beside the map": (
+        lambda: wnfused.WNConv2d(32, 32, (4, 1), (3, 3), (2, 1), (1, 3), groups=2),
+        (1, 32, 3, 2),
         torch.float32,
     ),
     "dilated": (lambda: wnfused.WNConvTranspose1d(32, 1, 8, 3, 15, dilation=3), (2, 32, 31), torch.float32),

@@ -92,10 +92,10 @@ def _is_unwritten(
 ) -> bool:  # fmt: skip
     """Whether results may be unwritten memory, or the process crash, by the same library.
 
-    That is so over three dims with a stride along the depth where no window lies within it; and where groups of one
-    channel are one column wide in the output, with a stride along it. In bfloat16 it is so, too, where one of a
-    kernel's taps meets nothing but padding, and over three dims where no window lies within the depth, or its padding
-    is more than half of a window. (``conv_vendor.cpp`` asks the same of its own calls.)
+    That is so over three dims with a stride along the depth where no window lies within it; where groups of one channel
+    are one column wide in the output, with a stride along it; and where a whole kernel meets nothing but padding. In
+    bfloat16 it is so, too, where one of its taps does, and over three dims where no window lies within the depth, or
+    its padding is more than half of a window. (``conv_vendor.cpp`` asks the same of its own calls.)
     """
     if min(stride) < 1:  # torch refuses it
         return False
@@ -111,10 +111,10 @@ def _is_unwritten(
                 return True
         if dim == w.dim() - 3 and w.shape[1] == 1 and count == 1 and s > 1:
             return True
-        if not half:
-            continue
+        missing = 0
         for shift in range(-p, taps * d - p, d):
             first = max(0, -(shift // s))  # the window in which the tap is past the padding before
-            if first >= count or first * s + shift >= size:
-                return True
+            missing += first >= count or first * s + shift >= size
+        if missing >= (1 if half else taps):
+            return True
     return False

@@ -22,13 +22,11 @@ class Plain(nn.Module):
         super().__init__()
         self.plain, self.activation, self.negative_slope = plain, activation, negative_slope
         self.may_be_misled = isinstance(plain, _ConvNd) and (
-            plain.weight.dtype != torch.float32
-            or (max(plain.stride) > 1 and (plain.weight.dim() == 5 or plain.weight.shape[1] == 1))
-            or (isinstance(plain, _ConvTransposeNd) and max(plain.dilation) > 1)
+            plain.weight.dtype != torch.float32 or max(*plain.stride, *plain.dilation) > 1
         )
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        # In float32 few layers need be asked.
+        # In float32 dense windows are right.
         asked = self.may_be_misled or torch._C._is_any_autocast_enabled()
         y: Tensor = (self._product if asked else self.plain.forward)(input)  # it has no hooks
         if residual is not None:

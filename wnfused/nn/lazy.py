@@ -90,30 +90,30 @@ class _Lazy(LazyModuleMixin, WeightNormalised):
 
 
 class WNLazyLinear(_Lazy, WNLinear):
-    """``WNLinear`` that reads ``in_features`` off its first input."""
+    """``WNLinear`` that reads ``in_features`` off its first input; other arguments and errors are its."""
 
     _inputs, _outputs = "in_features", "out_features"
 
 
 class WNLazyConv1d(_Lazy, WNConv1d):
-    """``WNConv1d`` that reads ``in_channels`` off its first input."""
+    """``WNConv1d`` that reads ``in_channels`` off its first input; other arguments and errors are its."""
 
 
 class WNLazyConv2d(_Lazy, WNConv2d):
-    """``WNConv2d`` that reads ``in_channels`` off its first input."""
+    """``WNConv2d`` that reads ``in_channels`` off its first input; other arguments and errors are its."""
 
 
 class WNLazyConv3d(_Lazy, WNConv3d):
-    """``WNConv3d`` that reads ``in_channels`` off its first input."""
+    """``WNConv3d`` that reads ``in_channels`` off its first input; other arguments and errors are its."""
 
 
 class WNLazyConvTranspose1d(_Lazy, WNConvTranspose1d):
-    """``WNConvTranspose1d`` that reads ``in_channels`` off its first input."""
+    """``WNConvTranspose1d`` that reads ``in_channels`` off its first input; other arguments and errors are its."""
 
 
 class WNLazyConvTranspose2d(_Lazy, WNConvTranspose2d):
-    """``WNConvTranspose2d`` that reads ``in_channels`` off its first input."""
+    """``WNConvTranspose2d`` that reads ``in_channels`` off its first input; other arguments and errors are its."""
 
 
 class WNLazyConvTranspose3d(_Lazy, WNConvTranspose3d):
-    """``WNConvTranspose3d`` that reads ``in_channels`` off its first input."""
+    """``WNConvTranspose3d`` that reads ``in_channels`` off its first input; other arguments and errors are its."""

@@ -18,9 +18,10 @@ namespace wnfused::cpu {
 namespace {
 
 // Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. It does over three
-// dims with a stride along the depth where no window lies within it; and where groups of one input are one column wide in
-// the output, with a stride along it. In bfloat16 it does, too, where some tap of the kernel reads nothing but padding, and
-// over three dims where no window lies within the depth, or the padding there is more than half of a window.
+// dims with a stride along the depth where no window lies within it; where groups of one input are one column wide in the
+// output, with a stride along it; and where a whole kernel reads nothing but padding. In bfloat16 it does, too, where some
+// tap of it does, and over three dims where no window lies within the depth, or the padding there is more than half of a
+// window.
 // (wnfused/_convolution.py asks the same for torch's own functions.)
 bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
   const bool half = is_bfloat16(x), single = x.scalar_type() == ScalarType::Float;
@@ -35,12 +36,13 @@ bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
       if (half ? beyond || deep : beyond && stride > 1) return true;
     }
     if (d == w.dim() - 1 && w.size(1) == 1 && windows == 1 && stride > 1) return true;
-    if (!half) continue;
+    int64_t missing = 0;
     for (int64_t tap = 0; tap < w.size(d); ++tap) {
       const int64_t shift = tap * at.dilation[d - 2] - padding;
       const int64_t first = shift < 0 ? divide_up(-shift, stride) : 0;  // window in which it is past the padding before
-      if (first >= windows || first * stride + shift >= x.size(d)) return true;
+      missing += first >= windows || first * stride + shift >= x.size(d);
     }
+    if (missing >= (half ? 1 : w.size(d))) return true;
   }
   return false;
 }
