@@ -103,15 +103,16 @@ def test_what_is_not_finite_comes_out_as_torch_gives_it(isa, dim):
         torch.testing.assert_close(norm, wanted_norm, equal_nan=True)
 
 
-@needs_native
+@pytest.mark.parametrize("backend", [pytest.param(native, marks=needs_native), reference], ids=["native", "reference"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_zero_rows_take_no_gradient_even_from_an_infinite_one(dim):
+def test_zero_rows_take_no_gradient_even_from_one_that_is_not_finite(dim, value, backend):
     v = torch.randn(5, 40)
     rows = v[2] if dim == 0 else v[:, 2] if dim == 1 else v
     rows.zero_()
     g = torch.ones(5 if dim == 0 else 40 if dim == 1 else 1)
-    w, norm = native.weight_norm(v, g, dim)
-    dv, dg = native.weight_norm_backward(torch.full_like(v, float("inf")), v, g, norm, dim)
+    w, norm = backend.weight_norm(v, g, dim)
+    dv, dg = backend.weight_norm_backward(torch.full_like(v, value), v, g, norm, dim)
     zero = (v == 0) if dim is None else (v == 0).all(1 - dim)
     for t in (w, dv):
         zeros = t if dim is None else t[2] if dim == 0 else t[:, 2]

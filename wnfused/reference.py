@@ -87,9 +87,10 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tens
 def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     """``dv_i = s_i (dw_i - v_i <dw_i, v_i> / ||v_i||^2)`` and ``dg_i = <dw_i, v_i> / ||v_i||``."""
     spans, broadcast = _rows(v, dim)
-    direction, dw = v.to(norm.dtype), dw.to(norm.dtype)
-    inverse = torch.where(norm == 0, 0.0, 1 / torch.where(norm == 0, 1.0, norm)).reshape(broadcast)
-    unit = direction * inverse
+    zero = (norm == 0).reshape(broadcast)
+    inverse = torch.where(zero, 0.0, 1 / torch.where(zero, 1.0, norm.reshape(broadcast)))
+    unit = v.to(norm.dtype) * inverse
+    dw = torch.where(zero, 0.0, dw.to(norm.dtype))  # a zero row has no gradient, be it NaN
     dgain = _row_sum(dw * unit, spans)
     scale = g.to(norm.dtype).reshape(broadcast) * inverse
     dv = scale * (dw - unit * dgain)
