@@ -248,6 +248,7 @@ def test_a_trace_is_not_warned_of_checks():
     torch.testing.assert_close(traced(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore::wnfused.dispatch.BackendWarning")  # stages in float64
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dual", ["x", "dy", "dy of a call outside"])
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ def is_misled(
     """Whether ``torch.convolution`` in ``dtype``, or what autograd records of it here, is wrong."""
     if _is_wide_or_traced(x):
         return False
-    # Whoever differentiates this takes torch's own derivative of it.
-    recorded = torch.is_grad_enabled() and torch._C._get_tracing_state() is None
+    recorded = torch.is_grad_enabled()  # whoever differentiates this takes torch's own derivative of it
     half = dtype == torch.bfloat16
     # A transposed convolution is the data gradient of another.
     if (recorded or transposed) and _backward_is_wrong(w, stride, dilation, transposed, groups, half, recorded):
@@ -63,12 +62,17 @@ def _readable(x: Tensor, w: Tensor, transposed: bool, groups: int) -> tuple[Tens
     image cut out of others, ``x[0][None]``, before groups, by torch, which looks at the distance to the next one."""
     if groups == 1:
         return x, w
-    cut_out = not torch.compiler.is_compiling() and x.shape[0] == 1 and x.stride(0) != x.numel()
+    cut_out = not _is_traced() and x.shape[0] == 1 and x.stride(0) != x.numel()
     return x.contiguous() if cut_out else x, w.contiguous() if transposed else w
 
 
+def _is_traced() -> bool:
+    """Whether sizes are not numbers: what is recorded serves others, and runs elsewhere."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def _is_wide_or_traced(x: Tensor) -> bool:
-    return not x.is_cpu or x.dtype == torch.float64 or torch.compiler.is_compiling()
+    return not x.is_cpu or x.dtype == torch.float64 or _is_traced()
 
 
 def _backward_is_wrong(
