@@ -6,6 +6,7 @@ reference runs on the rounded operands, and a mask is read off the same rounded 
 """
 
 import copy
+import functools
 import itertools
 import math
 
@@ -484,6 +485,28 @@ def check_where_the_vendor_is_wrong(layer, x, last, backend, create_graph):
         gradients = torch.autograd.grad(wanted.sum(), [x64, *exact.parameters()])
         for a, b in zip((y, *found), (wanted, *gradients), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (wnfused.WNLinear, (4, 3)),
+        (functools.partial(wnfused.WNConv2d, kernel_size=3), (1, 3, 4, 4)),
+        (functools.partial(wnfused.WNConv2d, kernel_size=3, dim=1), (1, 3, 4, 4)),
+        (functools.partial(wnfused.WNConvTranspose2d, kernel_size=3), (1, 3, 4, 4)),
+    ],
+    ids=["linear", "conv", "another dim", "transposed"],
+)
+def test_a_slope_of_0_is_a_relu_where_y_is_nan(make, shape, backend):
+    layer, x = make(3, 5, activation="leaky_relu", negative_slope=0.0), torch.randn(shape)
+    x.view(-1)[0] = math.nan
+    with wnfused.use_backend(backend):
+        residual = torch.zeros_like(layer(x), requires_grad=True)
+        y = layer(x, residual=residual)
+        (dz,) = torch.autograd.grad(y, residual, torch.ones_like(y))
+    assert y.isnan().any()
+    assert torch.equal(dz, torch.where(y <= 0, 0.0, 1.0))
 
 
 @pytest.mark.parametrize("groups", [1, 16])

@@ -135,7 +135,7 @@ def activate(z: Tensor, activation: str, negative_slope: float) -> Tensor:
 def activate_backward(dy: Tensor, y: Tensor, activation: str, negative_slope: float) -> Tensor:
     """The gradient before the activation, its mask read off the output: with a slope >= 0, y <= 0 iff z <= 0.
 
-    NaN passes a ReLU and counts as negative in a leaky one, as in torch.
+    NaN passes a ReLU and counts as negative in a leaky one, as in torch; a slope of 0 makes a ReLU here.
     """
     if activation == "none":
         return dy

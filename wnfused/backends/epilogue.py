@@ -19,7 +19,7 @@ def epilogue_(y: Tensor, residual: Tensor | None, activation: str, negative_slop
 
 def masked(dy: Tensor, y: Tensor, activation: str, negative_slope: float) -> Tensor:
     """The gradient before the activation, in one pass; the mask is read off the output, whose sign is the input's."""
-    if activation == "relu":
+    if activation == "relu" or (activation == "leaky_relu" and negative_slope == 0):
         return torch.ops.aten.threshold_backward(dy, y, 0)
     if activation == "leaky_relu":
         return torch.ops.aten.leaky_relu_backward(dy, y, negative_slope, True)
