@@ -19,10 +19,8 @@ struct LinearShape {
   bool is_empty() const { return rows == 0 || inner == 0 || features == 0; }
 };
 
-// y as the passes over it go, line by line: its rows, or all of it where these have one entry.
-inline Lines lines_of(const LinearShape& shape) {
-  return {true, 0, shape.rows, shape.features, shape.features};
-}
+// y as the passes over it go, row by row.
+inline Lines lines_of(const LinearShape& shape) { return {true, 0, shape.rows, shape.features, shape.features}; }
 
 // One call's tensors, dense, and the numbers that go with the rows of v. y and norms are filled.
 struct LinearCall {

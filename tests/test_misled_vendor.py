@@ -1,0 +1,174 @@
+"""What torch's own convolutions get wrong on a CPU is right here, in every backend and inside ``frozen``."""
+
+import copy
+
+import pytest
+import torch
+
+import wnfused
+from wnfused.backends import native
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+TOLERANCE = {torch.float32: 64 * 2.0**-24, torch.bfloat16: 4 * 2.0**-9}
+
+
+# What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding, of groups with a
+# dilation, of a single tap with a stride, of groups whose outputs are one column; float32 ones padded far beyond their
+# depth, those of one input channel whose output is one column, and those that meet nothing but padding; transposed ones
+# in float32 with a stride and a dilation. And by torch: groups beside an image cut out of others, with weights in
+# channels_last.
+MISLEADING = {
+    "outputs of a group": (
+        lambda: wnfused.WNConv2d(96, 288, 5, (1, 5), 2, groups=96),
+        (8, 96, 3, 3),
+        torch.bfloat16,
+    ),
+    "a thin volume": (
+        lambda: wnfused.WNConv3d(5, 80, (7, 7, 2), 1, (6, 7, 1), groups=5),
+        (1, 5, 1, 14, 3),
+        torch.bfloat16,
+    ),
+    "one voxel": (lambda: wnfused.WNConv3d(24, 24, (1, 5, 3), 1, "same", groups=24), (4, 24, 1, 1, 1), torch.bfloat16),
+    "transposed from a voxel": (
+        lambda: wnfused.WNConvTranspose3d(48, 16, (3, 9, 3), 3, (1, 4, 1), groups=16),
+        (5, 48, 1, 1, 1),
+        torch.bfloat16,
+    ),
+    "one pixel": (lambda: wnfused.WNConv2d(16, 32, 3, 2, 1), (2, 16, 1, 1), torch.bfloat16),
+    "a column": (lambda: wnfused.WNConv2d(16, 32, 3, 2, 1), (2, 16, 8, 1), torch.bfloat16),
+    "one sample": (lambda: wnfused.WNConv1d(16, 1, 5, 2, 3), (2, 16, 1), torch.bfloat16),
+    "a wall": (lambda: wnfused.WNConv3d(32, 16, 3, 3, 1), (2, 32, 6, 4, 1), torch.bfloat16),
+    "thin volumes": (lambda: wnfused.WNConv3d(16, 16, 3, padding=1), (2, 16, 2, 4, 4), torch.bfloat16),
+    "deep padding": (lambda: wnfused.WNConv3d(2, 16, 5, 2, (4, 2, 2)), (2, 2, 8, 4, 4), torch.bfloat16),
+    "transposed": (
+        lambda: wnfused.WNConvTranspose3d(8, 4, 3, (1, 2, 2), (2, 1, 0), (0, 1, 1), groups=4),
+        (2, 8, 4, 7, 6),
+        torch.bfloat16,
+    ),
+    "dilated groups": (
+        lambda: wnfused.WNConv2d(16, 32, 3, padding=2, dilation=2, groups=16),
+        (2, 16, 33, 33),
+        torch.bfloat16,
+    ),
+    "dilated groups of eight": (
+        lambda: wnfused.WNConv2d(64, 24, 3, padding=2, dilation=2, groups=8),
+        (2, 64, 33, 33),
+        torch.bfloat16,
+    ),
+    "strided pixels": (lambda: wnfused.WNConv2d(8, 2, 1, (1, 2)), (1, 8, 12, 12), torch.bfloat16),
+    "one column of outputs": (
+        lambda: wnfused.WNConv2d(3, 48, 2, (1, 2), groups=3),
+        (2, 3, 3, 3),
+        torch.bfloat16,
+    ),
+    "one column of a volume": (
+        lambda: wnfused.WNConv3d(2, 6, (1, 1, 4), (1, 1, 2), groups=2),
+        (2, 2, 1, 9, 4),
+        torch.bfloat16,
+    ),
+    "beyond the depth": (
+        lambda: wnfused.WNConv3d(16, 16, 5, (3, 1, 1), (4, 2, 1), groups=4),
+        (2, 16, 3, 8, 3),
+        torch.float32,
+    ),
+    "a stem on a shallow volume": (lambda: wnfused.WNConv3d(3, 16, 7, 2, 3), (2, 3, 5, 9, 9), torch.float32),
+    "a stem on a shallow volume in bfloat16": (
+        lambda: wnfused.WNConv3d(1, 2, (7, 2, 5), (2, 2, 1), (3, 0, 2)),
+        (2, 1, 7, 6, 11),
+        torch.bfloat16,
+    ),
+    "one column of one channel": (lambda: wnfused.WNConv2d(1, 1, 3, (1, 2), 1), (2, 1, 9, 2), torch.float32),
+    "one column of one channel, two outputs": (
+        lambda: wnfused.WNConv2d(1, 2, 3, (1, 2), 1),
+        (2, 1, 9, 1),
+        torch.float32,
+    ),
+    "a kernel beside the map": (
+        lambda: wnfused.WNConv2d(32, 32, (4, 1), (3, 3), (2, 1), (1, 3), groups=2),
+        (1, 32, 3, 2),
+        torch.float32,
+    ),
+    "dilated": (lambda: wnfused.WNConvTranspose1d(32, 1, 8, 3, 15, dilation=3), (2, 32, 31), torch.float32),
+    "groups": (lambda: wnfused.WNConvTranspose1d(64, 64, 8, 2, 18, 1, 4, dilation=3), (2, 64, 35), torch.float32),
+    "channels last": (
+        lambda: wnfused.WNConvTranspose2d(17, 34, (4, 1), groups=17).to(memory_format=torch.channels_last),
+        (1, 17, 3, 3),
+        torch.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("name", MISLEADING)
+def test_what_the_vendor_gets_wrong(name, last, backend, create_graph):
+    make, shape, dtype = MISLEADING[name]
+    check_where_the_vendor_is_wrong(make().to(dtype), torch.randn(shape).to(dtype), last, backend, create_graph)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("name", MISLEADING)
+def test_what_the_vendor_gets_wrong_inside_frozen(name, last):
+    make, shape, dtype = MISLEADING[name]
+    layer, x = make().to(dtype), torch.randn(shape).to(dtype)
+    if last and x.dim() > 3:
+        x = x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    exact = copy.deepcopy(layer).double()
+    wanted = exact(x.double()).detach()
+    with torch.no_grad(), wnfused.frozen(layer):
+        found = layer(x)
+    assert found.dtype == dtype
+    assert (found.double() - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()
+    if dtype == torch.bfloat16:  # float32 parameters, and autocast's dtype
+        layer = layer.float()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), wnfused.frozen(layer):
+            found = layer(x.float())
+        assert found.dtype == dtype
+        assert (found.double() - wanted).norm() <= 2 * TOLERANCE[dtype] * wanted.norm()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_groups_beside_an_image_that_is_cut_out_of_others(kernel, dtype, backend):
+    layer = wnfused.WNConv2d(32, 32, kernel, padding=kernel // 2, groups=2, dtype=dtype)
+    layer.to(memory_format=torch.channels_last)
+    x = torch.randn(4, 32, 16, 16, dtype=dtype).to(memory_format=torch.channels_last)
+    with wnfused.use_backend(backend):
+        whole = torch.autograd.grad(layer(x[:1]).square().sum(), list(layer.parameters()))
+        for image in (x[0][None], x[0]):
+            cut_out = torch.autograd.grad(layer(image).square().sum(), list(layer.parameters()))
+            for one, other in zip(cut_out, whole, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("name", ["dilated groups", "strided pixels", "one column of outputs", "beyond the depth"])
+def test_what_the_vendor_gets_wrong_normalised_along_another_dim(name, last):
+    make, shape, dtype = MISLEADING[name]
+    layer = make()
+    layer = type(layer)(
+        layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, layer.dilation,
+        layer.groups, dim=1,
+    )  # fmt: skip
+    check_where_the_vendor_is_wrong(layer.to(dtype), torch.randn(shape).to(dtype), last, "native", False)
+
+
+def check_where_the_vendor_is_wrong(layer, x, last, backend, create_graph):
+    dtype = x.dtype
+    if last and x.dim() > 3:
+        x = x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    exact = copy.deepcopy(layer).double()
+    x64 = x.double().requires_grad_()
+    x.requires_grad_()
+    for _ in range(5):  # of memory that nobody wrote
+        with wnfused.use_backend(backend):
+            y = layer(x)
+            found = torch.autograd.grad(y.sum(), [x, *layer.parameters()], create_graph=create_graph)
+        wanted = exact(x64)
+        tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-4
+        gradients = torch.autograd.grad(wanted.sum(), [x64, *exact.parameters()])
+        for a, b in zip((y, *found), (wanted, *gradients), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * max(1.0, b.abs().max().item()))
