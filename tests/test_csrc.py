@@ -84,8 +84,8 @@ def test_targets_compile_nothing_plain(file: Path) -> None:
 
 
 def test_a_plain_header_in_a_target_is_found() -> None:
-    kernels = '#include "cpu/targets/target_avx2.h"\n#include "cpu/stage/driver.h"\n'
+    kernels = '#include "cpu/targets/target_avx2.h"\n#include "cpu/stage/forward.h"\n'
     assert "cpu/conv/division.h" in plain_in_target(kernels)
     assert "cpu/conv/division.h" not in plain_in_target('#include "cpu/conv/division.h"\n' + kernels)
     with pytest.raises(AssertionError, match="outside"):
-        plain_in_target('#include "cpu/stage/driver.h"\n' + kernels)
+        plain_in_target('#include "cpu/stage/forward.h"\n' + kernels)

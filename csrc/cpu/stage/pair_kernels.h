@@ -4,7 +4,7 @@
 
 #include "cpu/conv3x3/pair_wgrad.h"
 // The driver finds the convolutions and weight gradients of both operands.
-#include "cpu/stage/driver.h"
+#include "cpu/stage/backward.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 

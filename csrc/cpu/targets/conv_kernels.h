@@ -3,7 +3,7 @@
 
 #include "cpu/conv_layer/driver.h"
 #include "cpu/depthwise/driver.h"
-#include "cpu/stage/driver.h"
+#include "cpu/stage/backward.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 

@@ -1,0 +1,69 @@
+// The maps that a stage's convolutions read and write, and what they fetch ahead.
+//
+// Operand is what the convolutions read. float: the stream is an operand itself, and so are saved maps in the kernels'
+// own layout; others are converted one phase ahead. bfloat16 (uint16_t): the stream, fp32, has a rounded copy beside it,
+// and all saved maps are operands.
+#pragma once
+
+#include "cpu/conv/maps.h"
+#include "cpu/stage/stage.h"
+#include "cpu/vec/prefetch.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// v of one convolution; empty if there is no convolution of that number.
+WNFUSED_INLINE Upcoming weights_of(const Parameter& v, const Geometry& geometry, int64_t convolution) {
+  if (convolution < 0 || convolution >= 2 * geometry.blocks) return {static_cast<const char*>(v.data), 0};
+  const int64_t bytes = geometry.channels * geometry.channels * kTaps * (v.bfloat16 ? 2 : 4);
+  return {static_cast<const char*>(v.data) + convolution * bytes, bytes};
+}
+
+// The part of v that item `item` of convolution `convolution` fetches ahead: v of the convolution that is packed in the
+// next phase, in full by every worker that packs it in full. `step`, 1 or -1, is the direction of the walk.
+WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution,
+                                         int64_t step, int64_t item) {
+  if (geometry.by_groups) return {nullptr, 0};  // v is more than a cache holds
+  const Upcoming all = weights_of(v, geometry, convolution + (geometry.own_banks ? step : 2 * step));
+  const int64_t parts = geometry.fetch_parts;
+  return all.part(item % parts, parts);
+}
+
+WNFUSED_INLINE SavedMap saved_map(const SavedMaps& saved, const Geometry& geometry, int64_t index) {
+  const int64_t bytes = geometry.pixels() * geometry.channels * (saved.bfloat16 ? 2 : 4);
+  return {static_cast<char*>(saved.data) + index * bytes, saved.bfloat16};
+}
+
+template <class Operand>
+Operand* saved_in_place(const SavedMaps& saved, const Geometry& geometry, int64_t index) {
+  return static_cast<Operand*>(saved_map(saved, geometry, index).data);
+}
+
+// A map as the convolutions read it and, for the stream, as it is summed up: the same memory where operands are float.
+template <class Operand>
+struct StreamMap {
+  float* sum;
+  Operand* operand;
+};
+
+template <class Operand>
+constexpr bool is_pair() {
+  return sizeof(Operand) == sizeof(uint16_t);
+}
+
+template <class Operand>
+Operand* as_operand(float* scratch) {
+  return reinterpret_cast<Operand*>(scratch);
+}
+
+template <class Operand>
+StreamMap<Operand> scratch_stream(const Scratch& scratch) {
+  return {scratch.stream, as_operand<Operand>(is_pair<Operand>() ? scratch.operand : scratch.stream)};
+}
+
+// The rounded copy of a stream map.
+template <class Operand>
+inline void round_stream(const Geometry& geometry, const StreamMap<Operand>& map, int64_t item) {
+  if constexpr (is_pair<Operand>()) write_saved(geometry, map.sum, item, {map.operand, true});
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA
