@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -68,18 +68,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wnfused.backend_status()  # opens the libraries
     facts = machine.facts()
     _print_facts(facts)
-    adds = options.add and (options.out / "bench.json").exists()
+    adds = options.add and (options.out / report.FILE).exists()
     if adds:
         try:
             report.merged(options.out, facts, [])
         except ValueError as error:
             parser().error(str(error))
-    results: list[Result] = []
-    with busy(options.busy):
-        report.print_groups(_run(chosen, budget, results))
-    kept = report.merged(options.out, facts, results) if adds else results
     made_with = {"quick": options.quick, "seconds": budget, "busy": options.busy}
-    print("\nsaved", report.save_json(options.out, facts, made_with, kept))
+    results: list[Result] = []
+
+    def save() -> list[Result]:
+        kept = report.merged(options.out, facts, results) if adds else results
+        report.save_json(options.out, facts, made_with, kept)
+        return kept
+
+    with busy(options.busy):
+        report.print_groups(_run(chosen, budget, results, save))
+    kept = save()
+    print("\nsaved", options.out / report.FILE)
     _save_pictures(kept, facts, options.out)
     wrong = [result for result in results if result.failed or not result.base]
     for result in wrong:
@@ -87,14 +93,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _run(chosen: list[workloads.Workload], budget: float, results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
-    """Each group with its results, which are kept in ``results`` too."""
+def _run(
+    chosen: list[workloads.Workload], budget: float, results: list[Result], save: Callable[[], Any]
+) -> Iterator[tuple[str, list[Result]]]:
+    """Each group with its results, which are kept in ``results`` too, and saved: a later group may be killed."""
     for group, members in groupby(chosen, lambda workload: workload.group):
         found: list[Result] = []
         for workload in members:
             print(f"  {group}: {workload.name} ...", file=sys.stderr, flush=True)
             found.extend(cases.run(workload, budget))
         results.extend(found)
+        save()
         yield group, found
 
 

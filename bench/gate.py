@@ -144,7 +144,10 @@ def _recompute(module: nn.Module) -> None:
     """Lets each stage of a network keep few of its maps: 10,000 layers' for a batch of 128 are 98 GB in float64."""
     for stage in module.stages:
         segments = math.isqrt(len(stage))
-        keywords = {"use_reentrant": False, "preserve_rng_state": False}
+        keywords = {
+            "use_reentrant": True,
+            "preserve_rng_state": False,
+        }  # the other kind waits for the garbage collector
         stage.forward = partial(checkpoint_sequential, list(stage), segments, **keywords)
 
 

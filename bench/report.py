@@ -16,6 +16,7 @@ from bench.result import Result
 from bench.workloads import WORKLOADS
 
 SCHEMA = 2
+FILE = "bench.json"
 PASSES = {"forward": "fwd", "forward+backward": "fwd+bwd", "training step": "step"}
 
 
@@ -151,7 +152,7 @@ def plain_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def save_json(folder: Path, facts: dict[str, Any], options: dict[str, Any], results: Sequence[Result]) -> Path:
+def save_json(folder: Path, facts: dict[str, Any], options: dict[str, Any], results: Sequence[Result]) -> None:
     """Writes ``bench.json``, whole or not at all."""
     document = {
         "schema": SCHEMA,
@@ -161,14 +162,12 @@ def save_json(folder: Path, facts: dict[str, Any], options: dict[str, Any], resu
         "results": [result.to_dict() for result in results],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "bench.json"
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
     with os.fdopen(handle, "w") as file:
         json.dump(document, file, indent=1, allow_nan=False)
         file.write("\n")
     os.chmod(temporary, 0o644)
-    os.replace(temporary, target)
-    return target
+    os.replace(temporary, folder / FILE)
 
 
 # What two runs must have in common for their groups to stand in one table.
@@ -181,7 +180,7 @@ def load_json(folder: Path) -> tuple[dict[str, Any], list[Result]]:
     Raises:
         ValueError: there is none, or of another form.
     """
-    path = folder / "bench.json"
+    path = folder / FILE
     if not path.exists():
         raise ValueError(f"{path}: there is no such run")
     document = json.loads(path.read_text())

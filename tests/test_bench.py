@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -12,12 +13,7 @@ import torch
 from tiny_workloads import LAYER, STAGE
 
 from bench import __main__ as command
-from bench import (
-    gate,
-    peers,
-    report,
-    workloads,
-)
+from bench import cases, gate, peers, report, workloads
 from bench.bars import ratio_bars
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +57,19 @@ def test_groups_are_added_to_a_run_and_shown(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main([*run, "--add"])
     assert "was measured with commit 'another'" in capsys.readouterr().err
+
+
+def test_a_run_that_is_killed_keeps_the_groups_before(monkeypatch, tmp_path):
+    def run(workload, budget):
+        if workload.group == "stage":
+            raise KeyboardInterrupt
+        return cases.run(workload, budget)
+
+    monkeypatch.setattr(workloads, "WORKLOADS", (LAYER, STAGE))
+    monkeypatch.setattr(command, "cases", SimpleNamespace(run=run))
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["--seconds", "0", "--out", str(tmp_path)])
+    assert {result.group for result in report.load_json(tmp_path)[1]} == {LAYER.group}
 
 
 def test_a_peer_that_takes_too_long_to_compile_is_left_out(monkeypatch):
