@@ -367,6 +367,24 @@ def test_a_training_step_is_captured() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_recorded_model_has_the_gradients_of_a_launched_one(batches: int) -> None:
+    from wnfused.train.graph import GraphedModel
+
+    torch.manual_seed(0)
+    net = wnfused.models.wrn(depth=16, in_channels=1).to("cuda")
+    twin = copy.deepcopy(net)
+    images = torch.randn(batches, 16, 1, 8, 8, device="cuda")
+    graphed = GraphedModel(net, images[0], accumulates=batches > 1)
+    for _ in range(2):
+        for module, run in ((net, graphed), (twin, twin)):
+            module.zero_grad()
+            for some in images:
+                run(some).square().sum().backward()
+        for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
+
+
 def test_the_rows_of_many_tensors_are_captured() -> None:
     """A capture takes other kernels than the calls before it, which have to bring them."""
     pytest.importorskip("triton")

@@ -199,6 +199,37 @@ def test_a_recorded_model_replays_its_own_shape_and_launches_any_other(monkeypat
     assert "forward" not in model.__dict__
 
 
+@pytest.mark.parametrize("batches", [1, 3])
+def test_gradients_of_replays_are_summed(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    """Of a replay only where it leaves its gradients is imitated: each in the same memory."""
+
+    class Replay(torch.autograd.Function):
+        gradient = torch.zeros(4, 3)
+
+        @staticmethod
+        def forward(ctx: Any, images: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(images)
+            return images @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+            (images,) = ctx.saved_tensors
+            return None, Replay.gradient.copy_(dy.T @ images).detach()
+
+    def record(model: nn.Module, sample: tuple[Tensor, ...]) -> nn.Module:
+        model.forward = lambda images: Replay.apply(images, model.weight)  # type: ignore[method-assign]
+        return model
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    model = nn.Linear(3, 4, bias=False)
+    graphed = GraphedModel(model, torch.ones(8, 3), accumulates=batches > 1)
+    images = torch.randn(batches, 8, 3)
+    for some in images:
+        graphed(some).square().sum().backward()
+    expected = torch.autograd.grad(model(images.flatten(0, 1)).square().sum(), model.weight)[0]
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_cuda_graphs_need_cuda(tmp_path: Path, device: str) -> None:

@@ -23,9 +23,13 @@ class GraphedModel:
         images: a batch of the shape to record. Its numbers do not matter; the model's buffers, such as a batch norm's
             averages, are put back to what they were.
         autocast: the dtype of the autocast that training runs under, or None.
+        accumulates: gradients of several batches are to be summed in ``grad``. A replay writes them where the replay
+            before it did, and there ``grad`` lies from the first batch on (pytorch issue 181723): each is copied then.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, images: Tensor, autocast: torch.dtype | None = None, *, accumulates: bool = False
+    ) -> None:
         self.shape, self.dtype = images.shape, images.dtype
         self._launched: Callable[[Tensor], Tensor] = model.forward
         buffers = [buffer.clone() for buffer in model.buffers()]
@@ -38,6 +42,10 @@ class GraphedModel:
         with torch.no_grad():
             for buffer, value in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(value)
+        if accumulates:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(torch.clone)
 
     def __call__(self, images: Tensor) -> Tensor:
         same = images.shape == self.shape and images.dtype == self.dtype

@@ -59,7 +59,7 @@ class TrainingModule(lightning.LightningModule):
             return self.model(images)
         if self._graphed is None:
             autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-            self._graphed = GraphedModel(self.model, images, autocast)
+            self._graphed = GraphedModel(self.model, images, autocast, accumulates=self.config.accumulate > 1)
         return self._graphed(images)
 
     def configure_optimizers(self) -> Any:
