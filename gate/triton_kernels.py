@@ -114,13 +114,17 @@ def _specialised(kernel: Any, arguments: Any, constants: dict[str, Any]) -> tupl
 
 
 def front_end(kernel: Any, arguments: Any, constants: dict[str, Any], capability: int = 90) -> None:
-    """Takes a launch through the first part of the compiler, where what the language does not allow is found.
+    """Takes a launch through the compiler up to where layouts are chosen, without the minutes of what comes after.
+
+    What the language does not allow is found first; the passes behind fail where constants fold a loop away that they
+    expected.
 
     Raises:
         triton.CompilationError: it is not allowed.
+        RuntimeError: a pass fails.
     """
     from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
+    from triton.backends.compiler import GPUTarget, Language
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
@@ -130,7 +134,14 @@ def front_end(kernel: Any, arguments: Any, constants: dict[str, Any], capability
     ir.load_dialects(context)
     backend.load_dialects(context)
     options = backend.parse_options(chosen)
-    source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    made = source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    metadata = {"target": target, **vars(options)}
+    for name in ("ttir", "ttgir"):
+        made = stages[name](made, metadata)
 
 
 def _compile(

@@ -16,7 +16,8 @@ from wnfused.backends.triton.kernels import linear as kernels
 from wnfused.backends.triton.support import blocks, input_precision, launch, precision
 
 RECOMPUTE_UP_TO = 64
-"""Up to this many rows of the batch the weight gradient's products are taken twice and need no workspace."""
+"""Up to this many rows of the batch the weight gradient's products are taken twice and need no workspace. Not for one
+row: that is a constant to Triton, whose compiler fails on the loop over rows that it folds away (3.6.0 and 3.7.1)."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -79,7 +80,7 @@ def backward(
         dx = _input_gradient(dy, y, x, v, g, norm, number, slope)
     if needs[1]:
         flat, dense = x.reshape(M, K), v.contiguous()
-        take = _recomputed if M <= RECOMPUTE_UP_TO else _split
+        take = _recomputed if 1 < M <= RECOMPUTE_UP_TO else _split
         dv, dg, found = take(dy, y, flat, dense, g, norm, needs[2], number, slope)
         db = db if found is None else found
     elif needs[2]:
