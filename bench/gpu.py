@@ -57,6 +57,7 @@ TEST_PROCESSES = 8
 """At most, beside that one: Triton compiles hundreds of kernels for the tests, a second each."""
 ALONE = {"OMP_NUM_THREADS": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """For processes of tests beside others, whatever plugins a machine has."""
+SANITIZERS = "sanitizers.log"
 SECONDS_A_PASS = 0.5
 STEPS = tuple(LIMITS)
 # Without pyproject.toml, which setuptools older than this package asks for cannot read and this needs nothing of.
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench/gpu.py: error: {missing}; --rehearse goes through the steps without one", file=sys.stderr)
         return 2
     os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))  # not every home can be written to
+    (options.out / SANITIZERS).unlink(missing_ok=True)
     report = Report(options, end)
     if report.content["machine"]["commit"] is None:
         print("NO COMMIT: git does not know these files; --commit NAME says which they are", flush=True)
@@ -138,6 +140,11 @@ class Report:
             temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(self.content, indent=1) + "\n")
             temporary.replace(path)
+
+    def keeps(self, file: str, title: str, text: str) -> None:
+        """Adds to a file that several steps share: a machine that is lent may bring back eight files and no more."""
+        with self._writing, (self.options.out / file).open("a") as whole:
+            whole.write(f"=== {title}\n{text}\n")
 
 
 def _no_gpu() -> str | None:
@@ -211,12 +218,20 @@ def _run(command: list[str], limit: float, log: Path, **environment: str) -> str
 def build(report: Report, limit: float) -> dict[str, Any]:
     """The libraries, in place."""
     command = [sys.executable, "-c", BUILD, "--quiet", "build_ext", "--inplace"]
-    environment = {"WNFUSED_CUDA": "0" if report.options.rehearse else "1", "WNFUSED_REQUIRE_EXTENSIONS": "1"}
+    environment = {"WNFUSED_CUDA": "0" if report.options.rehearse else "1"}
     # Ninja lies beside the interpreter where it came as a package; without it one file is compiled after the other.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if (nvcc := _tool("nvcc")) is not None:
         environment["CUDA_HOME"] = str(Path(nvcc).parents[1])
-    return {"status": _run(command, limit, report.options.out / "build.log", **environment) or "passed"}
+    wrong = _run(command, limit, report.options.out / "build.log", **environment)
+    # The C++ libraries may be missing: what is there of the CUDA one is tested all the same.
+    record = ROOT / "wnfused" / "_build.json"
+    not_built = json.loads(record.read_text())["not_built"] if record.exists() else {}
+    if report.options.rehearse:
+        not_built.pop("cuda", None)
+    return {"status": wrong or ("failed" if not_built else "passed")} | (
+        {"why": "; ".join(not_built.values())} if not_built else {}
+    )
 
 
 def tests(report: Report, limit: float) -> dict[str, Any]:
@@ -290,28 +305,35 @@ def _sanitizer(tool: str, part: str) -> Callable[[Report, float], dict[str, Any]
     def step(report: Report, limit: float) -> dict[str, Any]:
         if report.options.rehearse or (found := _tool("compute-sanitizer")) is None:
             return {"status": "skipped", "why": "a rehearsal" if report.options.rehearse else "no compute-sanitizer"}
+        known = _help(found)
         # Triton starts compilers, which are none of the sanitizer's business.
         options = [f"--tool={tool}", "--error-exitcode=9", "--target-processes=application-only"]
-        if tool == "memcheck" and "--report-api-errors" in _help(found):
+        if "--launch-timeout" in known:
+            # Else a program that has not come to its first kernel in time, with torch to import, goes on unwatched.
+            options.append("--launch-timeout=0")
+        if tool == "memcheck" and "--report-api-errors" in known:
             # Torch asks the driver for functions that it may not have; a refusal is no fault of a kernel.
             options.append("--report-api-errors=no")
         if tool == "racecheck":
             # Triton orders its kernels' accesses itself, and the vendor's are the vendor's.
-            options += _own_kernels(found)
+            options += _own_kernels(known)
         command = [found, *options, sys.executable, "-m", "bench.gpu_small", part]
-        log = report.options.out / f"{part}-{tool}.log"
-        # Each tensor by itself: in a pool, what is read or written beyond one belongs to the pool.
-        wrong = _run(command, limit, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        lines = log.read_text(errors="replace").splitlines()
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "log")
+            # Each tensor by itself: in a pool, what is read or written beyond one belongs to the pool.
+            wrong = _run(command, limit, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+            said = log.read_text(errors="replace")
+        report.keeps(SANITIZERS, f"{part} {tool}", said)
+        lines = said.splitlines()
         if any("Device not supported" in line for line in lines):
             return {"status": "skipped", "why": f"{tool} does not support this device"}
         if missing := next((line for line in lines if line.startswith("nothing ran: ")), None):
             return {"status": wrong or "skipped", "why": missing.partition(": ")[2]}
-        return {
-            "status": wrong or "passed",
-            "summary": [line for line in lines if "SUMMARY" in line][-1:],
-            "ran": [line for line in lines if line.startswith("ran ")],
-        }  # fmt: skip
+        ran = [line for line in lines if line.startswith("ran ")]
+        summary = [line for line in lines if "SUMMARY" in line][-1:]
+        if wrong is None and (not summary or "No attachable process" in said):
+            return {"status": "failed", "why": f"{tool} did not watch the program", "summary": summary, "ran": ran}
+        return {"status": wrong or "passed", "summary": summary, "ran": ran}
 
     return step
 
@@ -320,9 +342,12 @@ def _help(program: str) -> str:
     return subprocess.run([program, "--help"], capture_output=True, text=True).stdout
 
 
-def _own_kernels(sanitizer: str) -> list[str]:
-    """Options by which compute-sanitizer looks at the kernels of ``csrc/cuda`` alone; releases differ in the name."""
-    known = _help(sanitizer)
+def _own_kernels(known: str) -> list[str]:
+    """Options by which compute-sanitizer looks at the kernels of ``csrc/cuda`` alone; releases differ in the name.
+
+    Args:
+        known: what it says of its options.
+    """
     name = next((option for option in ("--kernel-name", "--kernel-regex") if option in known), None)
     return [] if name is None else [name, "kns=wnfused"]  # their namespace, in their mangled names
 

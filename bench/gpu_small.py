@@ -30,18 +30,10 @@ def main() -> None:
 def others() -> None:
     """Every kernel of the CUDA stage, whole and ragged batches, with and without recomputation; and layers.
 
-    All are made on the CPU: on the GPU the vendor's kernels would initialise them, and take the sanitizer's time.
+    All are made on the CPU: on the GPU the vendor's kernels would initialise them, and take the sanitizer's time. What
+    repeats kernels comes last, should time be up.
     """
-    for batch, recompute in ((3, 2), (1, None)):
-        for precision in ("bf16", "tf32", "fp32"):
-            for channels, size in SHAPES:
-                stage = wnfused.WNResidualStage(channels, channels, 2, recompute=recompute).to("cuda")
-                x = torch.randn(batch, channels, size, size).to("cuda").requires_grad_()
-                with tensor_float_32(precision == "tf32"), torch.autocast("cuda", torch.bfloat16, precision == "bf16"):
-                    y = stage(x)
-                    y.sum().backward()
-                assert torch.isfinite(x.grad).all()
-                _ran(f"a stage of {channels} channels on {size}x{size} maps, batch {batch}, {precision}")
+    _stages(3, 2)
     none = wnfused.WNResidualStage(16, 16, 1, recompute=2).to("cuda")
     x = torch.randn(3, 16, 8, 8).to("cuda").requires_grad_()
     parameters = [p[:0] for p in (none.weight_v, none.weight_g, none.bias)]
@@ -58,6 +50,19 @@ def others() -> None:
     conv = wnfused.WNConv2d(5, 7, 3, padding=1, activation="relu").to("cuda")
     conv(torch.randn(3, 5, 9, 9).to("cuda")).sum().backward()
     _ran("layers by Triton")
+    _stages(1, None)
+
+
+def _stages(batch: int, recompute: int | None) -> None:
+    for precision in ("bf16", "tf32", "fp32"):
+        for channels, size in SHAPES:
+            stage = wnfused.WNResidualStage(channels, channels, 2, recompute=recompute).to("cuda")
+            x = torch.randn(batch, channels, size, size).to("cuda").requires_grad_()
+            with tensor_float_32(precision == "tf32"), torch.autocast("cuda", torch.bfloat16, precision == "bf16"):
+                y = stage(x)
+                y.sum().backward()
+            assert torch.isfinite(x.grad).all()
+            _ran(f"a stage of {channels} channels on {size}x{size} maps, batch {batch}, {precision}")
 
 
 def warpgroup() -> None:

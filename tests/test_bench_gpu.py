@@ -165,13 +165,10 @@ def test_tests_that_may_hang_have_a_process_of_their_own() -> None:
         ("--tool arg", []),
     ],
 )
-def test_the_race_checker_looks_at_this_packages_kernels(tmp_path, known, options) -> None:
+def test_the_race_checker_looks_at_this_packages_kernels(known, options) -> None:
     from bench import gpu
 
-    script = tmp_path / "compute-sanitizer"
-    script.write_text(f"#!{sys.executable}\nprint({known!r})\n")
-    script.chmod(0o755)
-    assert gpu._own_kernels(str(script)) == options
+    assert gpu._own_kernels(known) == options
 
 
 @pytest.mark.parametrize(
@@ -180,6 +177,8 @@ def test_the_race_checker_looks_at_this_packages_kernels(tmp_path, known, option
         (["ran a stage", "== ERROR SUMMARY: 0 errors"], {"status": "passed", "ran": ["ran a stage"]}),
         (["nothing ran: no device of capability 9.0"], {"status": "skipped", "why": "no device of capability 9.0"}),
         (["Device not supported"], {"status": "skipped"}),
+        (["ran a stage"], {"status": "failed", "why": "did not watch"}),
+        (["No attachable process found.", "ran a stage", "== ERROR SUMMARY: 0 errors"], {"status": "failed"}),
     ],
 )
 def test_the_sanitizers_look_at_either_part_of_the_kernels(tmp_path, monkeypatch, said, outcome) -> None:
@@ -189,12 +188,16 @@ def test_the_sanitizers_look_at_either_part_of_the_kernels(tmp_path, monkeypatch
     script.write_text(f"#!{sys.executable}\nimport sys\nprint(sys.argv[-1], *{said!r}, sep='\\n')\n")
     script.chmod(0o755)
     monkeypatch.setattr(gpu, "_tool", lambda name: str(script))
-    report = SimpleNamespace(options=SimpleNamespace(rehearse=False, out=tmp_path))
+    report = gpu.Report(SimpleNamespace(rehearse=False, out=tmp_path, commit="here"), 0.0)
     for name in gpu.STEPS:
         if "check" in name:
             found = gpu.STEP_FUNCTIONS[name](report, 30.0)
-            assert found.items() >= outcome.items()
-    parts = {log.read_text().split()[0] for log in tmp_path.glob("*check.log")}
+            why = outcome.get("why", "")
+            assert found.items() >= (outcome | ({"why": found["why"]} if why else {})).items()
+            assert why in found.get("why", "")
+    said = (tmp_path / gpu.SANITIZERS).read_text()
+    assert said.count("=== ") == 4
+    parts = {part.split("\n")[1] for part in said.split("=== ")[1:]}
     assert parts == set(gpu_small.PARTS)
 
 

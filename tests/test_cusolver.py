@@ -221,12 +221,26 @@ def test_singular_vectors_are_the_first_of_the_full_factors(columns, shape):
         torch.testing.assert_close(orthonormal, torch.eye(s.shape[-1], dtype=a.dtype).expand_as(orthonormal))
 
 
-@pytest.mark.parametrize("function", ["eigh", "svd"])
-def test_no_convergence_is_an_error(columns, function):
+def test_no_convergence_is_an_error(columns):
     a = torch.eye(4).repeat(4, 1, 1)
     a[2, 0, 0] = STUBBORN
-    with pytest.raises(torch.linalg.LinAlgError, match=r"matrix 2: cuSOLVER's \w+ of it did not converge"):
-        getattr(cusolver, function)(a)
+    with pytest.raises(torch.linalg.LinAlgError, match="matrix 2: cuSOLVER's eigenvalues of it did not converge"):
+        cusolver.eigh(a)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5)])
+def test_matrices_that_jacobis_rotations_leave_are_done_by_iterations(columns, monkeypatch, shape):
+    asked = []
+    iterations = cusolver._svd_by_iterations
+    monkeypatch.setattr(cusolver, "_svd_by_iterations", lambda a: asked.append(len(a)) or iterations(a))
+    a = randn(2, 4, *shape, dtype=torch.float64)
+    cusolver.svd(a)
+    assert asked == []
+    a[0, 2, 0, 0] = a[1, 3, 0, 0] = STUBBORN
+    u, s, vt = cusolver.svd(a)
+    assert asked == [2]
+    torch.testing.assert_close(u * s.unsqueeze(-2) @ vt, a)
+    torch.testing.assert_close(s, torch.linalg.svdvals(a))
 
 
 @pytest.mark.parametrize("function", ["orthonormal_rows", "eigh", "svd"])

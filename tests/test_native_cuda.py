@@ -165,6 +165,7 @@ def test_tf32_follows_torch(monkeypatch):
         conv.fp32_precision = before
 
 
+@pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize(
     "said",
     [
@@ -172,15 +173,20 @@ def test_tf32_follows_torch(monkeypatch):
         'torch_call_dispatcher("aten::new_empty", "", stack.data()) failed at ops.h, line 70',
     ],
 )
-def test_running_out_of_memory_is_torchs_own_error(monkeypatch, said):
+def test_running_out_of_memory_is_torchs_own_error(monkeypatch, said, capturing):
     def raises(*_):
         raise RuntimeError(said)
+
+    def synchronize():
+        if capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
     ops = SimpleNamespace(
         cuda_residual_stage=raises, cuda_residual_stage_backward=raises, weight_norm=raises, weight_norm_backward=raises
     )  # fmt: skip
     monkeypatch.setattr(torch.ops, "wnfused_native", ops)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     v, g = torch.ones(2, 3), torch.ones(2)
     for call in (
         lambda: native_cuda.residual_stage(*[None] * 7),

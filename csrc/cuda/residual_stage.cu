@@ -105,9 +105,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
                                : empty_like_on(tensor, {0}, tensor.scalar_type());
   };
   Tensor dx = stage::empty_map_like(dy), dv = gradient_of(v), dg = gradient_of(g), dbias = gradient_of(bias);
+  // Kernels copy 16 bytes at once. Memory of torch's is aligned; what a hook unpacks out of a larger buffer may not be.
+  const bool is_aligned = reinterpret_cast<uintptr_t>(maps.const_data_ptr()) % 16 == 0;
+  const Tensor saved = is_aligned ? maps : torch::stable::clone(maps);
 
   StageBackwardCall call{problem_of(dy, parameters, skip_scale, recompute), map_of(dy), map_of(dx),
-                         static_cast<const float*>(norm.const_data_ptr()), maps.const_data_ptr(), parameter_gradients,
+                         static_cast<const float*>(norm.const_data_ptr()), saved.const_data_ptr(), parameter_gradients,
                          values_of(dv), values_of(dg), values_of(dbias)};
   run(entry, call, dy, here.queue);
   return {dx, dv, dg, dbias};

@@ -71,13 +71,16 @@ def test_a_captured_graph_gets_no_table(monkeypatch):
     monkeypatch.setattr(rows, "_launch_many", None)
     single = backend.weight_norm_many(vs, gs)
     again = backend.weight_norm_many_backward(dws, vs, gs, single[1])
-    same_bits(many, single, gradients, again)
+    same(many, single, gradients, again)
 
 
-def same_bits(many, single, gradients, again):
+def same(many, single, gradients, again):
+    """To the bit in the interpreter; on a GPU one kernel may sum a row in another order than the other."""
     for ours, theirs in ((many, single), (gradients, again)):
         for ones, others in zip(ours, theirs, strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+            for one, other in zip(ones, others, strict=True):
+                assert one.is_cuda or torch.equal(one, other)
+                torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -108,7 +111,7 @@ def test_a_call_before_a_capture_brings_its_kernels(monkeypatch, weights):
     monkeypatch.setattr(rows, "_on_a_gpu", lambda v: True)
     single, again = both()
     assert [seen.count(kernel) for kernel in (kernels.weight_norm, kernels.weight_norm_backward)] == [2, 2]
-    same_bits(many, single, gradients, again)
+    same(many, single, gradients, again)
     both()
     assert kernels.weight_norm not in seen
     assert kernels.weight_norm_backward not in seen

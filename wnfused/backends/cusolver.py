@@ -89,11 +89,17 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     return values.reshape(a.shape[:-1]), rows.reshape(a.shape).mT
 
 
+def _svd_by_iterations(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    u, s, vt = torch.linalg.svd(a, driver="gesvd" if a.is_cuda else None)
+    return u, s, vt
+
+
 @native_cuda.memory_errors()
 def svd(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``U [..., r, k]``, ``s [..., k]`` from the largest, ``V^T [..., k, c]`` of ``A [..., r, c]``; ``k = min(r, c)``.
 
-    Float32 or float64, r and c from 1 to 32. All matrices at once (``gesvdjBatched``).
+    Float32 or float64, r and c from 1 to 32. All matrices at once (``gesvdjBatched``); one that Jacobi's rotations do
+    not get to the end of goes by QR iterations, as in torch.
 
     Raises:
         torch.linalg.LinAlgError: a matrix is not finite, or did not converge.
@@ -101,7 +107,11 @@ def svd(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _open("svd", a)
     rows, finite = _finite_copy(a)
     left, values, right, info = torch.ops.wnfused_native.cuda_svd_(rows)
-    _check("SVD", finite, info)
     (*batch, r, c), k = a.shape, values.shape[-1]
+    unfinished = info.ne(0) & finite
+    if unfinished.any():
+        u, values[unfinished], right[unfinished] = _svd_by_iterations(a.reshape(-1, r, c)[unfinished])
+        left[unfinished], info = u.mT, info.masked_fill(unfinished, 0)
+    _check("SVD", finite, info)
     # Singular vectors are columns to cuSOLVER, which are rows here, and A is its own transpose there.
     return left[:, :k].reshape(*batch, k, r).mT, values.reshape(*batch, k), right[:, :k].reshape(*batch, k, c)

@@ -179,7 +179,7 @@ def memory_errors() -> Iterator[None]:
     except RuntimeError as error:
         said = str(error)
         unnamed = re.search(r"empty.* failed at ", said)
-        if unnamed:
+        if unnamed and not torch.cuda.is_current_stream_capturing():  # a capture allows no waiting
             torch.cuda.synchronize()
         if unnamed or "out of memory" in said:
             raise torch.OutOfMemoryError(said) from error

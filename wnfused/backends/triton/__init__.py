@@ -3,7 +3,7 @@
 Row norms ride beside the product, gain, bias, residual and activation in its epilogue, the weight norm's backward in
 the epilogue of the weight gradient; where the vendor's product is faster, the weight is scaled once for it
 (``wnfused.backends.triton.strategy`` says which, and why). Sums are taken in float32, in an order that
-depends on nothing but shapes and types: no atomics, no timing.
+depends on nothing but shapes, types and what is aligned to 16 bytes: no atomics, no timing.
 
     strategy        which way a layer goes              configurations, search   which tile a kernel runs in
     rows            norms, effective weight             linear_layer, conv_layer, vendor, stage   the layers
