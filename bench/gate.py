@@ -33,7 +33,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from bench import models, parameters
-from bench.workloads import FORWARD, TRAINING, Converted, ConvLayer, LinearLayer, Network, WindowLayer, Workload
+from bench.workloads import (
+    FORWARD,
+    TRAINING,
+    Converted,
+    ConvLayer,
+    LinearLayer,
+    Network,
+    WindowLayer,
+    Workload,
+)
 
 KINK, KINK_BF16 = 1e-3, 1 / 30
 DEEP = 1000  # layers of a network from which float64's maps are too many to keep
@@ -99,9 +108,10 @@ class Problem:
         self.dy = torch.randn(models.output_shape(self.workload), generator=generator)
         if isinstance(self.workload, (LinearLayer, ConvLayer, WindowLayer)):
             with torch.no_grad():
-                before_relu = parameters.fill(models.plain(self.workload).double(), 1)[0](self.x.double())
+                layer = parameters.fill(models.plain(self.workload).double(), 1)[0].to(self.device)
+                before_relu = layer(self.x.to(self.device).double())
             kink = KINK_BF16 if any("bf16" in name for name in self.workload.ours) else KINK
-            self.dy *= before_relu.abs() > kink * before_relu.std()
+            self.dy *= (before_relu.abs() > kink * before_relu.std()).cpu()
         # Drawn on the CPU: the same numbers on every device.
         self.x, self.labels, self.dy = (t.to(self.device) for t in (self.x, self.labels, self.dy))
 
@@ -129,7 +139,8 @@ class Truth:
 
     @classmethod
     def of(cls, problem: Problem, takes_loss: bool) -> Truth:
-        module = parameters.fill(models.plain(problem.workload).double(), models.blocks(problem.workload))
+        module = models.unwritten(models.plain, problem.workload).double()
+        parameters.fill(module, models.blocks(problem.workload))
         module.to(problem.device)
         if isinstance(problem.workload, Network) and problem.workload.depth > DEEP:
             _recompute(module)

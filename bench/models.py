@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -61,6 +62,15 @@ def ours(workload: Workload) -> nn.Module:
 
 
 FORMS = {"plain": plain, "eager": eager, "ours": ours}
+
+
+def unwritten(form: Callable[[Workload], nn.Module], workload: Workload) -> nn.Module:
+    """A form of a workload whose parameters are all to be written: drawing those of 10,000 layers takes a minute."""
+    if not isinstance(workload, Network):  # others have buffers, or are made in a moment
+        return form(workload)
+    with torch.device("meta"):
+        module = form(workload)
+    return module.to_empty(device="cpu")
 
 
 def _window(workload: WindowLayer, plain: bool) -> nn.Module:

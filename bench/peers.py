@@ -172,7 +172,8 @@ def subject(problem: gate.Problem, name: str) -> Subject:
             native_cuda.use_warpgroup_stage(False)
         except RuntimeError as error:
             raise Unavailable(str(error)) from None
-    module = parameters.fill(models.FORMS[peer.form](workload), models.blocks(workload)).to(problem.device)
+    module = models.unwritten(models.FORMS[peer.form], workload)
+    module = parameters.fill(module, models.blocks(workload)).to(problem.device)
     x = problem.x
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if (peer.channels_last or workload.channels_last) and layout:
@@ -278,6 +279,17 @@ def gated(subject: Subject, name: str, pass_name: str) -> Gated:
     return Gated(Runner(name, timed, subject.context, subject.settle), errors)
 
 
+@dataclass(frozen=True)
+class Replay:
+    """What a graph's kernels read and write they know by address alone: ``held`` keeps it from being freed."""
+
+    graph: torch.cuda.CUDAGraph
+    held: tuple[Any, ...]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 def captured(call: Callable[[], Any], results: Callable[[Any], Sequence[Tensor]], limit: float) -> Callable[[], Any]:
     """``call`` as a CUDA graph: run on a side stream until its allocations have settled, recorded once, replayed.
 
@@ -303,7 +315,7 @@ def captured(call: Callable[[], Any], results: Callable[[Any], Sequence[Tensor]]
         raise Unavailable(f"not captured as a CUDA graph: {str(error).splitlines()[0]}") from error
     graph.replay()
     check_replay(replayed, results(call()), limit)
-    return graph.replay
+    return Replay(graph, (call, replayed))
 
 
 def check_replay(found: Sequence[Tensor], true: Sequence[Tensor], limit: float) -> None:

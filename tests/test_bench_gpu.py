@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import gc
 import json
 import math
 import re
@@ -311,6 +314,38 @@ def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) ->
         named = {*whole.ours, *whole.peers}
         assert set(result.skipped) <= {n for n in named if re.search("triton|warpgroup|epilogues|fused|vendor", n)}
         assert {name for name in chosen if "triton" not in name} <= {*result.errors, *result.skipped}
+
+
+class NoGraph:
+    def replay(self) -> None:
+        pass
+
+
+def test_a_replay_keeps_what_its_kernels_have_the_addresses_of(monkeypatch) -> None:
+    streams = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: streams)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NoGraph)
+    x = torch.ones(3)
+    held = weakref.ref(x)
+    replay = peers.captured(functools.partial(torch.mul, x, 2), lambda y: (y,), 1e-6)
+    del x
+    gc.collect()
+    assert held() is not None
+    replay()
+    del replay
+    gc.collect()
+    assert held() is None
+
+
+def test_the_deepest_network_has_a_row_of_ours_before_eager_takes_its_minutes() -> None:
+    deepest = [w for w in gpu_workloads.WORKLOADS if isinstance(w, workloads.Network) and w.depth == 10000]
+    first = deepest[0]
+    assert first.peers == ("cuda ours bf16 graph",)
+    assert gpu_workloads.WORKLOADS.index(first) < 12
+    assert any("cuda eager bf16" in other.peers for other in deepest[1:])
 
 
 @pytest.mark.parametrize("group", ["linear", "conv"])
