@@ -32,12 +32,15 @@ class Augmentation:
     cutout: int = 0
     mixup: float = 0.0
 
-    def __call__(self, data: Dataset, indices: Tensor, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``(images, labels, partners' labels, share)`` of the training images ``indices`` (int64 ``[n]``)."""
+    def __call__(
+        self, data: Dataset, indices: Tensor, seed: int, epoch: int
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """``(images, labels, partners' labels, share)`` of the training images ``indices`` (int64 ``[n]``); no partners
+        without mixup."""
         labels = data.train.labels[indices]
         images = self._image(data, indices, seed, epoch)
         if not self.mixup:
-            return images, labels, labels, torch.ones(len(indices))
+            return images, labels, None, torch.ones(len(indices))
         partner = below(len(data.train.labels), seed, epoch, indices, Stream.MIXUP_PARTNER)
         share = self._share(uniform(seed, epoch, indices, Stream.MIXUP_SHARE))
         mixed = torch.lerp(self._image(data, partner, seed, epoch), images, share[:, None, None, None])

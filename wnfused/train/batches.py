@@ -27,7 +27,7 @@ from wnfused.train.data import Dataset, Split
 
 
 class Batch(NamedTuple):
-    """What the model and the loss get. Without mixup ``share`` is 1 and ``partners`` repeats ``labels``.
+    """What the model and the loss get. Without mixup ``share`` is 1 and ``partners`` None.
 
     images float32 ``[n, channels, height, width]``; labels and partners int64 ``[n]``; share float32 ``[n]``, the
     part of each image that its own label describes; real bool ``[n]``, False for padding; worth: the weight of a
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
     images: Tensor
     labels: Tensor
-    partners: Tensor
+    partners: Tensor | None
     share: Tensor
     real: Tensor
     worth: float
@@ -123,4 +123,4 @@ class EvalBatches:
         for part in self.plan.parts(torch.arange(self.plan.n)):
             labels = self.split.labels[part.indices]
             images = self.data.standardise(self.split.images[part.indices])
-            yield Batch(images, labels, labels, torch.ones(len(labels)), part.real, part.worth)
+            yield Batch(images, labels, None, torch.ones(len(labels)), part.real, part.worth)

@@ -30,7 +30,7 @@ def step(model: nn.Module, batch: Batch) -> Outcome:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     share = batch.share.to(logits.dtype)
     losses = F.cross_entropy(logits, batch.labels, reduction="none") * share
-    if batch.partners is not batch.labels:
+    if batch.partners is not None:
         losses = losses + F.cross_entropy(logits, batch.partners, reduction="none") * (1 - share)
     lost = torch.where(batch.real, losses, 0.0).sum()
     right = (logits.detach().argmax(1) == batch.labels) & batch.real
