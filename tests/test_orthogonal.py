@@ -12,6 +12,8 @@ from wnfused.backends import native
 from wnfused.linalg import orthogonal, orthogonal_batched
 from wnfused.linalg.orthogonal import Route, cholesky_qr2, householder, route
 
+MODEL = torch.nn.Sequential(wnfused.WNConv2d(2, 4, 3, padding=1), wnfused.WNResidualStage(4, 4, 2))
+
 # The last two go by CholeskyQR2 on a CPU.
 SHAPES = [(7, 4), (4, 7), (5, 5), (3, 2, 6, 4), (2, 3, 4, 9), (0, 4, 4), (2, 1, 5), (5, 4, 20), (2, 3, 30, 6)]
 
@@ -310,6 +312,27 @@ def test_layers_of_one_shape_are_drawn_together(monkeypatch):
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+class OnAGPU(torch.Generator):
+    device = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda source: orthogonal_batched(torch.ones(3, 3), generator=source),
+        lambda source: wnfused.init.initialize(MODEL, generator=source),
+        lambda source: wnfused.init.reset_layer_(MODEL[0], kind="he", generator=source),
+        lambda source: wnfused.init.reset_stage_(MODEL[1], kind="he", generator=source),
+        lambda source: wnfused.regularize.srip(torch.ones(3, 3), generator=source),
+    ],
+)
+def test_a_generator_of_another_device_is_named(draw):
+    before = {name: value.clone() for name, value in MODEL.state_dict().items()}
+    with pytest.raises(ValueError, match=r"generator: draws on cuda:0, but .* on cpu; use torch.Generator\('cpu'\)"):
+        draw(OnAGPU())
+    assert all(torch.equal(value, before[name]) for name, value in MODEL.state_dict().items())
 
 
 def test_meta_to_empty_init_is_the_same_as_init():

@@ -77,6 +77,15 @@ def random_source(**values: Any) -> None:
             raise TypeError(f"{name}: {value!r} must be a torch.Generator or None")
 
 
+def draws_on(device: torch.device, **values: torch.Generator | None) -> None:
+    """Each a source of tensors on a device, or None."""
+    for name, value in values.items():
+        if value is not None and device.type not in (value.device.type, "meta"):
+            raise ValueError(
+                f"{name}: draws on {value.device}, but the tensors are on {device}; use torch.Generator('{device}')"
+            )
+
+
 def number(**values: float) -> None:
     """Each a number, finite or not."""
     for name, value in values.items():

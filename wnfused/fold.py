@@ -35,8 +35,8 @@ def fold(model: nn.Module) -> nn.Module:
     more than a constructor are left alone, and named in a warning of the logger ``wnfused.fold``.
 
     Folding twice changes nothing more. ``convert(model, plain=True)`` is the way back: the same function with
-    ``v = w, g = ||w||``, bit for bit in float32 and float64. The lengths of the old ``v`` are gone, and with them the
-    step size of its directions: to train on exactly as before, keep a copy, or use ``wnfused.frozen``, which
+    ``v = w, g = ||w||``, on a CPU bit for bit in float32 and float64. The lengths of the old ``v`` are gone, and with
+    them the step size of its directions: to train on exactly as before, keep a copy, or use ``wnfused.frozen``, which
     folds for a while only.
 
     Args:

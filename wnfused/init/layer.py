@@ -7,15 +7,16 @@ import math
 import torch
 from torch import Tensor, nn
 
-from wnfused._numbers import at_least_0, random_source
+from wnfused._numbers import at_least_0, draws_on, random_source
 from wnfused.nn import WeightNormalised, WNResidualStage
 from wnfused.nn._rule import check_directions, reset_layer, reset_stage
 
 
-def _check_source(kind: str | None, generator: torch.Generator | None) -> None:
+def _check_source(kind: str | None, generator: torch.Generator | None, v: Tensor) -> None:
     if kind is not None:
         check_directions(kind=kind)
     random_source(generator=generator)
+    draws_on(v.device, generator=generator)
 
 
 def reset_layer_(
@@ -30,7 +31,7 @@ def reset_layer_(
     Args:
         gamma: at least 0; the layer's own, or that of its activation, if None.
         kind: ``"orthogonal"`` or ``"he"``; the layer's ``init`` if None.
-        generator: source of the directions; torch's own if None.
+        generator: source of the directions, on their device; torch's own if None.
 
     Returns:
         The gain it set.
@@ -42,7 +43,7 @@ def reset_layer_(
         raise TypeError(f"layer: expected a weight-normalised layer, got {type(layer).__name__}")
     if gamma is not None:
         at_least_0(gamma=gamma)
-    _check_source(kind, generator)
+    _check_source(kind, generator, layer.weight_v)
     return reset_layer(layer, gamma, kind, generator)
 
 
@@ -59,7 +60,7 @@ def reset_stage_(
         gammas: two numbers, each at least 0, of the convolution before the ReLU and of the one that closes the block;
             ``(2, 1 / B_k)`` if None, with ``B_k`` the blocks of the whole stage.
         kind: ``"orthogonal"`` or ``"he"``; the stage's ``init`` if None.
-        generator: source of the directions; torch's own if None.
+        generator: source of the directions, on their device; torch's own if None.
 
     Returns:
         The gains it set, of the convolution before the ReLU and of the one that closes the block.
@@ -73,7 +74,7 @@ def reset_stage_(
         if not isinstance(gammas, (tuple, list)) or len(gammas) != 2:
             raise ValueError(f"gammas: {gammas!r} must be two numbers")
         at_least_0(**{f"gammas[{i}]": gamma for i, gamma in enumerate(gammas)})
-    _check_source(kind, generator)
+    _check_source(kind, generator, stage.weight_v)
     return reset_stage(stage, gammas, kind, generator)
 
 

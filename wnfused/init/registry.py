@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 
 from wnfused._modules import holders
-from wnfused._numbers import at_least_0, flag, from_0, positive, random_source
+from wnfused._numbers import at_least_0, draws_on, flag, from_0, positive, random_source
 from wnfused._undisturbed import forked
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.report import Entry, Report
@@ -110,7 +110,7 @@ def initialize(
         sample: a batch of inputs, for the schemes that look at data; a tuple is taken for several arguments. 64 or more
             inputs are enough for every scheme. Fewer are taken, one too where the model runs on it: the statistics are
             then those of so few, and the report says where they leave a layer short.
-        generator: source of randomness; torch's own if None.
+        generator: source of randomness, on the model's device; torch's own if None.
         gammas: factors stated by hand, by layer name, where the model's structure does not tell: 2 before a ReLU,
             ``1 / B_k`` for the last layer of a branch in a stage of ``B_k`` blocks.
         roles: attributes of ``Role`` stated by hand, by layer name, for the schemes that need to know more than a
@@ -123,8 +123,8 @@ def initialize(
     Raises:
         ValueError, TypeError: an unknown scheme, option, layer name or attribute; a gamma that is not finite; no
             sample for a scheme that needs one, or one that holds NaN or inf, or on which the model does not run, which
-            is tried before anything is written; a model on the meta device, or that the scheme has no rule for. A
-            scheme that looks at data leaves the model as it was where it fails.
+            is tried before anything is written; a generator of another device; a model on the meta device, or that the
+            scheme has no rule for. A scheme that looks at data leaves the model as it was where it fails.
         RuntimeError: inside ``wnfused.frozen``.
     """
     check_request(model, scheme, options)
@@ -181,6 +181,8 @@ def prepared(
     found = find_roles(model)
     units = _stated([unit for role in found for unit in units_of(role)], *stated)
     units, repeated = once(units)
+    for unit in units:
+        draws_on(unit.v.device, generator=generator)
     context = Context(model, units, sample, generator, [other for _, others in repeated for other in others])
     for first, others in repeated:
         names = ", ".join(other.name for other in others)

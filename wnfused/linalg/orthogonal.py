@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from wnfused import dispatch
-from wnfused._numbers import finite, random_source
+from wnfused._numbers import draws_on, finite, random_source
 from wnfused.backends import cusolver
 from wnfused.backends import native as kernels
 from wnfused.backends.triton.support import precision
@@ -83,15 +83,16 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     Args:
         tensor: floating point, at least two dims; narrower types than float32 are computed in float32.
         gain: factor on every matrix.
-        generator: source of the Gaussians; torch's own for the device if None. The same seed gives the same matrices
-            for the same shape, dtype and device, however the memory is laid out.
+        generator: source of the Gaussians, on the tensor's device; torch's own for it if None. The same seed gives the
+            same matrices for the same shape, dtype and device, however the memory is laid out.
 
     Returns:
         ``tensor``.
 
     Raises:
         TypeError: ``tensor`` is not floating point or not dense, or ``generator`` no generator.
-        ValueError: it has fewer than two dims, or entries that share memory, or ``gain`` is not finite.
+        ValueError: it has fewer than two dims, or entries that share memory; ``gain`` is not finite; ``generator`` is
+            one of another device.
         BackendUnavailableError: the native backend was asked for by name and the library that has the route is not
             there: on a CPU, for float32 matrices at least twice as long as wide, the C++ library; on a GPU, for ones so
             large or few that Householder's QR takes them, the CUDA library or its cuSOLVER. An automatic choice takes
@@ -115,6 +116,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     random_source(generator=generator)
     if tensor.numel() == 0 or tensor.device.type == "meta" or is_fake(tensor):  # there is nothing to fill
         return tensor
+    draws_on(tensor.device, generator=generator)
     rows, columns = tensor.shape[-2:]
     short, long = min(rows, columns), max(rows, columns)
     matrices = tensor.reshape(-1, rows, columns)

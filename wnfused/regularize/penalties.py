@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from wnfused._numbers import above_0, positive, random_source
+from wnfused._numbers import above_0, draws_on, positive, random_source
 from wnfused.reference import wide
 from wnfused.regularize.matrices import (
     at_its_own_precision,
@@ -123,7 +123,7 @@ def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: t
         w: ``[..., r, c]``, floating point.
         steps: at least 1; 2 as published.
         start: x, ``[..., min(r, c)]``, floating point, on w's device; Gaussian if None.
-        generator: source of the start; torch's own if None.
+        generator: source of the start, on w's device; torch's own if None.
 
     Raises:
         TypeError: ``w`` or ``start`` is no dense floating-point tensor, or ``generator`` no generator.
@@ -137,6 +137,7 @@ def srip(w: Tensor, *, steps: int = 2, start: Tensor | None = None, generator: t
     check_matrices(w)
     wanted = (*w.shape[:-2], min(w.shape[-2:]))
     if start is None:
+        draws_on(w.device, generator=generator)
         start = torch.randn(wanted, dtype=wide(w.dtype), device=w.device, generator=generator)
     else:
         check_like("start", start, w, wanted)
