@@ -349,13 +349,23 @@ def searched(monkeypatch, tmp_path):
     """The file of a search on a fake GPU that prefers small tiles, what it timed, and whether it captures."""
     file, timed, capturing = tmp_path / "deeper" / "found.json", [], []
 
+    current = [0]
+
+    @contextlib.contextmanager
+    def made_current(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
     def milliseconds(launch, candidate):
+        assert current[0] == 1, "the events are the current device's"
         timed.append(candidate)
         launch(candidate)
         return float(candidate.m)
 
     monkeypatch.setenv("WNFUSED_TRITON_SEARCH", str(file))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "device", made_current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(search, "_milliseconds", milliseconds)
     search.path.cache_clear()
@@ -368,7 +378,7 @@ def searched(monkeypatch, tmp_path):
 def test_the_search_saves_what_it_finds(searched):
     file, timed, _ = searched
     fast, slow = Tile(16, 16, 16), Tile(32, 32, 32)
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 1)
     for read_again in (True, False):
         search._found.cache_clear()
         assert search.best("linear 1x2x3", device, [slow, fast], lambda tile: tile) == fast
@@ -385,7 +395,7 @@ def test_the_search_times_nothing_while_a_graph_is_captured(searched):
 
     def run(m):
         return configurations.run(
-            "conv.forward", "half", m, 16, 9, torch.device("cuda", 0), lambda tile: launched.append(tile) or tile
+            "conv.forward", "half", m, 16, 9, torch.device("cuda", 1), lambda tile: launched.append(tile) or tile
         )
 
     by_table = configurations.tiles("conv.forward", "half")[0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from triton_cases import DEVICE, DTYPES, NAMES, SMALL, TOLERANCE, both, check, relative
 
+import wnfused
 from wnfused import reference
 from wnfused.backends import triton as backend
 from wnfused.backends.triton import configurations, strategy
@@ -183,3 +184,17 @@ def test_a_stage_without_gradients_of_its_parameters_keeps_channels_last():
     assert y.stride() == dx.stride() == x.stride()
     assert all(t.numel() == 0 for t in rest)
     assert backend.residual_stage(x, v, g, b, 1.0, 0, False)[2].numel() == 0
+
+
+def test_the_vendors_way_needs_no_leave_to_write_torchs_flags(monkeypatch):
+    """``torch.backends.disable_global_flags`` closes them, and so does an import of torch's own test helpers."""
+    flags = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", False)
+    assert torch.backends.flags_frozen()
+    layer = wnfused.WNConv2d(3, 4, 3).to(DEVICE)
+    x = torch.randn(2, 3, 6, 6, device=DEVICE, requires_grad=True)
+    before = torch._C._get_cudnn_deterministic()
+    with wnfused.use_backend("triton"), strategy.forced("vendor"):
+        layer(x).sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert torch._C._get_cudnn_deterministic() == before

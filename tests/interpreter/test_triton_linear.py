@@ -125,3 +125,20 @@ def test_the_same_call_gives_the_same_bits():
     dy = torch.randn(200, 18, device=DEVICE)
     one, two = (both("linear", tensors, activation="relu", dy=dy)[0] for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.1])
+@pytest.mark.parametrize("batch", [5, 70])
+def test_masks_and_zero_rows_where_something_is_not_finite(batch, slope):
+    """NaN in y counts as negative in a leaky ReLU, one of slope 0 is a ReLU, and a zero row has no gradient."""
+    x, v, g, b, _ = sample(batch, 6, 9)
+    v[4] = 0
+    b[2] = float("nan")
+    dy = torch.randn(batch, 9, device=DEVICE)
+    dy[1, 3], dy[2, 4], dy[3, 5] = float("inf"), float("nan"), float("inf")
+    found, expected = both("linear", [x, v, g, b, None], activation="leaky_relu", slope=slope, dy=dy)
+    assert (found["dv"][4] == 0).all()
+    assert found["dg"][4] == 0
+    for name in ("dx", "dv", "dg", "db"):
+        assert torch.equal(found[name].isnan(), expected[name].isnan()), name
+        torch.testing.assert_close(found[name].double(), expected[name], equal_nan=True, rtol=1e-4, atol=1e-4)

@@ -119,3 +119,22 @@ def test_a_call_before_a_capture_brings_its_kernels(monkeypatch, weights):
     vs, gs = [v.bfloat16() for v in vs], [g.bfloat16() for g in gs]
     both()
     assert seen.count(kernels.weight_norm) == 2
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_zero_rows_are_0_and_take_no_gradient_whatever_comes(dim, value):
+    v, g = pair((5, 7), dim)
+    rows_of = v if dim == 0 else v.T
+    rows_of[2] = 0
+    g[2] = float("inf")
+    dw = torch.full_like(v, value)
+    (w,), (norm,), (scale,) = backend.weight_norm_many([v], [g], dim)
+    single, _ = backend.weight_norm(v, g, dim)
+    for found in (w, single):
+        assert (found.select(dim, 2) == 0).all()
+    assert scale[2] == 0
+    (dv,), (dg,) = backend.weight_norm_many_backward([dw], [v], [g], [norm], dim)
+    for gradients in ((dv, dg), backend.weight_norm_backward(dw, v, g, norm, dim)):
+        assert (gradients[0].select(dim, 2) == 0).all()
+        assert gradients[1].flatten()[2] == 0

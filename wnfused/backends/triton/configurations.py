@@ -91,7 +91,7 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
     ("linear.weight_gradient", IEEE): ((_any, Tile(16, 32, 64, 4, 2)),),
     ("linear.weight_gradient_recomputed", HALF): ((_any, Tile(16, 16, 128, 4, 3)),),
     ("linear.weight_gradient_recomputed", TF32): ((_any, Tile(16, 16, 128, 4, 3)),),
-    ("linear.weight_gradient_recomputed", IEEE): ((_any, Tile(16, 16, 64, 4, 2)),),
+    ("linear.weight_gradient_recomputed", IEEE): ((_any, Tile(16, 16, 32, 4, 2)),),
     # Pixels are many, filters few: tall tiles, and no wider than the filters.
     ("conv.forward", HALF): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("conv.forward", TF32): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),

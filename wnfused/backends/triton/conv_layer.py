@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused.backends.epilogue import masked
+from wnfused.backends.epilogue import mask_of, masked
 from wnfused.backends.triton import configurations, rows, vendor
 from wnfused.backends.triton.configurations import Tile
 from wnfused.backends.triton.kernels import conv as kernels
@@ -193,6 +193,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     geometry = Geometry.of(x, v, stride, padding, dilation)
     dx, dv, dg, db, dz = (dy.new_empty(0) for _ in range(5))
+    activation = mask_of(activation, slope)
     if needs[3] and activation != "none":  # the masked gradient is wanted anyway: take it once
         dy = dz = masked(dy, y, activation, slope)
         activation = "none"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused.backends.epilogue import masked
+from wnfused.backends.epilogue import mask_of, masked
 from wnfused.backends.triton import configurations, rows, vendor
 from wnfused.backends.triton.configurations import Tile
 from wnfused.backends.triton.kernels import linear as kernels
@@ -70,6 +70,7 @@ def backward(
     N, K = v.shape
     M = math.prod(x.shape[:-1])
     dx, dv, dg, db, dz = (dy.new_empty(0) for _ in range(5))
+    activation = mask_of(activation, slope)
     if needs[3] and activation != "none":  # the masked gradient is wanted anyway: take it once
         dy = dz = masked(dy, y, activation, slope)
         activation = "none"

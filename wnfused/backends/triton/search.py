@@ -39,9 +39,10 @@ def best(name: str, device: torch.device, candidates: Sequence[Any], launch: Cal
     key = f"{torch.cuda.get_device_name(device)}: {name}"
     by_name = {str(candidate): candidate for candidate in candidates}
     if _found().get(key) not in by_name:  # never searched, or searched among other configurations
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        times = {text: _milliseconds(launch, candidate) for text, candidate in by_name.items()}
+        with torch.cuda.device(device):  # whose stream is asked and timed
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            times = {text: _milliseconds(launch, candidate) for text, candidate in by_name.items()}
         _save(key, min(times, key=times.__getitem__), by_name)
     return by_name[_found()[key]]
 

@@ -75,13 +75,13 @@ def _deterministic() -> Iterator[None]:
     """cuDNN's deterministic algorithms: some of its backward kernels add with atomics otherwise.
 
     torch has one flag for all threads, and a backward has a thread to each device: the first in sets it, the last out
-    restores it.
+    restores it. Past ``torch.backends``, whose flags ``torch.backends.disable_global_flags`` closes to everybody.
     """
     global _inside, _before
     with _lock:
         if _inside == 0:
-            _before = torch.backends.cudnn.deterministic
-            torch.backends.cudnn.deterministic = True
+            _before = torch._C._get_cudnn_deterministic()
+            torch._C._set_cudnn_deterministic(True)
         _inside += 1
     try:
         yield
@@ -89,7 +89,7 @@ def _deterministic() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if _inside == 0:
-                torch.backends.cudnn.deterministic = _before
+                torch._C._set_cudnn_deterministic(_before)
 
 
 def _has_fused_epilogue(x: Tensor, v: Tensor, geometry: Geometry, activation: str) -> bool:

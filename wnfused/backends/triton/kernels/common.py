@@ -18,8 +18,8 @@ def inverse(norm):
 
 @triton.jit
 def row_scale(gain, norm):
-    """``s = g / ||v||``, and 0 for a zero row."""
-    return gain.to(tl.float32) * inverse(norm)
+    """``s = g / ||v||``, and 0 for a zero row, whatever its gain."""
+    return tl.where(norm == 0, 0.0, gain.to(tl.float32) * inverse(norm))
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def mask(dy, y, slope, ACTIVATION: tl.constexpr):
     if ACTIVATION == RELU:
         dy = tl.where(y <= 0, 0.0, dy)
     if ACTIVATION == LEAKY_RELU:
-        dy = tl.where(y <= 0, dy * slope, dy)
+        dy = tl.where(y > 0, dy, dy * slope)
     return dy
 
 

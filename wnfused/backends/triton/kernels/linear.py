@@ -154,15 +154,23 @@ def weight_gradient_recomputed(
         inside = rows[:, None] & (k[None, :] < K)
         v = tl.load(V + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
         dgain += tl.sum(dw * (v * reciprocal[:, None]), 1)
+    dgain = tl.where(norm == 0, 0.0, dgain)
     scale = row_scale(tl.load(G + n, mask=rows, other=0.0), norm)
     tl.store(DG + n, dgain.to(DG.dtype.element_ty), mask=rows)
     if DB is not None:
         tl.store(DB + n, bias.to(DB.dtype.element_ty), mask=rows)
+    taken = rows & (norm != 0)  # a zero row has no gradient, be it NaN
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         dw, _ = _weight_gradient_tile(DY, Y, X, n, k, 0, M, M, N, K, x_m, x_k, slope, ACTIVATION, PRECISION, BM, BN, BK)
-        inside = rows[:, None] & (k[None, :] < K)
+        inside = taken[:, None] & (k[None, :] < K)
         at = n.to(tl.int64)[:, None] * K + k[None, :]
         unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal[:, None]
         dv = scale[:, None] * (dw - unit * dgain[:, None])
         tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside)
+    # By itself: beside the products its mask would spill registers.
+    zero = rows & (tl.load(NORM + n, mask=rows, other=1.0) == 0)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        at = n.to(tl.int64)[:, None] * K + k[None, :]
+        tl.store(DV + at, tl.zeros((BN, BK), DV.dtype.element_ty), mask=zero[:, None] & (k[None, :] < K))

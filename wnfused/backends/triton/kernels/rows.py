@@ -64,6 +64,7 @@ def _normalise_backward(
     """``dg = <dw, v> / ||v||`` and ``dv = s (dw - v dg / ||v||)`` of one block of rows; ``dw`` lies as ``v`` does."""
     row = block * ROWS + tl.arange(0, ROWS)
     norm = tl.load(NORM + row, mask=row < rows, other=0.0)
+    taken = (norm != 0)[:, None]  # a zero row has no gradient, be it NaN
     reciprocal = inverse(norm)[:, None]
     products = tl.zeros((ROWS, ENTRIES), tl.float32)
     for start in range(0, length, ENTRIES):
@@ -71,7 +72,7 @@ def _normalise_backward(
         inside = (row[:, None] < rows) & (entry[None, :] < length)
         at = _offsets(row, entry, rows, length, inner, ONE_RUN)
         unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal
-        products += tl.load(DW + at, mask=inside, other=0.0).to(tl.float32) * unit
+        products += tl.load(DW + at, mask=inside & taken, other=0.0).to(tl.float32) * unit
     dgain = tl.sum(products, 1)
     tl.store(DG + row, dgain.to(DG.dtype.element_ty), mask=row < rows)
     scale = row_scale(tl.load(G + row, mask=row < rows, other=0.0), norm)[:, None]
@@ -80,7 +81,7 @@ def _normalise_backward(
         inside = (row[:, None] < rows) & (entry[None, :] < length)
         at = _offsets(row, entry, rows, length, inner, ONE_RUN)
         unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal
-        dw = tl.load(DW + at, mask=inside, other=0.0).to(tl.float32)
+        dw = tl.load(DW + at, mask=inside & taken, other=0.0).to(tl.float32)
         tl.store(DV + at, (scale * (dw - unit * dgain[:, None])).to(DV.dtype.element_ty), mask=inside)
 
 
@@ -169,8 +170,9 @@ def weight_gradient_sum(
     entry = tl.program_id(0) % across * ENTRIES + tl.arange(0, ENTRIES)
     dot = _column_sum(DOTS, row, rows, dots, ROWS, DEPTH)
     norm = tl.load(NORM + row, mask=row < rows, other=0.0)
+    zero = norm == 0  # such a row has no gradient, be it NaN
     reciprocal = inverse(norm)
-    dgain = dot * reciprocal
+    dgain = tl.where(zero, 0.0, dot * reciprocal)
     at = row.to(tl.int64)[:, None] * length + entry[None, :]
     inside = (row[:, None] < rows) & (entry[None, :] < length)
     dw = tl.zeros((ROWS, ENTRIES), tl.float32)
@@ -180,7 +182,8 @@ def weight_gradient_sum(
         part_at += rows * length
     unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal[:, None]
     scale = row_scale(tl.load(G + row, mask=row < rows, other=0.0), norm)[:, None]
-    tl.store(DV + at, (scale * (dw - unit * dgain[:, None])).to(DV.dtype.element_ty), mask=inside)
+    dv = tl.where(zero[:, None], 0.0, scale * (dw - unit * dgain[:, None]))
+    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside)
     if tl.program_id(0) % across == 0:
         tl.store(DG + row, dgain.to(DG.dtype.element_ty), mask=row < rows)
         if BIASES is not None:
