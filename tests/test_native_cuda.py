@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import wnfused
-from wnfused import information
+from wnfused import information, reference
 from wnfused.backends import native, native_cuda
 
 
@@ -196,6 +196,30 @@ def test_running_out_of_memory_is_torchs_own_error(monkeypatch, said, capturing)
     ):
         with pytest.raises(torch.OutOfMemoryError, match=re.escape(said)):
             call()
+
+
+def test_float32_gains_of_half_precision_directions_are_not_rounded(monkeypatch):
+    """By the CPU's op, which has the same signature, on what it is handed."""
+    seen = []
+
+    def weight_norm(v, g, dim):
+        seen.append((v.dtype, g.dtype))
+        return reference.weight_norm(v, g, dim)
+
+    def weight_norm_backward(dw, v, g, norm, dim):
+        seen.append((dw.dtype, v.dtype, g.dtype))
+        return reference.weight_norm_backward(dw, v, g, norm, dim)
+
+    ops = SimpleNamespace(weight_norm=weight_norm, weight_norm_backward=weight_norm_backward)
+    monkeypatch.setattr(torch.ops, "wnfused_native", ops)
+    v, g = torch.randn(3, 5).half(), torch.tensor([1e5, 1.0, 2.0])
+    w, norm = native_cuda.weight_norm(v, g, 0)
+    torch.testing.assert_close(w, reference.weight_norm(v.float(), g, 0)[0].half(), rtol=0, atol=0)
+    dv, dg = native_cuda.weight_norm_backward(torch.ones_like(v), v, g, norm, 0)
+    assert (w.dtype, norm.dtype, dv.dtype, dg.dtype) == (torch.half, torch.float32, torch.half, torch.float32)
+    assert {dtype for dtypes in seen for dtype in dtypes} == {torch.float32}
+    native_cuda.weight_norm(v, g.half(), 0)
+    assert seen[-1] == (torch.half, torch.half), "nothing is widened without need"
 
 
 def test_other_errors_of_the_stage_stay_what_they_are(monkeypatch):

@@ -259,3 +259,24 @@ def test_many_leave_the_package_as_torchs_own_ops():
     assert "wnfused::" not in str(traced.graph)
     symbolic = torch.fx.symbolic_trace(model)
     torch.testing.assert_close(symbolic(x), model(x))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_many_weights_lie_as_their_fakes_say(backend, dim):
+    """Compiled code asserts it: v contiguous, in channels_last of either kind, and permuted."""
+    if backend == "native" and native.unavailable() is not None:
+        pytest.skip("needs the C++ library")
+    vs = [
+        torch.randn(4, 3, 2, 5),
+        torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 3, 2, 2, 5).to(memory_format=torch.channels_last_3d),
+        torch.randn(4, 3, 5).permute(2, 0, 1),
+    ]
+    gs = [torch.rand([] if dim is None else [v.shape[dim]]) for v in vs]
+    with wnfused.use_backend(backend):
+        w, norm, _ = torch.ops.wnfused.weight_norm_many(vs, gs, dim)
+        dv, _ = torch.ops.wnfused.weight_norm_many_backward([torch.randn_like(t) for t in w], vs, gs, norm, dim)
+    for v, *found in zip(vs, w, dv, strict=True):
+        expected = torch.empty_like(v, memory_format=reference.kept_format(v)).stride()
+        assert [t.stride() for t in found] == [expected, expected]

@@ -188,15 +188,18 @@ def memory_errors() -> Iterator[None]:
 
 @memory_errors()
 def weight_norm(v: Tensor, g: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-    w, norm = torch.ops.wnfused_native.weight_norm(v, g.to(v.dtype).contiguous(), -1 if dim is None else dim)
-    return w, norm
+    wide = torch.promote_types(v.dtype, g.dtype)  # float32 gains of half-precision directions are not rounded
+    w, norm = torch.ops.wnfused_native.weight_norm(v.to(wide), g.to(wide).contiguous(), -1 if dim is None else dim)
+    return w.to(v.dtype), norm
 
 
 @memory_errors()
 def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-    gain = g.to(v.dtype).contiguous()
-    dv, dg = torch.ops.wnfused_native.weight_norm_backward(dw, v, gain, norm.contiguous(), -1 if dim is None else dim)
-    return dv, dg.to(g.dtype).reshape(g.shape)
+    wide = torch.promote_types(v.dtype, g.dtype)
+    dv, dg = torch.ops.wnfused_native.weight_norm_backward(
+        dw.to(wide), v.to(wide), g.to(wide).contiguous(), norm.contiguous(), -1 if dim is None else dim
+    )
+    return dv.to(v.dtype), dg.to(g.dtype).reshape(g.shape)
 
 
 @memory_errors()

@@ -43,15 +43,34 @@ def _fake_backward(
     return dv, [t.new_empty(t.shape) for t in g]
 
 
+def _in_formats_of(tensors: Tensors, models: Tensors) -> list[Tensor]:
+    return [
+        t if t.is_contiguous() and m.is_contiguous() else t.contiguous(memory_format=reference.kept_format(m))
+        for t, m in zip(tensors, models, strict=True)
+    ]
+
+
+def _laid_out(outputs: Sequence[Tensors], arguments: Sequence[Any]) -> tuple[Tensors, ...]:
+    w, *numbers = outputs
+    return _in_formats_of(w, arguments[0]) if w else [], *numbers
+
+
+def _laid_out_backward(outputs: Sequence[Tensors], arguments: Sequence[Any]) -> tuple[Tensors, Tensors]:
+    dv, dg = outputs
+    return _in_formats_of(dv, arguments[1]), dg
+
+
 _op = define(
     "weight_norm_many(Tensor[] v, Tensor[] g, int? dim=0, bool weights=True) "
     "-> (Tensor[] w, Tensor[] norm, Tensor[] scale)",
     _fake,
+    laid_out=_laid_out,
 )
 _op_backward = define(
     "weight_norm_many_backward(Tensor[] dw, Tensor[] v, Tensor[] g, Tensor[] norm, int? dim=0) "
     "-> (Tensor[] dv, Tensor[] dg)",
     _fake_backward,
+    laid_out=_laid_out_backward,
 )
 
 

@@ -35,7 +35,7 @@ class GraphedModel:
         buffers = [buffer.clone() for buffer in model.buffers()]
         # Autocast's cache of converted weights would be filled during the recording and freed after it.
         context = torch.autocast("cuda", autocast, cache_enabled=False) if autocast else contextlib.nullcontext()
-        with context:
+        with context, torch.cuda.device(images.device) if images.is_cuda else contextlib.nullcontext():
             torch.cuda.make_graphed_callables(model, (torch.zeros_like(images),))
         # It replaced the instance's forward by one that takes every shape for the recorded one.
         self._replayed: Callable[[Tensor], Tensor] = model.__dict__.pop("forward")
