@@ -140,7 +140,7 @@ def cost_per_layer(results: Sequence[Result], facts: dict[str, Any], folder: Pat
     axis.set_title(f"WRN of width 1, 32x32 ({facts['cpu']}, {facts['threads']} threads)", fontsize=9)
     axis.grid(color="#dee2e6", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=len(lines))
     target = folder / "cost_per_layer.png"
     figure.savefig(target, dpi=130)
     return [target]
