@@ -33,16 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from bench import models, parameters
-from bench.workloads import (
-    FORWARD,
-    TRAINING,
-    Converted,
-    ConvLayer,
-    LinearLayer,
-    Network,
-    WindowLayer,
-    Workload,
-)
+from bench.workloads import FORWARD, TRAINING, Converted, ConvLayer, LinearLayer, Network, WindowLayer, Workload
 
 KINK, KINK_BF16 = 1e-3, 1 / 30
 DEEP = 1000  # layers of a network from which float64's maps are too many to keep
@@ -155,10 +146,8 @@ def _recompute(module: nn.Module) -> None:
     """Lets each stage of a network keep few of its maps: 10,000 layers' for a batch of 128 are 98 GB in float64."""
     for stage in module.stages:
         segments = math.isqrt(len(stage))
-        keywords = {
-            "use_reentrant": True,
-            "preserve_rng_state": False,
-        }  # the other kind waits for the garbage collector
+        # Not re-entrant, it would keep what it recomputed until the garbage collector comes.
+        keywords = {"use_reentrant": True, "preserve_rng_state": False}
         stage.forward = partial(checkpoint_sequential, list(stage), segments, **keywords)
 
 

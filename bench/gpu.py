@@ -142,7 +142,7 @@ class Report:
             temporary.replace(path)
 
     def keeps(self, file: str, title: str, text: str) -> None:
-        """Adds to a file that several steps share: a machine that is lent may bring back eight files and no more."""
+        """Adds to a file that several steps share, so that a run leaves few."""
         with self._writing, (self.options.out / file).open("a") as whole:
             whole.write(f"=== {title}\n{text}\n")
 
@@ -229,9 +229,9 @@ def build(report: Report, limit: float) -> dict[str, Any]:
     not_built = json.loads(record.read_text())["not_built"] if record.exists() else {}
     if report.options.rehearse:
         not_built.pop("cuda", None)
-    return {"status": wrong or ("failed" if not_built else "passed")} | (
-        {"why": "; ".join(not_built.values())} if not_built else {}
-    )
+    if not_built:
+        return {"status": wrong or "failed", "why": "; ".join(not_built.values())}
+    return {"status": wrong or "passed"}
 
 
 def tests(report: Report, limit: float) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def weight_gradient_recomputed(
         unit = tl.load(V + at, mask=inside, other=0.0).to(tl.float32) * reciprocal[:, None]
         dv = scale[:, None] * (dw - unit * dgain[:, None])
         tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside)
-    # By itself: beside the products its mask would spill registers.
+    # Zeros by themselves: beside the products, a mask of their own would spill registers.
     zero = rows & (tl.load(NORM + n, mask=rows, other=1.0) == 0)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
