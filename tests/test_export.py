@@ -179,21 +179,31 @@ def test_scripting_names_the_other_ways(layer):
     torch.jit.script(wnfused.fold(model))
 
 
+class OnesOfLength(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, length):
+        return self.layer(torch.ones(1, 4, length.item()))
+
+
 @pytest.mark.parametrize(
-    "layer",
-    [wnfused.WNConv1d(4, 4, 1), wnfused.WNConv1d(4, 4, 3, padding=1), wnfused.WNConvTranspose1d(4, 4, 4, 2, 1)],
+    ("layer", "plain"),
+    [
+        (wnfused.WNConv1d(4, 4, 1), nn.Conv1d(4, 4, 1)),
+        (wnfused.WNConv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)),
+        (wnfused.WNConvTranspose1d(4, 4, 4, 2, 1), nn.ConvTranspose1d(4, 4, 4, 2, 1)),
+    ],
     ids=["1", "3", "transposed"],
 )
-def test_a_length_that_depends_on_data_is_exported(layer):
-    class Upsampled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, length):
-            return self.layer(torch.ones(1, 4, length.item()))
-
-    exported = torch.export.export(Upsampled(), (torch.tensor(5),)).module()
+def test_a_length_that_depends_on_data_is_exported(layer, plain):
+    length = torch.tensor(5)
+    try:
+        torch.export.export(OnesOfLength(plain), (length,))
+    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:  # 2.11
+        pytest.skip("torch exports none of its own layers so")
+    exported = torch.export.export(OnesOfLength(layer), (length,)).module()
     for n in (5, 9):
         torch.testing.assert_close(exported(torch.tensor(n)), layer(torch.ones(1, 4, n)))
 

@@ -45,8 +45,8 @@ def threads(request):
 
 
 def linear_sample(m, k, n, dtype=torch.float32):
-    x, v = torch.randn(m, k, dtype=dtype), torch.randn(n, k) * 0.3
-    return [x, v, torch.randn(n, 1), torch.randn(n), torch.randn(m, n, dtype=dtype)]
+    x, v = torch.randn(m, k).to(dtype), torch.randn(n, k) * 0.3
+    return [x, v, torch.randn(n, 1), torch.randn(n), torch.randn(m, n).to(dtype)]
 
 
 def conv_sample(n, c_in, size, c_out, kernel, stride, padding, dilation, groups, dtype=torch.float32):

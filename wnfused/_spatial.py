@@ -18,8 +18,9 @@ def extents(name: str, value: Extent, spatial: int, least: int | None, exact: bo
         exact: a single number in a list does not stand for all dims; torch makes a kernel of fewer dims of it.
     """
     plain = plain_int(value)
+    single = isinstance(plain, (int, torch.SymInt))
     try:
-        numbers, single = [plain_int(n) for n in plain], False
+        numbers = [plain] if single else [plain_int(n) for n in plain]
     except TypeError:  # nothing to iterate over
         numbers, single = [plain], True
     if len(numbers) == 1 and (single or not exact):

@@ -144,9 +144,13 @@ def below_autocast(run: Callable[..., Any], *arguments: Any) -> Any:
         return run(*arguments)
 
 
+# torch.amp.is_autocast_available would tell, but the compiler of torch 2.11 cannot trace it.
+_WITHOUT_AUTOCAST = frozenset({"fpga", "hip", "ideep", "lazy", "meta", "mkldnn", "opencl", "opengl", "ve", "vulkan"})
+
+
 def autocast_is_on(device: str) -> bool:
     """Whether autocast is on for a device type; some, such as meta, know none."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return device not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(device)
 
 
 def autocast(x: Tensor) -> Tensor:
