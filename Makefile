@@ -17,7 +17,7 @@ endif
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test install bench paper lint gate docs portable sanitize clean
+.PHONY: demo test install bench paper lint gate docs portable oldest sanitize clean
 
 install: $(STAMP)
 
@@ -59,6 +59,18 @@ gate: install
 # csrc/cpu compiled by clang, and for aarch64, in a few minutes; 77 as above.
 portable: install
 	$(PYTHON) -m gate.portable || test $$? -eq 77
+
+# With the oldest torch and Triton: all tests; then those that need a GPU, and the workloads of bench/gpu.py, on pretended
+# GPUs (gate/pretended). That torch is a CUDA build of three gigabytes; an hour on two cores. Triton 3.6 interprets with
+# numpy before 2.4.
+OLDEST := build/oldest
+oldest:
+	rm -rf $(OLDEST)/wnfused && mkdir -p $(OLDEST) && git clone --quiet . $(OLDEST)/wnfused
+	$(MAKE) -C $(OLDEST)/wnfused VENV=../venv TORCH=torch==2.11.0 install
+	$(OLDEST)/venv/bin/python -m pip install --quiet --disable-pip-version-check "numpy<2.4"
+	cd $(OLDEST)/wnfused && ../venv/bin/python -m pytest
+	cd $(OLDEST)/wnfused && ../venv/bin/python -m gate.pretended tests
+	cd $(OLDEST)/wnfused && ../venv/bin/python -m gate.pretended bench
 
 # build/site/index.html; a warning is an error. mkdocstrings reads the sources and imports nothing.
 docs: install

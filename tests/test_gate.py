@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the gate is part
 
 from gate import __main__ as command
 from gate import cuda_kernels, rows, tools, triton_kernels
+from gate.pretended import __main__ as pretended
+from gate.pretended import build as pretended_build
 from gate.rows import ARCHITECTURES
 
 SOURCE = """
@@ -271,3 +273,22 @@ def test_a_triton_kernel_that_spills_is_red(monkeypatch, tmp_path):
     assert verdict.entry.instructions["HMMA"] > 0
     assert any("spilled registers" in fault for fault in verdict.faults)
     assert any("over the limit of 101376" in fault for fault in verdict.faults)
+
+
+# ------------------------------------------------------------------------------------------------- pretended GPUs
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
+def test_a_cpu_build_of_torch_has_no_pretended_gpus(capsys):
+    assert pretended.main(["tests"]) == 77
+    assert capsys.readouterr().out == "NOT CHECKED: torch is a CPU build\n"
+
+
+@pytest.mark.parametrize("source", ["gate/pretended/runtime.cpp", "csrc/cuda/weight_norm.cu", "csrc/cuda/svd.cpp"])
+def test_what_pretends_compiles(source):
+    """``make oldest`` alone builds it whole."""
+    try:
+        command = pretended_build.kernel_command()
+        tools.run([*command, "-fsyntax-only", str(pretended_build.HERE.parents[1] / source)])
+    except tools.ToolMissingError as error:
+        pytest.skip(str(error))

@@ -30,7 +30,8 @@ def _ints(least: int, values: dict[str, int]) -> None:
 
 def plain_int(value: Any) -> Any:
     """Python's own int of an integer of another kind (numpy's, a tensor's of one number); anything else as it is."""
-    if isinstance(value, (int, torch.SymInt, tuple, list)):  # the compiler of torch 2.11 does not catch what index raises
+    # Of a list, index raises; the compiler of torch 2.11 does not catch it.
+    if isinstance(value, (int, torch.SymInt, tuple, list)):
         return value
     try:
         return operator.index(value)
