@@ -7,12 +7,13 @@ graphs. Kernels run on the same memory otherwise:
 - torch's own as those of the CPU (``aten``),
 - those of csrc/cuda on the emulated machine of csrc/emulation (``emulation/launch.h``), whose global memory is the
   allocations of the devices and nothing else,
-- Triton's in Triton's interpreter.
+- Triton's in Triton's interpreter,
+- cuSOLVER's as plain loops (``solver.cpp``).
 
 ``python -m gate.pretended tests`` runs ``tests/test_gpu.py`` so, and ``python -m gate.pretended bench`` goes through
 the workloads of ``bench/gpu.py`` with their full sizes, where nothing is computed but shapes. What a GPU alone shows
 stays unproven: that kernels run there, and how fast; that work on different streams is ordered, since all of it is done
-at once; and cuSOLVER's, cuBLAS's and cuDNN's part.
+at once; and the part of cuBLAS, cuDNN and cuSOLVER itself.
 
 Needs torch >= 2.11 as built for CUDA, whose wheels carry the headers, and a C++ compiler; ``make oldest`` brings it.
 """

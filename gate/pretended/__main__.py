@@ -45,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
-    """The status of a process that takes the stand-ins for the CUDA runtime and driver."""
+    """The status of a process that takes the stand-ins for CUDA's libraries."""
     folder = build.libraries()
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
-    environment |= {"LD_PRELOAD": str(folder / build.RUNTIME), "LD_LIBRARY_PATH": path, "TRITON_INTERPRET": "1"}
+    # Torch would load its own before it looks there.
+    first = os.pathsep.join(str(folder / name) for name in (build.RUNTIME, build.SOLVER))
+    environment |= {"LD_PRELOAD": first, "LD_LIBRARY_PATH": path, "TRITON_INTERPRET": "1"}
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode
 
 

@@ -85,16 +85,16 @@ def on_host(t: Tensor) -> Tensor:
     """A CPU tensor over the same memory."""
     storage = t.untyped_storage()
     if storage.nbytes() == 0:
-        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
     made = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
-    return torch.empty(0, dtype=t.dtype).set_(made, t.storage_offset(), t.size(), t.stride())
+    return torch.empty(0, dtype=t.dtype, device="cpu").set_(made, t.storage_offset(), t.size(), t.stride())
 
 
 def _generator(given: torch.Generator) -> torch.Generator:
     """The CPU's generator in the place of one of a GPU."""
     key = given.device, given.initial_seed()
     if key not in _generators:
-        _generators[key] = torch.Generator().manual_seed(given.initial_seed() % 2**63)
+        _generators[key] = torch.Generator("cpu").manual_seed(given.initial_seed() % 2**63)
     return _generators[key]
 
 

@@ -1,4 +1,4 @@
-"""Compiles the stand-ins for the CUDA runtime and driver, and csrc/cuda on the emulated machine."""
+"""Compiles the stand-ins for CUDA's runtime, driver and cuSOLVER, and csrc/cuda on the emulated machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from setup import CUDA_ARCHITECTURES, STABLE_ABI
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc"
 TORCH = Path(torch.__file__).parent / "lib"
-RUNTIME, DRIVER, KERNELS = f"libcudart.so.{(torch.version.cuda or '0').partition('.')[0]}", "libcuda.so.1", "_cuda.so"
+MAJOR = int((torch.version.cuda or "0").partition(".")[0])
+RUNTIME, DRIVER, KERNELS = f"libcudart.so.{MAJOR}", "libcuda.so.1", "_cuda.so"
+SOLVER = "libcusolver.so.12" if MAJOR >= 13 else "libcusolver.so.11"
 
 
 def libraries() -> Path:
@@ -26,11 +28,14 @@ def libraries() -> Path:
     folder = HERE.parents[1] / "build" / "pretended"
     folder.mkdir(parents=True, exist_ok=True)
     sources = [*HERE.rglob("*.*"), *SOURCES.rglob("*.*")]
-    made = [folder / name for name in (RUNTIME, DRIVER, KERNELS)]
+    made = [folder / name for name in (RUNTIME, DRIVER, SOLVER, KERNELS)]
     newest = max(source.stat().st_mtime for source in sources)
     if not all(path.exists() and path.stat().st_mtime > newest for path in made):
-        _runtime(folder)
-        _driver(folder)
+        versions = folder / "versions"
+        versions.write_text(f"{RUNTIME} {{ global: *; }};\n")
+        _shared(folder, RUNTIME, HERE / "runtime.cpp", r"(?:__)?cuda[A-Z]\w*", f"-Wl,--version-script={versions}")
+        _shared(folder, DRIVER, HERE / "driver.cpp", r"cu[A-Z]\w*")
+        _shared(folder, SOLVER, HERE / "solver.cpp", r"cusolver\w+")
         _kernels(folder)
     return folder
 
@@ -62,16 +67,6 @@ def _shared(folder: Path, name: str, source: Path, prefix: str, *options: str) -
     rest.write_text(_missing(prefix, source.read_text()))
     command = [_compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", *_headers(), str(source), str(rest)]
     run([*command, *options, f"-Wl,-soname,{name}", "-o", str(folder / name)])
-
-
-def _runtime(folder: Path) -> None:
-    versions = folder / "versions"
-    versions.write_text(f"{RUNTIME} {{ global: *; }};\n")
-    _shared(folder, RUNTIME, HERE / "runtime.cpp", r"(?:__)?cuda[A-Z]\w*", f"-Wl,--version-script={versions}")
-
-
-def _driver(folder: Path) -> None:
-    _shared(folder, DRIVER, HERE / "driver.cpp", r"cu[A-Z]\w*")
 
 
 def kernel_command() -> list[str]:
