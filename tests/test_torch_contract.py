@@ -109,6 +109,30 @@ def test_fullgraph_compile_forward_and_backward(name, channels_last):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("linear", {"linear"}),
+        ("conv", {"conv"}),
+        ("stage", {"conv", "residual_stage"}),
+        ("recompute", {"residual_stage"}),
+    ],
+)
+def test_a_compiled_model_calls_the_ops(name, ours):
+    """And not the reference, which what is exported is made of."""
+    build, shape = MODELS[name]
+    called = set()
+
+    def collect(graph, _):
+        called.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(build(), backend=collect, fullgraph=True)(torch.randn(shape))
+    assert {target for target in called if target.startswith("wnfused.")} == {f"wnfused.{op}.default" for op in ours}
+    assert not any("convolution" in target or "matmul" in target for target in called)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_of_strided_inputs_and_dynamic_shapes(dynamic):
     torch._dynamo.reset()

@@ -19,7 +19,7 @@ from wnfused._numbers import at_least_0, number, truth
 from wnfused.nn._keys import to_old
 from wnfused.nn._rule import check_directions, reset_layer
 from wnfused.nn._weight import EffectiveWeight
-from wnfused.ops._arguments import autocast_is_on, row_dim
+from wnfused.ops._arguments import autocast_is_on, is_exporting, row_dim
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """What a layer's parameters can be in."""
@@ -240,7 +240,7 @@ class WeightNormalised(nn.Module):
             return False
         own = list(self._parameters.values())
         # An export calls the layer with stand-ins of its parameters.
-        if any(map(operator.is_not, own, form.made_of)) and not torch.compiler.is_exporting():
+        if any(map(operator.is_not, own, form.made_of)) and not is_exporting():
             return False
         return not torch.is_grad_enabled() or not any(p.requires_grad for p in own if p is not None)
 

@@ -153,6 +153,11 @@ def autocast_is_on(device: str) -> bool:
     return device not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(device)
 
 
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting()``, which to the compiler of torch 2.11 is true of whatever it compiles."""
+    return torch.compiler._is_exporting_flag
+
+
 def autocast(x: Tensor) -> Tensor:
     """``x`` in autocast's dtype where autocast is on, as torch casts a layer's input; float64 is left alone."""
     device = x.device.type

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wnfused import dispatch
 from wnfused.backends import tensors_of
-from wnfused.ops._arguments import autocast_is_on
+from wnfused.ops._arguments import autocast_is_on, is_exporting
 from wnfused.reference import kept_format
 
 _library = torch.library.Library("wnfused", "DEF")
@@ -185,7 +185,7 @@ def leaves_the_package() -> bool:
     reference has no others.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return is_exporting()
     return torch._C._get_tracing_state() is not None or _flops_are_counted()
 
 
