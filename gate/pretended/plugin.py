@@ -14,6 +14,7 @@ GRAPHS = ("captured", "recorded_model")
 # By emulation a stage of 16 images takes a minute, and other precisions differ in their products alone.
 TOO_LONG = (
     "warpgroup", "large_stage", "bitwise_equal_from_run_to_run[triton]", "-16-None]", "-16-2]", "test_stage[tf32",
+    "peak_memory",
 )  # fmt: skip
 
 
