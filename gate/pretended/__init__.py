@@ -12,8 +12,9 @@ graphs. Kernels run on the same memory otherwise:
 
 ``python -m gate.pretended tests`` runs ``tests/test_gpu.py`` so, and ``python -m gate.pretended bench`` goes through
 the workloads of ``bench/gpu.py`` with their full sizes, where nothing is computed but shapes; both leave out what takes
-minutes (``plugin.TOO_LONG``, ``workloads.DEPTH``). What a GPU alone shows stays unproven: that kernels run there, and how fast; that work on different streams is ordered, since all of it is done
-at once; and the part of cuBLAS, cuDNN and cuSOLVER itself.
+minutes (``plugin.TOO_LONG``, ``workloads.DEPTH``). What a GPU alone shows stays unproven: that kernels run there, and
+how fast; that work on different streams is ordered, since all of it is done at once; and the part of cuBLAS, cuDNN and
+cuSOLVER itself.
 
-Needs torch >= 2.11 as built for CUDA, whose wheels carry the headers, and a C++ compiler; ``make oldest`` brings it.
+Needs torch >= 2.11 as built for CUDA (``make oldest`` brings it), nvcc for its headers, and a C++ compiler.
 """
