@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import wnfused
@@ -45,3 +48,15 @@ def report(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     change = max(float((found[name] - expected[name]).abs().max()) for name in expected)
     print(f"{what}: largest difference to one process {change:.1e}", flush=True)
     assert change < 1e-5
+
+
+def leave() -> None:
+    """Ends the process group when all processes are done.
+
+    A thread of gloo lets go of a collective's tensors a moment after the collective has returned, and needs the
+    interpreter for it: where that is ending the process aborts ("terminate called without an active exception",
+    pytorch issue 190489). So what ends first waits for the others, and then for its own threads.
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.5)

@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/ddp.py
 
 import torch
 import torch.distributed as dist
-from common import LR, batches, learnt_alone, loss, network, report
+from common import LR, batches, learnt_alone, leave, loss, network, report
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
@@ -20,4 +20,4 @@ for images, labels in batches():
 
 if rank == 0:
     report("DDP", model.module.state_dict(), learnt_alone())
-dist.destroy_process_group()
+leave()

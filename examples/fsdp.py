@@ -8,7 +8,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import LR, batches, learnt_alone, loss, network, report
+from common import LR, batches, learnt_alone, leave, loss, network, report
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -51,4 +51,4 @@ for step, (images, labels) in enumerate(batches()):
 whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 if rank == 0:
     report("FSDP2, resumed from a distributed checkpoint", whole, learnt_alone())
-dist.destroy_process_group()
+leave()

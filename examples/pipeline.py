@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/pipeline.py
 
 import torch
 import torch.distributed as dist
-from common import LR, batches, learnt_alone, loss, network, report
+from common import LR, batches, learnt_alone, leave, loss, network, report
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -33,4 +33,4 @@ mine = {name for name, parameter in net.named_parameters() if any(parameter is p
 found = {name: value for name, value in net.state_dict().items() if name in mine}
 expected = {name: value for name, value in learnt_alone().items() if name in mine}
 report(f"pipeline part {rank}", found, expected)
-dist.destroy_process_group()
+leave()
