@@ -41,6 +41,13 @@ def test_opcheck_with_gradients(make):
     opcheck(getattr(OPS, make.__name__).default, make())
 
 
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("recompute", [0, 2])
+def test_shapes_and_dtypes_of_what_a_bfloat16_stage_keeps(recompute, save):
+    arguments = [a.detach().bfloat16() for a in residual_stage()]
+    opcheck(OPS.residual_stage.default, (*arguments, 1.0, recompute, save), test_utils="test_faketensor")
+
+
 def backward_arguments(name):
     if name == "weight_norm":
         return (*floats((4, 3), (4, 3), (4, 1), (4,), grad=False),)

@@ -313,12 +313,12 @@ def residual_stage(
 
 def empty_stage_maps(x: Tensor, blocks: int, recompute: int, save: bool) -> Tensor:
     """Unwritten maps in the layout that ``residual_stage`` documents, the same for every backend."""
+    dtype = wide(x.dtype) if recompute else x.dtype
     if not save:
-        return x.new_empty(0)
+        return x.new_empty(0, dtype=dtype)
     n, c, h, w = x.shape
-    if recompute == 0:
-        return x.new_empty([blocks, 2, n, h, w, c])
-    return x.new_empty([-(-blocks // recompute), 1, n, h, w, c], dtype=wide(x.dtype))
+    parts = (-(-blocks // recompute), 1) if recompute else (blocks, 2)
+    return x.new_empty([*parts, n, h, w, c], dtype=dtype)
 
 
 def residual_stage_backward(

@@ -42,13 +42,23 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
   const float* values = static_cast<const float*>(v.data) + output_block * kLanes * floats;
   for (int64_t share = 0; share < window.sharing; ++share, target += window.row_channels() * kLanes) {
     const auto [begin, end] = window.lanes_of(output_block, share);
+    const bool all_rows = begin == 0 && end == kLanes;
     RowEntry entry(v.taps_first, window.row_channels(), window.row_taps());
     for (int64_t e = 0; e < floats; e += kLanes) {
       Block block[kLanes];
       const int64_t lanes = smaller(kLanes, floats - e);
-      for (int r = 0; r < kLanes; ++r)
-        block[r] = begin <= r && r < end ? load_part(values + r * floats + e, lanes) * scale[r] : zero();
+      if (all_rows && lanes == kLanes) {
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(values + r * floats + e) * scale[r];
+      } else {
+        for (int r = 0; r < kLanes; ++r)
+          block[r] = begin <= r && r < end ? load_part(values + r * floats + e, lanes) * scale[r] : zero();
+      }
       transpose(block);
+      if (window.row_taps() == 1) {  // of a linear layer: entries follow one another in the bank
+        float* entries = target + window.bank_offset(0, e);
+        for (int64_t i = 0; i < lanes; ++i) store(entries + i * kLanes, block[i]);
+        continue;
+      }
       for (int64_t i = 0; i < lanes; ++i, entry.advance())
         store(target + window.bank_offset(entry.tap(), entry.channel()), block[i]);
     }
