@@ -7,6 +7,10 @@
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 
+# The gate's tables hold for the registers that Triton 3.7 needs, and a CPU build of torch brings no Triton; any other torch
+# keeps the one that it asks for.
+TRITON := triton$(if $(filter torch==2.13.0,$(TORCH)),==3.7.*); sys_platform == 'linux'
+
 ifeq ($(strip $(VENV)),)
 PYTHON := python3
 STAMP := build/.installed
@@ -26,7 +30,7 @@ install: $(STAMP)
 $(STAMP): $(SOURCES)
 ifneq ($(strip $(VENV)),)
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77" ninja
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRITON)" "setuptools>=77" ninja
 else
 	@$(PYTHON) -c 'import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); \
 	assert v >= (2, 11), f"wnfused needs torch >= 2.11, the active environment has {torch.__version__}"'

@@ -17,7 +17,7 @@ from typing import Any
 from gate import cache
 from gate.rows import ARCHITECTURES, Entry, Expectation, Verdict, broken, judge
 
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def front_end(kernel: Any, arguments: Any, constants: dict[str, Any], capability
 
 
 def _compile(
-    kernel: Any, signature: Any, constants: Any, attributes: Any, options: dict[str, int], capability: int
+    kernel: Any, signature: Any, constants: Any, attributes: Any, options: dict[str, Any], capability: int
 ) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget

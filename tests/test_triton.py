@@ -212,7 +212,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch, gpus, index):
 
     support.launch(Kernel(), (0, 3), (gpus(index),))
     support.launch(Kernel(), (2, 3), (gpus(index),), BM=16)
-    assert seen == [((2, 3), index, {"BM": 16})]  # and nothing for an empty grid
+    assert seen == [((2, 3), index, {"BM": 16, "enable_fp_fusion": True})]  # and nothing for an empty grid
     assert current == [0]
 
 

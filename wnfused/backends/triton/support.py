@@ -163,6 +163,7 @@ def recorded(recorder: Callable[..., None]) -> Iterator[None]:
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constants: Any) -> None:
     """Launches on the device of the first argument and its current stream; nothing waits for it."""
+    constants["enable_fp_fusion"] = True  # Triton 3.9 warns where it is not said, and 3.10 means False by that
     if _recorder is not None:
         _recorder(kernel, grid, arguments, constants)
         return
