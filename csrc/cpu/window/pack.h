@@ -54,7 +54,7 @@ inline void pack_window(const Window& window, const Parameter& v, int64_t output
           block[r] = begin <= r && r < end ? load_part(values + r * floats + e, lanes) * scale[r] : zero();
       }
       transpose(block);
-      if (window.row_taps() == 1) {  // of a linear layer: entries follow one another in the bank
+      if (window.row_taps() == 1) {  // entries follow one another in the bank
         float* entries = target + window.bank_offset(0, e);
         for (int64_t i = 0; i < lanes; ++i) store(entries + i * kLanes, block[i]);
         continue;
