@@ -73,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
     out = Path(os.environ.get("OUT", ROOT / "build" / "gpu"))
     made.add_argument("--out", type=Path, default=out, metavar="DIR", help="default: $OUT if it is set, else build/gpu")
     made.add_argument("--only", action="append", default=[], choices=STEPS, help="this step; may be repeated")
-    made.add_argument("--match", default="", metavar="TEXT", help="only workloads whose name holds this")
+    made.add_argument("--match", action="append", default=[], metavar="TEXT",
+                      help="only workloads whose name holds this; may be repeated: one of these")  # fmt: skip
     made.add_argument("--seconds", type=float, default=SECONDS_A_PASS, help="measuring time of a pass")
     made.add_argument("--limit", type=float, metavar="S", help="seconds for each step, instead of the built-in ones")
     made.add_argument("--commit", metavar="NAME", help="of the files here; default: what git says of them, if it can")
@@ -358,7 +359,11 @@ def measure(report: Report, limit: float) -> dict[str, Any]:
 
     options = report.options
     chosen = gpu_workloads.REHEARSAL if options.rehearse else gpu_workloads.WORKLOADS
-    workloads = {gpu_worker.key(w, name): w for w in chosen if options.match in w.name for name in w.passes}
+
+    def wanted(name: str) -> bool:
+        return any(text in name for text in options.match or [""])
+
+    workloads = {gpu_worker.key(w, name): w for w in chosen if wanted(w.name) for name in w.passes}
     so_far: dict[str, Any] = {"status": "cut short", "rates": None, "results": [], "left_out": {}, "wrong": []}
     measured: list[str] = []  # the item of each of the results
 
