@@ -66,7 +66,7 @@ def taken(monkeypatch):
     """Whether the calls of a test took the short way."""
     answers = []
     is_open = _direct.is_open
-    for module in ("linear", "conv", "weight_norm"):
+    for module in ("_direct", "conv", "weight_norm"):
         monkeypatch.setattr(f"wnfused.ops.{module}.is_open", lambda *a: answers.append(is_open(*a)) or answers[-1])
     return answers
 
@@ -176,7 +176,7 @@ def test_autocast_casts_as_on_the_long_way(name, within, monkeypatch):
     y, found = run()
     node = type(y.grad_fn).__name__
     assert "Direct" in node or node == "CppFunction"
-    for module in ("linear", "conv", "residual_stage"):
+    for module in ("_direct", "conv", "residual_stage"):
         monkeypatch.setattr(f"wnfused.ops.{module}.is_open", lambda *_: False)
     long_y, wanted = run()
     assert y.dtype == long_y.dtype

@@ -139,6 +139,12 @@ def prefers_native() -> bool:
     return chosen and backend_module("native").unavailable() is None
 
 
+def prefers_native_layers() -> bool:
+    """Whether a plain eager call of a single layer on a CUDA tensor goes to the C++ libraries, if they take it: the
+    vendor's product with one kernel of ours beside it, and no Python. Any other goes by ``order``."""
+    return requested() is None
+
+
 def _warn_once(op: str, backend: str, reason: str) -> None:
     if (op, backend, reason) not in _warned:
         _warned.add((op, backend, reason))

@@ -8,6 +8,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "cuda/layer_weight.h"
 #include "cuda/row_norm.h"
 #include "cuda/stage_driver.h"
 
@@ -168,6 +169,41 @@ std::vector<std::string> row_norm(const py::array& v, const py::array& g, const 
   return call(float{});
 }
 
+// Forward without dw: v, g and bias (or None) to w, norm and bias_out. With it: dw, v, g and norm to dv (as w) and dg (as
+// bias_out). v is [rows, length]; `fastest`: as in LayerWeightParams.
+std::vector<std::string> layer_weight(const py::array& v, const py::array& g, const py::object& dw,
+                                      const py::object& bias, const py::array& w, const py::array& norm,
+                                      const py::array& bias_out, int fastest, bool reverse) {
+  const auto call = [&](auto wide, auto narrow) {
+    using T = decltype(wide);
+    using N = decltype(narrow);
+    const bool backward = !dw.is_none();
+    LayerWeightParams<T, N> params{};
+    params.v = static_cast<T*>(pointer_of(v));
+    params.g = static_cast<T*>(pointer_of(g));
+    params.norm = static_cast<float*>(pointer_of(norm));
+    params.rows = v.shape(0);
+    params.length = static_cast<int>(v.shape(1));
+    params.fastest = fastest;
+    if (backward) {
+      params.dw = static_cast<N*>(pointer_of(py::cast<py::array>(dw)));
+      params.dv = static_cast<T*>(pointer_of(w));
+      params.dg = static_cast<T*>(pointer_of(bias_out));
+      Run run = run_on(reverse, {v, g, dw, norm}, {w, bias_out});
+      return findings_of(run, enqueue_layer_weight<true>(params, &run));
+    }
+    params.w = static_cast<N*>(pointer_of(w));
+    params.bias = bias.is_none() ? nullptr : static_cast<float*>(pointer_of(py::cast<py::array>(bias)));
+    params.bias_out = static_cast<N*>(pointer_of(bias_out));
+    Run run = run_on(reverse, {v, g, bias}, {w, norm, bias_out});
+    return findings_of(run, enqueue_layer_weight<false>(params, &run));
+  };
+  const bool backward = !dw.is_none();
+  const py::array product = backward ? py::cast<py::array>(dw) : w;
+  if (v.itemsize() == 2) return call(BFloat{}, BFloat{});
+  return product.itemsize() == 2 ? call(float{}, BFloat{}) : call(float{}, float{});
+}
+
 }  // namespace
 }  // namespace wnfused::gpu
 
@@ -176,5 +212,6 @@ PYBIND11_MODULE(wnfused_emulation, module) {
   module.def("forward", &wnfused::gpu::forward);
   module.def("backward", &wnfused::gpu::backward);
   module.def("row_norm", &wnfused::gpu::row_norm);
+  module.def("layer_weight", &wnfused::gpu::layer_weight);
   module.def("row_shares", &wnfused::gpu::row_shares);
 }

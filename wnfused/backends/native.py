@@ -80,6 +80,9 @@ for _schema in (
     "cuda_svd_(Tensor(a!) a) -> (Tensor left, Tensor values, Tensor right, Tensor info)",
     # Why cuSOLVER's "qr", "eigh" or "svd" is not to be had, empty where it is.
     "cusolver_missing(str function) -> str",
+    # A layer's weight in the dtype and memory format of w, its bias in that dtype where it has another, and the norms.
+    "layer_weight_(Tensor v, Tensor g, Tensor? bias, Tensor(a!) w, Tensor(b!)? norm, Tensor(c!)? bias_out) -> ()",
+    "layer_weight_backward_(Tensor dw, Tensor v, Tensor g, Tensor norm, Tensor(a!) dv, Tensor(b!) dg) -> ()",
     "cuda_stage_shapes(int precision, int device) -> str",
     "cuda_warpgroup_clusters() -> int",
     # Whether sm_90's own kernels run the stages that they have; off at first.
@@ -130,6 +133,32 @@ def unavailable() -> str | None:
 def cuda_unavailable() -> str | None:
     """Why there are no CUDA kernels here, None if there are."""
     return native_cuda.unavailable()
+
+
+@functools.cache
+def layers_unavailable(device: int) -> str | None:
+    """Why the C++ libraries have no single layers on a CUDA device, None if they have: the kernel beside the product is
+    in one, the layer in that which fits one torch."""
+    return unavailable() or opened("autograd") or native_cuda.unavailable() or native_cuda.refused_device(device)
+
+
+_LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes_layer(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None) -> bool:
+    """Whether the C++ libraries take a linear layer or convolution on CUDA tensors, normalised along dim 0, of ``x`` in
+    ``dtype``. Of a tensor without entries they do not."""
+    known = (dtype, torch.float32)
+    return (
+        x.is_cuda
+        and dtype in _LAYER_DTYPES
+        and v.dtype in known
+        and g.dtype is v.dtype
+        and (bias is None or bias.dtype in known)
+        and x.numel() > 0
+        and v.numel() > 0
+        and layers_unavailable(x.device.index) is None
+    )
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -1,5 +1,7 @@
 """Layers whose autograd nodes are in C++: the schemas of ``csrc/autograd``, and what that library calls back for.
 
+The library also has the single layers of CUDA tensors, which ``wnfused.backends.native`` declares.
+
 It fits one version of torch, as autograd is no part of the stable ABI. Where it was not built, or for another version,
 ``wnfused.ops._direct`` records nodes of its own, which do the same; only small layers are slower then.
 """
@@ -37,10 +39,13 @@ for _name, _constants in _CONSTANTS.items():
         f"Tensor norm, int needs, int leaves, {_constants}) -> {_GRADIENTS}"
     )
 _library.define(f"composed_conv_transpose({_layer}) -> (Tensor y, Tensor norm)")
-_library.define(
-    "composed_conv_transpose_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, "
-    f"{_constants}) -> {_GRADIENTS}"
-)
+_BACKWARD = "Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs"
+_library.define(f"composed_conv_transpose_backward({_BACKWARD}, {_constants}) -> {_GRADIENTS}")
+# What wnfused_native::linear and conv are on CUDA tensors, for tests on the CPU.
+for _name in ("linear", "conv"):
+    _layer = f"Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_CONSTANTS[_name]}"
+    _library.define(f"vendor_{_name}({_layer}) -> (Tensor y, Tensor norm)")
+    _library.define(f"vendor_{_name}_backward({_BACKWARD}, {_CONSTANTS[_name]}) -> {_GRADIENTS}")
 _library.impl("composed_conv_transpose", native.composed_conv_transpose, "CompositeExplicitAutograd")
 _library.impl("composed_conv_transpose_backward", native.composed_conv_transpose_backward, "CompositeExplicitAutograd")
 

@@ -1,9 +1,10 @@
-"""The short way of a layer to its C++ kernel, for plain eager calls on CPU tensors.
+"""The short way of a layer to its C++ kernel, for plain eager calls on CPU and CUDA tensors.
 
 A small layer's time is Python's: the checks, the choice of a backend and the two trips through torch's dispatcher cost
-several times the arithmetic of 64 features. Where nothing watches a call and the C++ kernel is what
-``wnfused.dispatch`` would choose, the public functions hand their arguments straight to it. The kernel checks them
-itself; only where it refuses are they checked again in Python, for an error that names the argument.
+several times the arithmetic of 64 features, and on a GPU more than the kernels of all but the widest layers. Where
+nothing watches a call and the C++ kernel is what ``wnfused.dispatch`` would choose, the public functions hand their
+arguments straight to it. The kernel checks them itself; only where it refuses are they checked again in Python, for an
+error that names the argument.
 """
 
 from __future__ import annotations
@@ -32,8 +33,26 @@ _OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
-    """Whether a call may take the short way: plain CPU tensors, the native backend, nothing that watches, or that
-    casts to another dtype than the kernels have."""
+    """Whether a call may take the short way to the kernels for CPU tensors: plain ones, the native backend, nothing
+    that watches, or that casts to another dtype than the kernels have."""
+    return (
+        _is_plain_call(x, v, g, bias, residual)
+        and x.dtype in native.FUSED_DTYPES
+        and x.is_cpu
+        and dispatch.prefers_native()
+        and (not torch._C._is_any_autocast_enabled() or _casts_to_open(v, g, bias))
+    )
+
+
+def is_open_to_layers(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
+    """The same of linear layers and convolutions, which have a short way for CUDA tensors, too."""
+    if isinstance(x, Tensor) and x.is_cuda:
+        return _is_plain_call(x, v, g, bias, residual) and _is_open_on_cuda(x, v, g, bias)
+    return is_open(x, v, g, bias, residual)
+
+
+def _is_plain_call(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
+    """Whether nothing but autograd and autocast would know of a call that goes past them."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in _PLAIN
@@ -41,10 +60,6 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
         and type(g) in _PLAIN
         and type(bias) in _OPTIONAL
         and type(residual) in _OPTIONAL
-        and x.dtype in native.FUSED_DTYPES
-        and x.is_cpu
-        and dispatch.prefers_native()
-        and (not torch._C._is_any_autocast_enabled() or _casts_to_open(v, g, bias))
         and forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
@@ -58,6 +73,12 @@ def _casts_to_open(*parameters: Any) -> bool:
         torch.get_autocast_dtype("cpu") in native.FUSED_DTYPES
         and all(p is None or p.dtype in native.FUSED_DTYPES for p in parameters)
     )
+
+
+def _is_open_on_cuda(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None) -> bool:
+    casts = torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype("cuda") if casts else x.dtype
+    return dispatch.prefers_native_layers() and native.takes_layer(dtype, x, v, g, bias)
 
 
 def layer(

@@ -16,7 +16,7 @@ from wnfused._numbers import plain_int
 from wnfused._spatial import Extent, extents, text_in_dims
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import CODES, FIRST_DIM, is_open, layer
+from wnfused.ops._direct import CODES, FIRST_DIM, is_open, is_open_to_layers, layer
 from wnfused.ops._registration import define, differentiable
 from wnfused.ops.linear import GRADIENTS_LIKE, fake_layer_gradients, layer_backward
 
@@ -271,7 +271,7 @@ def _conv(
         code is None
         or dim is not FIRST_DIM
         or not (type(stride) is type(padding) is type(dilation) is tuple)
-        or not is_open(x, v, g, bias, residual)
+        or not is_open_to_layers(x, v, g, bias, residual)
         or not (x.dim() == v.dim() == spatial + 2)
     ):
         tensors = (x, v, g, bias, residual)

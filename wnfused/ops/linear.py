@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import CODES, FIRST_DIM, is_open, layer
+from wnfused.ops._direct import CODES, FIRST_DIM, is_open_to_layers, layer
 from wnfused.ops._registration import below_autograd, define, differentiable
 
 
@@ -133,7 +133,7 @@ def linear(
         code = CODES.get(activation)
     except TypeError:  # a list, say; the check names it
         code = None
-    if code is None or dim is not FIRST_DIM or not is_open(x, v, g, bias, residual):
+    if code is None or dim is not FIRST_DIM or not is_open_to_layers(x, v, g, bias, residual):
         tensors = (x, v, g, bias, residual)
         if arguments.answered_for(tensors):
             return handle_torch_function(

@@ -3,7 +3,8 @@
 Residual and activation follow in place, or ride in the product where ``strategy.use_vendor_epilogues`` says so. Where a
 product is large enough to run at the vendor's rate, the pass over ``v`` that scales it is small beside it, and nothing
 of ours can gain what the vendor's kernels have over ours. It takes everything that torch's own layers take: groups,
-three spatial dims, transposed convolutions, norms along any dim.
+three spatial dims, transposed convolutions, norms along any dim. What most layers are, normalised along dim 0 and not
+transposed, ``csrc/autograd/vendor.cpp`` does in the same steps, at less of the host's time.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from wnfused.backends import native
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.triton import strategy
 from wnfused.backends.triton.rows import effective_weight, weight_norm_backward
+from wnfused.reference import ACTIVATIONS
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -28,10 +31,30 @@ def bias_gradient(dz: Tensor, v: Tensor) -> Tensor:
     return dz.sum(spans, dtype=torch.float32).to(v.dtype)
 
 
+def _in_cpp(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, dim: int | None) -> bool:
+    along_rows = dim is not None and dim % v.dim() == 0
+    return along_rows and not strategy.vendor_epilogues() and native.takes_layer(x.dtype, x, v, g, bias)
+
+
+def _gradients(dy: Tensor, found: Sequence[Tensor | None]) -> Gradients:
+    """Of what the C++ library gives: empty where there is none."""
+    dx, dv, dg, db, dz = (dy.new_empty(0) if t is None else t for t in found)
+    return dx, dv, dg, db, dz
+
+
+def _bits(needs: Sequence[bool]) -> int:
+    return sum(2**i for i, needed in enumerate(needs) if needed)
+
+
 def linear(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, dim: int | None, activation: str,
     slope: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if _in_cpp(x, v, g, bias, dim):
+        found: tuple[Tensor, Tensor] = torch.ops.wnfused_native.linear(
+            x, v, g, bias, residual, ACTIVATIONS.index(activation), slope
+        )
+        return found
     w, norm = effective_weight(v, g, dim, x.dtype)
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty([x.shape[:-1].numel(), x.shape[-1]])
     if bias is None:
@@ -48,6 +71,13 @@ def linear_backward(
     dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: Sequence[bool], dim: int | None,
     activation: str, slope: float,
 ) -> Gradients:  # fmt: skip
+    if _in_cpp(x, v, g, None, dim):
+        return _gradients(
+            dy,
+            torch.ops.wnfused_native.linear_backward(
+                dy, y, x, v, g, norm, _bits(needs), ACTIVATIONS.index(activation), slope
+            ),
+        )
     dz = masked(dy, y, activation, slope)
     flat = dz.reshape(dz.shape[:-1].numel(), dz.shape[-1])
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
@@ -66,7 +96,7 @@ Geometry = tuple[list[int], list[int], list[int], bool, list[int], int]
 
 
 _inside = 0
-_before = False
+_is_ours = False
 _lock = threading.Lock()
 
 
@@ -77,19 +107,20 @@ def _deterministic() -> Iterator[None]:
     torch has one flag for all threads, and a backward has a thread to each device: the first in sets it, the last out
     restores it. Past ``torch.backends``, whose flags ``torch.backends.disable_global_flags`` closes to everybody.
     """
-    global _inside, _before
+    global _inside, _is_ours
     with _lock:
-        if _inside == 0:
-            _before = torch._C._get_cudnn_deterministic()
+        if _inside == 0 and not torch._C._get_cudnn_deterministic():
             torch._C._set_cudnn_deterministic(True)
+            _is_ours = True
         _inside += 1
     try:
         yield
     finally:
         with _lock:
             _inside -= 1
-            if _inside == 0:
-                torch._C._set_cudnn_deterministic(_before)
+            if _inside == 0 and _is_ours:
+                torch._C._set_cudnn_deterministic(False)
+                _is_ours = False
 
 
 def _has_fused_epilogue(x: Tensor, v: Tensor, geometry: Geometry, activation: str) -> bool:
@@ -107,9 +138,14 @@ def conv(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry,
     dim: int | None, activation: str, slope: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    stride, padding, dilation, transposed, _, groups = geometry
+    if not transposed and _in_cpp(x, v, g, bias, dim):
+        found: tuple[Tensor, Tensor] = torch.ops.wnfused_native.conv(
+            x, v, g, bias, residual, stride, padding, dilation, groups, ACTIVATIONS.index(activation), slope
+        )
+        return found
     w, norm = effective_weight(v, g, dim, x.dtype)
     b = None if bias is None else bias.to(x.dtype)
-    stride, padding, dilation, _, _, groups = geometry
     with _deterministic():
         if _has_fused_epilogue(x, v, geometry, activation):
             if residual is None:
@@ -124,6 +160,15 @@ def conv_backward(
     dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: Sequence[bool], geometry: Geometry,
     dim: int | None, activation: str, slope: float,
 ) -> Gradients:  # fmt: skip
+    stride, padding, dilation, transposed, _, groups = geometry
+    if not transposed and _in_cpp(x, v, g, None, dim):
+        return _gradients(
+            dy,
+            torch.ops.wnfused_native.conv_backward(
+                dy, y, x, v, g, norm, _bits(needs), stride, padding, dilation, groups, ACTIVATIONS.index(activation),
+                slope,
+            ),
+        )  # fmt: skip
     dz = masked(dy, y, activation, slope)
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
     if needs[0] or needs[1]:

@@ -1,0 +1,275 @@
+// Single layers on CUDA tensors: the weight is scaled once, by _cuda's kernel beside the product, and the product is
+// cuBLAS's or cuDNN's. wnfused/backends/triton/vendor.py tells the same in Python, for the layers that this does not take.
+//
+// They are here, not in _cuda, as torch's stable ABI has no convolutions; and in C++, as a small layer's time on a GPU is
+// the host's: in Python its checks and launches cost twice what torch's own layer costs.
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace wnfused {
+namespace {
+
+using at::IntArrayRef;
+using at::MemoryFormat;
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+using Outputs = std::tuple<Tensor, Tensor>;                                      // y, norm
+using Gradients = std::tuple<Optional, Optional, Optional, Optional, Optional>;  // dx, dv, dg, dbias, dz
+
+enum Activation : int64_t { kNone, kRelu, kLeakyRelu };
+enum Needs : int64_t { kInput = 1, kWeight = 2, kBias = 4, kResidual = 8 };
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// ----------------------------------------------------------------------------------------------------- the weight
+
+// The format of the two that runs channels fastest, where one does: torch's convolutions go by it.
+MemoryFormat format_of(const Tensor& x, const Tensor& v) {
+  const MemoryFormat format = x.suggest_memory_format();
+  return format == MemoryFormat::Contiguous ? v.suggest_memory_format() : format;
+}
+
+// v with each row in one run of memory, in the order of a format.
+Tensor dense(const Tensor& v) { return v.contiguous(v.suggest_memory_format()); }
+
+struct Weight {
+  Tensor w, norm;
+  Optional bias;
+};
+
+// In x's dtype. `bias` is rounded to it; `with_norm`: whether the norms are wanted.
+Weight weight_of(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, MemoryFormat format, bool with_norm) {
+  static const auto run =
+      op<void(const Tensor&, const Tensor&, const Optional&, const Tensor&, const Optional&, const Optional&)>(
+          "wnfused_native::layer_weight_");
+  Weight made;
+  made.w = at::empty(v.sizes(), v.options().dtype(x.scalar_type()).memory_format(format));
+  if (with_norm) made.norm = at::empty({v.size(0)}, v.options().dtype(at::kFloat));
+  const bool rounds = bias && bias->scalar_type() != x.scalar_type();
+  made.bias = rounds ? at::empty({v.size(0)}, made.w.options()) : bias;
+  const Optional norm = with_norm ? Optional(made.norm) : Optional();
+  const Optional given = rounds ? Optional(bias->contiguous()) : Optional();
+  run.call(dense(v), g.contiguous(), given, made.w, norm, rounds ? made.bias : Optional());
+  return made;
+}
+
+// dv and dg from dw, whatever order it lies in.
+std::tuple<Tensor, Tensor> through_weight_norm(
+    const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm) {
+  static const auto run =
+      op<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
+          "wnfused_native::layer_weight_backward_");
+  const Tensor directions = dense(v), gains = g.contiguous();
+  Tensor dv = at::empty_like(directions), dg = at::empty_like(gains);
+  run.call(dense(dw), directions, gains, norm, dv, dg);
+  return {dv, dg};
+}
+
+// ------------------------------------------------------------------------------------------------------- the ends
+
+// The rows of a linear layer's input or output.
+Tensor rows_of(const Tensor& t) {
+  if (t.dim() == 2) return t;
+  const int64_t columns = t.size(-1);
+  return t.reshape({c10::multiply_integers(t.sizes().slice(0, t.dim() - 1)), columns});
+}
+
+void check_arguments(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, int64_t features, int64_t activation,
+    double slope) {
+  TORCH_CHECK(x.device() == v.device() && x.device() == g.device(), "all tensors must be on one device");
+  TORCH_CHECK(g.dim() == 1 || g.dim() == v.dim(), "g must have one dim, or v's");
+  TORCH_CHECK(g.numel() == v.size(0) && g.size(0) == v.size(0), "g must have one entry a row of v");
+  TORCH_CHECK(
+      !bias || (bias->dim() == 1 && bias->size(0) == features && bias->device() == x.device()),
+      "bias must have one entry an output");
+  TORCH_CHECK(
+      !bias || bias->scalar_type() == x.scalar_type() || bias->scalar_type() == at::kFloat,
+      "bias must be in the dtype of x or float32");
+  TORCH_CHECK(activation == kNone || activation == kRelu || activation == kLeakyRelu, "unknown activation");
+  TORCH_CHECK(
+      activation != kLeakyRelu || (slope >= 0 && std::isfinite(slope)), "negative_slope must be finite and at least 0");
+}
+
+// y <- act(y + residual), in place.
+void finish(Tensor& y, const Optional& residual, int64_t activation, double slope) {
+  if (residual) {
+    TORCH_CHECK(
+        residual->sizes() == y.sizes() && residual->scalar_type() == y.scalar_type() && residual->device() == y.device(),
+        "residual must be as the output is");
+    y.add_(*residual);
+  }
+  if (activation == kRelu) at::relu_(y);
+  if (activation == kLeakyRelu) at::leaky_relu_(y, slope);
+}
+
+// The gradient before the activation: its mask is read off the output, whose sign is the input's. A leaky ReLU of slope 0
+// is a ReLU, where dy is infinite and where y is NaN, too.
+Tensor masked(const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
+  if (activation == kNone) return dy;
+  if (activation == kRelu || slope == 0) return at::threshold_backward(dy, y, 0);
+  return at::leaky_relu_backward(dy, y, slope, true);
+}
+
+// Sums are float32, whatever the gradient is.
+Tensor bias_gradient(const Tensor& dz, IntArrayRef dims, const Tensor& v) {
+  return at::sum(dz, dims, false, at::kFloat).to(v.scalar_type());
+}
+
+// ---------------------------------------------------------------------------------------------------------- linear
+
+Outputs linear(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    int64_t activation, double slope) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TORCH_CHECK(v.dim() == 2 && x.dim() > 0 && x.size(-1) == v.size(1), "x must end in the columns of v");
+  check_arguments(x, v, g, bias, v.size(0), activation, slope);
+  const Weight weight = weight_of(x, v, g, bias, MemoryFormat::Contiguous, true);
+  const Tensor rows = rows_of(x), w = weight.w.t();
+  Tensor y = weight.bias ? at::addmm(*weight.bias, rows, w) : at::mm(rows, w);
+  if (x.dim() != 2) {
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = v.size(0);
+    y = at::_unsafe_view(y, sizes);
+  }
+  finish(y, residual, activation, slope);
+  return {y, weight.norm};
+}
+
+Gradients linear_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, int64_t activation, double slope) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor dz = masked(dy, y, activation, slope), rows = rows_of(dz);
+  Gradients found;
+  if (needs & kInput) {
+    const Weight weight = weight_of(x, v, g, Optional(), MemoryFormat::Contiguous, false);
+    std::get<0>(found) = at::mm(rows, weight.w).view(x.sizes());
+  }
+  if (needs & kWeight) {
+    const auto [dv, dg] = through_weight_norm(at::mm(rows.t(), rows_of(x)), v, g, norm);
+    std::get<1>(found) = dv;
+    std::get<2>(found) = dg;
+  }
+  if (needs & kBias) std::get<3>(found) = bias_gradient(rows, {0}, v);
+  if ((needs & kResidual) && activation != kNone) std::get<4>(found) = dz;
+  return found;
+}
+
+// ----------------------------------------------------------------------------------------------------- convolutions
+
+// cuDNN's deterministic algorithms while one lives: some of its backward kernels add with atomics otherwise. torch has one
+// flag for all threads, and a backward has a thread to each device: the first in sets it, the last out restores it.
+class Deterministic {
+ public:
+  Deterministic() {
+    const std::lock_guard<std::mutex> lock(mutex());
+    if (count()++ == 0 && !at::globalContext().deterministicCuDNN()) {
+      at::globalContext().setDeterministicCuDNN(true);
+      is_ours() = true;
+    }
+  }
+  ~Deterministic() {
+    const std::lock_guard<std::mutex> lock(mutex());
+    if (--count() == 0 && is_ours()) {
+      at::globalContext().setDeterministicCuDNN(false);
+      is_ours() = false;
+    }
+  }
+  Deterministic(const Deterministic&) = delete;
+  Deterministic& operator=(const Deterministic&) = delete;
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex made;
+    return made;
+  }
+  static int& count() {
+    static int made = 0;
+    return made;
+  }
+  static bool& is_ours() {
+    static bool made = false;
+    return made;
+  }
+};
+
+Outputs conv(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation, double slope) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TORCH_CHECK(v.dim() >= 3 && x.dim() == v.dim(), "x and v must have the same 3 dims or more");
+  check_arguments(x, v, g, bias, v.size(0), activation, slope);
+  const MemoryFormat format = format_of(x, v);
+  const Weight weight = weight_of(x, v, g, bias, format, true);
+  const std::vector<int64_t> none(stride.size(), 0);
+  Tensor y;
+  {
+    const Deterministic algorithms;
+    y = at::convolution(x, weight.w, weight.bias, stride, padding, dilation, false, none, groups).contiguous(format);
+  }
+  finish(y, residual, activation, slope);
+  return {y, weight.norm};
+}
+
+Gradients conv_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation,
+    double slope) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor dz = masked(dy, y, activation, slope);
+  Gradients found;
+  if (needs & (kInput | kWeight)) {
+    const Weight weight = weight_of(x, v, g, Optional(), format_of(x, v), false);
+    const std::vector<int64_t> none(stride.size(), 0);
+    Tensor dx, dw;
+    {
+      const Deterministic algorithms;
+      std::tie(dx, dw, std::ignore) = at::convolution_backward(
+          dz, x, weight.w, std::nullopt, stride, padding, dilation, false, none, groups,
+          {(needs & kInput) != 0, (needs & kWeight) != 0, false});
+    }
+    if (needs & kInput) std::get<0>(found) = dx;
+    if (needs & kWeight) std::tie(std::get<1>(found), std::get<2>(found)) = through_weight_norm(dw, v, g, norm);
+  }
+  if (needs & kBias) {
+    std::vector<int64_t> dims{0};
+    for (int64_t d = 2; d < dz.dim(); ++d) dims.push_back(d);
+    std::get<3>(found) = bias_gradient(dz, dims, v);
+  }
+  if ((needs & kResidual) && activation != kNone) std::get<4>(found) = dz;
+  return found;
+}
+
+}  // namespace
+}  // namespace wnfused
+
+// The schemas stand in wnfused/backends/native.py.
+TORCH_LIBRARY_IMPL(wnfused_native, CUDA, library) {
+  using namespace wnfused;
+  library.impl("linear", linear);
+  library.impl("linear_backward", linear_backward);
+  library.impl("conv", conv);
+  library.impl("conv_backward", conv_backward);
+}
+
+// The same on tensors of any device that has a layer_weight_, for tests; in wnfused/backends/native_autograd.py.
+TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeExplicitAutograd, library) {
+  using namespace wnfused;
+  library.impl("vendor_linear", linear);
+  library.impl("vendor_linear_backward", linear_backward);
+  library.impl("vendor_conv", conv);
+  library.impl("vendor_conv_backward", conv_backward);
+}

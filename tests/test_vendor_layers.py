@@ -1,0 +1,217 @@
+"""The single layers that CUDA tensors take in C++ (``csrc/autograd/vendor.cpp``), on the CPU against the reference.
+
+What they call beside torch's own ops, the kernel that scales the weight, is the reference's formula here; the kernel
+itself is tested by its emulation.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from wnfused import reference
+from wnfused.backends import native, native_autograd
+from wnfused.backends.library import opened
+
+pytestmark = pytest.mark.skipif(
+    native.unavailable() is not None or opened("autograd") is not None, reason="the C++ autograd library is not there"
+)
+
+INPUT, WEIGHT, BIAS, RESIDUAL = 1, 2, 4, 8
+ops = torch.ops.wnfused_autograd
+
+
+@pytest.fixture(autouse=True)
+def scaled_on_the_cpu():
+    """The two kernels, as formulas that look at nothing but shapes."""
+
+    def layer_weight_(v, g, bias, w, norm, bias_out):
+        made, norms = reference.weight_norm(v.double(), g.double(), 0)
+        w.copy_(made)
+        if norm is not None:
+            norm.copy_(norms.reshape(-1))
+        if bias is not None:
+            assert bias.dtype == torch.float32
+            bias_out.copy_(bias)
+
+    def layer_weight_backward_(dw, v, g, norm, dv, dg):
+        shape = [-1] + [1] * (v.dim() - 1)
+        found = reference.weight_norm_backward(dw.double(), v.double(), g.double(), norm.double().reshape(shape), 0)
+        dv.copy_(found[0])
+        dg.copy_(found[1].reshape(dg.shape))
+
+    library = torch.library.Library("wnfused_native", "IMPL")
+    library.impl("layer_weight_", layer_weight_, "CPU")
+    library.impl("layer_weight_backward_", layer_weight_backward_, "CPU")
+    yield
+    library._destroy()
+
+
+def relative(found, true):
+    return ((found.double() - true).norm() / true.norm().clamp_min(1e-30)).item()
+
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def laid_out(t, last):
+    return t.contiguous(memory_format=FORMATS[t.dim()]) if last and t.dim() in FORMATS else t
+
+
+LINEAR = {"rows": (7, 24), "a sequence": (2, 3, 24), "one sample": (24,)}
+# Shape of x and v, stride, padding, dilation, groups.
+CONVS = {
+    "3x3": ((2, 8, 9, 7), (16, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "1x1": ((2, 8, 5, 5), (16, 8, 1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "groups": ((2, 8, 9, 7), (16, 2, 3, 3), (2, 1), (1, 0), (1, 2), 4),
+    "one dim": ((2, 8, 9), (16, 8, 3), (1,), (1,), (1,), 1),
+    "three dims": ((2, 4, 5, 6, 7), (8, 4, 3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1),
+}
+ACTIVATIONS = ((0, 0.01), (1, 0.01), (2, 0.1), (2, 0.0))
+
+
+def check(run, backward, true, x, v, g, bias, residual, constants, dtype, needs):
+    """Against autograd through the reference in float64, from the tensors as they were rounded."""
+    y, norm = run(x, v, g, bias, residual, *constants)
+    tensors = [None if t is None else t.double().requires_grad_() for t in (x, v, g, bias, residual)]
+    expected = true(*tensors)
+    # In bfloat16 a unit may be on the other side of its kink.
+    tolerance, of_gradients = (4e-6, 2e-5) if dtype == torch.float32 else (2e-2, 0.25)
+    assert y.dtype == dtype
+    assert norm.dtype == torch.float32
+    assert relative(y, expected) < tolerance
+    torch.testing.assert_close(norm.double(), v.double().flatten(1).norm(dim=1), rtol=1e-5, atol=0)
+    dy = torch.randn(y.shape).to(dtype)
+    found = backward(dy, y, x, v, g, norm, needs, *constants)
+    if constants[-2] == 0:  # the gradient by a residual is dy itself
+        assert found[4] is None
+        found = (*found[:4], dy if needs & RESIDUAL else None)
+    wanted = [needs & INPUT, needs & WEIGHT, needs & WEIGHT, needs & BIAS, needs & RESIDUAL]
+    gradients = torch.autograd.grad(expected, [t for t in tensors if t is not None], dy.double(), allow_unused=True)
+    by_input = iter(gradients)
+    for given, gradient, want in zip(tensors, found, wanted, strict=True):
+        expected_gradient = None if given is None else next(by_input)
+        if not want:
+            assert gradient is None
+        elif given is not None:
+            assert relative(gradient, expected_gradient) < of_gradients
+    return y, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize(("code", "slope"), ACTIVATIONS)
+@pytest.mark.parametrize("name", list(LINEAR))
+def test_linear(name, code, slope, residual, dtype):
+    x, v, g = torch.randn(LINEAR[name]).to(dtype), torch.randn(40, 24), torch.rand(40, 1) + 0.5
+    r = torch.randn(*LINEAR[name][:-1], 40).to(dtype) if residual else None
+
+    def true(x, v, g, bias, residual):
+        return reference.linear(x, v, g, bias, residual, 0, reference.ACTIVATIONS[code], slope)[0]
+
+    y, found = check(
+        ops.vendor_linear, ops.vendor_linear_backward, true, x, v, g, torch.randn(40), r, (code, slope), dtype,
+        INPUT + WEIGHT + BIAS + RESIDUAL * residual,
+    )  # fmt: skip
+    assert y.shape == (*LINEAR[name][:-1], 40)
+    assert found[1].dtype == found[2].dtype == torch.float32
+    assert found[2].shape == g.shape
+
+
+@pytest.mark.parametrize("needs", range(16))
+def test_only_what_is_wanted_is_given(needs):
+    x, v, g, r = torch.randn(7, 24), torch.randn(40, 24), torch.rand(40), torch.randn(7, 40)
+
+    def true(x, v, g, bias, residual):
+        return reference.linear(x, v, g, bias, residual, 0, "relu", 0.0)[0]
+
+    check(
+        ops.vendor_linear, ops.vendor_linear_backward, true, x, v, g, torch.randn(40), r, (1, 0.0), torch.float32, needs
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("last", list(itertools.product([False, True], repeat=2)), ids=str)
+@pytest.mark.parametrize(("code", "slope"), ACTIVATIONS)
+@pytest.mark.parametrize("name", list(CONVS))
+def test_conv(name, code, slope, last, dtype):
+    """``last``: whether x, and whether v, is in channels_last; y is where either is."""
+    shape, weight, *geometry = CONVS[name]
+    x, v = laid_out(torch.randn(shape).to(dtype), last[0]), laid_out(torch.randn(weight), last[1])
+    g, bias = torch.rand(weight[0], *[1] * (len(weight) - 1)) + 0.5, torch.randn(weight[0])
+
+    def true(x, v, g, bias, residual):
+        stride, padding, dilation, groups = geometry
+        rest = (stride, padding, dilation, False, [0] * len(stride), groups, 0, reference.ACTIVATIONS[code], slope)
+        return reference.conv(x, v, g, bias, residual, *rest)[0]
+
+    y, found = check(
+        ops.vendor_conv, ops.vendor_conv_backward, true, x, v, g, bias, None, (*geometry, code, slope), dtype,
+        INPUT + WEIGHT + BIAS,
+    )  # fmt: skip
+    formats = {reference.kept_format(t) for t in (x, v)} - {torch.contiguous_format}
+    assert y.is_contiguous(memory_format=formats.pop() if formats else torch.contiguous_format)
+    assert found[1].stride() == v.stride()
+
+
+def test_dtypes_of_the_bias_and_half_precision_parameters():
+    """A float32 bias is rounded beside the weight; parameters in the dtype of x are taken as they are."""
+    x, v, g = torch.randn(7, 24).bfloat16(), torch.randn(40, 24).bfloat16(), torch.ones(40).bfloat16()
+    for bias in (None, torch.randn(40), torch.randn(40).bfloat16()):
+        y, norm = ops.vendor_linear(x, v, g, bias, None, 0, 0.0)
+        expected = reference.linear(x.double(), v.double(), g.double(), None if bias is None else bias.double())[0]
+        assert y.dtype == torch.bfloat16
+        assert relative(y, expected) < 2e-2
+        dv, dg = ops.vendor_linear_backward(y, y, x, v, g, norm, WEIGHT, 0, 0.0)[1:3]
+        assert dv.dtype == dg.dtype == torch.bfloat16
+
+
+def test_a_nan_stays_and_a_leaky_slope_of_0_is_a_relu():
+    x, v, g = torch.full((1, 1), torch.nan), torch.ones(1, 1), torch.ones(1)
+    for code in (1, 2):
+        y, norm = ops.vendor_linear(x, v, g, None, None, code, 0.0)
+        assert y.isnan().all()
+        infinite = torch.full((1, 1), torch.inf)
+        zero = torch.zeros(1, 1)
+        assert ops.vendor_linear_backward(infinite, zero, zero, v, g, norm, INPUT, code, 0.0)[0].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"g": torch.ones(39)}, "one entry a row"),
+        ({"g": torch.ones(5, 8)}, "one entry a row"),
+        ({"bias": torch.ones(39)}, "bias"),
+        ({"bias": torch.ones(40).double()}, "bias"),
+        ({"residual": torch.ones(1, 40)}, "residual"),
+        ({"residual": torch.ones(7, 40).double()}, "residual"),
+        ({"x": torch.ones(7, 23)}, "columns of v"),
+        ({"code": 3}, "activation"),
+        ({"code": 2, "slope": -0.1}, "negative_slope"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, words):
+    given = {"x": torch.ones(7, 24), "v": torch.ones(40, 24), "g": torch.ones(40), "bias": None, "residual": None}
+    given |= {"code": 1, "slope": 0.0} | change
+    with pytest.raises(RuntimeError, match=words):
+        ops.vendor_linear(*given.values())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_cudnn_is_told_what_it_was_told_before(before):
+    """Within a call it is asked for deterministic algorithms; the flag is torch's for all."""
+    x, v, g, geometry = torch.randn(2, 8, 9, 7), torch.randn(16, 8, 3, 3), torch.ones(16), ((1, 1), (1, 1), (1, 1), 1)
+    torch._C._set_cudnn_deterministic(before)
+    try:
+        y, norm = ops.vendor_conv(x, v, g, None, None, *geometry, 0, 0.0)
+        ops.vendor_conv_backward(y, y, x, v, g, norm, 3, *geometry, 0, 0.0)
+        assert torch._C._get_cudnn_deterministic() == before
+    finally:
+        torch._C._set_cudnn_deterministic(False)
+
+
+def test_the_node_of_a_cpu_layer_is_not_the_vendors():
+    """The library's ops for CUDA tensors do not stand in the way of those for CPU tensors."""
+    assert native_autograd.unavailable() is None
+    y, _ = torch.ops.wnfused_native.linear(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1), None, None, 0, 0.0)
+    assert y.shape == (1, 1)
