@@ -1,17 +1,14 @@
 """What ``bench/gpu.py`` measures: whole networks, stages, single layers and their initialisation on a GPU. One table,
 nothing else.
 
-Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios. Beside the
-way that the strategy's table chooses for a single layer stands the other one, so that a run says where the table is
-wrong; the vendor's fused ReLUs (``epilogues``) are timed where its products are chosen.
+Our peers stand in order of preference: the first that has kernels for a workload is the base of its ratios. Beside what
+a single layer takes unasked stand Triton's fused kernels, captured as all peers are once, so that a run says where the
+strategy's table is wrong.
 """
 
 from __future__ import annotations
 
-import torch
-
 from bench.workloads import BACKWARD, FORWARD, STEP, ConvLayer, LinearLayer, Network, Orthogonal, Stage, Workload
-from wnfused.backends.triton.strategy import Layer, way
 
 PRECISIONS = ("bf16", "tf32", "fp32")
 ALONE = "without eager, "
@@ -82,24 +79,17 @@ def _warpgroup() -> list[Workload]:
     ]
 
 
-def _ways(samples: int, features: int, precision: str, spatial: int = 0) -> tuple[str, ...]:
-    """The peers that go another way than the table has a layer go."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    layer = Layer(samples, features, features, dtype, spatial=spatial, full=precision == "fp32")
-    return ("vendor *",) if way(layer) == "fused" else ("fused *", "epilogues *")
-
-
 def _linear() -> list[Workload]:
-    """In full float32 one of either way: of the fused kernels and of the vendor's product."""
+    """The automatic choice, and both ways of the Triton backend, captured: then the host's time does not count."""
     return [
         LinearLayer(
             group="linear",
             name=f"linear {features}, batch {batch}, {precision}",
             features=features,
             batch=batch,
-            ours=_peers(precision, "triton *"),
-            peers=_peers(precision, "triton * graph", *_ways(batch, features, precision), "eager *", "eager * graph",
-                         "plain *", *["compile *"] * ((features, batch) == (1024, 256) and precision != "fp32")),
+            ours=_peers(precision, "ours *"),
+            peers=_peers(precision, "eager *", "plain *", "ours * graph", "fused * graph", "eager * graph",
+                         "plain * graph", *["compile *"] * ((features, batch) == (1024, 256) and precision != "fp32")),
         )
         for features, batch, precision in (
             *((features, batch, precision) for features in (256, 1024, 4096) for batch in (32, 256, 4096)
@@ -119,9 +109,9 @@ def _conv() -> list[Workload]:
             size=size,
             batch=batch,
             channels_last=True,
-            ours=_peers(precision, "triton *"),
-            peers=_peers(precision, "triton * graph", *_ways(batch * size**2, channels, precision, spatial=2),
-                         "eager *", "plain *", *["compile *"] * (channels == 64)),
+            ours=_peers(precision, "ours *"),
+            peers=_peers(precision, "eager *", "plain *", "ours * graph", "fused * graph", "eager * graph",
+                         "plain * graph", *["compile *"] * (channels == 64)),
         )
         # The last three are those of a WRN-40-10.
         for channels, kernel, size, batch in (

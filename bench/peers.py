@@ -77,9 +77,12 @@ def _on_cuda() -> dict[str, Peer]:
         found[key] = Peer("ours", text, "triton", precision=precision, channels_last=True, epilogues=True)
         ways: dict[strategy.Way, str] = {"fused": "fused kernels", "vendor": "scaled weights, the vendor's product"}
         for way, title in ways.items():
-            text = f"this package, Triton backend, {title}, {precision}"
-            key = f"cuda {way} {precision}"
-            found[key] = Peer("ours", text, "triton", precision=precision, channels_last=True, way=way)
+            for graph in (False, True):
+                key = f"cuda {way} {precision}" + " graph" * graph
+                text = f"this package, Triton backend, {title}, {precision}" + ", captured as a CUDA graph" * graph
+                found[key] = Peer(
+                    "ours", text, "triton", precision=precision, channels_last=True, way=way, captured=graph
+                )
         text = f"torch.compile of parametrizations.weight_norm, {precision}"
         found[f"cuda compile {precision}"] = Peer("eager", text, compiled=True, precision=precision, channels_last=True)
     return found

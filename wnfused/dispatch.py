@@ -145,6 +145,11 @@ def prefers_native_layers() -> bool:
     return requested() is None
 
 
+def prefers_native_stage() -> bool:
+    """Whether a stage on a CUDA tensor goes to the native backend, unless that has no kernel for it."""
+    return requested() in (None, "native")
+
+
 def _warn_once(op: str, backend: str, reason: str) -> None:
     if (op, backend, reason) not in _warned:
         _warned.add((op, backend, reason))

@@ -159,6 +159,25 @@ def _refused_shape(x: Tensor, v: Tensor) -> str | None:
     )
 
 
+@functools.cache
+def _has_stage(precision: int, device: int, channels: int, height: int, width: int) -> bool:
+    return f"{channels}x{height}x{width}" in _shapes(precision, device)
+
+
+def takes_stage(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tensor) -> bool:
+    """Whether the library runs a stage as it is on CUDA tensors, ``x`` in ``dtype``: what ``refusal`` says, in less of
+    the host's time, and nothing to put in order first."""
+    known = (dtype, torch.float32)
+    if unavailable() is not None or dtype not in _STAGE_DTYPES or x.dim() != 4 or not x.numel():
+        return False
+    if not all(t.is_cuda and t.device == x.device and t.dtype in known and t.is_contiguous() for t in (v, g, bias)):
+        return False
+    index = x.device.index
+    precision = 0 if dtype == torch.bfloat16 else 1 if allows_tf32() else 2
+    few = x.shape[0] < _MOST and v.shape[0] < _MOST
+    return few and refused_device(index) is None and _has_stage(precision, index, *x.shape[1:])
+
+
 _MOST_ROWS = 2**31 - 1  # a grid's blocks, one or more of which take a row
 
 

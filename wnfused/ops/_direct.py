@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from wnfused import dispatch
-from wnfused.backends import native, native_autograd
+from wnfused.backends import native, native_autograd, native_cuda
 from wnfused.ops._arguments import autocast, below_autocast
 from wnfused.ops._nodes import Gradients, python_node
 from wnfused.reference import ACTIVATIONS
@@ -47,8 +47,23 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
 def is_open_to_layers(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     """The same of linear layers and convolutions, which have a short way for CUDA tensors, too."""
     if isinstance(x, Tensor) and x.is_cuda:
-        return _is_plain_call(x, v, g, bias, residual) and _is_open_on_cuda(x, v, g, bias)
+        plain = _is_plain_call(x, v, g, bias, residual) and dispatch.prefers_native_layers()
+        return plain and native.takes_layer(_cast(x), x, v, g, bias)
     return is_open(x, v, g, bias, residual)
+
+
+def is_open_to_stages(x: Any, v: Any, g: Any, bias: Any) -> bool:
+    """The same of residual stages."""
+    if isinstance(x, Tensor) and x.is_cuda:
+        plain = bias is not None and _is_plain_call(x, v, g, bias, None) and dispatch.prefers_native_stage()
+        return plain and native_cuda.takes_stage(_cast(x), x, v, g, bias)
+    return is_open(x, v, g, bias, None)
+
+
+def _cast(x: Tensor) -> torch.dtype:
+    """What autocast makes of a CUDA tensor."""
+    casts = torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
+    return torch.get_autocast_dtype("cuda") if casts else x.dtype
 
 
 def _is_plain_call(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
@@ -73,12 +88,6 @@ def _casts_to_open(*parameters: Any) -> bool:
         torch.get_autocast_dtype("cpu") in native.FUSED_DTYPES
         and all(p is None or p.dtype in native.FUSED_DTYPES for p in parameters)
     )
-
-
-def _is_open_on_cuda(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None) -> bool:
-    casts = torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
-    dtype = torch.get_autocast_dtype("cuda") if casts else x.dtype
-    return dispatch.prefers_native_layers() and native.takes_layer(dtype, x, v, g, bias)
 
 
 def layer(

@@ -13,8 +13,9 @@ from torch.overrides import handle_torch_function
 
 from wnfused import reference
 from wnfused._numbers import positive
+from wnfused.backends import native_cuda
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import is_open
+from wnfused.ops._direct import is_open_to_stages
 from wnfused.ops._input_gradient import asks_for_input_alone
 from wnfused.ops._registration import (
     below_autograd,
@@ -72,12 +73,22 @@ def _backward(
 _call = differentiable(_op, reference=reference.residual_stage, backward=_backward)
 
 
+def _kernel(x: Tensor) -> Any:
+    return native_cuda.residual_stage if x.is_cuda else torch.ops.wnfused_native.residual_stage.default._op
+
+
+def _kernel_backward(dy: Tensor) -> Any:
+    if dy.is_cuda:
+        return native_cuda.residual_stage_backward
+    return torch.ops.wnfused_native.residual_stage_backward.default._op
+
+
 class _Direct(torch.autograd.Function):
     """The short way of ``wnfused.ops._direct``: the C++ kernel and no other, which checks its arguments itself."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        y, norm, maps = torch.ops.wnfused_native.residual_stage.default._op(*arguments, True)
+        y, norm, maps = _kernel(arguments[0])(*arguments, True)
         ctx.constants = arguments[4:]
         ctx.save_for_backward(*arguments[:4], norm, maps)
         return no_view(y)
@@ -94,9 +105,7 @@ def _gradients(ctx: Any, dy: Tensor) -> Any:
         return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
     if asks_for_input_alone(ctx, needs):
         needs = (True, False, False, False)
-    found = torch.ops.wnfused_native.residual_stage_backward.default._op(
-        dy, v, g, bias, norm, maps, *ctx.constants, any(needs[1:4])
-    )
+    found = _kernel_backward(dy)(dy, v, g, bias, norm, maps, *ctx.constants, any(needs[1:4]))
     return *(gradient if needed else None for gradient, needed in zip(found, needs[:4], strict=True)), None, None
 
 
@@ -143,7 +152,7 @@ def residual_stage(
         and -math.inf < skip_scale < math.inf
         and (every > 0 or recompute is None)
         and bias is not None
-        and is_open(x, v, g, bias, None)
+        and is_open_to_stages(x, v, g, bias)
         and x.dim() == 4
     )
     if not direct:
@@ -159,7 +168,8 @@ def residual_stage(
 def _run_direct(x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, every: int) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or v.requires_grad or g.requires_grad or bias.requires_grad):
         return _record(x, v, g, bias, skip_scale, every)
-    return torch.ops.wnfused_native.residual_stage.default._op(x, v, g, bias, skip_scale, every, False)[0]
+    y: Tensor = _kernel(x)(x, v, g, bias, skip_scale, every, False)[0]
+    return y
 
 
 def _general(
