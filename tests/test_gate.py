@@ -275,6 +275,24 @@ def test_a_triton_kernel_that_spills_is_red(monkeypatch, tmp_path):
     assert any("over the limit of 101376" in fault for fault in verdict.faults)
 
 
+@pytest.mark.parametrize(("capability", "product"), [(80, "mma.sync"), (90, "wgmma.mma_async")])
+@pytest.mark.parametrize("kernel", ["forward", "input_gradient", "weight_gradient"])
+@pytest.mark.parametrize("layer", ["linear", "conv"])
+def test_operands_of_tf32_are_rounded_and_no_others(layer, kernel, capability, product):
+    """The tensor cores would ignore what tf32 has no bits for, and ``tl.dot`` leaves that to them."""
+    reason = command.missing("triton")
+    if reason is not None:
+        pytest.skip(reason)
+    from wnfused.backends.triton.configurations import Tile
+
+    name = f"{layer}.{kernel}"
+    for element, rounded in (("tf32", True), ("half", False)):
+        *launch, options = triton_kernels.Job(name, element, None, capability)._launch(Tile(64, 64, 32, 4, 2))
+        ptx = triton_kernels._compile(*launch, options, capability).asm["ptx"]
+        assert product in ptx
+        assert ("cvt.rna.tf32.f32" in ptx) == rounded
+
+
 # ------------------------------------------------------------------------------------------------- pretended GPUs
 
 

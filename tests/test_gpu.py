@@ -39,7 +39,7 @@ def compare(
     expected,
     tensors: list[torch.Tensor],
     dtype: torch.dtype,
-    backend: str,
+    backend: str | None,
     tolerance: float | None = None,
     kink: float = 0.0,
 ) -> None:
@@ -111,11 +111,56 @@ def test_backends_are_there() -> None:
     assert native_cuda.unavailable() is None
 
 
-@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+@pytest.mark.parametrize("backend", [None, "native", "triton", "reference"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_samples(sample: Sample, dtype: torch.dtype, backend: str) -> None:
+def test_samples(sample: Sample, dtype: torch.dtype, backend: str | None) -> None:
     compare(sample.run, sample.expected, calm(sample, dtype), dtype, backend)
+
+
+LAYERS = {
+    "linear": (lambda: wnfused.WNLinear(24, 40, activation="relu"), (7, 24)),
+    "linear of a sequence": (lambda: wnfused.WNLinear(24, 40, bias=False), (2, 3, 24)),
+    "convolution": (lambda: wnfused.WNConv2d(16, 24, 3, padding=1, activation="leaky_relu"), (3, 16, 9, 7)),
+    "grouped, with strides": (lambda: wnfused.WNConv2d(16, 24, 3, stride=2, groups=4, dilation=2), (3, 16, 19, 17)),
+    "in one dim": (lambda: wnfused.WNConv1d(16, 24, 3, activation="relu"), (3, 16, 19)),
+    "in three dims": (lambda: wnfused.WNConv3d(8, 16, 3, activation="relu"), (2, 8, 5, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["as torch lays it out", "channels last"])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_plain_calls_of_a_layer_are_one_node_in_cpp(name: str, last: bool, autocast: torch.dtype | None) -> None:
+    """A layer's time on a GPU is the host's; whatever format its maps have, the numbers and formats are right."""
+    make, shape = LAYERS[name]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    torch.manual_seed(0)
+    there = make().double()
+    here = copy.deepcopy(there).to("cuda", torch.float32)
+    x = torch.randn(shape, dtype=torch.float64)
+    moved = x.to("cuda", torch.float32)
+    if last:
+        moved = moved.contiguous(memory_format=formats.get(moved.dim(), torch.contiguous_format))
+    x.requires_grad_()
+    moved.requires_grad_()
+    with torch.autocast("cuda", autocast or torch.float16, enabled=autocast is not None):
+        y = here(moved)
+    assert y.grad_fn.name().split("::")[-1].startswith(("WNLinear", "WNConv"))
+    true = there(x)
+    dy = torch.randn_like(true)
+    y.backward(dy.to("cuda", y.dtype))
+    true.backward(dy)
+    tolerance = TOLERANCE[y.dtype]
+    assert y.dtype == (autocast or torch.float32)
+    assert error(y, true) < tolerance
+    for found, expected in ((moved, x), *zip(here.parameters(), there.parameters(), strict=True)):
+        assert found.grad.dtype == torch.float32
+        assert error(found.grad, expected.grad) < 4 * tolerance
+    if last and y.dim() in formats:
+        assert y.is_contiguous(memory_format=formats[y.dim()])
+    with torch.no_grad(), torch.autocast("cuda", autocast or torch.float16, enabled=autocast is not None):
+        assert torch.equal(here(moved), y)
 
 
 # As above; tf32 rounds to ten bits of mantissa.
@@ -153,6 +198,32 @@ def scaled(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     bias, *residual = rest
     signs = torch.where(torch.arange(bias.numel()) % 3 == 0, -1.0, 1.0)
     return [x, v, 0.1 * g, (bias.abs() + 3) * signs, *(0.1 * r for r in residual)]
+
+
+@pytest.mark.parametrize("name", ["linear", "few rows", "convolution"])
+def test_tf32_has_no_bias(name: str) -> None:
+    """Operands cut off rather than rounded would leave each of these sums of positive numbers 7e-4 too small."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.manual_seed(0)
+    conv = name == "convolution"
+    layer = (wnfused.WNConv2d(64, 64, 3, bias=False) if conv else wnfused.WNLinear(512, 256, bias=False)).cuda()
+    shape = {"linear": (512, 512), "few rows": (32, 512), "convolution": (8, 64, 16, 16)}[name]
+    x = torch.rand(shape, device="cuda", requires_grad=True)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.abs_()
+    exact, there = copy.deepcopy(layer).cpu().double(), x.detach().cpu().double().requires_grad_()
+    with strategy.forced("fused"), wnfused.use_backend("triton"):
+        y = layer(x)
+        dy = torch.rand_like(y)
+        y.backward(dy)
+    with wnfused.use_backend("reference"):
+        true = exact(there)
+        true.backward(dy.cpu().double())
+    pairs = {"y": (y, true), "dx": (x.grad, there.grad), "dg": (layer.weight_g.grad, exact.weight_g.grad)}
+    for which, (found, expected) in pairs.items():
+        deviation = (found.detach().cpu().double() - expected.detach()) / expected.detach()
+        assert deviation.mean().abs() < 5e-5, which
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_cases import DEVICE, DTYPES, NAMES, SMALL, TOLERANCE, both, check, relative
+from triton_cases import DEVICE, DTYPES, NAMES, SMALL, TOLERANCE, bias, both, check, relative
 
 import wnfused
 from wnfused import reference
@@ -68,6 +68,18 @@ def test_half_precision_with_either_type_of_parameters(dtype, parameters):
     assert found["y"].dtype == found["dx"].dtype == dtype
     assert found["dv"].dtype == tensors[1].dtype
     check(found, expected, dtype)
+
+
+def test_tf32_has_no_bias():
+    """As for the linear layer."""
+    torch.backends.cudnn.allow_tf32 = True
+    (x, v, g, _, r), geometry = sample(2, 16, (8, 8), 24, (3, 3), (1, 1), (0, 0), (1, 1))
+    dy = torch.rand_like(r)
+    found, expected = both("conv", [x.abs(), v.abs(), g.abs(), None, None], geometry, dy=dy)
+    for name in ("y", "dx", "dg"):
+        error = (found[name].double() - expected[name]) / expected[name]
+        assert abs(bias(found[name], expected[name])) < 5e-5, name
+        assert 1e-5 < error.abs().max() < 2e-3, name
 
 
 def test_a_sum_over_many_pixels_is_split():

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from triton_cases import DEVICE, DTYPES, NAMES, SMALL, both, check
+import triton
+import triton.language as tl
+from triton_cases import DEVICE, DTYPES, NAMES, SMALL, bias, both, check
 
 from wnfused.backends import triton as backend
 from wnfused.backends.triton import configurations, linear_layer, strategy
+from wnfused.backends.triton.kernels import common
 
 # (M, K, N): one tile and many, ragged ones at each edge, either side of the two weight gradients' border.
 SIZES = [(0, 5, 7), (1, 1, 1), (1, 33, 17), (17, 40, 18), (64, 16, 32), (65, 35, 17), (300, 20, 18), (5, 0, 3)]
@@ -142,3 +145,38 @@ def test_masks_and_zero_rows_where_something_is_not_finite(batch, slope):
     for name in ("dx", "dv", "dg", "db"):
         assert torch.equal(found[name].isnan(), expected[name].isnan()), name
         torch.testing.assert_close(found[name].double(), expected[name], equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@triton.jit
+def _rounded(X, Y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(Y + at, common.round_to_tf32(tl.load(X + at)))
+
+
+def test_rounding_to_tf32():
+    """A tie goes away from zero, a carry into the exponent, and what is not finite stays what it is."""
+    x = torch.randn(64) * 10.0 ** torch.arange(-32, 32)
+    special = [0x3F801000, 0x3F800FFF, 0x3F803000, 0x3FFFF000, 0, 0x7F800000, 0x7FFFFFFF, 0x7F800001]
+    x[:8] = torch.tensor(special, dtype=torch.int32).view(torch.float32)
+    x[8:16] = -x[:8]
+    y = torch.empty(64, device=DEVICE)
+    _rounded[(1,)](x.to(DEVICE), y, SIZE=64)
+    y = y.cpu()
+    assert y[:4].view(torch.int32).tolist() == [0x3F802000, 0x3F800000, 0x3F804000, 0x40000000]
+    exponent = torch.frexp(x.double()).exponent
+    nearest = torch.ldexp(torch.floor(torch.ldexp(x.double().abs(), 11 - exponent) + 0.5), exponent - 11)
+    nearest = torch.where(torch.isfinite(x), torch.copysign(nearest, x.double()), x.double())
+    torch.testing.assert_close(y.double(), nearest, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(y.signbit()[~y.isnan()], x.signbit()[~y.isnan()])
+
+
+@pytest.mark.parametrize("batch", [40, 90])
+def test_tf32_has_no_bias(batch):
+    """Operands cut off rather than rounded would leave each of these sums of positive numbers 7e-4 too small."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    x, v, g, _, _ = (t.abs() for t in sample(batch, 70, 50))
+    found, expected = both("linear", [x, v, g, None, None], dy=torch.rand(batch, 50, device=DEVICE))
+    for name in ("y", "dx", "dg"):
+        error = (found[name].double() - expected[name]) / expected[name]
+        assert abs(bias(found[name], expected[name])) < 5e-5, name
+        assert 1e-5 < error.abs().max() < 2e-3, name

@@ -47,6 +47,11 @@ def both(
     return dict(zip(NAMES, found, strict=True)), dict(zip(NAMES, (exact, norm64, *gradients), strict=True))
 
 
+def bias(found: Tensor, expected: Tensor) -> float:
+    """The mean relative error: what would add up from layer to layer. Rounding to nearest leaves next to none."""
+    return float(((found.detach().double() - expected) / expected).mean())
+
+
 def check(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
     errors = {}
     for name, wanted in expected.items():

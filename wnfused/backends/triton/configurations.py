@@ -83,7 +83,7 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
     ("linear.forward", IEEE): ((_few, Tile(16, 32, 32, 4, 2)), (_any, Tile(64, 64, 16, 8, 2))),
     # dx [m, n]
     ("linear.input_gradient", HALF): ((_few, Tile(16, 32, 64, 4, 3)), (_any, Tile(64, 64, 64, 8, 3))),
-    ("linear.input_gradient", TF32): ((_few, Tile(16, 64, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
+    ("linear.input_gradient", TF32): ((_few, Tile(16, 64, 16, 4, 5)), (_any, Tile(64, 64, 32, 4, 3))),
     ("linear.input_gradient", IEEE): ((_few, Tile(16, 32, 32, 4, 2)), (_any, Tile(32, 64, 16, 4, 2))),
     # dw: m is the length of the sum, the tile of the output n x k.
     ("linear.weight_gradient", HALF): ((_any, Tile(32, 64, 64, 4, 3)),),
@@ -97,7 +97,7 @@ TILES: dict[tuple[str, str], tuple[tuple[Fits, Tile], ...]] = {
     ("conv.forward", TF32): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
     ("conv.forward", IEEE): ((_any, Tile(64, 32, 16, 4, 2)),),
     ("conv.input_gradient", HALF): ((_thin, Tile(128, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
-    ("conv.input_gradient", TF32): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(64, 64, 32, 4, 3))),
+    ("conv.input_gradient", TF32): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(64, 64, 16, 4, 5))),
     ("conv.input_gradient", IEEE): ((_any, Tile(32, 32, 16, 4, 2)),),
     ("conv.weight_gradient", HALF): ((_thin, Tile(64, 32, 32, 4, 3)), (_any, Tile(32, 64, 32, 4, 3))),
     ("conv.weight_gradient", TF32): ((_thin, Tile(32, 32, 64, 4, 3)), (_any, Tile(32, 64, 32, 8, 3))),

@@ -53,9 +53,24 @@ def masked_gradient(DY, Y, at, within, slope, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def round_to_tf32(x):
+    """float32 to the nearest of ten bits of mantissa, ties away from zero. NaN and infinities stay what they are."""
+    if INTERPRETED:  # which has no assembly
+        bits = x.to(tl.int32, bitcast=True)
+        finite = (bits & 0x7F800000) != 0x7F800000
+        return tl.where(finite, (bits + 0x1000) & -0x2000, bits).to(tl.float32, bitcast=True)
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """``acc + a b`` in float32. Triton's interpreter multiplies bfloat16 by its bits: there, operands are widened."""
+    """``acc + a b``, summed in float32. TF32 has its operands rounded here: the tensor cores ignore the low 13 bits of
+    what ``tl.dot`` hands them, which makes each operand smaller by 3e-4 on average, and that adds up from layer to
+    layer. Triton's interpreter multiplies bfloat16 by its bits: there, operands are widened."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
+    if PRECISION == "tf32":
+        a = round_to_tf32(a)
+        b = round_to_tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
