@@ -53,7 +53,7 @@ UNTRIED = "warpgroup"
 """In the names of the tests of such a kernel. They have a process of their own."""
 TESTS = ("tests/test_gpu.py", "tests/interpreter")
 """In the order in which they run: should time be up, it is for the kernels that pass in Triton's interpreter."""
-TEST_PROCESSES = 8
+TEST_PROCESSES = 11
 """At most, beside that one: Triton compiles hundreds of kernels for the tests, a second each."""
 ALONE = {"OMP_NUM_THREADS": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """For processes of tests beside others, whatever plugins a machine has."""

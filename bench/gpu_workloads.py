@@ -123,8 +123,8 @@ def _conv() -> list[Workload]:
 
 
 def _init() -> list[Workload]:
-    """The loop takes seconds a round, of which there are six."""
-    return [_orthogonal(10000)]
+    """The loop takes a millisecond a layer and round, of which there are six."""
+    return [_orthogonal(1000), _orthogonal(10000)]
 
 
 def _orthogonal(depth: int) -> Workload:

@@ -1,0 +1,71 @@
+"""The CUDA kernel that scales a layer's weight for the vendor's product, emulated on the host, and its backward."""
+
+import pytest
+import torch
+from emulator import Guarded, emulation, tensor_of
+
+from wnfused import reference
+
+# Rows, channels and taps: a warp's and a block's rows, lengths that no number of threads divides.
+SHAPES = [(5, 7, 1), (3, 4, 9), (6, 30, 9), (2, 2000, 1), (4, 1, 9), (3, 257, 1)]
+DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+
+
+@pytest.fixture(scope="module")
+def module():
+    return emulation()
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("turned", [None, "channels last", "channels first"], ids=str)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weight_and_gradient(module, shape, dtypes, turned, reverse):
+    """``turned``: how the weight's rows lie, where the rows of v lie the other way."""
+    wide, narrow = dtypes
+    rows, channels, taps = shape
+    fastest = {None: channels * taps, "channels last": channels, "channels first": taps}[turned]
+    v, g, bias = torch.randn(shape).to(wide), (torch.rand(rows) + 0.5).to(wide), torch.randn(rows)
+    v[1].zero_()
+    dw = torch.randn(shape).to(narrow)
+
+    def in_memory(t, last):
+        """Rows of [channels, taps], as [taps, channels] where ``last``."""
+        return (t.transpose(1, 2) if last else t).reshape(rows, -1).contiguous()
+
+    v_last, w_last = (turned == "channels first"), (turned == "channels last")
+    guarded = Guarded()
+    v_array, g_array, dw_array = (
+        guarded.array(t) for t in (in_memory(v, v_last), g, in_memory(dw, w_last))
+    )  # fmt: skip
+    bias_array = guarded.array(bias)
+    w, bias_out, norm = guarded.output(dw.reshape(rows, -1)), guarded.output(bias.to(narrow)), guarded.output(bias)
+    faults = module.layer_weight(v_array, g_array, None, bias_array, w, norm, bias_out, fastest, reverse)
+    dv, dg = guarded.output(v.reshape(rows, -1)), guarded.output(g)
+    faults += module.layer_weight(v_array, g_array, dw_array, None, dv, norm, dg, fastest, reverse)
+    assert faults + guarded.faults() == []
+
+    w_true, norm_true = reference.weight_norm(v.double(), g.double(), 0)
+    dv_true, dg_true = reference.weight_norm_backward(dw.double(), v.double(), g.double(), norm_true, 0)
+    expected = (
+        (w, in_memory(w_true, w_last), narrow), (norm, norm_true.reshape(-1), torch.float32),
+        (bias_out, bias.double(), narrow), (dv, in_memory(dv_true, v_last), wide), (dg, dg_true.reshape(-1), wide),
+    )  # fmt: skip
+    for array, value, dtype in expected:
+        tolerance = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
+        scale = max(value.abs().max().item(), 1)
+        torch.testing.assert_close(
+            tensor_of(array).double().reshape(value.shape), value, rtol=tolerance, atol=tolerance * scale
+        )
+
+
+def test_the_bits_are_the_same_whichever_warp_goes_first(module):
+    v, g = torch.randn(3, 2000), torch.rand(3)
+    results = []
+    for reverse in (False, True):
+        guarded = Guarded()
+        w, norm, bias = guarded.output(v), guarded.output(g), guarded.output(g)
+        arguments = (guarded.array(v), guarded.array(g), None, None, w, norm, bias, 2000, reverse)
+        assert module.layer_weight(*arguments) + guarded.faults() == []
+        results.append((tensor_of(w), tensor_of(norm)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
