@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from wnfused import dispatch
 from wnfused.backends import native, native_autograd, native_cuda
+from wnfused.backends.triton import strategy
 from wnfused.ops._arguments import autocast, below_autocast
 from wnfused.ops._nodes import Gradients, python_node
 from wnfused.reference import ACTIVATIONS
@@ -47,8 +48,8 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
 def is_open_to_layers(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     """The same of linear layers and convolutions, which have a short way for CUDA tensors, too."""
     if isinstance(x, Tensor) and x.is_cuda:
-        plain = _is_plain_call(x, v, g, bias, residual) and dispatch.prefers_native_layers()
-        return plain and native.takes_layer(_cast(x), x, v, g, bias)
+        unasked = dispatch.prefers_native_layers() and strategy.leaves_the_choice()
+        return unasked and _is_plain_call(x, v, g, bias, residual) and native.takes_layer(_cast(x), x, v, g, bias)
     return is_open(x, v, g, bias, residual)
 
 

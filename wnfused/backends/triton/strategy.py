@@ -141,6 +141,11 @@ def forced(way: Way | None) -> Iterator[None]:
         _forced = before
 
 
+def leaves_the_choice() -> bool:
+    """Whether neither ``forced`` nor ``use_vendor_epilogues`` asks for something else than layers take unasked."""
+    return _forced is None and not _epilogues
+
+
 def row(layer: Layer) -> Row:
     """The row that decides."""
     return next(row for row in (CONV if layer.spatial else LINEAR) if row.applies(layer))
