@@ -63,13 +63,30 @@ BUGS = {
     ),
     "a row is used one output row late": (CONV, "int output_row = row - ky;", "int output_row = row - ky + 1;"),
     "registers of a fragment in the wrong order": (
-        PACK, "n / 8 % 2 * 2 + depth / (4 * kPerRegister)", "n / 8 % 2 + depth / (4 * kPerRegister) * 2",
+        PACK, "reg / 2 * 8 + lane / 4", "reg % 2 * 8 + lane / 4",
     ),
     "taps of the backward not flipped": (
-        PACK, "Weights::index(k, n, 8 - tap)", "Weights::index(k, n, tap)",
+        PACK, "kBackward ? 8 - weight.tap : weight.tap", "weight.tap",
     ),
     "channels of the backward not exchanged": (
-        PACK, "Weights::index(k, n, 8 - tap)", "Weights::index(n, k, 8 - tap)",
+        PACK, "n = kBackward ? weight.k : weight.n, k = kBackward ? weight.n : weight.k",
+        "n = kBackward ? weight.n : weight.n, k = kBackward ? weight.k : weight.k",
+    ),
+    "pieces of the backward are those of the forward": (PACK, "if (!by_input) return (fragment", "return (fragment"),
+    "weights are gathered before all rows are scaled": (
+        PACK, "block_barrier();\n    if (params.forward)", "if (params.forward)",
+    ),
+    "units of x are turned by another column": (
+        GRADIENT, "turn = kIsInput ? Config::kBorder + column", "turn = kIsInput ? column + 1",
+    ),
+    "the second unit is always the one above": (
+        GRADIENT, "Config::kUnitBytes - 2 * (first & Config::kUnitBytes)", "Config::kUnitBytes",
+    ),
+    "two rows of a pair are put together wrongly": (
+        GRADIENT, "{{before.value[1], rows.value[0], before", "{{before.value[0], rows.value[0], before",
+    ),
+    "a row of x meets the row of g below": (
+        GRADIENT, "multiply(3 * ky + kx, g[row % 3]", "multiply(3 * ky + kx, g[y % 3]",
     ),
     "a slice of the batch counted twice": (ROWS, "for (int slice = 0;", "for (int slice = -(params.slices > 1);"),
     "the warps of a tile do not wait for each other's sums": (
@@ -78,11 +95,10 @@ BUGS = {
     "dv keeps its part along v": (ROWS, "value(j, q) - unit * load_value", "value(j, q) - 0.0f * load_value"),
     "the scale of dv lacks the norm": (ROWS, "load_value(params.g, row) * inverse", "load_value(params.g, row)"),
     "images past the batch are not zero": (
-        GRADIENT, "kGradientPlaneBytes + pixel * 16, inside ? maps + from * 16 : maps, inside);",
-        "kGradientPlaneBytes + pixel * 16, inside ? maps + from * 16 : maps, true);",
+        GRADIENT, "inside ? maps + from : maps, inside);", "inside ? maps + from : maps, true);",
     ),
     "a band takes the row above for its own": (
-        GRADIENT, "pixel % kBand / Config::kWidth - kHalo", "pixel % kBand / Config::kWidth",
+        GRADIENT, "row = i - number * kRows - kHalo", "row = i - number * kRows",
     ),
 }  # fmt: skip
 
@@ -98,7 +114,10 @@ WARPGROUP_BUGS = {
         WARPGROUP, "Config::kChannels * 16, 128));", "Config::kChannels * 16, kRowBytes));",
     ),
     "the k-step's plane is passed over": (WARPGROUP, "2 * depth * kPlaneBytes, kPlane", "depth * kPlaneBytes, kPlane"),
-    "channels of packed weights exchanged": (PACK, "Weights::index(n, k, tap)", "Weights::index(k, n, tap)"),
+    "channels of packed weights exchanged": (
+        WARPGROUP, "piece % kChannels, piece / kChannels % kPlanes * 8 + index % 8",
+        "piece / kChannels % kPlanes * 8 + index % 8, piece % kChannels",
+    ),
     "the parity of a full slot does not flip": (
         WARPGROUP, "wait_for_phase(full(chunk), phase_of(chunk) % 2)", "wait_for_phase(full(chunk), 0)",
     ),
@@ -136,8 +155,9 @@ WARPGROUP_BUGS = {
     "a block past the batch writes": (WARPGROUP, "kEmptyBlocks = kCluster > 1", "kEmptyBlocks = false"),
 }  # fmt: skip
 
-# A regular map with row reuse, bands and two buffers; one with several images a block; a ragged one with one buffer.
-CONFIGURATIONS = ("bfloat16 16x32x32", "bfloat16 32x4x4", "tf32 64x7x7")
+# A regular map with row reuse, bands and two buffers; one with several images a block; a ragged one with one buffer;
+# one whose k-steps are two rows.
+CONFIGURATIONS = ("bfloat16 16x32x32", "bfloat16 32x4x4", "tf32 64x7x7", "bfloat16 16x8x8")
 
 
 # A whole cluster and a block of the next; the ring goes round four times.

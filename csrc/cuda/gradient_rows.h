@@ -17,10 +17,10 @@ struct GradientParams {
   int convs, images, slices;
 };
 
-// The values of a row as a warp shares them: body(j, q) for value q = 32 j + lane.
-template <int kRowSize, class Body>
+// The values of a row as a warp shares them: body(j, q) for value q = 32 j + lane. kAtOnce: how many are on their way.
+template <int kRowSize, int kAtOnce = (kRowSize + 31) / 32, class Body>
 WNFUSED_DEVICE void for_each_value(const Body& body) {
-#pragma unroll
+#pragma unroll kAtOnce
   for (int j = 0; j < (kRowSize + 31) / 32; ++j) {
     const int q = j * 32 + lane_index();
     if (q < kRowSize) body(j, q);
@@ -28,16 +28,16 @@ WNFUSED_DEVICE void for_each_value(const Body& body) {
 }
 
 // Ends row `row` of all convolutions; value(j, q) gives its dw.
-template <int kRowSize, class Value>
+template <int kRowSize, int kAtOnce, class Value>
 WNFUSED_DEVICE void store_row(const GradientParams& params, int64_t row, const Value& value, float bias_gradient) {
   float along = 0.0f;
-  for_each_value<kRowSize>([&](int j, int q) { along += value(j, q) * load_value(params.v, row * kRowSize + q); });
+  for_each_value<kRowSize, kAtOnce>([&](int j, int q) { along += value(j, q) * load_value(params.v, row * kRowSize + q); });
   along = warp_sum(along);
   const float norm = load_global<float>(params.norm + row);
   const bool zero = norm == 0.0f;
   const float inverse = zero ? 0.0f : 1.0f / norm, gain_gradient = zero ? 0.0f : along * inverse;
   const float scale = load_value(params.g, row) * inverse, unit = gain_gradient * inverse;
-  for_each_value<kRowSize>([&](int j, int q) {
+  for_each_value<kRowSize, kAtOnce>([&](int j, int q) {
     const float across = value(j, q) - unit * load_value(params.v, row * kRowSize + q);
     store_value(params.dv, row * kRowSize + q, zero ? 0.0f : scale * across);
   });
@@ -64,7 +64,7 @@ struct GradientSumKernel {
       for_each_value<kRowSize>([&](int j, int q) { sums[j] += load_global<float>(from + q); });
       bias_sum += load_global<float>(from + kRowSize);
     }
-    store_row<kRowSize>(params, row, [&](int j, int) { return sums[j]; }, bias_sum);
+    store_row<kRowSize, (kRowSize + 31) / 32>(params, row, [&](int j, int) { return sums[j]; }, bias_sum);
   }
 };
 

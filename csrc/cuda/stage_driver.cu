@@ -42,6 +42,28 @@ ExternalMap stream_map(const StageEntry& entry, const float* data) {
   return {{const_cast<float*>(data), false}, entry.height * row, 1, row, c};
 }
 
+// Into how many slices the batch is cut for the weight gradient of `convs` convolutions. What a number of them costs, in
+// bytes of memory traffic: the chip reads as many items at once as it has blocks of threads, until the last block is done,
+// which takes about an item longer than its items; partial sums are written and read once.
+int gradient_slices(const StageEntry& entry, const StageBackwardCall& call, int64_t convs) {
+  constexpr int64_t kMost = 16;
+  const int64_t items = divide_up(call.problem.images, entry.gradient_images) * entry.gradient_items;
+  const int64_t at_once = call.gradient_multiprocessors * entry.gradient_resident;
+  const int64_t item_bytes = 2 * map_values(entry, entry.gradient_images) * entry.value_bytes / entry.gradient_items;
+  const int64_t slice_bytes = 2 * convs * entry.channels * (9 * entry.channels + 1) * 4;
+  int64_t best = 1, least = 0;
+  for (int64_t slices = 1; slices <= std::min(items, kMost); ++slices) {
+    const int64_t waves = divide_up(convs * slices, at_once);
+    const int64_t cost = waves * (divide_up(items, slices) + 1) * at_once * item_bytes +
+                         (slices > 1 ? slices * slice_bytes : 0);
+    if (slices == 1 || cost < least) {
+      best = slices;
+      least = cost;
+    }
+  }
+  return static_cast<int>(best);
+}
+
 struct ForwardSpace {
   char* weights = nullptr;
   float* bias = nullptr;
@@ -69,10 +91,12 @@ struct BackwardSpace {
     else if (call.parameters)
       segment = std::clamp<int64_t>(call.segment_bytes / block_bytes, 1, segment);
     segments = std::max<int64_t>(divide_up(problem.blocks, segment), 1);
+    if (problem.recompute == 0) {  // segments alike, so that the last one fills the chip as well as the others
+      segment = std::max<int64_t>(divide_up(problem.blocks, segments), 1);
+      segments = std::max<int64_t>(divide_up(problem.blocks, segment), 1);
+    }
 
-    const int64_t items = divide_up(problem.images, entry.gradient_images) * entry.gradient_items;
-    slices = static_cast<int>(
-        std::clamp<int64_t>(divide_up(call.gradient_blocks, 2 * segment), 1, std::max<int64_t>(items, 1)));
+    slices = gradient_slices(entry, call, 2 * segment);
 
     weights = arena.take(entry.packed_bytes(2 * problem.blocks));
     // What a launch reads it may not write: its loads take any way through the caches.
@@ -101,7 +125,7 @@ class Backward {
     Status status = entry_.pack({problem_.v, problem_.g, problem_.bias, nullptr,
                                  recompute ? space_.forward.weights : nullptr, space_.weights,
                                  recompute ? space_.forward.bias : nullptr, 2 * problem_.blocks},
-                                divide_up(rows, entry_.row_blocks), queue_);
+                                divide_up(rows, entry_.pack_rows), queue_);
     for (int64_t segment = space_.segments - 1; segment >= 0 && status == Status{}; --segment) {
       first_ = segment * space_.segment;
       blocks_ = std::min(space_.segment, problem_.blocks - first_);
@@ -164,7 +188,7 @@ class Backward {
                                 space_.slices};
     const Status status = entry_.gradient(params, convs * space_.slices, queue_);
     if (status != Status{} || space_.slices == 1) return status;
-    return entry_.gradient_sum(params, divide_up(convs * entry_.channels, entry_.row_blocks), queue_);
+    return entry_.gradient_sum(params, divide_up(convs * entry_.channels, entry_.sum_rows), queue_);
   }
 
   const StageEntry& entry_;
@@ -197,7 +221,7 @@ Status enqueue(const StageEntry& entry, const StageForwardCall& call, char* work
   const int64_t rows = 2 * problem.blocks * entry.channels;
   const Status status = entry.pack({problem.v, problem.g, problem.bias, call.norm, space.weights, nullptr, space.bias,
                                     2 * problem.blocks},
-                                   divide_up(rows, entry.row_blocks), queue);
+                                   divide_up(rows, entry.pack_rows), queue);
   if (status != Status{}) return status;
   StageParams params{};
   params.weights = space.weights;

@@ -30,9 +30,9 @@ struct StageBackwardCall {
   // Gradients of all convolutions' outputs are as large as the maps, so the backward goes through the blocks in segments
   // whose gradients take this much. One of large maps still fills a GPU: 64 blocks of 128 maps of 16 x 32 x 32 in bf16.
   int64_t segment_bytes = int64_t{1} << 29;
-  // Blocks of threads that the weight gradient should have: where there are fewer convolutions the batch is cut. A
+  // Multiprocessors that the weight gradient's blocks of threads are cut for, by slices of the batch: an H100's. A
   // constant, so that the bits do not depend on the device.
-  int64_t gradient_blocks = 256;
+  int64_t gradient_multiprocessors = 132;
 };
 
 // Bytes that a call needs besides its outputs.

@@ -17,7 +17,8 @@ struct StageEntry {
   int images;              // a block of threads of forward and backward
   int gradient_items;      // pieces of work an image of the weight gradient
   int gradient_images;     // images of one piece
-  int row_blocks;          // rows of weights that a block of threads packs or finishes
+  int gradient_resident;   // its blocks of threads that a multiprocessor has at a time
+  int pack_rows, sum_rows;  // rows of weights that a block of threads packs, and whose slices one sums
   Status (*pack)(const PackParams&, int64_t, Queue);
   Status (*forward)(const StageParams&, int64_t, Queue);
   Status (*backward)(const StageParams&, int64_t, Queue);
@@ -60,7 +61,9 @@ constexpr StageEntry stage_entry(const char* name) {
           Forward::kImages,
           Gradient::kBands,
           Gradient::kImages,
+          Gradient::kBlocksPerMultiprocessor,
           Pack::kRows,
+          GradientSumKernel<Forward::kChannels>::kRows,
           launch<Own<Pack>>,
           launch<Own<Kernel<Forward, false>>>,
           launch<Own<Kernel<Backward, true>>>,

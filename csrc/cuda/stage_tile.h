@@ -99,17 +99,37 @@ struct StageTile {
   }
 
   // The operand goes to global memory from shared memory, so that the stores are whole: 8 neighbouring threads take 4
-  // pixels of 2 planes, which lie in different banks, and a warp 4 pixels of 8 planes or as many bytes of more pixels.
+  // pixels of 2 planes, which lie in different banks, and a warp 4 pixels of 8 planes or as many bytes of more pixels. A
+  // thread stays with its plane; where the block's threads take whole rows of the map, it goes on by constants. In fp32
+  // these would take registers that the sums need.
   WNFUSED_DEVICE void keep_operand(int conv) const {
+    constexpr int kStep = Config::kThreads / Config::kPlanes;  // pixels
     char* kept = params.operands + map_offset(conv);
-    for (int i = thread_index(); i < (Config::kPixels + 3) / 4 * 4 * Config::kPlanes; i += Config::kThreads) {
-      const int pair = i / 8 % (Config::kPlanes / 2), four = i / 8 / (Config::kPlanes / 2);
-      const int plane = 2 * pair + i % 2, pixel = 4 * four + i / 2 % 4;
-      if (pixel >= pixels) continue;
-      const char* from = shared + operand + plane * Config::kPlaneBytes + (Config::window(pixel) + Config::kCentre) * 16;
-      store_global(kept + pixel * kPixelBytes + plane * 16, load_shared<Bytes16>(from));
+    if constexpr (Precision::kIsBfloat16 && kStep % Config::kWidth == 0 &&
+                  (Config::kMap % kStep == 0 || kStep % Config::kMap == 0)) {
+      const int thread = computed_again(thread_index()), plane = plane_of(thread), first = pixel_of_copy(thread);
+      const char* from = shared + operand + plane * Config::kPlaneBytes + Config::kCentre * 16;
+      char* to = kept + first * kPixelBytes + plane * 16;
+#pragma unroll
+      for (int i = 0; i < Config::kPixels; i += kStep) {
+        if (first + i >= pixels) break;
+        const int window = Config::window(first) + Config::window(i);
+        store_global(to + i * kPixelBytes, load_shared<Bytes16>(from + window * 16));
+      }
+    } else {
+      for (int i = thread_index(); i < (Config::kPixels + 3) / 4 * 4 * Config::kPlanes; i += Config::kThreads) {
+        const int plane = plane_of(i), pixel = pixel_of_copy(i);
+        if (pixel >= pixels) continue;
+        const char* from =
+            shared + operand + plane * Config::kPlaneBytes + (Config::window(pixel) + Config::kCentre) * 16;
+        store_global(kept + pixel * kPixelBytes + plane * 16, load_shared<Bytes16>(from));
+      }
     }
   }
+
+  // What copy `i` of keep_operand takes.
+  WNFUSED_DEVICE static int plane_of(int i) { return i / 8 % (Config::kPlanes / 2) * 2 + i % 2; }
+  WNFUSED_DEVICE static int pixel_of_copy(int i) { return i / 8 / (Config::kPlanes / 2) * 4 + i / 2 % 4; }
 
   WNFUSED_DEVICE void keep_checkpoint(int block) const {
     const int64_t checkpoint = block / params.checkpoint_every;

@@ -30,9 +30,19 @@ struct PlaneWeights {
   using Precision = Bfloat16;
   static constexpr int kChannels = kChannels_;
 
-  WNFUSED_DEVICE static int index(int n, int k, int tap) {
-    return ((tap * (kChannels / 8) + k / 8) * kChannels + n) * 8 + k % 8;
+  WNFUSED_DEVICE static PackedWeight at(int index) {
+    const int piece = index / 8;
+    return {piece % kChannels, piece / kChannels % kPlanes * 8 + index % 8, piece / (kChannels * kPlanes)};
   }
+
+  WNFUSED_DEVICE static int piece(int i, int group, bool by_input) {
+    if (!by_input) return i / 16 * kChannels + group * 16 + i % 16;
+    const int plane = group * 2 + i / kChannels % 2;
+    return (i / (2 * kChannels) * kPlanes + plane) * kChannels + i % kChannels;
+  }
+
+ private:
+  static constexpr int kPlanes = kChannels / 8;
 };
 
 template <int kSlots_, int kCluster_>
