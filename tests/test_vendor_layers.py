@@ -40,7 +40,17 @@ def scaled_on_the_cpu():
         dv.copy_(found[0])
         dg.copy_(found[1].reshape(dg.shape))
 
+    def layer_epilogue_(y, bias, residual, channel, activation, slope):
+        shape = [1] * y.dim()
+        shape[channel] = -1
+        z = y.float() + (0 if bias is None else bias.float().reshape(shape))
+        z = z + (0 if residual is None else residual.float())
+        assert bias is None or bias.dtype == y.dtype
+        assert residual is None or residual.stride() == y.stride()
+        y.copy_([lambda z: z, torch.relu, lambda z: torch.nn.functional.leaky_relu(z, slope)][activation](z))
+
     library = torch.library.Library("wnfused_native", "IMPL")
+    library.impl("layer_epilogue_", layer_epilogue_, "CPU")
     library.impl("layer_weight_", layer_weight_, "CPU")
     library.impl("layer_weight_backward_", layer_weight_backward_, "CPU")
     yield
@@ -130,11 +140,12 @@ def test_only_what_is_wanted_is_given(needs):
     )
 
 
+@pytest.mark.parametrize("residual", [None, False, True], ids=["", "residual", "residual in channels last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("last", list(itertools.product([False, True], repeat=2)), ids=str)
 @pytest.mark.parametrize(("code", "slope"), ACTIVATIONS)
 @pytest.mark.parametrize("name", list(CONVS))
-def test_conv(name, code, slope, last, dtype):
+def test_conv(name, code, slope, last, dtype, residual):
     """``last``: whether x, and whether v, is in channels_last; y is where either is."""
     shape, weight, *geometry = CONVS[name]
     x, v = laid_out(torch.randn(shape).to(dtype), last[0]), laid_out(torch.randn(weight), last[1])
@@ -145,9 +156,12 @@ def test_conv(name, code, slope, last, dtype):
         rest = (stride, padding, dilation, False, [0] * len(stride), groups, 0, reference.ACTIVATIONS[code], slope)
         return reference.conv(x, v, g, bias, residual, *rest)[0]
 
+    added = None
+    if residual is not None:
+        added = laid_out(torch.randn(true(x.float(), v, g, bias, None).shape).to(dtype), residual)
     y, found = check(
-        ops.vendor_conv, ops.vendor_conv_backward, true, x, v, g, bias, None, (*geometry, code, slope), dtype,
-        INPUT + WEIGHT + BIAS,
+        ops.vendor_conv, ops.vendor_conv_backward, true, x, v, g, bias, added, (*geometry, code, slope), dtype,
+        INPUT + WEIGHT + BIAS + RESIDUAL * (residual is not None),
     )  # fmt: skip
     formats = {reference.kept_format(t) for t in (x, v)} - {torch.contiguous_format}
     assert y.is_contiguous(memory_format=formats.pop() if formats else torch.contiguous_format)

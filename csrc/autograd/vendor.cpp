@@ -103,16 +103,19 @@ void check_arguments(
       activation != kLeakyRelu || (slope >= 0 && std::isfinite(slope)), "negative_slope must be finite and at least 0");
 }
 
-// y <- act(y + residual), in place.
-void finish(Tensor& y, const Optional& residual, int64_t activation, double slope) {
-  if (residual) {
-    TORCH_CHECK(
-        residual->sizes() == y.sizes() && residual->scalar_type() == y.scalar_type() && residual->device() == y.device(),
-        "residual must be as the output is");
-    y.add_(*residual);
-  }
-  if (activation == kRelu) at::relu_(y);
-  if (activation == kLeakyRelu) at::leaky_relu_(y, slope);
+// y <- act(y + bias + residual), in place and in one pass.
+void finish(
+    const Tensor& y, const Optional& bias, const Optional& residual, int64_t channel, int64_t activation, double slope) {
+  TORCH_CHECK(
+      !residual || (residual->sizes() == y.sizes() && residual->scalar_type() == y.scalar_type() &&
+                    residual->device() == y.device()),
+      "residual must be as the output is");
+  if (!bias && !residual && activation == kNone) return;
+  static const auto run =
+      op<void(const Tensor&, const Optional&, const Optional&, int64_t, int64_t, double)>("wnfused_native::layer_epilogue_");
+  Optional added = residual;
+  if (residual && residual->strides() != y.strides()) added = at::empty_like(y).copy_(*residual);
+  run.call(y, bias, added, channel, activation, slope);
 }
 
 // The gradient before the activation: its mask is read off the output, whose sign is the input's. A leaky ReLU of slope 0
@@ -138,13 +141,13 @@ Outputs linear(
   check_arguments(x, v, g, bias, v.size(0), activation, slope);
   const Weight weight = weight_of(x, v, g, bias, MemoryFormat::Contiguous, true);
   const Tensor rows = rows_of(x), w = weight.w.t();
-  Tensor y = weight.bias ? at::addmm(*weight.bias, rows, w) : at::mm(rows, w);
+  Tensor y = weight.bias ? at::addmm(*weight.bias, rows, w) : at::mm(rows, w);  // the bias rides in the product
   if (x.dim() != 2) {
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = v.size(0);
     y = at::_unsafe_view(y, sizes);
   }
-  finish(y, residual, activation, slope);
+  finish(y, Optional(), residual, y.dim() - 1, activation, slope);
   return {y, weight.norm};
 }
 
@@ -218,9 +221,9 @@ Outputs conv(
   Tensor y;
   {
     const Deterministic algorithms;
-    y = at::convolution(x, weight.w, weight.bias, stride, padding, dilation, false, none, groups).contiguous(format);
+    y = at::convolution(x, weight.w, std::nullopt, stride, padding, dilation, false, none, groups).contiguous(format);
   }
-  finish(y, residual, activation, slope);
+  finish(y, weight.bias ? Optional(weight.bias->contiguous()) : weight.bias, residual, 1, activation, slope);
   return {y, weight.norm};
 }
 

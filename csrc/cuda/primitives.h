@@ -48,6 +48,12 @@ WNFUSED_DEVICE T load_global(const void* address) {
   return __ldg(static_cast<const T*>(address));
 }
 
+// Global memory that no other thread of this launch writes.
+template <class T>
+WNFUSED_DEVICE T load_own(const void* address) {
+  return *static_cast<const T*>(address);
+}
+
 template <class T>
 WNFUSED_DEVICE void store_global(void* address, T value) {
   *static_cast<T*>(address) = value;

@@ -8,6 +8,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "cuda/layer_epilogue.h"
 #include "cuda/layer_weight.h"
 #include "cuda/row_norm.h"
 #include "cuda/stage_driver.h"
@@ -204,6 +205,23 @@ std::vector<std::string> layer_weight(const py::array& v, const py::array& g, co
   return product.itemsize() == 2 ? call(float{}, BFloat{}) : call(float{}, float{});
 }
 
+// y is changed in place. uint16 arrays are bfloat16.
+std::vector<std::string> layer_epilogue(const py::array& y, const py::object& bias, const py::object& residual,
+                                        int64_t channels, int64_t inner, bool activates, float slope, bool reverse) {
+  const auto call = [&](auto value) {
+    using N = decltype(value);
+    const auto pointer = [](const py::object& array) {
+      return array.is_none() ? nullptr : static_cast<N*>(pointer_of(py::cast<py::array>(array)));
+    };
+    Run run = run_on(reverse, {bias, residual}, {y});
+    const Status status = enqueue_layer_epilogue(
+        LayerEpilogueParams<N>{pointer(y), pointer(bias), pointer(residual), y.size(), channels, inner, activates, slope},
+        &run);
+    return findings_of(run, status);
+  };
+  return y.itemsize() == 2 ? call(BFloat{}) : call(float{});
+}
+
 }  // namespace
 }  // namespace wnfused::gpu
 
@@ -212,6 +230,7 @@ PYBIND11_MODULE(wnfused_emulation, module) {
   module.def("forward", &wnfused::gpu::forward);
   module.def("backward", &wnfused::gpu::backward);
   module.def("row_norm", &wnfused::gpu::row_norm);
+  module.def("layer_epilogue", &wnfused::gpu::layer_epilogue);
   module.def("layer_weight", &wnfused::gpu::layer_weight);
   module.def("row_shares", &wnfused::gpu::row_shares);
 }

@@ -44,6 +44,11 @@ T load_global(const void* address) {
 }
 
 template <class T>
+T load_own(const void* address) {
+  return load_global<T>(address);
+}
+
+template <class T>
 void store_global(void* address, T value) {
   Machine::current().write_global(address, sizeof(T));
   std::memcpy(address, &value, sizeof(T));

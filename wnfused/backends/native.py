@@ -83,6 +83,9 @@ for _schema in (
     # A layer's weight in the dtype and memory format of w, its bias in that dtype where it has another, and the norms.
     "layer_weight_(Tensor v, Tensor g, Tensor? bias, Tensor(a!) w, Tensor(b!)? norm, Tensor(c!)? bias_out) -> ()",
     "layer_weight_backward_(Tensor dw, Tensor v, Tensor g, Tensor norm, Tensor(a!) dv, Tensor(b!) dg) -> ()",
+    # y <- act(y + bias + residual) in one pass; channel: the dim that the bias goes along.
+    "layer_epilogue_(Tensor(a!) y, Tensor? bias, Tensor? residual, int channel, int activation, float negative_slope) "
+    "-> ()",
     "cuda_stage_shapes(int precision, int device) -> str",
     "cuda_warpgroup_clusters() -> int",
     # Whether sm_90's own kernels run the stages that they have; off at first.

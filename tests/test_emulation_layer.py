@@ -1,4 +1,4 @@
-"""The CUDA kernel that scales a layer's weight for the vendor's product, emulated on the host, and its backward."""
+"""The CUDA kernels beside the vendor's product of a layer, emulated on the host: its weight, both ways, and its end."""
 
 import pytest
 import torch
@@ -69,3 +69,37 @@ def test_the_bits_are_the_same_whichever_warp_goes_first(module):
         assert module.layer_weight(*arguments) + guarded.faults() == []
         results.append((tensor_of(w), tensor_of(norm)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# Entries in memory, channels, entries from one channel to the next: vectors of 16 bytes and single entries, rows of
+# channels and planes, more than a block of threads.
+MAPS = [(2 * 16, 16, 1), (3 * 24 * 35, 24, 35), (2 * 5 * 16, 5, 16), (7 * 6, 6, 1), (3 * 1100, 1100, 1), (9, 3, 1)]
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize(("activates", "slope"), [(False, 0.0), (True, 0.0), (True, 0.1)])
+@pytest.mark.parametrize("given", ["bias", "residual", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("count", "channels", "inner"), MAPS)
+def test_epilogue(module, count, channels, inner, dtype, given, activates, slope, reverse):
+    y, bias, residual = torch.randn(count).to(dtype), torch.randn(channels).to(dtype), torch.randn(count).to(dtype)
+    y[0], y[1] = torch.nan, -torch.inf
+    true = y.double()
+    if given != "residual":
+        true = true + bias.double().repeat_interleave(inner).repeat(count // (channels * inner))
+    if given != "bias":
+        true = true + residual.double()
+    if activates:
+        true = torch.where(true <= 0, true * slope, true)
+    guarded = Guarded()
+    array = guarded.array(y)
+    arguments = (
+        None if given == "residual" else guarded.array(bias), None if given == "bias" else guarded.array(residual),
+        channels, inner, activates, slope, reverse,
+    )  # fmt: skip
+    faults = module.layer_epilogue(array, *arguments)
+    assert faults == []
+    found = tensor_of(array).double()
+    assert found[0].isnan()
+    assert found[1] == (0 if activates and slope == 0 else -torch.inf)
+    torch.testing.assert_close(found[2:], true[2:], rtol=torch.finfo(dtype).eps, atol=1e-6)
