@@ -111,6 +111,7 @@ def test_backends_are_there() -> None:
     assert native_cuda.unavailable() is None
 
 
+@pytest.mark.filterwarnings("ignore::wnfused.dispatch.BackendWarning")  # of stages that the CUDA library does not have
 @pytest.mark.parametrize("backend", [None, "native", "triton", "reference"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)

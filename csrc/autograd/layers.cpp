@@ -11,7 +11,10 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
+
+#include "autograd/vendor.h"
 
 namespace wnfused {
 namespace {
@@ -44,9 +47,18 @@ c10::TypedOperatorHandle<Signature> op(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
 }
 
-// What runs one kind of layer, by the names of its ops.
+// What runs one kind of layer, by the names of its ops; on CUDA tensors, where there is one, by a function of this library,
+// which also gives the weight that it made.
 template <class Ops, class... Constants>
 struct Kernels {
+  static constexpr auto kVendor = Ops::kVendor;
+  static constexpr bool kHasVendor = !std::is_null_pointer_v<decltype(Ops::kVendor)>;
+
+  static Gradients vendor_backward(
+      const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+      const Tensor& known, int64_t needs, Constants... constants) {
+    return Ops::kVendorBackward(dy, y, x, v, g, norm, known, needs, constants...);
+  }
   static Outputs forward(
       const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
       Constants... constants) {
@@ -73,6 +85,8 @@ struct LinearOps {
   static constexpr const char* kForward = "wnfused_native::linear";
   static constexpr const char* kBackward = "wnfused_native::linear_backward";
   static constexpr const char* kGeneral = "wnfused_autograd::linear_gradients";
+  static constexpr auto kVendor = &vendor::linear;
+  static constexpr auto kVendorBackward = &vendor::linear_backward;
 };
 template <class... Constants>
 using Linear = Kernels<LinearOps, Constants...>;
@@ -81,6 +95,8 @@ struct ConvOps {
   static constexpr const char* kForward = "wnfused_native::conv";
   static constexpr const char* kBackward = "wnfused_native::conv_backward";
   static constexpr const char* kGeneral = "wnfused_autograd::conv_gradients";
+  static constexpr auto kVendor = &vendor::conv;
+  static constexpr auto kVendorBackward = &vendor::conv_backward;
 };
 template <class... Constants>
 using Conv = Kernels<ConvOps, Constants...>;
@@ -89,6 +105,7 @@ struct ConvTransposeOps {
   static constexpr const char* kForward = "wnfused_autograd::composed_conv_transpose";
   static constexpr const char* kBackward = "wnfused_autograd::composed_conv_transpose_backward";
   static constexpr const char* kGeneral = "wnfused_autograd::conv_transpose_gradients";
+  static constexpr auto kVendor = nullptr;
 };
 // The library's kernels take a part of them; the others are composed, in Python.
 template <class... Constants>
@@ -161,12 +178,26 @@ struct Passes {
   static constexpr size_t kConstants = sizeof...(Constants);
   static constexpr const char* kLeaves = "leaves";
   static constexpr const char* kKept = "constants";
+  static constexpr const char* kWeight = "weight";
 
   static Tensor forward(
       AutogradContext* ctx, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
       const Optional& residual, Constants... constants) {
     const KernelsOnly guard;
-    auto [y, norm] = Run::forward(x, v, g, bias, residual, constants...);
+    Tensor y, norm;
+    bool done = false;
+    if constexpr (Run::kHasVendor) {
+      if (x.is_cuda()) {
+        const vendor::Outputs made = Run::kVendor(x, v, g, bias, residual, constants...);
+        y = made.y;
+        norm = made.norm;
+        // Beside the saved tensors, which must be as many as those of any other backend: a checkpoint may run the forward
+        // again under one.
+        if (x.requires_grad()) ctx->saved_data[kWeight] = made.w;
+        done = true;
+      }
+    }
+    if (!done) std::tie(y, norm) = Run::forward(x, v, g, bias, residual, constants...);
     const int64_t activation = std::get<kConstants - 2>(std::make_tuple(constants...));
     // Without an activation the backward does not read y. The order is that of the node in Python.
     ctx->save_for_backward({x, v, g, bias.value_or(Tensor()), residual.value_or(Tensor()),
@@ -191,8 +222,10 @@ struct Passes {
       if (saved[i].defined() && ctx->needs_input_grad(edge++)) needs |= int64_t{1} << i;
     }
     const auto& kept = ctx->saved_data[kKept].toTupleRef().elements();
-    const Gradients gradients =
-        gradients_of(dy, saved, needs, ctx->saved_data[kLeaves].toInt(), kept, std::index_sequence_for<Constants...>());
+    const auto weight = ctx->saved_data.find(kWeight);
+    const Tensor w = weight == ctx->saved_data.end() ? Tensor() : weight->second.toTensor();
+    const Gradients gradients = gradients_of(
+        dy, saved, w, needs, ctx->saved_data[kLeaves].toInt(), kept, std::index_sequence_for<Constants...>());
     auto put = [&](size_t i, const Optional& gradient) {
       if (gradient && (needs >> i & 1)) found[i] = *gradient;
     };
@@ -206,7 +239,7 @@ struct Passes {
 
   template <class Elements, size_t... I>
   static Gradients gradients_of(
-      const Tensor& dy, const variable_list& saved, int64_t needs, int64_t leaves, const Elements& kept,
+      const Tensor& dy, const variable_list& saved, const Tensor& w, int64_t needs, int64_t leaves, const Elements& kept,
       std::index_sequence<I...>) {
     const std::tuple<typename Kept<Constants>::Type...> constants{
         kept[I].template to<typename Kept<Constants>::Type>()...};
@@ -217,7 +250,16 @@ struct Passes {
     }
     const KernelsOnly guard;
     const int64_t wanted = (needs & 1) + 2 * ((needs & 6) != 0) + 4 * ((needs & 8) != 0) + 8 * ((needs & 16) != 0);
-    Gradients found = Run::backward(dy, y.defined() ? y : dy, x, v, g, norm, wanted, std::get<I>(constants)...);
+    Gradients found;
+    bool done = false;
+    if constexpr (Run::kHasVendor) {
+      if (x.is_cuda()) {
+        found =
+            Run::vendor_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, wanted, std::get<I>(constants)...);
+        done = true;
+      }
+    }
+    if (!done) found = Run::backward(dy, y.defined() ? y : dy, x, v, g, norm, wanted, std::get<I>(constants)...);
     if (!y.defined()) std::get<4>(found) = dy;
     return found;
   }

@@ -3,26 +3,20 @@
 //
 // They are here, not in _cuda, as torch's stable ABI has no convolutions; and in C++, as a small layer's time on a GPU is
 // the host's: in Python its checks and launches cost twice what torch's own layer costs.
-#include <ATen/ATen.h>
+#include "autograd/vendor.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <cmath>
 #include <mutex>
-#include <optional>
-#include <tuple>
 #include <vector>
 
-namespace wnfused {
+namespace wnfused::vendor {
 namespace {
 
-using at::IntArrayRef;
 using at::MemoryFormat;
-using at::Tensor;
-using Optional = std::optional<Tensor>;
-using Outputs = std::tuple<Tensor, Tensor>;                                      // y, norm
-using Gradients = std::tuple<Optional, Optional, Optional, Optional, Optional>;  // dx, dv, dg, dbias, dz
 
 enum Activation : int64_t { kNone, kRelu, kLeakyRelu };
 enum Needs : int64_t { kInput = 1, kWeight = 2, kBias = 4, kResidual = 8 };
@@ -131,6 +125,8 @@ Tensor bias_gradient(const Tensor& dz, IntArrayRef dims, const Tensor& v) {
   return at::sum(dz, dims, false, at::kFloat).to(v.scalar_type());
 }
 
+}  // namespace
+
 // ---------------------------------------------------------------------------------------------------------- linear
 
 Outputs linear(
@@ -148,18 +144,19 @@ Outputs linear(
     y = at::_unsafe_view(y, sizes);
   }
   finish(y, Optional(), residual, y.dim() - 1, activation, slope);
-  return {y, weight.norm};
+  return {y, weight.norm, weight.w};
 }
 
 Gradients linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs, int64_t activation, double slope) {
+    const Tensor& known, int64_t needs, int64_t activation, double slope) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor dz = masked(dy, y, activation, slope), rows = rows_of(dz);
   Gradients found;
   if (needs & kInput) {
-    const Weight weight = weight_of(x, v, g, Optional(), MemoryFormat::Contiguous, false);
-    std::get<0>(found) = at::mm(rows, weight.w).view(x.sizes());
+    const Tensor w =
+        known.defined() ? known : weight_of(x, v, g, Optional(), MemoryFormat::Contiguous, false).w;
+    std::get<0>(found) = at::mm(rows, w).view(x.sizes());
   }
   if (needs & kWeight) {
     const auto [dv, dg] = through_weight_norm(at::mm(rows.t(), rows_of(x)), v, g, norm);
@@ -172,6 +169,8 @@ Gradients linear_backward(
 }
 
 // ----------------------------------------------------------------------------------------------------- convolutions
+
+namespace {
 
 // cuDNN's deterministic algorithms while one lives: some of its backward kernels add with atomics otherwise. torch has one
 // flag for all threads, and a backward has a thread to each device: the first in sets it, the last out restores it.
@@ -209,6 +208,8 @@ class Deterministic {
   }
 };
 
+}  // namespace
+
 Outputs conv(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation, double slope) {
@@ -224,24 +225,27 @@ Outputs conv(
     y = at::convolution(x, weight.w, std::nullopt, stride, padding, dilation, false, none, groups).contiguous(format);
   }
   finish(y, weight.bias ? Optional(weight.bias->contiguous()) : weight.bias, residual, 1, activation, slope);
-  return {y, weight.norm};
+  return {y, weight.norm, weight.w};
 }
 
 Gradients conv_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation,
-    double slope) {
+    const Tensor& known, int64_t needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
+    int64_t activation, double slope) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor dz = masked(dy, y, activation, slope);
   Gradients found;
   if (needs & (kInput | kWeight)) {
-    const Weight weight = weight_of(x, v, g, Optional(), format_of(x, v), false);
+    Tensor w = known;
+    if (!w.defined() && (needs & kInput)) w = weight_of(x, v, g, Optional(), format_of(x, v), false).w;
+    // The weight's own gradient asks for its shape alone.
+    if (!w.defined()) w = at::empty(v.sizes(), v.options().dtype(x.scalar_type()).memory_format(format_of(x, v)));
     const std::vector<int64_t> none(stride.size(), 0);
     Tensor dx, dw;
     {
       const Deterministic algorithms;
       std::tie(dx, dw, std::ignore) = at::convolution_backward(
-          dz, x, weight.w, std::nullopt, stride, padding, dilation, false, none, groups,
+          dz, x, w, std::nullopt, stride, padding, dilation, false, none, groups,
           {(needs & kInput) != 0, (needs & kWeight) != 0, false});
     }
     if (needs & kInput) std::get<0>(found) = dx;
@@ -256,23 +260,52 @@ Gradients conv_backward(
   return found;
 }
 
+// --------------------------------------------------------------------------------------------------------- as ops
+
+namespace {
+
+std::tuple<Tensor, Tensor> linear_op(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    int64_t activation, double slope) {
+  const Outputs made = linear(x, v, g, bias, residual, activation, slope);
+  return {made.y, made.norm};
+}
+Gradients linear_backward_op(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, int64_t activation, double slope) {
+  return linear_backward(dy, y, x, v, g, norm, Tensor(), needs, activation, slope);
+}
+std::tuple<Tensor, Tensor> conv_op(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation, double slope) {
+  const Outputs made = conv(x, v, g, bias, residual, stride, padding, dilation, groups, activation, slope);
+  return {made.y, made.norm};
+}
+Gradients conv_backward_op(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation,
+    double slope) {
+  return conv_backward(
+      dy, y, x, v, g, norm, Tensor(), needs, stride, padding, dilation, groups, activation, slope);
+}
+
 }  // namespace
-}  // namespace wnfused
+}  // namespace wnfused::vendor
 
 // The schemas stand in wnfused/backends/native.py.
 TORCH_LIBRARY_IMPL(wnfused_native, CUDA, library) {
-  using namespace wnfused;
-  library.impl("linear", linear);
-  library.impl("linear_backward", linear_backward);
-  library.impl("conv", conv);
-  library.impl("conv_backward", conv_backward);
+  using namespace wnfused::vendor;
+  library.impl("linear", linear_op);
+  library.impl("linear_backward", linear_backward_op);
+  library.impl("conv", conv_op);
+  library.impl("conv_backward", conv_backward_op);
 }
 
 // The same on tensors of any device that has a layer_weight_, for tests; in wnfused/backends/native_autograd.py.
 TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeExplicitAutograd, library) {
-  using namespace wnfused;
-  library.impl("vendor_linear", linear);
-  library.impl("vendor_linear_backward", linear_backward);
-  library.impl("vendor_conv", conv);
-  library.impl("vendor_conv_backward", conv_backward);
+  using namespace wnfused::vendor;
+  library.impl("vendor_linear", linear_op);
+  library.impl("vendor_linear_backward", linear_backward_op);
+  library.impl("vendor_conv", conv_op);
+  library.impl("vendor_conv_backward", conv_backward_op);
 }
