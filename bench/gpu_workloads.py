@@ -63,7 +63,7 @@ def _stages() -> list[Workload]:
 
 
 def _warpgroup() -> list[Workload]:
-    """The other kernel for one of the stages: by itself, as it has never run and may hang."""
+    """The other kernel for one of the stages, by itself."""
     return [
         Stage(
             group="stage",

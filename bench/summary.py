@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.report import duration
 from bench.workloads import BACKWARD, EPOCH, FORWARD, STEP
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +101,56 @@ def tables() -> dict[str, list[str]]:
             f"{' | '.join(_ratio(row, peer) for peer in ('native', 'eager', 'plain'))} |"
             for row in frozen
         ],
+        "gpu": _gpu(gpu_rows()),
     }
+
+
+GPU = ("49dec17", "49dec17-wrn10000", "a252ebc-layers", "e6aee1e")
+GPU_PEERS = ("eager", "plain")
+
+
+def gpu_rows() -> list[tuple[str, Row]]:
+    """The commit and the row of what ran on a GPU; of a workload that several runs have, the last one's."""
+    found: dict[tuple[str, str, str], tuple[str, Row]] = {}
+    for name in GPU:
+        run = json.loads((RESULTS / "gpu-h100" / f"{name}.json").read_text())
+        for row in run["steps"]["measure"]["results"]:
+            if row["base"] and "by warpgroups" not in row["workload"]:
+                commit = run["machine"]["commit"]
+                found.setdefault((row["group"], row["workload"], row["pass_name"]), (commit, row))
+    order = {group: i for i, group in enumerate(("network", "stage", "conv", "linear", "init"))}
+    return sorted(found.values(), key=lambda pair: (order[pair[1]["group"]], GPU.index(_gpu_run(pair[0]))))
+
+
+def _gpu_run(commit: str) -> str:
+    return next(name for name in GPU if name.startswith(commit))
+
+
+def _gpu(rows: list[tuple[str, Row]]) -> list[str]:
+    """What ours takes and what the peers take beside it, launched and captured; single layers of the runs before theirs
+    were in C++ are left out."""
+    lines = []
+    for commit, row in rows:
+        if row["group"] in ("conv", "linear") and commit != GPU[0]:
+            continue
+        base, ratios = row["base"], {peer: spread["median"] for peer, spread in row["ratios"].items()}
+        first, precision = row["workload"].removesuffix(f", {base.split()[-1]}"), base.split()[-1]
+        if row["group"] == "init":
+            first, precision = f"{first}; eager: a loop of `nn.init.orthogonal_`", ""
+        first = first.replace(", without eager", "")
+        graph = ratios.get(f"{base} graph")
+
+        def cell(peer: str, beside: float | None, ratios: dict[str, float] = ratios) -> str:
+            return _times(ratios[peer] / beside) if peer in ratios and beside else ""
+
+        cells = [
+            first, precision, row["pass_name"], duration(row["seconds"][base]["median"]),
+            *(cell(f"cuda {peer} {precision}", 1.0) or cell("loop", 1.0) * (peer == "eager") for peer in GPU_PEERS),
+            duration(row["seconds"][f"{base} graph"]["median"]) if graph else "",
+            *(cell(f"cuda {peer} {precision} graph", graph) for peer in GPU_PEERS),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _networks(rows: Rows) -> list[str]:

@@ -222,11 +222,12 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch, gpus, index):
 @pytest.mark.parametrize(
     ("layer", "way"),
     [
-        (Layer(1, 1024, 1024, torch.bfloat16), "fused"),
-        (Layer(512, 4096, 4096, torch.float32), "fused"),
-        (Layer(513, 4096, 4096, torch.float32), "vendor"),
-        (Layer(32, 4096, 4096, torch.float32, full=True), "fused"),
-        (Layer(33, 4096, 4096, torch.float32, full=True), "vendor"),
+        (Layer(1, 1024, 511, torch.bfloat16), "fused"),
+        (Layer(1, 1024, 512, torch.bfloat16), "vendor"),
+        (Layer(512, 512, 512, torch.float32), "fused"),
+        (Layer(513, 512, 512, torch.float32), "vendor"),
+        (Layer(32, 512, 512, torch.float32, full=True), "fused"),
+        (Layer(33, 512, 512, torch.float32, full=True), "vendor"),
         (Layer(8, 64, 64, torch.float32, dim=1), "vendor"),
         (Layer(8, 64, 64, torch.float32, dim=None), "vendor"),
         (Layer(131072, 32, 32, torch.bfloat16, spatial=2), "fused"),
@@ -288,7 +289,7 @@ def test_the_vendors_fused_relus_are_asked_for_or_not_made(vendor_layers, gpus):
 def test_every_row_of_the_strategy_decides_something():
     layers = [
         Layer(m, n, c, torch.float32, dim, spatial, groups, full=full)
-        for full in (False, True) for m in (8, 4096) for n in (0, 8, 64) for c in (8, 64) for dim in (0, 1)
+        for full in (False, True) for m in (8, 4096) for n in (0, 8, 64, 2**14) for c in (8, 64) for dim in (0, 1)
         for spatial in (0, 2, 3) for groups in (1, 2)
     ]  # fmt: skip
     assert {id(strategy.row(layer)) for layer in layers} == {id(row) for row in (*strategy.LINEAR, *strategy.CONV)}

@@ -11,7 +11,7 @@ depends on nothing but shapes, types and what is aligned to 16 bytes: no atomics
 
 ``float32`` follows ``torch.backends`` between TF32 and full precision, as torch's own layers do. With
 TRITON_INTERPRET=1 the same code runs in Python on CPU tensors, which is how it is tested; the offline gate compiles it
-for every architecture. No speed has been measured: what this package says of it is modelled.
+for every architecture.
 """
 
 from __future__ import annotations
