@@ -28,7 +28,7 @@ def order(op: str, device: str) -> tuple[str, ...]:
     """Which backends an automatic choice asks, by op and device type; any other device runs the reference."""
     if device == "cpu":
         return ("native", "reference")
-    if device == "cuda":  # single layers are Triton's by design: C++ has the row norm and the whole stage
+    if device == "cuda":  # single layers are Triton's, but for plain eager calls: see ``prefers_native_layers``
         single = op.removesuffix("_backward") in ("linear", "conv", "weight_norm_many")
         return ("triton", "reference") if single else ("native", "triton", "reference")
     return ("reference",)

@@ -93,8 +93,10 @@ def on_host(t: Tensor) -> Tensor:
 def _generator(given: torch.Generator) -> torch.Generator:
     """The CPU's generator in the place of one of a GPU."""
     key = given.device, given.initial_seed()
-    if key not in _generators:
+    drawn = given.get_offset()
+    if key not in _generators or drawn == 0:
         _generators[key] = torch.Generator("cpu").manual_seed(given.initial_seed() % 2**63)
+    given.set_offset(drawn + 4)  # as a kernel on a GPU leaves it; seeding takes it back to 0
     return _generators[key]
 
 
