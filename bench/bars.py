@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-ROW, LABELS, PLOT, NUMBERS = 14, 430, 480, 60  # pixels: height of a bar's row; widths from left to right
+ROW, LABELS, PLOT, NUMBERS = 14, 540, 480, 60  # pixels: height of a bar's row; widths from left to right
 TOP, BOTTOM = 34, 40
 TICKS = [digit * 10.0**power for power in range(-3, 5) for digit in (1, 2, 5)]
 

@@ -456,17 +456,24 @@ def _draw(report: dict[str, Any], folder: Path) -> None:
     """Bars of the ratios, by workload; nothing where nothing was measured."""
     from bench.bars import ratio_bars
 
-    bars = [
-        (f"{row['workload']}, {row['pass_name']}: {peer.removeprefix('cuda ')}", spread["median"])
-        for row in report["steps"].get("measure", {}).get("results", [])
-        for peer, spread in row["ratios"].items()
-    ]
+    rows = report["steps"].get("measure", {}).get("results", [])
+    bars = [(f"{row['workload']}, {row['pass_name']}: {name}", ratio) for row in rows for name, ratio in _ratios(row)]
     if not bars:
         return
     machine = report["machine"]
     title = f"{machine.get('device', 'rehearsal')}, torch {machine['torch']}, commit {machine['commit'] or 'unknown'}"
-    axis = "time of the peer / time of ours: right of the line ours is faster"
+    axis = "time of the peer / time of ours, both in CUDA graphs where the peer is: right of the line ours is faster"
     (folder / "gpu.svg").write_text(ratio_bars(title, bars, axis))
+
+
+def _ratios(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Each peer beside ours, what was captured beside ours captured if that was measured."""
+    captured = row["ratios"].get(f"{row['base']} graph")
+    for peer, spread in row["ratios"].items():
+        if peer == f"{row['base']} graph":
+            continue
+        both = peer.endswith(" graph") and captured is not None
+        yield peer.removeprefix("cuda "), spread["median"] / (captured["median"] if both else 1.0)
 
 
 if __name__ == "__main__":

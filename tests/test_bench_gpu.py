@@ -361,6 +361,16 @@ def test_the_deepest_network_has_a_row_of_ours_before_eager_takes_its_minutes() 
     assert any("cuda eager bf16" in other.peers for other in deepest[1:])
 
 
+def test_what_is_captured_is_drawn_beside_ours_captured() -> None:
+    from bench import gpu
+
+    medians = {"cuda ours bf16 graph": 0.5, "cuda eager bf16": 3.0, "cuda eager bf16 graph": 2.0}
+    row = {"base": "cuda ours bf16", "ratios": {peer: {"median": ratio} for peer, ratio in medians.items()}}
+    assert list(gpu._ratios(row)) == [("eager bf16", 3.0), ("eager bf16 graph", 4.0)]
+    del row["ratios"]["cuda ours bf16 graph"]
+    assert list(gpu._ratios(row)) == [("eager bf16", 3.0), ("eager bf16 graph", 2.0)]
+
+
 @pytest.mark.parametrize("group", ["linear", "conv"])
 def test_the_fused_kernels_are_measured_beside_what_each_single_layer_takes_unasked(group) -> None:
     chosen = [workload for workload in gpu_workloads.WORKLOADS if workload.group == group]
