@@ -229,7 +229,7 @@ class Case:
     parameter_dtype: torch.dtype = torch.float32
     reverse: bool = False
     segment_bytes: int = 1 << 29
-    gradient_blocks: int = 256
+    multiprocessors: int = 256
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -275,6 +275,6 @@ class Case:
         if not found:
             found = module.backward(
                 name, dy, v, g, bias, out["norm"], out["maps"], self.skip_scale, self.recompute, out["dx"],
-                out.get("dv"), out.get("dg"), out.get("dbias"), self.reverse, self.segment_bytes, self.gradient_blocks,
+                out.get("dv"), out.get("dg"), out.get("dbias"), self.reverse, self.segment_bytes, self.multiprocessors,
             )  # fmt: skip
         return {k: tensor_of(a) for k, a in out.items()}, found + guarded.faults()

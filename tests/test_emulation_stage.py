@@ -190,12 +190,12 @@ def test_emulation_warpgroups_fill_clusters_and_rings(module, images):
             assert torch.equal(out[key], expected[key]), key
 
 
-@pytest.mark.parametrize("gradient_blocks", [1, 256])
+@pytest.mark.parametrize("multiprocessors", [1, 256])
 @pytest.mark.parametrize("name", SMALL)
-def test_emulation_cuts_the_batch_for_the_weight_gradient(module, name, gradient_blocks):
+def test_emulation_cuts_the_batch_for_the_weight_gradient(module, name, multiprocessors):
     """From one block of threads over the whole batch, without partial sums, to a block an image or group of images."""
     facts = entry(module, name)
-    assert check(Case(facts, 2 * facts["gradient_images"] + 1, blocks=1, gradient_blocks=gradient_blocks), module) == []
+    assert check(Case(facts, 2 * facts["gradient_images"] + 1, blocks=1, multiprocessors=multiprocessors), module) == []
 
 
 def test_kernels_of_one_architecture_are_no_other_files_too():

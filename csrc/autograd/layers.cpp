@@ -47,18 +47,13 @@ c10::TypedOperatorHandle<Signature> op(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
 }
 
-// What runs one kind of layer, by the names of its ops; on CUDA tensors, where there is one, by a function of this library,
-// which also gives the weight that it made.
+// What runs one kind of layer, by the names of its ops; on CUDA tensors, where there is one, a function of this library does.
 template <class Ops, class... Constants>
 struct Kernels {
   static constexpr auto kVendor = Ops::kVendor;
+  static constexpr auto kVendorBackward = Ops::kVendorBackward;
   static constexpr bool kHasVendor = !std::is_null_pointer_v<decltype(Ops::kVendor)>;
 
-  static Gradients vendor_backward(
-      const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-      const Tensor& known, int64_t needs, Constants... constants) {
-    return Ops::kVendorBackward(dy, y, x, v, g, norm, known, needs, constants...);
-  }
   static Outputs forward(
       const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
       Constants... constants) {
@@ -106,6 +101,7 @@ struct ConvTransposeOps {
   static constexpr const char* kBackward = "wnfused_autograd::composed_conv_transpose_backward";
   static constexpr const char* kGeneral = "wnfused_autograd::conv_transpose_gradients";
   static constexpr auto kVendor = nullptr;
+  static constexpr auto kVendorBackward = nullptr;
 };
 // The library's kernels take a part of them; the others are composed, in Python.
 template <class... Constants>
@@ -184,20 +180,11 @@ struct Passes {
       AutogradContext* ctx, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
       const Optional& residual, Constants... constants) {
     const KernelsOnly guard;
-    Tensor y, norm;
-    bool done = false;
-    if constexpr (Run::kHasVendor) {
-      if (x.is_cuda()) {
-        const vendor::Outputs made = Run::kVendor(x, v, g, bias, residual, constants...);
-        y = made.y;
-        norm = made.norm;
-        // Beside the saved tensors, which must be as many as those of any other backend: a checkpoint may run the forward
-        // again under one.
-        if (x.requires_grad()) ctx->saved_data[kWeight] = made.w;
-        done = true;
-      }
-    }
-    if (!done) std::tie(y, norm) = Run::forward(x, v, g, bias, residual, constants...);
+    const vendor::Outputs made = run_forward(x, v, g, bias, residual, constants...);
+    const Tensor &y = made.y, &norm = made.norm;
+    // Beside the saved tensors, which must be as many as those of any other backend: a checkpoint may run the forward again
+    // under one.
+    if (made.w.defined() && x.requires_grad()) ctx->saved_data[kWeight] = made.w;
     const int64_t activation = std::get<kConstants - 2>(std::make_tuple(constants...));
     // Without an activation the backward does not read y. The order is that of the node in Python.
     ctx->save_for_backward({x, v, g, bias.value_or(Tensor()), residual.value_or(Tensor()),
@@ -237,6 +224,26 @@ struct Passes {
     return found;
   }
 
+  // The vendor's way on CUDA tensors, where there is one; any other makes no weight, and knows none.
+  static vendor::Outputs run_forward(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... constants) {
+    if constexpr (Run::kHasVendor) {
+      if (x.is_cuda()) return Run::kVendor(x, v, g, bias, residual, constants...);
+    }
+    auto [y, norm] = Run::forward(x, v, g, bias, residual, constants...);
+    return {y, norm, Tensor()};
+  }
+
+  static Gradients run_backward(
+      const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+      const Tensor& w, int64_t needs, Constants... constants) {
+    if constexpr (Run::kHasVendor) {
+      if (x.is_cuda()) return Run::kVendorBackward(dy, y, x, v, g, norm, w, needs, constants...);
+    }
+    return Run::backward(dy, y, x, v, g, norm, needs, constants...);
+  }
+
   template <class Elements, size_t... I>
   static Gradients gradients_of(
       const Tensor& dy, const variable_list& saved, const Tensor& w, int64_t needs, int64_t leaves, const Elements& kept,
@@ -250,16 +257,8 @@ struct Passes {
     }
     const KernelsOnly guard;
     const int64_t wanted = (needs & 1) + 2 * ((needs & 6) != 0) + 4 * ((needs & 8) != 0) + 8 * ((needs & 16) != 0);
-    Gradients found;
-    bool done = false;
-    if constexpr (Run::kHasVendor) {
-      if (x.is_cuda()) {
-        found =
-            Run::vendor_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, wanted, std::get<I>(constants)...);
-        done = true;
-      }
-    }
-    if (!done) found = Run::backward(dy, y.defined() ? y : dy, x, v, g, norm, wanted, std::get<I>(constants)...);
+    Gradients found =
+        run_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, wanted, std::get<I>(constants)...);
     if (!y.defined()) std::get<4>(found) = dy;
     return found;
   }

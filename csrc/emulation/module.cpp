@@ -121,11 +121,11 @@ std::vector<std::string> backward(const std::string& name, const py::array& dy, 
                                   const py::array& bias, const py::array& norm, const py::array& maps,
                                   float skip_scale, int64_t recompute, const py::array& dx, const py::object& dv,
                                   const py::object& dg, const py::object& dbias, bool reverse,
-                                  int64_t segment_bytes, int64_t gradient_blocks) {
+                                  int64_t segment_bytes, int64_t multiprocessors) {
   return finish(entry_named(name),
                 StageBackwardCall{problem_of(dy, v, g, bias, skip_scale, recompute), map_of(dy), map_of(dx),
                                   static_cast<const float*>(values_of(norm).data), values_of(maps).data, !dv.is_none(),
-                                  values_of(dv), values_of(dg), values_of(dbias), segment_bytes, gradient_blocks},
+                                  values_of(dv), values_of(dg), values_of(dbias), segment_bytes, multiprocessors},
                 run_on(reverse, {dy, v, g, bias, norm, maps}, {dx, dv, dg, dbias}));
 }
 
