@@ -62,6 +62,11 @@ KERNELS: tuple[CudaKernel, ...] = (
         for entry in ("WarpgroupStageKernel<.*, false>", "WarpgroupStageKernel<.*, true>")
     ),
     CudaKernel(source="stage_sm90a.cu", entry="GradientKernel<", instruction="HMMA"),
+    CudaKernel(source="small_linear.cu", entry="SmallLinearForward<", instruction="HMMA"),
+    *(
+        CudaKernel(source="small_linear_backward.cu", entry=entry, instruction="HMMA")
+        for entry in ("SmallLinearInputGradient<", "SmallLinearWeightGradient<")
+    ),
 )
 """One row for each family of kernels."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 
@@ -165,6 +166,53 @@ def test_plain_calls_of_a_layer_are_one_node_in_cpp(name: str, last: bool, autoc
 
 
 # As above; tf32 rounds to ten bits of mantissa.
+FEW_SAMPLES = ((1, 8, 4), (17, 264, 20), (33, 1032, 36), (256, 64, 16), (5, 48, 300), (8, 4096, 1024), (128, 1024, 256))
+"""Samples, columns and rows of v, of the kernels in ``csrc/cuda/small_linear.h``."""
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize("shape", FEW_SAMPLES, ids=str)
+def test_linear_layers_of_few_samples(shape: tuple[int, int, int], precision: str, parameters: torch.dtype) -> None:
+    """In the end an entry of x is infinite: only what it meets may show it."""
+    if parameters == torch.bfloat16 and precision != "bfloat16":
+        pytest.skip("x is not narrower than the parameters")
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    samples, columns, rows = shape
+    torch.manual_seed(0)
+    there = wnfused.WNLinear(columns, rows, activation="relu")
+    with torch.no_grad():
+        # Far from the kink, either side of it.
+        there.weight_g.fill_(0.3)
+        there.bias.copy_(torch.where(torch.arange(rows) % 3 == 0, -3.0, 3.0))
+        there.weight_v[1].zero_()
+    there = there.to(parameters)
+    here = copy.deepcopy(there).cuda()
+    there = there.double()
+    narrow = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    x = torch.randn(samples, columns).to(narrow)
+    moved = x.cuda().requires_grad_()
+    x = x.double().requires_grad_()
+    dy = torch.randn(samples, rows).to(narrow)
+
+    def run() -> list[torch.Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
+            y = here(moved)
+        return [y, *torch.autograd.grad(y, [moved, *here.parameters()], dy.cuda())]
+
+    true = there(x)
+    expected = [true, *torch.autograd.grad(true, [x, *there.parameters()], dy.double())]
+    found = run()
+    for value, wanted in zip(found, expected, strict=True):
+        assert error(value, wanted) < 2 * ALIGNED_TOLERANCE[precision]
+    assert all(torch.equal(one, again) for one, again in zip(found, run(), strict=True))
+    with torch.no_grad():
+        moved[0, 0] = float("inf")
+        y = here(moved)
+    assert torch.isfinite(y[1:]).all()
+    assert y[0, 1].isnan()  # a zero row: 0 times infinity
+
+
 ALIGNED_TOLERANCE = {"float32": 2e-5, "tf32": 3e-3, "bfloat16": 3e-2, "float16": 4e-3}
 
 
@@ -201,20 +249,22 @@ def scaled(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x, v, 0.1 * g, (bias.abs() + 3) * signs, *(0.1 * r for r in residual)]
 
 
-@pytest.mark.parametrize("name", ["linear", "few rows", "convolution"])
+@pytest.mark.parametrize("name", ["linear", "few rows", "few rows, unasked", "convolution"])
 def test_tf32_has_no_bias(name: str) -> None:
     """Operands cut off rather than rounded would leave each of these sums of positive numbers 7e-4 too small."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
     conv = name == "convolution"
     layer = (wnfused.WNConv2d(64, 64, 3, bias=False) if conv else wnfused.WNLinear(512, 256, bias=False)).cuda()
-    shape = {"linear": (512, 512), "few rows": (32, 512), "convolution": (8, 64, 16, 16)}[name]
+    shape = {"linear": (512, 512), "convolution": (8, 64, 16, 16)}.get(name, (32, 512))
     x = torch.rand(shape, device="cuda", requires_grad=True)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.abs_()
     exact, there = copy.deepcopy(layer).cpu().double(), x.detach().cpu().double().requires_grad_()
-    with strategy.forced("fused"), wnfused.use_backend("triton"):
+    fused = contextlib.nullcontext() if name == "few rows, unasked" else strategy.forced("fused")
+    backend = contextlib.nullcontext() if name == "few rows, unasked" else wnfused.use_backend("triton")
+    with fused, backend:
         y = layer(x)
         dy = torch.rand_like(y)
         y.backward(dy)

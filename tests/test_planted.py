@@ -12,12 +12,15 @@ import signal
 import pytest
 import torch
 from emulator import Case, Tree, entry, load
+from test_emulation_small_linear import KINDS, check_layer
 from test_emulation_stage import check
 
 KERNEL, TILE, CONV = "cuda/stage_kernel.h", "cuda/stage_tile.h", "cuda/stage_conv.h"
 GRADIENT, ROWS, CONFIG = "cuda/gradient_kernel.h", "cuda/gradient_rows.h", "cuda/stage_config.h"
 PACK, WARPGROUP, HOPPER = "cuda/stage_pack.h", "cuda/stage_warpgroup.h", "cuda/hopper.h"
 DRIVER = "cuda/stage_driver.cu"
+SMALL, FORWARD = "cuda/small_linear.h", "cuda/small_linear_forward.h"
+INPUT, WEIGHT = "cuda/small_linear_input.h", "cuda/small_linear_weight.h"
 
 # What is broken: (file, the text, what takes its place).
 BUGS = {
@@ -155,6 +158,41 @@ WARPGROUP_BUGS = {
     "a block past the batch writes": (WARPGROUP, "kEmptyBlocks = kCluster > 1", "kEmptyBlocks = false"),
 }  # fmt: skip
 
+SMALL_BUGS = {
+    "sums are read before they are written": (
+        FORWARD, "first_sample, shared);\n    block_barrier();", "first_sample, shared);",
+    ),
+    "norms are read before they are written": (
+        FORWARD, "    block_barrier();\n    for (int i = thread_index()", "    for (int i = thread_index()",
+    ),
+    "columns past the last are read": (FORWARD, "column < params.columns", "true"),
+    "samples past the last are read": (FORWARD, "inside && sample < params.samples", "inside"),
+    "a warp skips every other step": (FORWARD, "start += kWarps * kStep", "start += 2 * kWarps * kStep"),
+    "what is to be added is not read": (FORWARD, "if (params.residual) value +=", "if (false) value +="),
+    "the lower rows of a product are the upper ones": (
+        SMALL, "{upper.word[0], lower.word[0], upper.word[1], lower.word[1]}",
+        "{upper.word[0], upper.word[0], upper.word[1], upper.word[1]}",
+    ),
+    "rows of the sum in another order than the other operand's": (
+        INPUT, "scale[0] * dz.at(params, 0), scale[1] * dz.at(params, 1)",
+        "scale[1] * dz.at(params, 1), scale[0] * dz.at(params, 0)",
+    ),
+    "columns side by side change places": (INPUT, "+ side) * 4, sums[i][side]", "+ 1 - side) * 4, sums[i][side]"),
+    "gradients are read before they are kept": (
+        WEIGHT, "keep_gradients(params, first_row, shared);\n    block_barrier();",
+        "keep_gradients(params, first_row, shared);",
+    ),
+    "a row's sum leaves out four warps": (WEIGHT, "i < kWarps / 4; ++i", "i < kWarps / 4 - 1; ++i"),
+    "dg is read before it is kept": (
+        WEIGHT, "sum_dots(params, first_row + warp, shared);\n    block_barrier();",
+        "sum_dots(params, first_row + warp, shared);",
+    ),
+    "the samples past the last step are left out": (
+        WEIGHT, "(params.samples + kStep - 1) / kStep * kStep", "params.samples / kStep * kStep",
+    ),
+    "gradients of zero rows": (WEIGHT, "narrow<T>(zero ? 0.0f : scale", "narrow<T>(zero ? 1.0f : scale"),
+}  # fmt: skip
+
 # A regular map with row reuse, bands and two buffers; one with several images a block; a ragged one with one buffer;
 # one whose k-steps are two rows.
 CONFIGURATIONS = ("bfloat16 16x32x32", "bfloat16 32x4x4", "tf32 64x7x7", "bfloat16 16x8x8")
@@ -164,21 +202,28 @@ CONFIGURATIONS = ("bfloat16 16x32x32", "bfloat16 32x4x4", "tf32 64x7x7", "bfloat
 WARPGROUP_CONFIGURATION = "bfloat16 64x8x8 sm_90a"
 
 
-def cases(module):
+def stage_faults(module):
     for name in CONFIGURATIONS:
         facts = entry(module, name)
         images = 1 if facts["images"] == 1 else facts["gradient_images"] + 1
         for reverse in (False, True):
-            yield Case(facts, images, blocks=2, reverse=reverse)
-        yield Case(facts, images, blocks=0, recompute=2)
+            yield check(Case(facts, images, blocks=2, reverse=reverse), module)
+        yield check(Case(facts, images, blocks=0, recompute=2), module)
 
 
-def warpgroup_cases(module):
+def warpgroup_faults(module):
+    facts = entry(module, WARPGROUP_CONFIGURATION)
     for reverse in (False, True):
-        yield Case(entry(module, WARPGROUP_CONFIGURATION), 5, blocks=5, reverse=reverse, parameters=False)
+        yield check(Case(facts, 5, blocks=5, reverse=reverse, parameters=False), module)
 
 
-def noticed(module, cases=cases):
+def small_faults(module):
+    torch.manual_seed(0)
+    for reverse in (False, True):
+        yield check_layer(module, (33, 20, 520), *KINDS[0], "leaky_relu", 0.1, reverse)
+
+
+def noticed(module, faults=stage_faults):
     """Whether any case shows the bug; in a child, since a bug may never end."""
     child = os.fork()
     if child == 0:
@@ -187,7 +232,7 @@ def noticed(module, cases=cases):
         torch.set_num_threads(1)  # the parent's pool of threads does not live here
         code = 0
         try:
-            code = 1 if any(check(case, module) for case in cases(module)) else 0
+            code = 1 if any(faults(module)) else 0
         except BaseException:
             code = 2
         os._exit(code)
@@ -212,9 +257,18 @@ def test_planted_bug_is_noticed(tree, bug):
 
 
 def test_planted_nothing_is_noticed_in_the_warpgroups_without_a_bug(tree):
-    assert not noticed(load(tree.build()), warpgroup_cases)
+    assert not noticed(load(tree.build()), warpgroup_faults)
 
 
 @pytest.mark.parametrize("bug", WARPGROUP_BUGS)
 def test_planted_bug_of_the_warpgroups_is_noticed(tree, bug):
-    assert noticed(load(tree.replaced(*WARPGROUP_BUGS[bug]).build()), warpgroup_cases)
+    assert noticed(load(tree.replaced(*WARPGROUP_BUGS[bug]).build()), warpgroup_faults)
+
+
+def test_planted_nothing_is_noticed_in_the_small_layers_without_a_bug(tree):
+    assert not noticed(load(tree.build()), small_faults)
+
+
+@pytest.mark.parametrize("bug", SMALL_BUGS)
+def test_planted_bug_of_the_small_layers_is_noticed(tree, bug):
+    assert noticed(load(tree.replaced(*SMALL_BUGS[bug]).build()), small_faults)

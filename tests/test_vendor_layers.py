@@ -1,7 +1,7 @@
 """The single layers that CUDA tensors take in C++ (``csrc/autograd/vendor.cpp``), on the CPU against the reference.
 
-What they call beside torch's own ops, the kernel that scales the weight, is the reference's formula here; the kernel
-itself is tested by its emulation.
+What they call beside torch's own ops, the kernels that scale the weight and those of linear layers with few samples,
+are the reference's formulas here; the kernels themselves are tested by their emulation.
 """
 
 import itertools
@@ -22,10 +22,12 @@ ops = torch.ops.wnfused_autograd
 
 
 @pytest.fixture(autouse=True)
-def scaled_on_the_cpu():
-    """The two kernels, as formulas that look at nothing but shapes."""
+def called():
+    """The kernels, as formulas that look at nothing but shapes. Gives the names of those that were called."""
+    names = []
 
     def layer_weight_(v, g, bias, w, norm, bias_out):
+        names.append("layer_weight")
         made, norms = reference.weight_norm(v.double(), g.double(), 0)
         w.copy_(made)
         if norm is not None:
@@ -49,12 +51,40 @@ def scaled_on_the_cpu():
         assert residual is None or residual.stride() == y.stride()
         y.copy_([lambda z: z, torch.relu, lambda z: torch.nn.functional.leaky_relu(z, slope)][activation](z))
 
+    def small_linear_(x, v, g, bias, residual, y, norm, activates, slope, tf32):
+        names.append("small_linear")
+        assert_readable(x, v, g, bias, residual)
+        made, norms = reference.linear(
+            *(None if t is None else t.double() for t in (x, v, g, bias, residual)), 0,
+            "leaky_relu" if activates else "none", slope,
+        )  # fmt: skip
+        y.copy_(made)
+        norm.copy_(norms.reshape(-1))
+
+    def small_linear_backward_(dy, y, x, v, g, norm, dx, dv, dg, dbias, activates, slope, tf32):
+        names.append("small_linear_backward")
+        assert_readable(dy, y, x, v, g, norm, dx, dv, dg, dbias)
+        dz = torch.where(y > 0, 1.0, slope) * dy.double() if activates else dy.double()
+        if dx is not None:
+            dx.copy_(dz @ reference.weight_norm(v.double(), g.double(), 0)[0])
+        if dv is not None:
+            layer_weight_backward_(dz.T @ x.double(), v, g, norm, dv, dg)
+        if dbias is not None:
+            assert dv is not None
+            dbias.copy_(dz.sum(0))
+
     library = torch.library.Library("wnfused_native", "IMPL")
+    library.impl("small_linear_", small_linear_, "CPU")
+    library.impl("small_linear_backward_", small_linear_backward_, "CPU")
     library.impl("layer_epilogue_", layer_epilogue_, "CPU")
     library.impl("layer_weight_", layer_weight_, "CPU")
     library.impl("layer_weight_backward_", layer_weight_backward_, "CPU")
-    yield
+    yield names
     library._destroy()
+
+
+def assert_readable(*tensors):
+    assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
 
 
 def relative(found, true):
@@ -68,7 +98,13 @@ def laid_out(t, last):
     return t.contiguous(memory_format=FORMATS[t.dim()]) if last and t.dim() in FORMATS else t
 
 
-LINEAR = {"rows": (7, 24), "a sequence": (2, 3, 24), "one sample": (24,)}
+LINEAR = {
+    "rows": (7, 24),
+    "a sequence": (2, 3, 24),
+    "one sample": (24,),
+    "many": (300, 24),
+    "many sequences": (2, 150, 24),
+}
 # Shape of x and v, stride, padding, dilation, groups.
 CONVS = {
     "3x3": ((2, 8, 9, 7), (16, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1),
@@ -112,7 +148,7 @@ def check(run, backward, true, x, v, g, bias, residual, constants, dtype, needs)
 @pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize(("code", "slope"), ACTIVATIONS)
 @pytest.mark.parametrize("name", list(LINEAR))
-def test_linear(name, code, slope, residual, dtype):
+def test_linear(called, name, code, slope, residual, dtype):
     x, v, g = torch.randn(LINEAR[name]).to(dtype), torch.randn(40, 24), torch.rand(40, 1) + 0.5
     r = torch.randn(*LINEAR[name][:-1], 40).to(dtype) if residual else None
 
@@ -124,13 +160,15 @@ def test_linear(name, code, slope, residual, dtype):
         INPUT + WEIGHT + BIAS + RESIDUAL * residual,
     )  # fmt: skip
     assert y.shape == (*LINEAR[name][:-1], 40)
+    assert called[0] == ("layer_weight" if name.startswith("many") else "small_linear")
     assert found[1].dtype == found[2].dtype == torch.float32
     assert found[2].shape == g.shape
 
 
+@pytest.mark.parametrize("samples", [7, 300])
 @pytest.mark.parametrize("needs", range(16))
-def test_only_what_is_wanted_is_given(needs):
-    x, v, g, r = torch.randn(7, 24), torch.randn(40, 24), torch.rand(40), torch.randn(7, 40)
+def test_only_what_is_wanted_is_given(needs, samples):
+    x, v, g, r = torch.randn(samples, 24), torch.randn(40, 24), torch.rand(40), torch.randn(samples, 40)
 
     def true(x, v, g, bias, residual):
         return reference.linear(x, v, g, bias, residual, 0, "relu", 0.0)[0]
@@ -138,6 +176,41 @@ def test_only_what_is_wanted_is_given(needs):
     check(
         ops.vendor_linear, ops.vendor_linear_backward, true, x, v, g, torch.randn(40), r, (1, 0.0), torch.float32, needs
     )
+
+
+# Samples, rows, columns and dtypes of x and v, and whether the kernels for few samples take such a layer.
+SMALL = [
+    ((256, 40, 24), torch.float32, torch.float32, True), ((257, 40, 24), torch.float32, torch.float32, False),
+    ((2, 42, 24), torch.float32, torch.float32, False), ((2, 40, 20), torch.float32, torch.float32, False),
+    ((1, 8, 4096), torch.float32, torch.float32, True), ((1, 8, 4104), torch.float32, torch.float32, False),
+    ((256, 256, 1024), torch.float32, torch.float32, True), ((256, 512, 1024), torch.float32, torch.float32, False),
+    ((256, 512, 1024), torch.bfloat16, torch.float32, True), ((7, 40, 24), torch.bfloat16, torch.bfloat16, True),
+    ((32, 2048, 2048), torch.bfloat16, torch.float32, True), ((7, 40, 24), torch.float16, torch.float32, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "narrow", "wide", "small"), SMALL, ids=str)
+def test_few_samples_have_kernels_of_their_own(called, shape, narrow, wide, small):
+    samples, rows, columns = shape
+    x, v, g = torch.randn(samples, columns).to(narrow), torch.randn(rows, columns).to(wide), torch.ones(rows).to(wide)
+    y, norm = ops.vendor_linear(x, v, g, None, None, 1, 0.0)
+    ops.vendor_linear_backward(torch.ones_like(y), y, x, v, g, norm, WEIGHT, 1, 0.0)
+    assert ("small_linear_backward" in called) == ("small_linear" in called) == small
+
+
+def test_what_does_not_lie_as_the_kernels_read_is_copied(called):
+    """Off by one entry, transposed, expanded."""
+    x = torch.randn(7 * 24 + 1)[1:].reshape(7, 24)
+    v, g = torch.randn(24, 40).T, torch.rand(40 + 1)[1:]
+    y, norm = ops.vendor_linear(x, v, g, None, None, 0, 0.0)
+    torch.testing.assert_close(y, reference.linear(x, v, g, None, None, 0, "none", 0.0)[0])
+    dy = torch.ones(1, 1).expand(7, 40)
+    found = ops.vendor_linear_backward(dy, y, x, v, g, norm, INPUT + WEIGHT + BIAS, 0, 0.0)
+    torch.testing.assert_close(found[0], dy @ reference.weight_norm(v, g, 0)[0])
+    dv, dg = reference.weight_norm_backward(dy.T @ x, v, g, norm.reshape(-1, 1), 0)
+    torch.testing.assert_close(found[1], dv)
+    torch.testing.assert_close(found[2], dg.reshape(-1))
+    assert called == ["small_linear", "small_linear_backward"]
 
 
 @pytest.mark.parametrize("residual", [None, False, True], ids=["", "residual", "residual in channels last"])

@@ -118,7 +118,7 @@ def given_a_residual(model: nn.Module, logger: logging.Logger) -> set[nn.Module]
     if not any(isinstance(child, WeightNormalised) for parent in parents for child in _inside(parent)):
         return set()
     # Such a layer fails at its next call, far from here.
-    lost = "no layer takes a residual any more, where one is called with it"
+    lost = "a layer that is called with a residual takes none any more; whether one is could not be seen"
     seen = calls(model, logger, lost, level=logging.WARNING)
     return {
         layer

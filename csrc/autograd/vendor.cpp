@@ -1,5 +1,5 @@
 // Single layers on CUDA tensors: the weight is scaled once, by _cuda's kernel beside the product, and the product is
-// cuBLAS's or cuDNN's. wnfused/backends/triton/vendor.py tells the same in Python, for the layers that this does not take.
+// cuBLAS's or cuDNN's; linear layers of few samples are small_linear.h's. wnfused/backends/triton/vendor.py tells the same in Python, for the layers that this does not take.
 //
 // They are here, not in _cuda, as torch's stable ABI has no convolutions; and in C++, as a small layer's time on a GPU is
 // the host's: in Python its checks and launches cost twice what torch's own layer costs.
@@ -13,13 +13,12 @@
 #include <mutex>
 #include <vector>
 
+#include "autograd/small_linear.h"
+
 namespace wnfused::vendor {
 namespace {
 
 using at::MemoryFormat;
-
-enum Activation : int64_t { kNone, kRelu, kLeakyRelu };
-enum Needs : int64_t { kInput = 1, kWeight = 2, kBias = 4, kResidual = 8 };
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> op(const char* name) {
@@ -97,13 +96,17 @@ void check_arguments(
       activation != kLeakyRelu || (slope >= 0 && std::isfinite(slope)), "negative_slope must be finite and at least 0");
 }
 
+void check_residual(const Optional& residual, IntArrayRef sizes, const Tensor& x) {
+  TORCH_CHECK(
+      !residual || (residual->sizes() == sizes && residual->scalar_type() == x.scalar_type() &&
+                    residual->device() == x.device()),
+      "residual must be as the output is");
+}
+
 // y <- act(y + bias + residual), in place and in one pass.
 void finish(
     const Tensor& y, const Optional& bias, const Optional& residual, int64_t channel, int64_t activation, double slope) {
-  TORCH_CHECK(
-      !residual || (residual->sizes() == y.sizes() && residual->scalar_type() == y.scalar_type() &&
-                    residual->device() == y.device()),
-      "residual must be as the output is");
+  check_residual(residual, y.sizes(), y);
   if (!bias && !residual && activation == kNone) return;
   static const auto run =
       op<void(const Tensor&, const Optional&, const Optional&, int64_t, int64_t, double)>("wnfused_native::layer_epilogue_");
@@ -135,14 +138,21 @@ Outputs linear(
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   TORCH_CHECK(v.dim() == 2 && x.dim() > 0 && x.size(-1) == v.size(1), "x must end in the columns of v");
   check_arguments(x, v, g, bias, v.size(0), activation, slope);
-  const Weight weight = weight_of(x, v, g, bias, MemoryFormat::Contiguous, true);
-  const Tensor rows = rows_of(x), w = weight.w.t();
-  Tensor y = weight.bias ? at::addmm(*weight.bias, rows, w) : at::mm(rows, w);  // the bias rides in the product
-  if (x.dim() != 2) {
-    std::vector<int64_t> sizes = x.sizes().vec();
-    sizes.back() = v.size(0);
-    y = at::_unsafe_view(y, sizes);
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = v.size(0);
+  const auto as_x = [&](const Tensor& y) { return x.dim() == 2 ? y : at::_unsafe_view(y, sizes); };
+  const Tensor rows = rows_of(x);
+  if (small_linear::takes(rows, v)) {
+    check_residual(residual, sizes, x);
+    const Optional added = residual ? Optional(rows_of(*residual)) : residual;
+    Outputs made =
+        small_linear::forward(rows, v, g, bias, added, activation != kNone, activation == kLeakyRelu ? slope : 0.0);
+    made.y = as_x(made.y);
+    return made;
   }
+  const Weight weight = weight_of(x, v, g, bias, MemoryFormat::Contiguous, true);
+  const Tensor w = weight.w.t();
+  const Tensor y = as_x(weight.bias ? at::addmm(*weight.bias, rows, w) : at::mm(rows, w));  // the bias rides in the product
   finish(y, Optional(), residual, y.dim() - 1, activation, slope);
   return {y, weight.norm, weight.w};
 }
@@ -151,6 +161,17 @@ Gradients linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     const Tensor& known, int64_t needs, int64_t activation, double slope) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const bool gives_dz = (needs & kResidual) && activation != kNone;
+  if (!known.defined() && small_linear::takes(rows_of(x), v)) {
+    // The kernels mask dy as they read it, each for itself; the residual's gradient is that of it all.
+    const bool masks = activation != kNone && !gives_dz;
+    const Tensor dz = gives_dz ? masked(dy, y, activation, slope) : dy;
+    Gradients found = small_linear::backward(
+        rows_of(dz), rows_of(y), rows_of(x), v, g, norm, needs, masks, activation == kLeakyRelu ? slope : 0.0);
+    if (std::get<0>(found)) std::get<0>(found) = std::get<0>(found)->view(x.sizes());
+    if (gives_dz) std::get<4>(found) = dz;
+    return found;
+  }
   const Tensor dz = masked(dy, y, activation, slope), rows = rows_of(dz);
   Gradients found;
   if (needs & kInput) {
@@ -164,7 +185,7 @@ Gradients linear_backward(
     std::get<2>(found) = dg;
   }
   if (needs & kBias) std::get<3>(found) = bias_gradient(rows, {0}, v);
-  if ((needs & kResidual) && activation != kNone) std::get<4>(found) = dz;
+  if (gives_dz) std::get<4>(found) = dz;
   return found;
 }
 

@@ -13,8 +13,11 @@ using at::Tensor;
 using Optional = std::optional<Tensor>;
 using Gradients = std::tuple<Optional, Optional, Optional, Optional, Optional>;  // dx, dv, dg, dbias, dz
 
+enum Activation : int64_t { kNone, kRelu, kLeakyRelu };
+enum Needs : int64_t { kInput = 1, kWeight = 2, kBias = 4, kResidual = 8 };
+
 struct Outputs {
-  Tensor y, norm, w;  // w: the effective weight, in x's dtype
+  Tensor y, norm, w;  // w: the effective weight, in x's dtype; undefined where none was made
 };
 
 Outputs linear(

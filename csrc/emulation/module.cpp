@@ -1,10 +1,5 @@
 // The CUDA kernels on the host, for the tests: numpy arrays in, numpy arrays written, findings of the emulated machine out.
 // bfloat16 arrays are passed as uint16.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <initializer_list>
 #include <limits>
 #include <stdexcept>
 
@@ -12,14 +7,10 @@
 #include "cuda/layer_weight.h"
 #include "cuda/row_norm.h"
 #include "cuda/stage_driver.h"
-
-namespace py = pybind11;
+#include "emulation/arrays.h"
 
 namespace wnfused::gpu {
 namespace {
-
-// Null where there is nothing, as in a CUDA tensor.
-void* pointer_of(const py::array& array) { return array.size() > 0 ? const_cast<void*>(array.data()) : nullptr; }
 
 Values values_of(const py::array& array) {
   const bool bfloat16 = array.dtype().is(py::dtype::of<uint16_t>());
@@ -51,32 +42,6 @@ const StageEntry& entry_named(const std::string& name) {
 StageProblem problem_of(const py::array& x, const py::array& v, const py::array& g, const py::array& bias,
                         float skip_scale, int64_t recompute) {
   return {x.shape(0), v.shape(0), skip_scale, recompute, values_of(v), values_of(g), values_of(bias)};
-}
-
-// From its first entry to its last, whatever lies between them.
-std::size_t extent_of(const py::array& array) {
-  py::ssize_t bytes = array.itemsize();
-  for (py::ssize_t dim = 0; dim < array.ndim(); ++dim) bytes += (array.shape(dim) - 1) * array.strides(dim);
-  return static_cast<std::size_t>(bytes);
-}
-
-// A stream on which kernels may read the arrays of `read` and write those of `written`, None left out.
-Run run_on(bool reverse, std::initializer_list<py::object> read, std::initializer_list<py::object> written) {
-  Run run;
-  run.order = reverse ? emulation::WarpOrder::kReverse : emulation::WarpOrder::kForward;
-  const auto add = [&](const py::object& object, bool writable) {
-    if (object.is_none()) return;
-    const auto array = py::cast<py::array>(object);
-    if (array.size() > 0) run.arrays.push_back({static_cast<const char*>(array.data()), extent_of(array), writable});
-  };
-  for (const py::object& object : read) add(object, false);
-  for (const py::object& object : written) add(object, true);
-  return run;
-}
-
-std::vector<std::string> findings_of(const Run& run, Status status) {
-  if (status == kTooManyBlocks) return {"a launch of more blocks than a grid has"};
-  return run.findings;
 }
 
 // Runs a call in a workspace of NaNs.
@@ -232,5 +197,6 @@ PYBIND11_MODULE(wnfused_emulation, module) {
   module.def("row_norm", &wnfused::gpu::row_norm);
   module.def("layer_epilogue", &wnfused::gpu::layer_epilogue);
   module.def("layer_weight", &wnfused::gpu::layer_weight);
+  wnfused::gpu::add_small_linear(module);
   module.def("row_shares", &wnfused::gpu::row_shares);
 }

@@ -83,6 +83,11 @@ for _schema in (
     # A layer's weight in the dtype and memory format of w, its bias in that dtype where it has another, and the norms.
     "layer_weight_(Tensor v, Tensor g, Tensor? bias, Tensor(a!) w, Tensor(b!)? norm, Tensor(c!)? bias_out) -> ()",
     "layer_weight_backward_(Tensor dw, Tensor v, Tensor g, Tensor norm, Tensor(a!) dv, Tensor(b!) dg) -> ()",
+    # A linear layer of few samples; tf32 as above. Backward: dx, or dv and dg with or without dbias, or all of them.
+    "small_linear_(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, Tensor(a!) y, Tensor(b!) norm, "
+    "bool activates, float negative_slope, bool tf32) -> ()",
+    "small_linear_backward_(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, Tensor(a!)? dx, "
+    "Tensor(b!)? dv, Tensor(c!)? dg, Tensor(d!)? dbias, bool activates, float negative_slope, bool tf32) -> ()",
     # y <- act(y + bias + residual) in one pass; channel: the dim that the bias goes along.
     "layer_epilogue_(Tensor(a!) y, Tensor? bias, Tensor? residual, int channel, int activation, float negative_slope) "
     "-> ()",

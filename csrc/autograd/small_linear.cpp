@@ -1,0 +1,84 @@
+// The choice, and what the kernels ask of their tensors.
+#include "autograd/small_linear.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "cuda/small_linear_limits.h"
+
+namespace wnfused::small_linear {
+namespace {
+
+// Every block of eight rows of v reads all of x. Beyond so many bytes, which an H100's second-level cache gives in 7 us, the
+// vendor's product is expected to be the faster way; with up to 32 samples reading v is the longer part.
+constexpr int64_t kMostBytes = int64_t{1} << 25, kVeryFewSamples = 32, kRowsOfABlock = 8;
+
+bool suits_loads(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+
+// Dense, at an address that suits loads of 16 bytes.
+Tensor readable(const Tensor& t) {
+  const Tensor dense = t.contiguous();
+  return suits_loads(dense) ? dense : dense.clone();
+}
+
+Optional readable(const Optional& t) { return t ? Optional(readable(*t)) : t; }
+
+bool allows_tf32(const Tensor& x) {
+  return x.scalar_type() == at::kFloat &&
+         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+}
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+bool takes(const Tensor& x, const Tensor& v) {
+  const int64_t samples = x.size(0), rows = v.size(0), columns = v.size(1);
+  if (x.scalar_type() != at::kFloat && x.scalar_type() != at::kBFloat16) return false;
+  if (samples > kMostSmallSamples || columns > kMostSmallColumns || rows % kSmallRowStep || columns % kSmallColumnStep)
+    return false;
+  return samples <= kVeryFewSamples ||
+         rows / kRowsOfABlock * samples * columns * static_cast<int64_t>(x.element_size()) <= kMostBytes;
+}
+
+Outputs forward(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    bool activates, double slope) {
+  static const auto run =
+      op<void(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, const Tensor&, const Tensor&,
+              bool, double, bool)>("wnfused_native::small_linear_");
+  Outputs made;
+  made.y = at::empty({x.size(0), v.size(0)}, x.options());
+  made.norm = at::empty({v.size(0)}, v.options().dtype(at::kFloat));
+  run.call(readable(x), readable(v), readable(g), readable(bias), readable(residual), made.y, made.norm, activates, slope,
+           allows_tf32(x));
+  return made;
+}
+
+Gradients backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, bool activates, double slope) {
+  static const auto run =
+      op<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Optional&,
+              const Optional&, const Optional&, const Optional&, bool, double, bool)>(
+          "wnfused_native::small_linear_backward_");
+  const Tensor directions = readable(v), gains = readable(g), gradient = readable(dy);
+  Gradients found;
+  auto& [dx, dv, dg, dbias, dz] = found;
+  if (needs & vendor::kInput) dx = at::empty(x.sizes(), x.options());
+  if (needs & (vendor::kWeight | vendor::kBias)) {
+    dv = at::empty_like(directions);
+    dg = at::empty_like(gains);
+  }
+  if (needs & vendor::kBias) dbias = at::empty({v.size(0)}, v.options());
+  if (dx || dv)
+    run.call(gradient, activates ? readable(y) : gradient, readable(x), directions, gains, readable(norm), dx, dv, dg,
+             dbias, activates, slope, allows_tf32(x));
+  if (!(needs & vendor::kWeight)) dv = dg = Optional();
+  return found;
+}
+
+}  // namespace wnfused::small_linear

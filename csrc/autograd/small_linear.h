@@ -1,0 +1,27 @@
+// Linear layers of few samples on CUDA tensors: one launch forward and two backward, of the library's own kernels
+// (cuda/small_linear.h), where the vendor's way takes three and five.
+#pragma once
+
+#include "autograd/vendor.h"
+
+namespace wnfused::small_linear {
+
+using at::Tensor;
+using vendor::Gradients;
+using vendor::Optional;
+using vendor::Outputs;
+
+// x: [samples, columns]. The backward may ask again, of the same tensors.
+bool takes(const Tensor& x, const Tensor& v);
+
+// y [samples, rows]. No weight is made.
+Outputs forward(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    bool activates, double slope);
+
+// By the gradient dy [samples, rows], which is masked here where an activation is to be.
+Gradients backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
+    int64_t needs, bool activates, double slope);
+
+}  // namespace wnfused::small_linear

@@ -1,0 +1,14 @@
+// Which linear layers the CUDA kernels for few samples take (small_linear.h), for those who ask them; nothing of CUDA here.
+#pragma once
+
+#include <cstdint>
+
+namespace wnfused {
+
+// Samples that the weight gradient keeps dy of in shared memory, and columns that it keeps dw of in registers.
+constexpr int64_t kMostSmallSamples = 256, kMostSmallColumns = 4096;
+
+// Rows are read four neighbours at a time, columns eight.
+constexpr int64_t kSmallRowStep = 4, kSmallColumnStep = 8;
+
+}  // namespace wnfused
