@@ -80,7 +80,7 @@ def _warpgroup() -> list[Workload]:
 
 
 def _linear() -> list[Workload]:
-    """The automatic choice, and both ways of the Triton backend, captured: then the host's time does not count."""
+    """The automatic choice, and both ways that it might have gone, captured: then the host's time does not count."""
     return [
         LinearLayer(
             group="linear",
@@ -88,8 +88,9 @@ def _linear() -> list[Workload]:
             features=features,
             batch=batch,
             ours=_peers(precision, "ours *"),
-            peers=_peers(precision, "eager *", "plain *", "ours * graph", "fused * graph", "eager * graph",
-                         "plain * graph", *["compile *"] * ((features, batch) == (1024, 256) and precision != "fp32")),
+            peers=_peers(precision, "eager *", "plain *", "ours * graph", "fused * graph", "vendor * graph",
+                         "eager * graph", "plain * graph",
+                         *["compile *"] * ((features, batch) == (1024, 256) and precision != "fp32")),
         )
         for features, batch, precision in (
             *((features, batch, precision) for features in (256, 1024, 4096) for batch in (32, 256, 4096)

@@ -12,6 +12,7 @@ import torch
 from wnfused import reference
 from wnfused.backends import native, native_autograd
 from wnfused.backends.library import opened
+from wnfused.backends.triton import strategy
 
 pytestmark = pytest.mark.skipif(
     native.unavailable() is not None or opened("autograd") is not None, reason="the C++ autograd library is not there"
@@ -196,6 +197,21 @@ def test_few_samples_have_kernels_of_their_own(called, shape, narrow, wide, smal
     y, norm = ops.vendor_linear(x, v, g, None, None, 1, 0.0)
     ops.vendor_linear_backward(torch.ones_like(y), y, x, v, g, norm, WEIGHT, 1, 0.0)
     assert ("small_linear_backward" in called) == ("small_linear" in called) == small
+
+
+def test_few_samples_can_be_the_vendors(called):
+    x, v, g = torch.randn(7, 24), torch.randn(40, 24), torch.ones(40)
+    assert native_autograd.use_small_linear(False) is True
+    try:
+        y, norm = ops.vendor_linear(x, v, g, None, None, 0, 0.0)
+        ops.vendor_linear_backward(torch.ones_like(y), y, x, v, g, norm, WEIGHT, 0, 0.0)
+    finally:
+        assert native_autograd.use_small_linear(True) is False
+    assert called == ["layer_weight"]
+    with strategy.forced("vendor"):
+        ops.vendor_linear(x, v, g, None, None, 0, 0.0)
+    ops.vendor_linear(x, v, g, None, None, 0, 0.0)
+    assert called == ["layer_weight", "layer_weight", "small_linear"]
 
 
 def test_what_does_not_lie_as_the_kernels_read_is_copied(called):

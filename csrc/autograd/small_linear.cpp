@@ -3,6 +3,9 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <atomic>
 
 #include "cuda/small_linear_limits.h"
 
@@ -12,6 +15,8 @@ namespace {
 // Every block of eight rows of v reads all of x. Beyond so many bytes, which an H100's second-level cache gives in 7 us, the
 // vendor's product is expected to be the faster way; with up to 32 samples reading v is the longer part.
 constexpr int64_t kMostBytes = int64_t{1} << 25, kVeryFewSamples = 32, kRowsOfABlock = 8;
+
+std::atomic<bool> is_used{true};
 
 bool suits_loads(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
 
@@ -37,12 +42,15 @@ c10::TypedOperatorHandle<Signature> op(const char* name) {
 
 bool takes(const Tensor& x, const Tensor& v) {
   const int64_t samples = x.size(0), rows = v.size(0), columns = v.size(1);
+  if (!is_used.load(std::memory_order_relaxed)) return false;
   if (x.scalar_type() != at::kFloat && x.scalar_type() != at::kBFloat16) return false;
   if (samples > kMostSmallSamples || columns > kMostSmallColumns || rows % kSmallRowStep || columns % kSmallColumnStep)
     return false;
   return samples <= kVeryFewSamples ||
          rows / kRowsOfABlock * samples * columns * static_cast<int64_t>(x.element_size()) <= kMostBytes;
 }
+
+bool use(bool on) { return is_used.exchange(on); }
 
 Outputs forward(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
@@ -82,3 +90,8 @@ Gradients backward(
 }
 
 }  // namespace wnfused::small_linear
+
+// The schema stands in wnfused/backends/native_autograd.py.
+TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeExplicitAutograd, library) {
+  library.impl("use_small_linear", wnfused::small_linear::use);
+}

@@ -11,8 +11,11 @@ using vendor::Gradients;
 using vendor::Optional;
 using vendor::Outputs;
 
-// x: [samples, columns]. The backward may ask again, of the same tensors.
+// x: [samples, columns]. The backward asks again: between them `use` may have been called.
 bool takes(const Tensor& x, const Tensor& v);
+
+// Whether any are taken, in this process; what it was before.
+bool use(bool on);
 
 // y [samples, rows]. No weight is made.
 Outputs forward(

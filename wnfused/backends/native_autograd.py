@@ -46,6 +46,7 @@ for _name in ("linear", "conv"):
     _layer = f"Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_CONSTANTS[_name]}"
     _library.define(f"vendor_{_name}({_layer}) -> (Tensor y, Tensor norm)")
     _library.define(f"vendor_{_name}_backward({_BACKWARD}, {_CONSTANTS[_name]}) -> {_GRADIENTS}")
+_library.define("use_small_linear(bool on) -> bool before")
 _library.impl("composed_conv_transpose", native.composed_conv_transpose, "CompositeExplicitAutograd")
 _library.impl("composed_conv_transpose_backward", native.composed_conv_transpose_backward, "CompositeExplicitAutograd")
 
@@ -54,6 +55,27 @@ _library.impl("composed_conv_transpose_backward", native.composed_conv_transpose
 def unavailable() -> str | None:
     """Opens the library; the reason if there is none or it does not load."""
     return native.unavailable() or opened("autograd")
+
+
+def use_small_linear(on: bool) -> bool:
+    """Whether linear layers of few samples on CUDA tensors run by kernels of their own, in this process.
+
+    They do unless it is called: with float32 or bfloat16 inputs of up to 256 samples and 4096 columns, and as many
+    products as one launch forward and two backward are expected to gain on (``csrc/autograd/small_linear.cpp``). Off:
+    the weight is scaled, and the product is cuBLAS's, in three launches and five. Sums are rounded in another order,
+    and no effective weight is rounded to bfloat16, so results differ in that.
+
+    Returns:
+        What it was before.
+
+    Raises:
+        RuntimeError: the C++ library of single layers cannot be used.
+    """
+    reason = unavailable()
+    if reason is not None:
+        raise RuntimeError(f"use_small_linear: {reason}")
+    before: bool = torch.ops.wnfused_autograd.use_small_linear(on)
+    return before
 
 
 def layer(name: str, gradients: Callable[..., Any]) -> Callable[..., Any]:

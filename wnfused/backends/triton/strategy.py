@@ -17,6 +17,8 @@ from typing import Literal
 
 import torch
 
+from wnfused.backends import native_autograd
+
 Way = Literal["fused", "vendor"]
 
 
@@ -146,10 +148,14 @@ def forced(way: Way | None) -> Iterator[None]:
     """Within this context every layer that can goes one way: for tests and benchmarks of a single row."""
     global _forced
     before, _forced = _forced, way
+    in_cpp = native_autograd.unavailable() is None
+    small = native_autograd.use_small_linear(False) if in_cpp and way == "vendor" else None
     try:
         yield
     finally:
         _forced = before
+        if small is not None:
+            native_autograd.use_small_linear(small)
 
 
 def leaves_the_choice() -> bool:
