@@ -177,7 +177,7 @@ SMALL_BUGS = {
         INPUT, "scale[0] * dz.at(params, 0), scale[1] * dz.at(params, 1)",
         "scale[1] * dz.at(params, 1), scale[0] * dz.at(params, 0)",
     ),
-    "columns side by side change places": (INPUT, "+ side) * 4, sums[i][side]", "+ 1 - side) * 4, sums[i][side]"),
+    "columns side by side change places": (INPUT, "+ side) * 4,", "+ 1 - side) * 4,"),
     "gradients are read before they are kept": (
         WEIGHT, "keep_gradients(params, first_row, shared);\n    block_barrier();",
         "keep_gradients(params, first_row, shared);",

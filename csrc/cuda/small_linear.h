@@ -1,11 +1,11 @@
-// Linear layers of few samples, where launches and the weight's bytes are the time: one launch forward and two backward,
-// by matrix instructions, with v read where it lies.
+// Linear layers of few samples, where launches and the weight's bytes are the time: one launch forward and two
+// backward, by matrix instructions, with v read where it lies.
 //
 //   forward          y = act(s (x v^T) + b + r)      a block has 8 rows of v and 16 or 32 samples, and sums v's squares
 //                                                    beside the product
 //   input gradient   dx = (s mask dy) v              a block has 16 columns of dx and 16 or 32 samples
-//   weight gradient  dw = (mask dy)^T x              a block has 8 rows of v and all samples, keeps dw in registers, and
-//                    dg = <dw, v> / ||v||            writes dv and the bias's gradient, too
+//   weight gradient  dw = (mask dy)^T x              a block has 8 rows of v and all samples, keeps dw in
+//                    dg = <dw, v> / ||v||            registers, and writes dv and the bias's gradient, too
 //                    dv = s (dw - v dg / ||v||)
 //
 // with s = g / ||v||, x [samples, columns] and v [rows, columns]. Each is in a file of its own beside this one.
@@ -58,8 +58,9 @@ struct Neighbours {
 
 // ------------------------------------------------------------------------------------------------ operands by type
 
-// Four values along the product's sum as one or two operands of a matrix instruction: what `a` wants of a row, and `b` of a
-// column, beside one another. Bfloat16: one of depth 16 takes four from each of four lanes; the others: two of depth 8.
+// Four values along the product's sum as one or two operands of a matrix instruction: what `a` wants of a row, and `b`
+// of a column, beside one another. Bfloat16: one of depth 16 takes four from each of four lanes; the others: two of
+// depth 8.
 template <class Kind>
 struct Quad;
 
@@ -167,8 +168,8 @@ struct Gradients {
   WNFUSED_DEVICE float at(const SmallLinearParams<T, N>& params, int i) const { return masked(params, dy[i], y[i]); }
 };
 
-// Sums that are not are taken again, by plain multiply-adds with the scaled weight: x v may overflow where x w does not, and
-// in Float32 an infinity meets the other operand's small part, which may be zero or of the other sign.
+// Sums that are not are taken again, by plain multiply-adds with the scaled weight: x v may overflow where x w does
+// not, and in Float32 an infinity meets the other operand's small part, which may be zero or of the other sign.
 WNFUSED_DEVICE bool is_finite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
 
 }  // namespace wnfused::gpu

@@ -5,8 +5,8 @@
 
 namespace wnfused::gpu {
 
-// kTiles: of 16 samples. Warps walk the columns, 32 at a time each: a lane takes eight neighbouring entries of a row of v,
-// and of two samples in each tile.
+// kTiles: of 16 samples. Warps walk the columns, 32 at a time each: a lane takes eight neighbouring entries of a row of
+// v, and of two samples in each tile.
 template <class Kind, class T, class N, int kTiles>
 struct SmallLinearForward {
   using Params = SmallLinearParams<T, N>;
@@ -92,8 +92,7 @@ struct SmallLinearForward {
     if (sample >= params.samples || row >= params.rows) return;
     float sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp)
-      sum += load_shared<float>(shared + (warp * kSamples * kRows + place) * 4);
+    for (int warp = 0; warp < kWarps; ++warp) sum += load_shared<float>(shared + (warp * kSamples * kRows + place) * 4);
     const float norm = load_shared<float>(shared + kNormsAt + place % kRows * 4);
     const float scale = row_scale(widen(load_global<T>(params.g + row)), norm);
     float value = is_finite(sum) ? sum * scale : plain_product(params, sample, row, scale);

@@ -5,12 +5,13 @@
 
 namespace wnfused::gpu {
 
-// kTiles: of 16 samples. Warps walk the rows of v, 16 at a time each: a lane takes four neighbouring rows, two neighbouring
-// entries of each, and dy of two samples in each tile at these rows.
+// kTiles: of 16 samples. Warps walk the rows of v, 16 at a time each: a lane takes four neighbouring rows, two
+// neighbouring entries of each, and dy of two samples in each tile at these rows.
 template <class Kind, class T, class N, int kTiles>
 struct SmallLinearInputGradient {
   using Params = SmallLinearParams<T, N>;
-  static constexpr int kWarps = kTiles == 1 ? 16 : 8, kThreads = 32 * kWarps, kColumns = 16, kSamples = 16 * kTiles, kStep = 16;
+  static constexpr int kWarps = kTiles == 1 ? 16 : 8, kThreads = 32 * kWarps, kColumns = 16, kSamples = 16 * kTiles,
+                       kStep = 16;
   static constexpr int kSharedBytes = kWarps * kSamples * kColumns * 4, kBlocksPerMultiprocessor = 1;
 
   WNFUSED_HOST_DEVICE static int column_blocks(int columns) { return (columns + kColumns - 1) / kColumns; }
@@ -82,7 +83,8 @@ struct SmallLinearInputGradient {
       for (int side = 0; side < 2; ++side)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          store_shared(own + ((16 * i + group + c / 2 * 8) * kColumns + 2 * (2 * t + c % 2) + side) * 4, sums[i][side][c]);
+          store_shared(own + ((16 * i + group + c / 2 * 8) * kColumns + 2 * (2 * t + c % 2) + side) * 4,
+                       sums[i][side][c]);
   }
 
   WNFUSED_DEVICE static void write(const Params& params, int sample, int column, int place, const char* shared) {
@@ -100,7 +102,8 @@ struct SmallLinearInputGradient {
     for (int row = 0; row < params.rows; row += 4) {
       const auto dz = Gradients<T, N>::load(params, sample, row);
       for (int i = 0; i < 4; ++i) {
-        const float scale = row_scale(widen(load_global<T>(params.g + row + i)), load_global<float>(params.norm + row + i));
+        const float scale =
+            row_scale(widen(load_global<T>(params.g + row + i)), load_global<float>(params.norm + row + i));
         const float v = widen(load_global<T>(params.v + static_cast<int64_t>(row + i) * params.columns + column));
         sum += dz.at(params, i) * (scale * v);
       }

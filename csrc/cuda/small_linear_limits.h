@@ -1,4 +1,5 @@
-// Which linear layers the CUDA kernels for few samples take (small_linear.h), for those who ask them; nothing of CUDA here.
+// Which linear layers the CUDA kernels for few samples take (small_linear.h), for those who ask them.
+// Nothing of CUDA here.
 #pragma once
 
 #include <cstdint>

@@ -21,8 +21,8 @@ T* pointer(const Optional& tensor) {
 }
 
 // A tensor of these sizes, dense, in one of two dtypes, whose address suits loads of 16 bytes.
-inline void check_tensor(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t columns, ScalarType dtype,
-                  ScalarType other) {
+inline void check_tensor(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t columns,
+                         ScalarType dtype, ScalarType other) {
   STD_TORCH_CHECK(tensor.numel() == rows * columns && tensor.is_contiguous(), op, ": ", name,
                   " must be contiguous, with ", rows * columns, " entries");
   STD_TORCH_CHECK(tensor.scalar_type() == dtype || tensor.scalar_type() == other, op, ": wrong dtype of ", name);
@@ -31,10 +31,11 @@ inline void check_tensor(const char* op, const char* name, const Tensor& tensor,
 
 inline void check_sizes(const char* op, const Tensor& x, const Tensor& v) {
   STD_TORCH_CHECK(x.dim() == 2 && v.dim() == 2 && x.size(1) == v.size(1), op, ": x must have the columns of v");
-  STD_TORCH_CHECK(v.size(0) % kSmallRowStep == 0 && v.size(1) % kSmallColumnStep == 0, op, ": v must have a multiple of ",
-                  kSmallRowStep, " rows and of ", kSmallColumnStep, " columns, got ", v.size(0), " x ", v.size(1));
-  STD_TORCH_CHECK(x.size(0) <= kMostSmallSamples && v.size(1) <= kMostSmallColumns && v.size(0) < (int64_t{1} << 30), op,
-                  ": at most ", kMostSmallSamples, " samples and ", kMostSmallColumns, " columns");
+  STD_TORCH_CHECK(v.size(0) % kSmallRowStep == 0 && v.size(1) % kSmallColumnStep == 0, op,
+                  ": v must have a multiple of ", kSmallRowStep, " rows and of ", kSmallColumnStep, " columns, got ",
+                  v.size(0), " x ", v.size(1));
+  STD_TORCH_CHECK(x.size(0) <= kMostSmallSamples && v.size(1) <= kMostSmallColumns && v.size(0) < (int64_t{1} << 30),
+                  op, ": at most ", kMostSmallSamples, " samples and ", kMostSmallColumns, " columns");
 }
 
 // Calls body with the kind of the product, and values of v's type and of x's.

@@ -5,9 +5,9 @@
 
 namespace wnfused::gpu {
 
-// A block takes 8 rows of v and all samples, whose mask dy it keeps in shared memory. kPieces: of 32 columns, which a warp
-// keeps dw of in registers; enough of them, and of warps, for all columns. A lane takes four neighbouring columns of four neighbouring samples at a time, and ends up with
-// these columns of two rows.
+// A block takes 8 rows of v and all samples, whose mask dy it keeps in shared memory. A warp takes kPieces of 32
+// columns, and keeps their dw in registers. A lane takes four neighbouring columns of four neighbouring samples at a
+// time, and ends up with these columns of two rows.
 template <class Kind, class T, class N, int kWarps_, int kPieces>
 struct SmallLinearWeightGradient {
   using Params = SmallLinearParams<T, N>;
@@ -64,16 +64,14 @@ struct SmallLinearWeightGradient {
       const int sample = i / (kRows / 4), row = i % (kRows / 4) * 4;
       const auto dz = Gradients<T, N>::load(params, sample, first_row + row);
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        store_shared(shared + (row + k) * kLine + sample * 4, dz.at(params, k));
+      for (int k = 0; k < 4; ++k) store_shared(shared + (row + k) * kLine + sample * 4, dz.at(params, k));
     }
   }
 
   WNFUSED_DEVICE static void sum_bias(const Params& params, int row, const char* line) {
     if (!params.dbias || row >= params.rows) return;
     float sum = 0.0f;
-    for (int sample = lane_index(); sample < params.samples; sample += 32)
-      sum += load_shared<float>(line + sample * 4);
+    for (int sample = lane_index(); sample < params.samples; sample += 32) sum += load_shared<float>(line + sample * 4);
     sum = warp_sum(sum);
     if (lane_index() != 0) return;
     if (params.bias_is_float)
@@ -167,8 +165,8 @@ struct SmallLinearWeightGradient {
     }
   }
 
-  WNFUSED_DEVICE static void write(const Params& params, const Place& place, const float (&dw)[4], float norm, float gain,
-                                   float along) {
+  WNFUSED_DEVICE static void write(const Params& params, const Place& place, const float (&dw)[4], float norm,
+                                   float gain, float along) {
     if (place.column >= params.columns) return;
     const bool zero = norm == 0.0f;
     const float inverse = zero ? 0.0f : 1.0f / norm, scale = gain * inverse, unit = along * inverse;
