@@ -1,4 +1,4 @@
-"""The CUDA kernels beside the vendor's product of a layer, emulated on the host: its weight, both ways, and its end."""
+"""The CUDA kernels beside the vendor's product of a layer, emulated: its weight, both ways, its end and its mask."""
 
 import pytest
 import torch
@@ -40,9 +40,11 @@ def test_weight_and_gradient(module, shape, dtypes, turned, reverse):
     )  # fmt: skip
     bias_array = guarded.array(bias)
     w, bias_out, norm = guarded.output(dw.reshape(rows, -1)), guarded.output(bias.to(narrow)), guarded.output(bias)
-    faults = module.layer_weight(v_array, g_array, None, bias_array, w, norm, bias_out, fastest, reverse)
-    dv, dg = guarded.output(v.reshape(rows, -1)), guarded.output(g)
-    faults += module.layer_weight(v_array, g_array, dw_array, None, dv, norm, dg, fastest, reverse)
+    faults = module.layer_weight(v_array, g_array, None, bias_array, w, norm, bias_out, fastest, None, None, reverse)
+    dv, dg, dbias = guarded.output(v.reshape(rows, -1)), guarded.output(g), guarded.output(g)
+    partial = torch.randn(45, rows)
+    sums = (guarded.array(partial), dbias)
+    faults += module.layer_weight(v_array, g_array, dw_array, None, dv, norm, dg, fastest, *sums, reverse)
     assert faults + guarded.faults() == []
 
     w_true, norm_true = reference.weight_norm(v.double(), g.double(), 0)
@@ -50,6 +52,7 @@ def test_weight_and_gradient(module, shape, dtypes, turned, reverse):
     expected = (
         (w, in_memory(w_true, w_last), narrow), (norm, norm_true.reshape(-1), torch.float32),
         (bias_out, bias.double(), narrow), (dv, in_memory(dv_true, v_last), wide), (dg, dg_true.reshape(-1), wide),
+        (dbias, partial.double().sum(0), wide),
     )  # fmt: skip
     for array, value, dtype in expected:
         tolerance = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
@@ -65,7 +68,7 @@ def test_the_bits_are_the_same_whichever_warp_goes_first(module):
     for reverse in (False, True):
         guarded = Guarded()
         w, norm, bias = guarded.output(v), guarded.output(g), guarded.output(g)
-        arguments = (guarded.array(v), guarded.array(g), None, None, w, norm, bias, 2000, reverse)
+        arguments = (guarded.array(v), guarded.array(g), None, None, w, norm, bias, 2000, None, None, reverse)
         assert module.layer_weight(*arguments) + guarded.faults() == []
         results.append((tensor_of(w), tensor_of(norm)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -103,3 +106,57 @@ def test_epilogue(module, count, channels, inner, dtype, given, activates, slope
     assert found[0].isnan()
     assert found[1] == (0 if activates and slope == 0 else -torch.inf)
     torch.testing.assert_close(found[2:], true[2:], rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("shares", [None, 1, 3])
+@pytest.mark.parametrize("slope", [None, 0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("count", "channels", "inner"), [*MAPS, (5 * 2304, 2304, 1), (700 * 16, 16, 1)])
+def test_mask_and_sums(module, count, channels, inner, dtype, slope, shares, reverse):
+    """``slope``: 0 for a ReLU, None for no activation; ``shares``: of the sums, None where none are asked for."""
+    dy, y = torch.randn(count).to(dtype), torch.randn(count).to(dtype)
+    y[2] = 0
+    true = dy.double()
+    if slope is not None:
+        true = torch.where(y > 0, true, slope * true)
+    guarded = Guarded()
+    dz = None if slope is None else guarded.output(dy)
+    partial = None if shares is None else guarded.output(torch.empty(shares, channels))
+    faults = module.layer_mask(
+        guarded.array(dy), None if slope is None else guarded.array(y), dz, partial, channels, inner, slope or 0.0,
+        reverse,
+    )  # fmt: skip
+    assert faults + guarded.faults() == []
+    eps = torch.finfo(dtype).eps
+    if dz is not None:
+        torch.testing.assert_close(tensor_of(dz).double(), true, rtol=eps, atol=0)
+    if partial is not None:
+        sums = true.reshape(-1, channels, inner).sum((0, 2))
+        torch.testing.assert_close(
+            tensor_of(partial).double().sum(0), sums, rtol=eps, atol=8 * eps * (count / channels) ** 0.5
+        )
+
+
+def test_masks_of_what_is_not_finite_are_torchs(module):
+    """A NaN passes a ReLU's mask, not a leaky one's; infinite gradients are not multiplied by a ReLU's 0."""
+    y = torch.tensor([torch.nan, torch.nan, 1.0, -1.0, torch.inf, -torch.inf, 0.0, -0.0])
+    dy = torch.tensor([2.0, torch.inf, torch.inf, torch.inf, torch.nan, torch.nan, -torch.inf, 3.0])
+    for slope in (0.0, 0.1):
+        guarded = Guarded()
+        dz = guarded.output(dy)
+        assert module.layer_mask(guarded.array(dy), guarded.array(y), dz, None, 8, 1, slope, False) == []
+        leaky = torch.ops.aten.leaky_relu_backward(dy, y, slope, True)
+        true = leaky if slope else torch.ops.aten.threshold_backward(dy, y, 0)
+        torch.testing.assert_close(tensor_of(dz), true, equal_nan=True)
+
+
+def test_the_bits_of_sums_are_the_same_whichever_warp_goes_first(module):
+    dy = torch.randn(64 * 1024)
+    results = []
+    for reverse in (False, True):
+        guarded = Guarded()
+        partial = guarded.output(torch.empty(7, 16))
+        assert module.layer_mask(guarded.array(dy), None, None, partial, 16, 1, 0.0, reverse) == []
+        results.append(tensor_of(partial))
+    assert torch.equal(*results)

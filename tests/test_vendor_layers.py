@@ -37,7 +37,10 @@ def called():
             assert bias.dtype == torch.float32
             bias_out.copy_(bias)
 
-    def layer_weight_backward_(dw, v, g, norm, dv, dg):
+    def layer_weight_backward_(dw, v, g, norm, dv, dg, partial=None, dbias=None):
+        assert (partial is None) == (dbias is None)
+        if dbias is not None:
+            dbias.copy_(partial.sum(0))
         shape = [-1] + [1] * (v.dim() - 1)
         found = reference.weight_norm_backward(dw.double(), v.double(), g.double(), norm.double().reshape(shape), 0)
         dv.copy_(found[0])
@@ -51,6 +54,17 @@ def called():
         assert bias is None or bias.dtype == y.dtype
         assert residual is None or residual.stride() == y.stride()
         y.copy_([lambda z: z, torch.relu, lambda z: torch.nn.functional.leaky_relu(z, slope)][activation](z))
+
+    def layer_mask_(dy, y, dz, channel, slope, sums):
+        names.append("layer_mask")
+        assert all(t is None or t.stride() == dy.stride() for t in (y, dz))
+        assert dy.is_contiguous() or dy.is_contiguous(memory_format=FORMATS[dy.dim()])
+        made = dy.float()
+        if y is not None:
+            made = torch.where(y <= 0, 0.0, made) if slope == 0 else torch.where(y > 0, made, slope * made)
+            dz.copy_(made)
+        partial = made.movedim(channel, -1).reshape(-1, made.shape[channel])
+        return torch.stack([partial[::2].sum(0), partial[1::2].sum(0)]) if sums else partial[:0].clone()
 
     def small_linear_(x, v, g, bias, residual, y, norm, activates, slope, tf32):
         names.append("small_linear")
@@ -75,6 +89,7 @@ def called():
             dbias.copy_(dz.sum(0))
 
     library = torch.library.Library("wnfused_native", "IMPL")
+    library.impl("layer_mask_", layer_mask_, "CPU")
     library.impl("small_linear_", small_linear_, "CPU")
     library.impl("small_linear_backward_", small_linear_backward_, "CPU")
     library.impl("layer_epilogue_", layer_epilogue_, "CPU")

@@ -58,16 +58,22 @@ Weight weight_of(
   return made;
 }
 
-// dv and dg from dw, whatever order it lies in.
-std::tuple<Tensor, Tensor> through_weight_norm(
-    const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm) {
+// dv and dg from dw, whatever order it lies in, and dbias from the sums of `partial`, where there are any.
+struct WeightGradients {
+  Tensor dv, dg;
+  Optional dbias;
+};
+
+WeightGradients through_weight_norm(
+    const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, const Optional& partial) {
   static const auto run =
-      op<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
-          "wnfused_native::layer_weight_backward_");
+      op<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Optional&,
+              const Optional&)>("wnfused_native::layer_weight_backward_");
   const Tensor directions = dense(v), gains = g.contiguous();
-  Tensor dv = at::empty_like(directions), dg = at::empty_like(gains);
-  run.call(dense(dw), directions, gains, norm, dv, dg);
-  return {dv, dg};
+  WeightGradients made{at::empty_like(directions), at::empty_like(gains), Optional()};
+  if (partial) made.dbias = at::empty({v.size(0)}, v.options());
+  run.call(dense(dw), directions, gains, norm, made.dv, made.dg, partial, made.dbias);
+  return made;
 }
 
 // ------------------------------------------------------------------------------------------------------- the ends
@@ -115,17 +121,42 @@ void finish(
   run.call(y, bias, added, channel, activation, slope);
 }
 
-// The gradient before the activation: its mask is read off the output, whose sign is the input's. A leaky ReLU of slope 0
-// is a ReLU, where dy is infinite and where y is NaN, too.
-Tensor masked(const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
-  if (activation == kNone) return dy;
-  if (activation == kRelu || slope == 0) return at::threshold_backward(dy, y, 0);
-  return at::leaky_relu_backward(dy, y, slope, true);
+// The gradient before the activation, and its sums over shares of each channel, where they are wanted: one pass.
+struct Masked {
+  Tensor dz;
+  Optional partial;
+};
+
+// The mask is read off the output, whose sign is the input's. A leaky ReLU of slope 0 is a ReLU, where dy is infinite and
+// where y is NaN, too.
+Masked masked(const Tensor& dy, const Tensor& y, int64_t channel, int64_t activation, double slope, bool sums) {
+  const bool masks = activation != kNone;
+  if (!masks && !sums) return {dy, Optional()};
+  static const auto run =
+      op<Tensor(const Tensor&, const Optional&, const Optional&, int64_t, double, bool)>("wnfused_native::layer_mask_");
+  const Tensor like = (masks ? y : dy).contiguous((masks ? y : dy).suggest_memory_format());
+  const Tensor given = dy.strides() == like.strides() ? dy : at::empty_like(like).copy_(dy);
+  Masked made{masks ? at::empty_like(like) : given, Optional()};
+  const Tensor partial = run.call(
+      given, masks ? Optional(like) : Optional(), masks ? Optional(made.dz) : Optional(), channel,
+      activation == kLeakyRelu ? slope : 0.0, sums);
+  if (sums) made.partial = partial;
+  return made;
 }
 
-// Sums are float32, whatever the gradient is.
-Tensor bias_gradient(const Tensor& dz, IntArrayRef dims, const Tensor& v) {
-  return at::sum(dz, dims, false, at::kFloat).to(v.scalar_type());
+// dv, dg and dbias, as they are needed; `dw` gives the product's.
+template <class Product>
+void take_weight_gradients(
+    Gradients& found, int64_t needs, const Product& dw, const Tensor& v, const Tensor& g, const Tensor& norm,
+    const Optional& partial) {
+  if (needs & kWeight) {
+    WeightGradients made = through_weight_norm(dw(), v, g, norm, partial);
+    std::get<1>(found) = made.dv;
+    std::get<2>(found) = made.dg;
+    std::get<3>(found) = made.dbias;
+  } else if (partial) {
+    std::get<3>(found) = partial->sum(0).to(v.scalar_type());
+  }
 }
 
 }  // namespace
@@ -165,26 +196,22 @@ Gradients linear_backward(
   if (!known.defined() && small_linear::takes(rows_of(x), v)) {
     // The kernels mask dy as they read it, each for itself; the residual's gradient is that of it all.
     const bool masks = activation != kNone && !gives_dz;
-    const Tensor dz = gives_dz ? masked(dy, y, activation, slope) : dy;
+    const Tensor dz = gives_dz ? masked(dy, y, y.dim() - 1, activation, slope, false).dz : dy;
     Gradients found = small_linear::backward(
         rows_of(dz), rows_of(y), rows_of(x), v, g, norm, needs, masks, activation == kLeakyRelu ? slope : 0.0);
     if (std::get<0>(found)) std::get<0>(found) = std::get<0>(found)->view(x.sizes());
     if (gives_dz) std::get<4>(found) = dz;
     return found;
   }
-  const Tensor dz = masked(dy, y, activation, slope), rows = rows_of(dz);
+  const auto [dz, partial] = masked(dy, y, dy.dim() - 1, activation, slope, (needs & kBias) != 0);
+  const Tensor rows = rows_of(dz);
   Gradients found;
   if (needs & kInput) {
     const Tensor w =
         known.defined() ? known : weight_of(x, v, g, Optional(), MemoryFormat::Contiguous, false).w;
     std::get<0>(found) = at::mm(rows, w).view(x.sizes());
   }
-  if (needs & kWeight) {
-    const auto [dv, dg] = through_weight_norm(at::mm(rows.t(), rows_of(x)), v, g, norm);
-    std::get<1>(found) = dv;
-    std::get<2>(found) = dg;
-  }
-  if (needs & kBias) std::get<3>(found) = bias_gradient(rows, {0}, v);
+  take_weight_gradients(found, needs, [&] { return at::mm(rows.t(), rows_of(x)); }, v, g, norm, partial);
   if (gives_dz) std::get<4>(found) = dz;
   return found;
 }
@@ -254,29 +281,22 @@ Gradients conv_backward(
     const Tensor& known, int64_t needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
     int64_t activation, double slope) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Tensor dz = masked(dy, y, activation, slope);
+  const auto [dz, partial] = masked(dy, y, 1, activation, slope, (needs & kBias) != 0);
   Gradients found;
+  Tensor dx, dw;
   if (needs & (kInput | kWeight)) {
     Tensor w = known;
     if (!w.defined() && (needs & kInput)) w = weight_of(x, v, g, Optional(), format_of(x, v), false).w;
     // The weight's own gradient asks for its shape alone.
     if (!w.defined()) w = at::empty(v.sizes(), v.options().dtype(x.scalar_type()).memory_format(format_of(x, v)));
     const std::vector<int64_t> none(stride.size(), 0);
-    Tensor dx, dw;
-    {
-      const Deterministic algorithms;
-      std::tie(dx, dw, std::ignore) = at::convolution_backward(
-          dz, x, w, std::nullopt, stride, padding, dilation, false, none, groups,
-          {(needs & kInput) != 0, (needs & kWeight) != 0, false});
-    }
-    if (needs & kInput) std::get<0>(found) = dx;
-    if (needs & kWeight) std::tie(std::get<1>(found), std::get<2>(found)) = through_weight_norm(dw, v, g, norm);
+    const Deterministic algorithms;
+    std::tie(dx, dw, std::ignore) = at::convolution_backward(
+        dz, x, w, std::nullopt, stride, padding, dilation, false, none, groups,
+        {(needs & kInput) != 0, (needs & kWeight) != 0, false});
   }
-  if (needs & kBias) {
-    std::vector<int64_t> dims{0};
-    for (int64_t d = 2; d < dz.dim(); ++d) dims.push_back(d);
-    std::get<3>(found) = bias_gradient(dz, dims, v);
-  }
+  if (needs & kInput) std::get<0>(found) = dx;
+  take_weight_gradients(found, needs, [&] { return dw; }, v, g, norm, partial);
   if ((needs & kResidual) && activation != kNone) std::get<4>(found) = dz;
   return found;
 }

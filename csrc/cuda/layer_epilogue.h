@@ -9,6 +9,7 @@
 // Sums are float32, rounded once.
 #pragma once
 
+#include "cuda/activation.h"
 #include "cuda/target.h"
 
 namespace wnfused::gpu {
@@ -46,8 +47,7 @@ struct LayerEpilogueKernel {
       float value = widen(y.value[k]);
       if (params.bias) value += widen(load_global<N>(params.bias + channel + (neighbours ? k : 0)));
       if (params.residual) value += widen(residual.value[k]);
-      // An infinity times 0 would be NaN.
-      if (params.activates && value <= 0.0f) value = params.slope == 0.0f ? 0.0f : value * params.slope;
+      if (params.activates) value = activated(value, params.slope);
       y.value[k] = narrow<N>(value);
     }
     store_global<Vector>(params.y + first, y);

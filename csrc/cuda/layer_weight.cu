@@ -84,15 +84,20 @@ void layer_weight_(const Tensor& v, const Tensor& g, const Optional& bias, const
 }
 
 void layer_weight_backward_(const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, const Tensor& dv,
-                            const Tensor& dg) {
+                            const Tensor& dg, const Optional& partial, const Optional& dbias) {
   const char* op = "layer_weight_backward_";
-  check_devices(op, {&dw, &v, &g, &norm, &dv, &dg});
+  check_devices(op, {&dw, &v, &g, &norm, &dv, &dg, partial ? &*partial : &v, dbias ? &*dbias : &v});
   check_rows(op, v, g, dw);
   STD_TORCH_CHECK(norm.numel() == v.size(0) && norm.is_contiguous() && norm.scalar_type() == ScalarType::Float, op,
                   ": norm must be the forward's");
   STD_TORCH_CHECK(dv.numel() == v.numel() && same_layout(dv, v) && dv.scalar_type() == v.scalar_type() &&
                       dg.numel() == g.numel() && dg.is_contiguous() && dg.scalar_type() == g.scalar_type(),
                   op, ": dv and dg must be as v and g are");
+  STD_TORCH_CHECK(partial.has_value() == dbias.has_value() &&
+                      (!partial || (partial->dim() == 2 && partial->size(1) == v.size(0) && partial->is_contiguous() &&
+                                    partial->scalar_type() == ScalarType::Float && dbias->numel() == v.size(0) &&
+                                    dbias->is_contiguous() && dbias->scalar_type() == v.scalar_type())),
+                  op, ": partial must be float32, one column a row of v, and dbias as g is");
   if (v.numel() == 0) return;
   const OnDevice here(v);
   typed(op, v.scalar_type(), dw.scalar_type(), [&](auto wide, auto narrow) {
@@ -105,6 +110,9 @@ void layer_weight_backward_(const Tensor& dw, const Tensor& v, const Tensor& g, 
     params.norm = pointer<float>(norm);
     params.dv = pointer<T>(dv);
     params.dg = pointer<T>(dg);
+    params.partial = partial ? pointer<float>(*partial) : nullptr;
+    params.dbias = dbias ? pointer<T>(*dbias) : nullptr;
+    params.shares = partial ? partial->size(0) : 0;
     params.rows = v.size(0);
     params.length = static_cast<int>(length_of(v));
     params.fastest = fastest_of(v, dw);

@@ -2,7 +2,8 @@
 //
 //   forward    w = g v / ||v||, rounded to the product's type and in the order in which the product wants it; the norms;
 //              the bias in the product's type
-//   backward   dg = <dw, v> / ||v||,   dv = (g / ||v||) (dw - v dg / ||v||), from dw as the product left it
+//   backward   dg = <dw, v> / ||v||,   dv = (g / ||v||) (dw - v dg / ||v||), from dw as the product left it; the bias's
+//              gradient, from the sums of shares that layer_mask.h leaves
 //
 // A row is one filter's entries, [channels][taps] in one tensor and [taps][channels] (channels_last) in the other, or the
 // same in both. Entry q of a row of w, or dw, is entry place(q) of the row of v: with m entries that run fastest in w,
@@ -22,6 +23,9 @@ struct LayerWeightParams {
   const float* bias;  // forward: null, or to be rounded
   N *w, *bias_out;
   T *dv, *dg;
+  const float* partial;  // backward: null, or [shares, rows], whose sums over shares are dbias
+  T* dbias;
+  int64_t shares;
   float* norm;  // written forward, unless null; read backward
   int64_t rows;
   int length, fastest;
@@ -65,6 +69,13 @@ struct LayerWeightKernel {
         store_global<T>(params.dv + at, narrow<T>(zero ? 0.0f : scale * across));
       }
       if (thread_index() == 0) store_global<T>(params.dg + row, narrow<T>(gain_gradient));
+      if (params.partial && thread_index() < 32) {
+        float bias = 0.0f;
+        for (int64_t share = lane_index(); share < params.shares; share += 32)
+          bias += load_global<float>(params.partial + share * params.rows + row);
+        bias = warp_sum(bias);
+        if (lane_index() == 0) store_global<T>(params.dbias + row, narrow<T>(bias));
+      }
     } else {
       const float norm = square_root(sum);
       // A zero row has zero weights, also where the gain is infinite.

@@ -18,6 +18,7 @@
 
 #include <cfloat>
 
+#include "cuda/activation.h"
 #include "cuda/precision.h"
 #include "cuda/small_linear_limits.h"
 
@@ -140,21 +141,6 @@ WNFUSED_DEVICE Quad<Kind> quad_across(const Neighbours<T, kCount> (&lines)[4], i
 // A zero row has zero weights, also where the gain is infinite.
 WNFUSED_DEVICE float row_scale(float gain, float norm) { return norm == 0.0f ? 0.0f : gain / norm; }
 
-template <class Params>
-WNFUSED_DEVICE float activated(const Params& params, float value) {
-  // An infinity times 0 would be NaN.
-  if (params.activates && value <= 0.0f) return params.slope == 0.0f ? 0.0f : value * params.slope;
-  return value;
-}
-
-// dy where the activation passed it; y NaN passes a ReLU's, as torch has it, and not a leaky one's.
-template <class Params>
-WNFUSED_DEVICE float masked(const Params& params, float dy, float y) {
-  if (!params.activates) return dy;
-  if (params.slope == 0.0f) return y <= 0.0f ? 0.0f : dy;
-  return y > 0.0f ? dy : dy * params.slope;
-}
-
 // mask dy at (sample, row) and the next three rows.
 template <class T, class N>
 struct Gradients {
@@ -165,7 +151,9 @@ struct Gradients {
     return {Neighbours<N, 4>::load(params.dy + at, valid),
             Neighbours<N, 4>::load(params.y_read + at, valid && params.activates)};
   }
-  WNFUSED_DEVICE float at(const SmallLinearParams<T, N>& params, int i) const { return masked(params, dy[i], y[i]); }
+  WNFUSED_DEVICE float at(const SmallLinearParams<T, N>& params, int i) const {
+    return params.activates ? masked(dy[i], y[i], params.slope) : dy[i];
+  }
 };
 
 // Sums that are not are taken again, by plain multiply-adds with the scaled weight: x v may overflow where x w does

@@ -101,7 +101,7 @@ struct SmallLinearForward {
                                     : widen(load_global<N>(static_cast<const N*>(params.bias) + row));
     const int64_t at = static_cast<int64_t>(sample) * params.rows + row;
     if (params.residual) value += widen(load_global<N>(params.residual + at));
-    store_global(params.y + at, narrow<N>(activated(params, value)));
+    store_global(params.y + at, narrow<N>(params.activates ? activated(value, params.slope) : value));
   }
 
   WNFUSED_DEVICE static float plain_product(const Params& params, int sample, int row, float scale) {

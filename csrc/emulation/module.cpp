@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "cuda/layer_epilogue.h"
+#include "cuda/layer_mask.h"
 #include "cuda/layer_weight.h"
 #include "cuda/row_norm.h"
 #include "cuda/stage_driver.h"
@@ -136,10 +137,11 @@ std::vector<std::string> row_norm(const py::array& v, const py::array& g, const 
 }
 
 // Forward without dw: v, g and bias (or None) to w, norm and bias_out. With it: dw, v, g and norm to dv (as w) and dg (as
-// bias_out). v is [rows, length]; `fastest`: as in LayerWeightParams.
+// bias_out), and the sums of partial over shares, unless it is None, to dbias. v is [rows, length]; `fastest`: as in LayerWeightParams.
 std::vector<std::string> layer_weight(const py::array& v, const py::array& g, const py::object& dw,
                                       const py::object& bias, const py::array& w, const py::array& norm,
-                                      const py::array& bias_out, int fastest, bool reverse) {
+                                      const py::array& bias_out, int fastest, const py::object& partial,
+                                      const py::object& dbias, bool reverse) {
   const auto call = [&](auto wide, auto narrow) {
     using T = decltype(wide);
     using N = decltype(narrow);
@@ -155,7 +157,13 @@ std::vector<std::string> layer_weight(const py::array& v, const py::array& g, co
       params.dw = static_cast<N*>(pointer_of(py::cast<py::array>(dw)));
       params.dv = static_cast<T*>(pointer_of(w));
       params.dg = static_cast<T*>(pointer_of(bias_out));
-      Run run = run_on(reverse, {v, g, dw, norm}, {w, bias_out});
+      if (!partial.is_none()) {
+        const auto sums = py::cast<py::array>(partial);
+        params.partial = static_cast<float*>(pointer_of(sums));
+        params.shares = sums.shape(0);
+        params.dbias = static_cast<T*>(pointer_of(py::cast<py::array>(dbias)));
+      }
+      Run run = run_on(reverse, {v, g, dw, norm, partial}, {w, bias_out, dbias});
       return findings_of(run, enqueue_layer_weight<true>(params, &run));
     }
     params.w = static_cast<N*>(pointer_of(w));
@@ -187,6 +195,31 @@ std::vector<std::string> layer_epilogue(const py::array& y, const py::object& bi
   return y.itemsize() == 2 ? call(BFloat{}) : call(float{});
 }
 
+// y and dz may be None, and partial. uint16 arrays are bfloat16.
+std::vector<std::string> layer_mask(const py::array& dy, const py::object& y, const py::object& dz,
+                                    const py::object& partial, int64_t channels, int64_t inner, float slope,
+                                    bool reverse) {
+  const auto call = [&](auto value) {
+    using N = decltype(value);
+    const auto pointer = [](const py::object& array) {
+      return array.is_none() ? nullptr : pointer_of(py::cast<py::array>(array));
+    };
+    LayerMaskParams<N> params{};
+    params.dy = static_cast<N*>(pointer(dy));
+    params.y = static_cast<N*>(pointer(y));
+    params.dz = static_cast<N*>(pointer(dz));
+    params.partial = static_cast<float*>(pointer(partial));
+    params.count = dy.size();
+    params.channels = channels;
+    params.inner = inner;
+    params.slope = slope;
+    params.shares = partial.is_none() ? layer_mask_shares(params) : py::cast<py::array>(partial).shape(0);
+    Run run = run_on(reverse, {dy, y}, {dz, partial});
+    return findings_of(run, enqueue_layer_mask(params, &run));
+  };
+  return dy.itemsize() == 2 ? call(BFloat{}) : call(float{});
+}
+
 }  // namespace
 }  // namespace wnfused::gpu
 
@@ -196,6 +229,7 @@ PYBIND11_MODULE(wnfused_emulation, module) {
   module.def("backward", &wnfused::gpu::backward);
   module.def("row_norm", &wnfused::gpu::row_norm);
   module.def("layer_epilogue", &wnfused::gpu::layer_epilogue);
+  module.def("layer_mask", &wnfused::gpu::layer_mask);
   module.def("layer_weight", &wnfused::gpu::layer_weight);
   wnfused::gpu::add_small_linear(module);
   module.def("row_shares", &wnfused::gpu::row_shares);

@@ -82,7 +82,12 @@ for _schema in (
     "cusolver_missing(str function) -> str",
     # A layer's weight in the dtype and memory format of w, its bias in that dtype where it has another, and the norms.
     "layer_weight_(Tensor v, Tensor g, Tensor? bias, Tensor(a!) w, Tensor(b!)? norm, Tensor(c!)? bias_out) -> ()",
-    "layer_weight_backward_(Tensor dw, Tensor v, Tensor g, Tensor norm, Tensor(a!) dv, Tensor(b!) dg) -> ()",
+    # partial: what layer_mask_ gives, whose sums over shares are dbias, in v's dtype.
+    "layer_weight_backward_(Tensor dw, Tensor v, Tensor g, Tensor norm, Tensor(a!) dv, Tensor(b!) dg, "
+    "Tensor? partial, Tensor(c!)? dbias) -> ()",
+    # dz <- dy where the activation passed it, all of it without y, and its sums: partial [shares, channels], no shares
+    # unless sums.
+    "layer_mask_(Tensor dy, Tensor? y, Tensor(a!)? dz, int channel, float negative_slope, bool sums) -> Tensor partial",
     # A linear layer of few samples; tf32 as above. Backward: dx, or dv and dg with or without dbias, or all of them.
     "small_linear_(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, Tensor(a!) y, Tensor(b!) norm, "
     "bool activates, float negative_slope, bool tf32) -> ()",

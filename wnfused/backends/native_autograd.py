@@ -62,7 +62,7 @@ def use_small_linear(on: bool) -> bool:
 
     They do unless it is called: with float32 or bfloat16 inputs of up to 256 samples and 4096 columns, and as many
     products as one launch forward and two backward are expected to gain on (``csrc/autograd/small_linear.cpp``). Off:
-    the weight is scaled, and the product is cuBLAS's, in three launches and five. Sums are rounded in another order,
+    the weight is scaled, and the product is cuBLAS's, in three launches and four. Sums are rounded in another order,
     and no effective weight is rounded to bfloat16, so results differ in that.
 
     Returns:
