@@ -1,5 +1,6 @@
 // Single layers on CUDA tensors: the weight is scaled once, by _cuda's kernel beside the product, and the product is
-// cuBLAS's or cuDNN's; linear layers of few samples are small_linear.h's. wnfused/backends/triton/vendor.py tells the same in Python, for the layers that this does not take.
+// cuBLAS's or cuDNN's; linear layers of few samples are small_linear.h's. wnfused/backends/triton/vendor.py tells the same
+// in Python, for the layers that this does not take.
 //
 // They are here, not in _cuda, as torch's stable ABI has no convolutions; and in C++, as a small layer's time on a GPU is
 // the host's: in Python its checks and launches cost twice what torch's own layer costs.

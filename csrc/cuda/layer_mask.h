@@ -1,9 +1,9 @@
-// What precedes the vendor's products of a layer's backward in one pass over its gradient: dz = mask dy, and the sums of dz
-// over each channel, the bias's gradient. torch makes a pass of each.
+// What precedes the vendor's products of a layer's backward in one pass over its gradient: dz = mask dy, and the sums
+// of dz over each channel, the bias's gradient. torch makes a pass of each.
 //
 //   maps     dense, channels run fastest (inner = 1) or every `inner` entries; dy, y and dz lie alike
-//   shares   of the map, each with a block's sums in `partial` [shares, channels]; whoever reads them adds them up in that
-//            order (layer_weight.h)
+//   shares   of the map, each with a block's sums in `partial` [shares, channels]; whoever reads them adds them up
+//            in that order (layer_weight.h)
 //   pass     a thread takes kVector neighbouring entries. Floor: dy, y and dz once
 //
 // Sums are float32, each thread's own, then a fixed order: the same bits in every run.
@@ -99,11 +99,13 @@ struct LayerMaskPlanes : LayerMask<N, kVector> {
     const int64_t of_a_plane = params.inner / kVector, vectors = params.count / params.channels / kVector;
     const int64_t span = (vectors + params.shares - 1) / params.shares;
     const int64_t last = (share + 1) * span < vectors ? (share + 1) * span : vectors;
+    const bool is_narrow = params.count <= 0x7fffffff;  // a division of 64 bits takes a hundred instructions
     float sum = 0.0f;
 #pragma unroll 4
     for (int64_t i = share * span + thread_index(); i < last; i += kThreads) {
-      const int64_t plane = i / of_a_plane * params.channels + channel;
-      LayerMask<N, kVector>::take(params, plane * params.inner + i % of_a_plane * kVector,
+      const int64_t image = is_narrow ? static_cast<uint32_t>(i) / static_cast<uint32_t>(of_a_plane) : i / of_a_plane;
+      const int64_t plane = image * params.channels + channel;
+      LayerMask<N, kVector>::take(params, plane * params.inner + (i - image * of_a_plane) * kVector,
                                   [&](int, float value) { sum += value; });
     }
     if (!params.partial) return;
@@ -116,12 +118,12 @@ struct LayerMaskPlanes : LayerMask<N, kVector> {
   }
 };
 
-// Entries of a share, at least, for a block; and blocks, at most: four for each of an H200's 132 multiprocessors. Constants,
-// so that the bits do not depend on the device.
+// Entries of a share, at least, for a block; and blocks, at most: four for each of an H200's 132 multiprocessors.
+// Constants, so that the bits do not depend on the device.
 constexpr int64_t kMaskEntries = 8192, kMaskBlocks = 528;
 
-// Calls body with the kernel that takes them: by vectors if whole ones lie within a channel, or within all of them, and at
-// their places.
+// Calls body with the kernel that takes them: by vectors if whole ones lie within a channel, or within all of them, and
+// at their places.
 template <class N, class Body>
 auto with_layer_mask(const LayerMaskParams<N>& params, const Body& body) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(N));
