@@ -229,6 +229,14 @@ def test_few_samples_can_be_the_vendors(called):
     assert called == ["layer_weight", "layer_weight", "small_linear"]
 
 
+def test_the_choice_names_why_there_is_none(monkeypatch):
+    monkeypatch.setattr(native_autograd, "unavailable", lambda: "it was built for another torch")
+    with pytest.raises(RuntimeError, match="use_small_linear: it was built for another torch"):
+        native_autograd.use_small_linear(True)
+    with strategy.forced("vendor"):  # there is nothing to be left out
+        pass
+
+
 def test_what_does_not_lie_as_the_kernels_read_is_copied(called):
     """Off by one entry, transposed, expanded."""
     x = torch.randn(7 * 24 + 1)[1:].reshape(7, 24)
