@@ -5,8 +5,7 @@
 
 #include <optional>
 
-#include "cuda/torch.h"
-#include "layout.h"
+#include "cuda/layer_map.h"
 
 namespace wnfused::gpu {
 namespace {
@@ -34,30 +33,16 @@ void layer_epilogue_(const Tensor& y, const Optional& bias, const Optional& resi
                      int64_t activation, double slope) {
   const char* op = "layer_epilogue_";
   check_devices(op, {&y, bias ? &*bias : &y, residual ? &*residual : &y});
-  STD_TORCH_CHECK(channel >= 0 && channel < y.dim(), op, ": dim ", channel, " is out of range");
-  const int64_t channels = y.size(channel);
-  int64_t inner = 1;
-  if (y.is_contiguous()) {
-    for (int64_t d = channel + 1; d < y.dim(); ++d) inner *= y.size(d);
-  } else {
-    STD_TORCH_CHECK(channel == 1 && has_dense_rows(y), op, ": y must be dense");
-  }
-  STD_TORCH_CHECK(!bias || (bias->numel() == channels && bias->is_contiguous() && bias->scalar_type() == y.scalar_type()),
-                  op, ": bias must be contiguous, in y's dtype, with ", channels, " entries");
+  const int64_t inner = inner_of(op, y, channel), channels = y.size(channel);
+  STD_TORCH_CHECK(
+      !bias || (bias->numel() == channels && bias->is_contiguous() && bias->scalar_type() == y.scalar_type()), op,
+      ": bias must be contiguous, in y's dtype, with ", channels, " entries");
   STD_TORCH_CHECK(!residual || (residual->numel() == y.numel() && same_layout(*residual, y) &&
                                 residual->scalar_type() == y.scalar_type()),
                   op, ": residual must be as y is");
   if (y.numel() == 0) return;
-  switch (y.scalar_type()) {
-    case ScalarType::Float:
-      return enqueue<float>(y, bias, residual, channels, inner, activation, slope);
-    case ScalarType::BFloat16:
-      return enqueue<BFloat>(y, bias, residual, channels, inner, activation, slope);
-    case ScalarType::Half:
-      return enqueue<Half>(y, bias, residual, channels, inner, activation, slope);
-    default:
-      STD_TORCH_CHECK(false, op, ": y must be float32, bfloat16 or float16");
-  }
+  with_entry(op, y,
+             [&](auto entry) { enqueue<decltype(entry)>(y, bias, residual, channels, inner, activation, slope); });
 }
 
 }  // namespace

@@ -5,8 +5,7 @@
 
 #include <optional>
 
-#include "cuda/torch.h"
-#include "layout.h"
+#include "cuda/layer_map.h"
 
 namespace wnfused::gpu {
 namespace {
@@ -37,34 +36,17 @@ Tensor enqueue(const Tensor& dy, const Optional& y, const Optional& dz, int64_t 
 Tensor layer_mask_(const Tensor& dy, const Optional& y, const Optional& dz, int64_t channel, double slope, bool sums) {
   const char* op = "layer_mask_";
   check_devices(op, {&dy, y ? &*y : &dy, dz ? &*dz : &dy});
-  STD_TORCH_CHECK(channel >= 0 && channel < dy.dim(), op, ": dim ", channel, " is out of range");
   STD_TORCH_CHECK(dy.numel() > 0, op, ": dy is empty");
-  const int64_t channels = dy.size(channel);
-  int64_t inner = 1;
-  if (dy.is_contiguous()) {
-    for (int64_t d = channel + 1; d < dy.dim(); ++d) inner *= dy.size(d);
-  } else {
-    STD_TORCH_CHECK(channel == 1 && has_dense_rows(dy), op, ": dy must be dense");
-  }
+  const int64_t inner = inner_of(op, dy, channel);
   for (const Optional* other : {&y, &dz})
     STD_TORCH_CHECK(!*other || ((*other)->numel() == dy.numel() && same_layout(**other, dy) &&
                                 (*other)->scalar_type() == dy.scalar_type()),
                     op, ": y and dz must be as dy is");
-  switch (dy.scalar_type()) {
-    case ScalarType::Float:
-      return enqueue<float>(dy, y, dz, channels, inner, slope, sums);
-    case ScalarType::BFloat16:
-      return enqueue<BFloat>(dy, y, dz, channels, inner, slope, sums);
-    case ScalarType::Half:
-      return enqueue<Half>(dy, y, dz, channels, inner, slope, sums);
-    default:
-      STD_TORCH_CHECK(false, op, ": dy must be float32, bfloat16 or float16");
-  }
+  return with_entry(
+      op, dy, [&](auto entry) { return enqueue<decltype(entry)>(dy, y, dz, dy.size(channel), inner, slope, sums); });
 }
 
 }  // namespace
 }  // namespace wnfused::gpu
 
-STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CUDA, m) {
-  m.impl("layer_mask_", TORCH_BOX(&wnfused::gpu::layer_mask_));
-}
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CUDA, m) { m.impl("layer_mask_", TORCH_BOX(&wnfused::gpu::layer_mask_)); }

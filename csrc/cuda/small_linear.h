@@ -160,4 +160,11 @@ struct Gradients {
 // not, and in Float32 an infinity meets the other operand's small part, which may be zero or of the other sign.
 WNFUSED_DEVICE bool is_finite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
 
+// Enqueues the kernel of one tile of 16 samples, or of two.
+template <class One, class Two>
+Status enqueue_by_samples(const typename One::Params& params, Queue queue) {
+  if (params.samples <= 16) return launch<One>(params, One::blocks(params), queue);
+  return launch<Two>(params, Two::blocks(params), queue);
+}
+
 }  // namespace wnfused::gpu

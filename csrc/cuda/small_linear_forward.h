@@ -116,12 +116,7 @@ struct SmallLinearForward {
 
 template <class Kind, class T, class N>
 Status enqueue_small_linear(const SmallLinearParams<T, N>& params, Queue queue) {
-  if (params.samples <= 16) {
-    using Kernel = SmallLinearForward<Kind, T, N, 1>;
-    return launch<Kernel>(params, Kernel::blocks(params), queue);
-  }
-  using Kernel = SmallLinearForward<Kind, T, N, 2>;
-  return launch<Kernel>(params, Kernel::blocks(params), queue);
+  return enqueue_by_samples<SmallLinearForward<Kind, T, N, 1>, SmallLinearForward<Kind, T, N, 2>>(params, queue);
 }
 
 }  // namespace wnfused::gpu

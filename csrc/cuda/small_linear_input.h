@@ -114,12 +114,8 @@ struct SmallLinearInputGradient {
 
 template <class Kind, class T, class N>
 Status enqueue_small_linear_input(const SmallLinearParams<T, N>& params, Queue queue) {
-  if (params.samples <= 16) {
-    using Kernel = SmallLinearInputGradient<Kind, T, N, 1>;
-    return launch<Kernel>(params, Kernel::blocks(params), queue);
-  }
-  using Kernel = SmallLinearInputGradient<Kind, T, N, 2>;
-  return launch<Kernel>(params, Kernel::blocks(params), queue);
+  return enqueue_by_samples<SmallLinearInputGradient<Kind, T, N, 1>, SmallLinearInputGradient<Kind, T, N, 2>>(params,
+                                                                                                              queue);
 }
 
 }  // namespace wnfused::gpu
