@@ -166,6 +166,9 @@ def test_plain_calls_of_a_layer_are_one_node_in_cpp(name: str, last: bool, autoc
 
 
 # As above; tf32 rounds to ten bits of mantissa.
+ALIGNED_TOLERANCE = {"float32": 2e-5, "tf32": 3e-3, "bfloat16": 3e-2, "float16": 4e-3}
+
+
 FEW_SAMPLES = ((1, 8, 4), (17, 264, 20), (33, 1032, 36), (256, 64, 16), (5, 48, 300), (8, 4096, 1024), (128, 1024, 256))
 """Samples, columns and rows of v, of the kernels in ``csrc/cuda/small_linear.h``."""
 
@@ -213,7 +216,25 @@ def test_linear_layers_of_few_samples(shape: tuple[int, int, int], precision: st
     assert y[0, 1].isnan()  # a zero row: 0 times infinity
 
 
-ALIGNED_TOLERANCE = {"float32": 2e-5, "tf32": 3e-3, "bfloat16": 3e-2, "float16": 4e-3}
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["as torch lays it out", "channels last"])
+@pytest.mark.parametrize("name", ["linear", "convolution"])
+def test_bias_gradients_of_many_shares(name: str, last: bool, dtype: torch.dtype, activation: str | None) -> None:
+    """Of more entries than one block of threads sums up."""
+    torch.manual_seed(0)
+    make = wnfused.WNLinear if name == "linear" else functools.partial(wnfused.WNConv2d, kernel_size=1)
+    layer = make(8, 264 if name == "linear" else 16, activation=activation).to("cuda", dtype)
+    x = torch.randn((4096, 8) if name == "linear" else (64, 8, 32, 32), device="cuda", dtype=dtype)
+    if last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    y = layer(x)
+    dy = torch.randn_like(y)
+    found = [torch.autograd.grad(y, layer.bias, dy, retain_graph=True)[0] for _ in range(2)]
+    dz = dy.double() * (1 if activation is None else (y > 0))
+    expected = dz.sum(0) if name == "linear" else dz.sum((0, 2, 3))
+    assert error(found[0], expected.cpu()) < TOLERANCE[dtype]
+    assert torch.equal(*found)
 
 
 @pytest.fixture

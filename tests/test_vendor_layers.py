@@ -58,7 +58,8 @@ def called():
     def layer_mask_(dy, y, dz, channel, slope, sums):
         names.append("layer_mask")
         assert all(t is None or t.stride() == dy.stride() for t in (y, dz))
-        assert dy.is_contiguous() or dy.is_contiguous(memory_format=FORMATS[dy.dim()])
+        last = channel == 1 and dy.dim() in FORMATS and dy.is_contiguous(memory_format=FORMATS[dy.dim()])
+        assert dy.is_contiguous() or (last and dy.stride(0) == dy[0].numel())
         made = dy.float()
         if y is not None:
             made = torch.where(y <= 0, 0.0, made) if slope == 0 else torch.where(y > 0, made, slope * made)
@@ -201,7 +202,8 @@ SMALL = [
     ((1, 8, 4096), torch.float32, torch.float32, True), ((1, 8, 4104), torch.float32, torch.float32, False),
     ((256, 256, 1024), torch.float32, torch.float32, True), ((256, 512, 1024), torch.float32, torch.float32, False),
     ((256, 512, 1024), torch.bfloat16, torch.float32, True), ((7, 40, 24), torch.bfloat16, torch.bfloat16, True),
-    ((32, 2048, 2048), torch.bfloat16, torch.float32, True), ((7, 40, 24), torch.float16, torch.float32, False),
+    ((32, 2048, 2048), torch.bfloat16, torch.float32, True), ((1, 4100, 24), torch.float32, torch.float32, False),
+    ((128, 8, 4096), torch.float32, torch.float32, False), ((7, 40, 24), torch.float16, torch.float32, False),
 ]  # fmt: skip
 
 
@@ -227,6 +229,33 @@ def test_few_samples_can_be_the_vendors(called):
         ops.vendor_linear(x, v, g, None, None, 0, 0.0)
     ops.vendor_linear(x, v, g, None, None, 0, 0.0)
     assert called == ["layer_weight", "layer_weight", "small_linear"]
+
+
+@pytest.mark.parametrize("samples", [2, 60], ids=["few", "many"])
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("dims", [4, 5])
+def test_gradients_of_maps_in_channels_last(called, dims, code, samples):
+    """As a convolution behind a linear layer gives them, whose features are the last dim all the same."""
+    shape = (samples, 3, *[2] * (dims - 4), 2, 24)
+    x, v, g, b = torch.randn(shape), torch.randn(40, 24), torch.rand(40), torch.randn(40)
+    y, norm = ops.vendor_linear(x, v, g, b, None, code, 0.0)
+    dy = torch.randn(y.shape).contiguous(memory_format=FORMATS[dims])
+    needs = INPUT + WEIGHT + BIAS + RESIDUAL
+    found = ops.vendor_linear_backward(dy, y, x, v, g, norm, needs, code, 0.0)
+    expected = ops.vendor_linear_backward(dy.contiguous(), y, x, v, g, norm, needs, code, 0.0)
+    assert ("layer_weight" in called) == (samples == 60)
+    torch.testing.assert_close(found, expected)
+
+
+def test_strides_of_a_single_image_say_nothing():
+    """torch takes [1, C, H, W] for channels_last whatever the stride between images is."""
+    x, v, g, b = torch.randn(1, 8, 5, 5), torch.randn(16, 8, 3, 3), torch.rand(16), torch.randn(16)
+    constants = ([1, 1], [1, 1], [1, 1], 1, 0, 0.0)
+    y, norm = ops.vendor_conv(x, v, g, b, None, *constants)
+    dy = torch.randn(2, *y.shape[1:]).contiguous(memory_format=torch.channels_last)[::2]
+    found = ops.vendor_conv_backward(dy, y, x, v, g, norm, INPUT + WEIGHT + BIAS, *constants)
+    expected = ops.vendor_conv_backward(dy.contiguous(), y, x, v, g, norm, INPUT + WEIGHT + BIAS, *constants)
+    torch.testing.assert_close(found[:4], expected[:4])
 
 
 def test_the_choice_names_why_there_is_none(monkeypatch):

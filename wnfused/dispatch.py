@@ -141,7 +141,7 @@ def prefers_native() -> bool:
 
 def prefers_native_layers() -> bool:
     """Whether a plain eager call of a single layer on a CUDA tensor goes to the C++ libraries, if they take it: the
-    vendor's product with one kernel of ours beside it, and no Python. Any other goes by ``order``."""
+    vendor's product with our kernels beside it, or ours alone, and no Python. Any other goes by ``order``."""
     return requested() is None
 
 

@@ -12,9 +12,12 @@
 namespace wnfused::small_linear {
 namespace {
 
-// Every block of eight rows of v reads all of x. Beyond so many bytes, which an H100's second-level cache gives in 7 us, the
-// vendor's product is expected to be the faster way; with up to 32 samples reading v is the longer part.
-constexpr int64_t kMostBytes = int64_t{1} << 25, kVeryFewSamples = 32, kRowsOfABlock = 8;
+// A guess by bytes, which no GPU has confirmed. Every block of eight rows of v reads all of x: so many bytes of the
+// second-level cache take an H100 7 us, and with more of them the vendor's product is expected to be the faster way. With up
+// to 32 samples that reads v fewer times than scaling it first does. So many entries of x are what a block of the weight's
+// gradient walks in 10 us.
+constexpr int64_t kMostBytes = int64_t{1} << 25, kMostEntries = int64_t{1} << 18;
+constexpr int64_t kVeryFewSamples = 32, kRowsOfABlock = 8;
 
 std::atomic<bool> is_used{true};
 
@@ -40,14 +43,13 @@ c10::TypedOperatorHandle<Signature> op(const char* name) {
 
 }  // namespace
 
-bool takes(const Tensor& x, const Tensor& v) {
-  const int64_t samples = x.size(0), rows = v.size(0), columns = v.size(1);
+bool takes(at::ScalarType dtype, int64_t samples, const Tensor& v) {
+  const int64_t rows = v.size(0), columns = v.size(1), bytes = dtype == at::kFloat ? 4 : 2;
   if (!is_used.load(std::memory_order_relaxed)) return false;
-  if (x.scalar_type() != at::kFloat && x.scalar_type() != at::kBFloat16) return false;
-  if (samples > kMostSmallSamples || columns > kMostSmallColumns || rows % kSmallRowStep || columns % kSmallColumnStep)
-    return false;
-  return samples <= kVeryFewSamples ||
-         rows / kRowsOfABlock * samples * columns * static_cast<int64_t>(x.element_size()) <= kMostBytes;
+  if (dtype != at::kFloat && dtype != at::kBFloat16) return false;
+  if (samples > kMostSmallSamples || rows > kMostSmallRows || columns > kMostSmallColumns) return false;
+  if (rows % kSmallRowStep || columns % kSmallColumnStep || samples * columns > kMostEntries) return false;
+  return samples <= kVeryFewSamples || rows / kRowsOfABlock * samples * columns * bytes <= kMostBytes;
 }
 
 bool use(bool on) { return is_used.exchange(on); }

@@ -11,8 +11,8 @@ using vendor::Gradients;
 using vendor::Optional;
 using vendor::Outputs;
 
-// x: [samples, columns]. The backward asks again: between them `use` may have been called.
-bool takes(const Tensor& x, const Tensor& v);
+// Inputs of a dtype. The backward asks again: between them `use` may have been called.
+bool takes(at::ScalarType dtype, int64_t samples, const Tensor& v);
 
 // Whether any are taken, in this process; what it was before.
 bool use(bool on);

@@ -128,6 +128,18 @@ struct Masked {
   Optional partial;
 };
 
+// As it is if its entries lie without gaps, in the order of its dims or with channels fastest; else a copy. torch's
+// is_contiguous leaves out dims of size 1, whose strides may be anything.
+Tensor without_gaps(const Tensor& t) {
+  if (t.is_contiguous()) return t;
+  const MemoryFormat format = t.suggest_memory_format();
+  if (format == MemoryFormat::ChannelsLast && t.strides() == IntArrayRef(c10::get_channels_last_strides_2d(t.sizes())))
+    return t;
+  if (format == MemoryFormat::ChannelsLast3d && t.strides() == IntArrayRef(c10::get_channels_last_strides_3d(t.sizes())))
+    return t;
+  return at::empty(t.sizes(), t.options().memory_format(format)).copy_(t);
+}
+
 // The mask is read off the output, whose sign is the input's. A leaky ReLU of slope 0 is a ReLU, where dy is infinite and
 // where y is NaN, too.
 Masked masked(const Tensor& dy, const Tensor& y, int64_t channel, int64_t activation, double slope, bool sums) {
@@ -135,8 +147,8 @@ Masked masked(const Tensor& dy, const Tensor& y, int64_t channel, int64_t activa
   if (!masks && !sums) return {dy, Optional()};
   static const auto run =
       op<Tensor(const Tensor&, const Optional&, const Optional&, int64_t, double, bool)>("wnfused_native::layer_mask_");
-  const Tensor like = (masks ? y : dy).contiguous((masks ? y : dy).suggest_memory_format());
-  const Tensor given = dy.strides() == like.strides() ? dy : at::empty_like(like).copy_(dy);
+  const Tensor like = without_gaps(masks ? y : dy);
+  const Tensor given = !masks ? like : dy.strides() == like.strides() ? dy : at::empty_like(like).copy_(dy);
   Masked made{masks ? at::empty_like(like) : given, Optional()};
   const Tensor partial = run.call(
       given, masks ? Optional(like) : Optional(), masks ? Optional(made.dz) : Optional(), channel,
@@ -174,7 +186,7 @@ Outputs linear(
   sizes.back() = v.size(0);
   const auto as_x = [&](const Tensor& y) { return x.dim() == 2 ? y : at::_unsafe_view(y, sizes); };
   const Tensor rows = rows_of(x);
-  if (small_linear::takes(rows, v)) {
+  if (small_linear::takes(x.scalar_type(), rows.size(0), v)) {
     check_residual(residual, sizes, x);
     const Optional added = residual ? Optional(rows_of(*residual)) : residual;
     Outputs made =
@@ -193,27 +205,27 @@ Gradients linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     const Tensor& known, int64_t needs, int64_t activation, double slope) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool gives_dz = (needs & kResidual) && activation != kNone;
-  if (!known.defined() && small_linear::takes(rows_of(x), v)) {
+  const bool masks = activation != kNone, gives_dz = (needs & kResidual) && masks;
+  const Tensor rows = rows_of(dy), y_rows = masks ? rows_of(y) : rows;
+  if (!known.defined() && small_linear::takes(x.scalar_type(), rows.size(0), v)) {
     // The kernels mask dy as they read it, each for itself; the residual's gradient is that of it all.
-    const bool masks = activation != kNone && !gives_dz;
-    const Tensor dz = gives_dz ? masked(dy, y, y.dim() - 1, activation, slope, false).dz : dy;
+    const Tensor dz = gives_dz ? masked(rows, y_rows, 1, activation, slope, false).dz : rows;
     Gradients found = small_linear::backward(
-        rows_of(dz), rows_of(y), rows_of(x), v, g, norm, needs, masks, activation == kLeakyRelu ? slope : 0.0);
+        dz, y_rows, rows_of(x), v, g, norm, needs, masks && !gives_dz, activation == kLeakyRelu ? slope : 0.0);
     if (std::get<0>(found)) std::get<0>(found) = std::get<0>(found)->view(x.sizes());
-    if (gives_dz) std::get<4>(found) = dz;
+    if (gives_dz) std::get<4>(found) = dz.view(y.sizes());
     return found;
   }
-  const auto [dz, partial] = masked(dy, y, dy.dim() - 1, activation, slope, (needs & kBias) != 0);
-  const Tensor rows = rows_of(dz);
+  const auto [dz, partial] = masked(rows, y_rows, 1, activation, slope, (needs & kBias) != 0);
+  const Tensor across = dz.t();
   Gradients found;
   if (needs & kInput) {
     const Tensor w =
         known.defined() ? known : weight_of(x, v, g, Optional(), MemoryFormat::Contiguous, false).w;
-    std::get<0>(found) = at::mm(rows, w).view(x.sizes());
+    std::get<0>(found) = at::mm(dz, w).view(x.sizes());
   }
-  take_weight_gradients(found, needs, [&] { return at::mm(rows.t(), rows_of(x)); }, v, g, norm, partial);
-  if (gives_dz) std::get<4>(found) = dz;
+  take_weight_gradients(found, needs, [&] { return at::mm(across, rows_of(x)); }, v, g, norm, partial);
+  if (gives_dz) std::get<4>(found) = dz.view(y.sizes());
   return found;
 }
 

@@ -143,9 +143,9 @@ WNFUSED_DEVICE float row_scale(float gain, float norm) { return norm == 0.0f ? 0
 
 // mask dy at (sample, row) and the next three rows.
 template <class T, class N>
-struct Gradients {
+struct MaskedGradient {
   Neighbours<N, 4> dy, y;
-  WNFUSED_DEVICE static Gradients load(const SmallLinearParams<T, N>& params, int sample, int row) {
+  WNFUSED_DEVICE static MaskedGradient load(const SmallLinearParams<T, N>& params, int sample, int row) {
     const bool valid = sample < params.samples && row < params.rows;
     const int64_t at = static_cast<int64_t>(sample) * params.rows + row;
     return {Neighbours<N, 4>::load(params.dy + at, valid),
@@ -156,8 +156,9 @@ struct Gradients {
   }
 };
 
-// Sums that are not are taken again, by plain multiply-adds with the scaled weight: x v may overflow where x w does
-// not, and in Float32 an infinity meets the other operand's small part, which may be zero or of the other sign.
+// Sums that are not finite are taken again, by plain multiply-adds with the scaled weight, up to the first NaN: x v may
+// overflow where x w does not, and in Float32 an infinity meets the other operand's small part, which may be zero or of
+// the other sign.
 WNFUSED_DEVICE bool is_finite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
 
 // Enqueues the kernel of one tile of 16 samples, or of two.

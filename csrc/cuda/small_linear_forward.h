@@ -108,7 +108,7 @@ struct SmallLinearForward {
     const N* x = params.x + static_cast<int64_t>(sample) * params.columns;
     const T* v = params.v + static_cast<int64_t>(row) * params.columns;
     float sum = 0.0f;
-    for (int k = 0; k < params.columns; ++k)
+    for (int k = 0; k < params.columns && sum == sum; ++k)
       sum += widen(load_global<N>(x + k)) * (scale * widen(load_global<T>(v + k)));
     return sum;
   }

@@ -33,7 +33,7 @@ struct SmallLinearInputGradient {
     Neighbours<T, 2> v[4];
     Neighbours<T, 4> g;
     Neighbours<float, 4> norm;
-    Gradients<T, N> dz[2 * kTiles];
+    MaskedGradient<T, N> dz[2 * kTiles];
   };
 
   WNFUSED_DEVICE static void products(const Params& params, int first_column, int first_sample, char* shared) {
@@ -51,7 +51,7 @@ struct SmallLinearInputGradient {
       read.norm = Neighbours<float, 4>::load(params.norm + row, inside);
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i)
-        read.dz[i] = Gradients<T, N>::load(params, first_sample + 8 * i + group, row);
+        read.dz[i] = MaskedGradient<T, N>::load(params, first_sample + 8 * i + group, row);
       return read;
     };
     float sums[kTiles][2][4] = {};
@@ -63,7 +63,7 @@ struct SmallLinearInputGradient {
       float scale[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) scale[i] = row_scale(now.g[i], now.norm[i]);
-      const auto scaled = [&](const Gradients<T, N>& dz) {
+      const auto scaled = [&](const MaskedGradient<T, N>& dz) {
         return Quad<Kind>::of(scale[0] * dz.at(params, 0), scale[1] * dz.at(params, 1), scale[2] * dz.at(params, 2),
                               scale[3] * dz.at(params, 3));
       };
@@ -99,8 +99,8 @@ struct SmallLinearInputGradient {
 
   WNFUSED_DEVICE static float plain_product(const Params& params, int sample, int column) {
     float sum = 0.0f;
-    for (int row = 0; row < params.rows; row += 4) {
-      const auto dz = Gradients<T, N>::load(params, sample, row);
+    for (int row = 0; row < params.rows && sum == sum; row += 4) {
+      const auto dz = MaskedGradient<T, N>::load(params, sample, row);
       for (int i = 0; i < 4; ++i) {
         const float scale =
             row_scale(widen(load_global<T>(params.g + row + i)), load_global<float>(params.norm + row + i));

@@ -6,8 +6,9 @@
 
 namespace wnfused {
 
-// Samples that the weight gradient keeps dy of in shared memory, and columns that it keeps dw of in registers.
-constexpr int64_t kMostSmallSamples = 256, kMostSmallColumns = 4096;
+// Samples that the weight gradient keeps dy of in shared memory, columns that it keeps dw of in registers, and rows
+// that a block of the input gradient walks in some 10 us.
+constexpr int64_t kMostSmallSamples = 256, kMostSmallColumns = 4096, kMostSmallRows = 4096;
 
 // Rows are read four neighbours at a time, columns eight.
 constexpr int64_t kSmallRowStep = 4, kSmallColumnStep = 8;

@@ -34,8 +34,9 @@ inline void check_sizes(const char* op, const Tensor& x, const Tensor& v) {
   STD_TORCH_CHECK(v.size(0) % kSmallRowStep == 0 && v.size(1) % kSmallColumnStep == 0, op,
                   ": v must have a multiple of ", kSmallRowStep, " rows and of ", kSmallColumnStep, " columns, got ",
                   v.size(0), " x ", v.size(1));
-  STD_TORCH_CHECK(x.size(0) <= kMostSmallSamples && v.size(1) <= kMostSmallColumns && v.size(0) < (int64_t{1} << 30),
-                  op, ": at most ", kMostSmallSamples, " samples and ", kMostSmallColumns, " columns");
+  STD_TORCH_CHECK(x.size(0) <= kMostSmallSamples && v.size(0) <= kMostSmallRows && v.size(1) <= kMostSmallColumns, op,
+                  ": at most ", kMostSmallSamples, " samples, ", kMostSmallRows, " rows and ", kMostSmallColumns,
+                  " columns");
 }
 
 // Calls body with the kind of the product, and values of v's type and of x's.

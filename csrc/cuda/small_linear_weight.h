@@ -62,7 +62,7 @@ struct SmallLinearWeightGradient {
     const int samples = (params.samples + kStep - 1) / kStep * kStep;
     for (int i = thread_index(); i < samples * (kRows / 4); i += kThreads) {
       const int sample = i / (kRows / 4), row = i % (kRows / 4) * 4;
-      const auto dz = Gradients<T, N>::load(params, sample, first_row + row);
+      const auto dz = MaskedGradient<T, N>::load(params, sample, first_row + row);
 #pragma unroll
       for (int k = 0; k < 4; ++k) store_shared(shared + (row + k) * kLine + sample * 4, dz.at(params, k));
     }
@@ -128,7 +128,7 @@ struct SmallLinearWeightGradient {
 
   WNFUSED_DEVICE static float plain_product(const Params& params, int column, const char* line) {
     float sum = 0.0f;
-    for (int sample = 0; sample < params.samples; ++sample)
+    for (int sample = 0; sample < params.samples && sum == sum; ++sample)
       sum += load_shared<float>(line + sample * 4) *
              widen(load_global<N>(params.x + static_cast<int64_t>(sample) * params.columns + column));
     return sum;

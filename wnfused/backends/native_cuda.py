@@ -1,8 +1,8 @@
 """The C++ backend on CUDA tensors: the library ``_cuda``, what it takes and what it refuses.
 
-It has the row norm, the whole residual stage, and what stands beside the vendor's product of a single layer, which
-``csrc/autograd/vendor.cpp`` calls; layers that this does not take are the Triton backend's. The schemas stand in
-``wnfused.backends.native``.
+It has the row norm, the whole residual stage, linear layers of few samples, and what stands beside the vendor's product
+of a single layer, which ``csrc/autograd/vendor.cpp`` calls; layers that this does not take are the Triton backend's.
+The schemas stand in ``wnfused.backends.native``.
 """
 
 from __future__ import annotations

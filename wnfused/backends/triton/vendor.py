@@ -4,7 +4,8 @@ Residual and activation follow in place, or ride in the product where ``strategy
 product is large enough to run at the vendor's rate, the pass over ``v`` that scales it is small beside it, and nothing
 of ours can gain what the vendor's kernels have over ours. It takes everything that torch's own layers take: groups,
 three spatial dims, transposed convolutions, norms along any dim. What most layers are, normalised along dim 0 and not
-transposed, ``csrc/autograd/vendor.cpp`` does in the same steps, at less of the host's time.
+transposed, ``csrc/autograd/vendor.cpp`` does in fewer launches, at less of the host's time; there linear layers of few
+samples are kernels of their own, unless ``strategy.forced`` asks for this way.
 """
 
 from __future__ import annotations
