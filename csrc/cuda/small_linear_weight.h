@@ -188,9 +188,9 @@ Status enqueue_small_linear_weight(const SmallLinearParams<T, N>& params, Queue 
   };
   if (params.columns <= 256) return run(SmallLinearWeightGradient<Kind, T, N, 8, 1>{});
   if (params.columns <= 1024) return run(SmallLinearWeightGradient<Kind, T, N, 8, 4>{});
-  // More of them would leave three products too few registers.
-  constexpr int kWarps = Kind::kPrecision == Precision::kFloat32 ? 8 : 16;
-  return run(SmallLinearWeightGradient<Kind, T, N, kWarps, kMostSmallColumns / 32 / kWarps>{});
+  // More warps would leave them too few registers.
+  constexpr int kWarps = Kind::kPrecision == Precision::kFloat32 ? 8 : 12, kAllPieces = kMostSmallColumns / 32;
+  return run(SmallLinearWeightGradient<Kind, T, N, kWarps, (kAllPieces + kWarps - 1) / kWarps>{});
 }
 
 }  // namespace wnfused::gpu
