@@ -230,11 +230,14 @@ def test_bias_gradients_of_many_shares(name: str, last: bool, dtype: torch.dtype
         x = x.contiguous(memory_format=torch.channels_last)
     y = layer(x)
     dy = torch.randn_like(y)
-    found = [torch.autograd.grad(y, layer.bias, dy, retain_graph=True)[0] for _ in range(2)]
+    # By itself, and beside the weight's, whose kernel then adds the shares up.
+    wanted = ([layer.bias], [layer.bias], [layer.bias, layer.weight_v, layer.weight_g])
+    alone, again, beside = (torch.autograd.grad(y, tensors, dy, retain_graph=True)[0] for tensors in wanted)
     dz = dy.double() * (1 if activation is None else (y > 0))
     expected = dz.sum(0) if name == "linear" else dz.sum((0, 2, 3))
-    assert error(found[0], expected.cpu()) < TOLERANCE[dtype]
-    assert torch.equal(*found)
+    assert error(alone, expected.cpu()) < TOLERANCE[dtype]
+    assert error(beside, expected.cpu()) < TOLERANCE[dtype]
+    assert torch.equal(alone, again)
 
 
 @pytest.fixture

@@ -3,17 +3,16 @@
 //
 // torch's stable ABI has no autograd. So this library, unlike the others, fits one version of torch, and does nothing
 // that the node in wnfused/ops/_direct.py does not do as well: where it is missing, that one takes its place.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <cstring>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <type_traits>
 #include <vector>
 
+#include "autograd/op.h"
 #include "autograd/vendor.h"
 
 namespace wnfused {
@@ -41,11 +40,6 @@ template <class... Constants>
 using GeneralOp = Gradients(
     const Tensor& dy, const Optional& y, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
     const Optional& residual, const Tensor& norm, int64_t needs, int64_t leaves, Constants...);
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> op(const std::string& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
-}
 
 // What runs one kind of layer, by the names of its ops; on CUDA tensors, where there is one, a function of this library does.
 template <class Ops, class... Constants>

@@ -2,20 +2,20 @@
 #include "autograd/small_linear.h"
 
 #include <ATen/Context.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <atomic>
 
+#include "autograd/op.h"
 #include "cuda/small_linear_limits.h"
 
 namespace wnfused::small_linear {
 namespace {
 
 // A guess by bytes, which no GPU has confirmed. Every block of eight rows of v reads all of x: so many bytes of the
-// second-level cache take an H100 7 us, and with more of them the vendor's product is expected to be the faster way. With up
-// to 32 samples that reads v fewer times than scaling it first does. So many entries of x are what a block of the weight's
-// gradient walks in 10 us.
+// second-level cache take an H100 7 us, and with more of them the vendor's product is expected to be the faster way; not with
+// up to 32 samples, where one pass over v is most of the work, and scaling it first makes three. kMostEntries: of x, what a
+// block of the weight's gradient walks in 10 us.
 constexpr int64_t kMostBytes = int64_t{1} << 25, kMostEntries = int64_t{1} << 18;
 constexpr int64_t kVeryFewSamples = 32, kRowsOfABlock = 8;
 
@@ -34,11 +34,6 @@ Optional readable(const Optional& t) { return t ? Optional(readable(*t)) : t; }
 bool allows_tf32(const Tensor& x) {
   return x.scalar_type() == at::kFloat &&
          at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
-}
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 }  // namespace

@@ -7,24 +7,19 @@
 #include "autograd/vendor.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <cmath>
 #include <mutex>
 #include <vector>
 
+#include "autograd/op.h"
 #include "autograd/small_linear.h"
 
 namespace wnfused::vendor {
 namespace {
 
 using at::MemoryFormat;
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 // ----------------------------------------------------------------------------------------------------- the weight
 
