@@ -59,6 +59,12 @@ def own_architecture(source):
     return named and named[1]
 
 
+def architectures(source):
+    """Which of ``CUDA_ARCHITECTURES`` a file without one of its own is for: of x_from90.cu, those from 90 on."""
+    named = re.fullmatch(r".*_from(\d+)", source.stem)
+    return [a for a in CUDA_ARCHITECTURES if not named or a >= int(named[1])]
+
+
 def machine_code(architecture):
     """nvcc's option for it."""
     return f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
@@ -110,8 +116,7 @@ def build_cuda(library, objects):
     check_toolkit(torch)
     known = run([nvcc(), "--list-gpu-arch"])
     targets = [a for a in CUDA_ARCHITECTURES if f"compute_{a}\n" in known]
-    generate = [machine_code(a) for a in targets]
-    generate.append(f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}")
+    last = f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}"
     includes = [f"-I{ROOT / 'csrc'}", *(f"-I{path}" for path in include_paths())]
     objects.mkdir(parents=True, exist_ok=True)
     # .cpp: code for the host alone
@@ -122,7 +127,8 @@ def build_cuda(library, objects):
     def compile(source):
         target = objects / f"{source.stem}.o"
         only = own_architecture(source)
-        here = [machine_code(only)] if only else generate
+        shared = [*(machine_code(a) for a in targets if a in architectures(source)), last]
+        here = [machine_code(only)] if only else shared
         flags = [*NVCC_FLAGS, f"--threads={min(jobs, len(here))}", *STABLE_ABI, *here, *includes]
         run([nvcc(), *flags, "-c", "-o", str(target), str(source)])
         return str(target)

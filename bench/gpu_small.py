@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import warnings
+from collections.abc import Iterator
 
 import torch
 
 import wnfused
 from bench.peers import tensor_float_32
 from wnfused.backends import native_cuda
+from wnfused.backends.triton import strategy
 from wnfused.dispatch import BackendWarning
 
+PRECISIONS = ("bf16", "tf32", "fp32")
 SHAPES = ((16, 8), (32, 4), (64, 2), (64, 8), (32, 16), (16, 32), (64, 7), (32, 14), (16, 28))
 """Channels and side of the maps that the CUDA stage has kernels for, in every precision. The last three leave tiles of
 16 pixels ragged."""
@@ -45,20 +49,47 @@ def others() -> None:
         with wnfused.use_backend("native"):
             wnfused.functional.weight_norm(v, g, dim).square().sum().backward()
     _ran("weight norms, of rows that blocks share too")
-    layer = wnfused.WNLinear(48, 40, activation="relu").to("cuda")
-    layer(torch.randn(7, 48).to("cuda")).sum().backward()
-    conv = wnfused.WNConv2d(5, 7, 3, padding=1, activation="relu").to("cuda")
-    conv(torch.randn(3, 5, 9, 9).to("cuda")).sum().backward()
-    _ran("layers by Triton")
+    layers()
     _stages(1, None)
 
 
+def layers() -> None:
+    """Linear layers of few samples by kernels of their own, layers on the vendor's products, and by Triton.
+
+    Of the vendor's, convolutions alone: racecheck dies of cuBLAS's products for Hopper.
+    """
+    for precision in PRECISIONS:
+        with _precision(precision):
+            for samples, columns, rows in ((7, 48, 40), (40, 72, 36), (200, 16, 100)):
+                _layer(wnfused.WNLinear(columns, rows, activation="relu"), samples, columns)
+        _ran(f"linear layers of few samples, {precision}")
+        with _precision(precision), strategy.forced("vendor"):
+            _layer(wnfused.WNConv2d(16, 24, 3, padding=1, activation="leaky_relu"), 3, 16, 9, 9)
+        _ran(f"layers on the vendor's products, {precision}")
+    with strategy.forced("fused"):
+        _layer(wnfused.WNLinear(48, 40, activation="relu"), 7, 48)
+        _layer(wnfused.WNConv2d(5, 7, 3, padding=1, activation="relu"), 3, 5, 9, 9)
+    _ran("layers by Triton")
+
+
+def _layer(layer: torch.nn.Module, *shape: int) -> None:
+    x = torch.randn(shape).to("cuda").requires_grad_()
+    layer.to("cuda")(x).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+@contextlib.contextmanager
+def _precision(name: str) -> Iterator[None]:
+    with tensor_float_32(name == "tf32"), torch.autocast("cuda", torch.bfloat16, name == "bf16"):
+        yield
+
+
 def _stages(batch: int, recompute: int | None) -> None:
-    for precision in ("bf16", "tf32", "fp32"):
+    for precision in PRECISIONS:
         for channels, size in SHAPES:
             stage = wnfused.WNResidualStage(channels, channels, 2, recompute=recompute).to("cuda")
             x = torch.randn(batch, channels, size, size).to("cuda").requires_grad_()
-            with tensor_float_32(precision == "tf32"), torch.autocast("cuda", torch.bfloat16, precision == "bf16"):
+            with _precision(precision):
                 y = stage(x)
                 y.sum().backward()
             assert torch.isfinite(x.grad).all()

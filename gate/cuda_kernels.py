@@ -19,7 +19,7 @@ from pathlib import Path
 from gate import cache
 from gate.rows import Entry, Expectation, Verdict, broken, judge
 from gate.tools import said, tool, version
-from setup import CUDA_ARCHITECTURES, NVCC_FLAGS, STABLE_ABI, machine_code, own_architecture
+from setup import CUDA_ARCHITECTURES, NVCC_FLAGS, STABLE_ABI, architectures, machine_code, own_architecture
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
@@ -53,8 +53,8 @@ class CudaKernel(Expectation):
 
 KERNELS: tuple[CudaKernel, ...] = (
     *(
-        CudaKernel(source=f"stage_{precision}.cu", entry=entry, instruction="HMMA")
-        for precision in ("bfloat16", "tf32", "float32")
+        CudaKernel(source=f"stage_{table}.cu", entry=entry, instruction="HMMA")
+        for table in ("bfloat16", "tf32", "float32", "large_from90")
         for entry in ("StageKernel<.*, false>", "StageKernel<.*, true>", "GradientKernel<")
     ),
     *(
@@ -63,10 +63,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     ),
     CudaKernel(source="stage_sm90a.cu", entry="GradientKernel<", instruction="HMMA"),
     CudaKernel(source="small_linear.cu", entry="SmallLinearForward<", instruction="HMMA"),
-    *(
-        CudaKernel(source="small_linear_backward.cu", entry=entry, instruction="HMMA")
-        for entry in ("SmallLinearInputGradient<", "SmallLinearWeightGradient<")
-    ),
+    CudaKernel(source="small_linear_backward.cu", entry="SmallLinearBackward<", instruction="HMMA"),
 )
 """One row for each family of kernels."""
 
@@ -168,7 +165,7 @@ def run_by(capability: int) -> str:
 def jobs(capabilities: list[int]) -> Iterator[Job]:
     for source in sorted(SOURCES.glob("*.cu")):
         only = own_architecture(source)
-        for target in [only] if only else map(str, CUDA_ARCHITECTURES):
+        for target in [only] if only else map(str, architectures(source)):
             own = tuple(c for c in capabilities if target == (f"{c}a" if only else run_by(c)))
             if own:
                 yield Job(source, target, own)

@@ -27,7 +27,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc"
 CACHE = ROOT / "build" / "emulation"
-TABLES = ("stage_bfloat16", "stage_tf32", "stage_float32", "stage_sm90a")
+TABLES = ("stage_bfloat16", "stage_tf32", "stage_float32", "stage_large_from90", "stage_sm90a")
 MACHINE = (
     "machine",
     "machine_memory",
@@ -87,7 +87,7 @@ class Tree:
             lines = texts[f"cuda/{table}.cu"].splitlines(keepends=True)
             texts[f"cuda/{table}.cu"] = "".join(
                 line for line in lines
-                if not line.startswith("    stage_entry<") or re.search(r'"(.*)"', line)[1] in entries  # type: ignore[index]
+                if not re.match("    (stage|large)_entry<", line) or re.search(r'"(.*)"', line)[1] in entries  # type: ignore[index]
             )  # fmt: skip
         lines = texts["emulation/small_linear.cpp"].splitlines(keepends=True)
         texts["emulation/small_linear.cpp"] = "".join(

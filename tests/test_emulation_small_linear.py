@@ -6,11 +6,11 @@ from emulator import Guarded, emulation, tensor_of
 
 from wnfused import reference
 
-# Samples, rows, columns: the fewest, whole tiles, and remainders of samples, rows and columns; more columns and samples
-# than a warp or a block takes in one step.
+# Samples, rows, columns: the fewest, whole tiles, and remainders of samples, rows and columns; more of each than a warp
+# or a block takes in one step, and than is on its way at once.
 SHAPES = [
     (1, 4, 8), (16, 8, 32), (3, 12, 40), (17, 20, 264), (33, 36, 56), (32, 8, 1032), (256, 16, 64), (250, 12, 72),
-    (5, 300, 48), (2, 8, 4096),
+    (5, 300, 48), (2, 8, 4096), (70, 12, 520), (3, 1036, 40), (40, 12, 2056),
 ]  # fmt: skip
 # The product's kind, and the dtypes of v and of x.
 KINDS = [
@@ -25,6 +25,10 @@ def module():
     return emulation()
 
 
+# Of the backward: what it is asked for, which decides how many blocks are whose.
+WANTED = [("dx", "dv", "dg", "dbias"), ("dx",), ("dv", "dg", "dbias"), ("dv", "dg")]
+
+
 def drawn(shape, wide, narrow):
     samples, rows, columns = shape
     x, v = torch.randn(samples, columns).to(narrow), torch.randn(rows, columns).to(wide)
@@ -36,13 +40,14 @@ def drawn(shape, wide, narrow):
 class Found:
     """What the kernels make of a layer, and the faults that the machine saw."""
 
-    def __init__(self, module, kind, x, v, g, bias, residual, dy, activates, slope, reverse=False):
+    def __init__(self, module, kind, x, v, g, bias, residual, dy, activates, slope, reverse=False, wanted=WANTED[0]):
         guarded = Guarded()
         given = [None if t is None else guarded.array(t) for t in (x, v, g, bias, residual)]
         y, norm = guarded.output(dy), guarded.output(g.float())
         self.faults = module.small_linear(kind, *given, y, norm, activates, slope, reverse)
         dx, dv, dg, dbias = (
-            None if t is None else guarded.output(t) for t in (x, v, g, bias)
+            None if t is None or name not in wanted else guarded.output(t)
+            for name, t in zip(WANTED[0], (x, v, g, bias), strict=True)
         )  # fmt: skip
         arrays = (guarded.array(dy), y, *given[:3], norm, dx, dv, dg, dbias)
         self.faults += module.small_linear_backward(kind, *arrays, activates, slope, reverse)
@@ -107,6 +112,17 @@ def test_bias_of_either_dtype_or_none(module, dtype, residual):
     assert ("dbias" in found.values) == (dtype is not None)
     true = expected(x, v, g, bias, added, dy, "relu", 0.0, found.values["y"])
     assert faults_of(found, true, "bfloat16") == []
+
+
+@pytest.mark.parametrize("wanted", WANTED[1:], ids=str)
+@pytest.mark.parametrize(("kind", "wide", "narrow"), KINDS, ids=IDS)
+@pytest.mark.parametrize("shape", [(33, 20, 56), (33, 20, 520), (9, 12, 1032)], ids=str)
+def test_gradients_are_the_same_alone(module, shape, kind, wide, narrow, wanted):
+    given = drawn(shape, wide, narrow)
+    together, alone = (Found(module, kind, *given, True, 0.1, wanted=names) for names in (WANTED[0], wanted))
+    assert together.faults == alone.faults == []
+    assert set(alone.values) == {"y", "norm", *wanted}
+    assert all(torch.equal(value, together.values[name]) for name, value in alone.values.items())
 
 
 @pytest.mark.parametrize(("kind", "wide", "narrow"), KINDS, ids=IDS)

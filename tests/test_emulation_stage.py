@@ -209,9 +209,10 @@ def test_kernels_of_one_architecture_are_no_other_files_too():
         )
         return set(re.findall(r" [Wu] (.*\blaunch<.*)", listing.stdout))
 
-    everywhere = launches("stage_bfloat16")
-    assert len(everywhere) > 20
-    assert not launches("stage_sm90a") & everywhere
+    everywhere = launches("stage_bfloat16") | launches("stage_tf32")
+    assert len(everywhere) > 40
+    for table in ("stage_sm90a", "stage_large_from90"):
+        assert not launches(table) & everywhere
 
 
 def test_emulation_covers_the_networks_stages(module):

@@ -122,15 +122,16 @@ def test_a_missing_copy_to_the_cluster_is_red(source):
 
 
 def test_what_is_compiled_is_what_is_shipped(monkeypatch):
-    """The machine code of setup.py's list; sm_89 runs sm_80's; a source of one architecture is that one's alone."""
+    """The machine code of setup.py's list; sm_89 runs sm_80's; sources of one architecture, or later ones."""
     import setup
 
     targets = {str(architecture) for architecture in setup.CUDA_ARCHITECTURES}
     judged: dict[str, dict[str, tuple[int, ...]]] = {}
     for job in cuda_kernels.jobs(list(ARCHITECTURES)):
         judged.setdefault(job.source.name, {})[job.target] = job.capabilities
-    own = judged.pop("stage_sm90a.cu")
+    own, later = judged.pop("stage_sm90a.cu"), judged.pop("stage_large_from90.cu")
     assert own == {"90a": (90,)}
+    assert later == {"90": (90,), "100": (100,)}
     assert judged["stage_tf32.cu"] == {"80": (80, 89), "90": (90,), "100": (100,)}
     assert all(set(each) == targets for each in judged.values())
     commands = []

@@ -21,6 +21,7 @@ PACK, WARPGROUP, HOPPER = "cuda/stage_pack.h", "cuda/stage_warpgroup.h", "cuda/h
 DRIVER = "cuda/stage_driver.cu"
 SMALL, FORWARD = "cuda/small_linear.h", "cuda/small_linear_forward.h"
 INPUT, WEIGHT = "cuda/small_linear_input.h", "cuda/small_linear_weight.h"
+BACKWARD = "cuda/small_linear_backward.h"
 
 # What is broken: (file, the text, what takes its place).
 BUGS = {
@@ -42,7 +43,7 @@ BUGS = {
     "both convolutions work in one buffer": (TILE, "operand = next_operand;", ""),
     "sums go on to the next convolution": (TILE, "sums[i][j][k] = 0.0f;\n    return value;", "return value;"),
     "the mask is the operand of the other convolution": (
-        TILE, "activations + map_offset(conv) : nullptr", "activations + map_offset(conv - 1) : nullptr",
+        TILE, "activations + map_offset(computed_again(conv))", "activations + map_offset(computed_again(conv - 1))",
     ),
     "the mask lets zero through": (TILE, "Precision::low(a) <= 0.0f", "Precision::low(a) < 0.0f"),
     "the gradient is scaled once too often": (TILE, "kBackward && last ? 1.0f", "kBackward && false ? 1.0f"),
@@ -53,7 +54,13 @@ BUGS = {
     "weights are asked for past the last": (
         KERNEL, "if (index < 2 * params.blocks * Config::kChunks) {", "{",
     ),
-    "the mask is asked for past its end": (TILE, "i < pixels * kPixelBytes;", "i <= pixels * kPixelBytes;"),
+    "the mask of the convolution before the first is asked for": (
+        KERNEL, "kBackward && step % 2 == 1 && conv > 0", "kBackward && step % 2 == 1",
+    ),
+    "a convolution's bias is its block's": (
+        KERNEL, "if (!Config::kSplits) bias = this->load_bias(conv)", "bias = this->load_bias(conv / 2 * 2)",
+    ),
+    "half of the warps do not keep the operand": (KERNEL, "if (keeps && !keeps_first()) this->keep_operand(conv);", ""),
     "of no blocks a checkpoint is read": (
         DRIVER, "problem_.recompute > 0 && problem_.blocks > 0", "problem_.recompute > 0",
     ),
@@ -61,9 +68,12 @@ BUGS = {
         DRIVER, "params.operands = space_.gradients;", "params.operands = operands();",
     ),
     "halves of the k-step swapped": (
-        CONV, "operand + lane_index() / 16 * Config::kPlaneBytes + warp.window(0",
-        "operand + (1 - lane_index() / 16) * Config::kPlaneBytes + warp.window(0",
+        CONV, "pixels = operand + lane_index() / 16 * Config", "pixels = operand + (1 - lane_index() / 16) * Config",
     ),
+    "rows that a tap needs together are put together wrongly": (
+        CONV, "{before[1], rows[0], before[3], rows[2]}", "{before[0], rows[1], before[2], rows[3]}",
+    ),
+    "the last pair of rows is left out": (CONV, "pair <= Config::kTiles", "pair < Config::kTiles"),
     "a row is used one output row late": (CONV, "int output_row = row - ky;", "int output_row = row - ky + 1;"),
     "registers of a fragment in the wrong order": (
         PACK, "reg / 2 * 8 + lane / 4", "reg % 2 * 8 + lane / 4",
@@ -163,24 +173,31 @@ SMALL_BUGS = {
         FORWARD, "first_sample, shared);\n    block_barrier();", "first_sample, shared);",
     ),
     "norms are read before they are written": (
-        FORWARD, "    block_barrier();\n    for (int i = thread_index()", "    for (int i = thread_index()",
+        FORWARD, "    block_barrier();\n    if (writes)", "    if (writes)",
     ),
     "columns past the last are read": (FORWARD, "column < params.columns", "true"),
-    "samples past the last are read": (FORWARD, "inside && sample < params.samples", "inside"),
-    "a warp skips every other step": (FORWARD, "start += kWarps * kStep", "start += 2 * kWarps * kStep"),
+    "samples past the last are read": (FORWARD, "own < params.samples ? own : params.samples - 1", "own"),
+    "a warp skips every other step": (
+        FORWARD, "first_sample, start + ahead * kStride", "first_sample, start + 2 * ahead * kStride",
+    ),
+    "all steps of a round are its first": (FORWARD, "now = read[ahead]", "now = read[0]"),
     "what is to be added is not read": (FORWARD, "if (params.residual) value +=", "if (false) value +="),
     "the lower rows of a product are the upper ones": (
         SMALL, "{upper.word[0], lower.word[0], upper.word[1], lower.word[1]}",
         "{upper.word[0], upper.word[0], upper.word[1], upper.word[1]}",
     ),
     "rows of the sum in another order than the other operand's": (
-        INPUT, "scale[0] * dz.at(params, 0), scale[1] * dz.at(params, 1)",
-        "scale[1] * dz.at(params, 1), scale[0] * dz.at(params, 0)",
+        INPUT, "scale[0] * of.at(params, 0), scale[1] * of.at(params, 1)",
+        "scale[1] * of.at(params, 1), scale[0] * of.at(params, 0)",
     ),
+    "rows of v are read before they are there": (INPUT, "wait_copies<0>();", ""),
+    "the sums, or the next rows, overtake who still reads v": (INPUT, "block_barrier();  // the next", "// the next"),
+    "every other round of rows is left out": (INPUT, "first += kRound", "first += 2 * kRound"),
+    "all steps of a round have the first one's dy": (INPUT, "upper = scaled(dz.of[ahead]", "upper = scaled(dz.of[0]"),
+    "a thread's scales are those of the next rows": (INPUT, "row = first + line;", "row = first + line + kScales;"),
     "columns side by side change places": (INPUT, "+ side) * 4,", "+ 1 - side) * 4,"),
     "gradients are read before they are kept": (
-        WEIGHT, "keep_gradients(params, first_row, shared);\n    block_barrier();",
-        "keep_gradients(params, first_row, shared);",
+        WEIGHT, "wait_copies<0>();\n    block_barrier();", "wait_copies<0>();",
     ),
     "a row's sum leaves out four warps": (WEIGHT, "i < kWarps / 4; ++i", "i < kWarps / 4 - 1; ++i"),
     "dg is read before it is kept": (
@@ -190,7 +207,13 @@ SMALL_BUGS = {
     "the samples past the last step are left out": (
         WEIGHT, "(params.samples + kStep - 1) / kStep * kStep", "params.samples / kStep * kStep",
     ),
-    "gradients of zero rows": (WEIGHT, "narrow<T>(zero ? 0.0f : scale", "narrow<T>(zero ? 1.0f : scale"),
+    "gradients of zero rows": (WEIGHT, "dv[i] = zero ? 0.0f : scale", "dv[i] = zero ? 1.0f : scale"),
+    "v is used before it is there": (WEIGHT, "wait_copies<0>();", ""),
+    "both rows of a lane have the first one's v": (WEIGHT, "row % kRows * kLineOfV", "place.row % kRows * kLineOfV"),
+    "pieces of a group change places": (WEIGHT, "(first + piece) * kWarps", "(first + kGroup - 1 - piece) * kWarps"),
+    "the first round comes again": (WEIGHT, "params, column, first, start)", "params, column, first, 0)"),
+    "the weight gradient begins with another's block": (BACKWARD, "block_index() - inputs", "block_index()"),
+    "a block of the weight gradient is the input's": (BACKWARD, "block_index() < inputs", "block_index() <= inputs"),
 }  # fmt: skip
 
 # A regular map with row reuse, bands and two buffers; one with several images a block; a ragged one with one buffer;
@@ -221,6 +244,7 @@ def small_faults(module):
     torch.manual_seed(0)
     for reverse in (False, True):
         yield check_layer(module, (33, 20, 520), *KINDS[0], "leaky_relu", 0.1, reverse)
+        yield check_layer(module, (3, 524, 24), *KINDS[0], "leaky_relu", 0.1, reverse)
 
 
 def noticed(module, faults=stage_faults):

@@ -1,4 +1,4 @@
-// Linear layers of few samples on CUDA tensors: one launch forward and two backward, of the library's own kernels
+// Linear layers of few samples on CUDA tensors: one launch forward and one backward, of the library's own kernels
 // (cuda/small_linear.h), where the vendor's way takes three and four.
 #pragma once
 

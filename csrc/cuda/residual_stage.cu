@@ -35,9 +35,9 @@ int64_t shared_limit(int device) { return attribute_of(device, cudaDevAttrMaxSha
 // Whether the stages that stage_sm90a.cu has run by it, on devices of that architecture.
 std::atomic<bool> warpgroup_stage{false};
 
-bool is_sm90(int device) {
-  return attribute_of(device, cudaDevAttrComputeCapabilityMajor) == 9 &&
-         attribute_of(device, cudaDevAttrComputeCapabilityMinor) == 0;
+int architecture_of(int device) {
+  return 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
+         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
 }
 
 // Kernels count images, convolutions and their pieces in 32 bits.
@@ -47,11 +47,13 @@ const StageEntry& entry_for(const Tensor& x, int64_t blocks, bool tf32) {
   const int device = x.get_device_index();
   const int64_t limit = shared_limit(device);
   const auto find = [&](const StageEntry* table) {
-    return find_entry(table, x.size(1), x.size(2), x.size(3), limit);
+    return table ? find_entry(table, x.size(1), x.size(2), x.size(3), limit) : nullptr;
   };
   const Precision precision = precision_of(x, tf32);
+  const int architecture = architecture_of(device);
   const StageEntry* entry = nullptr;
-  if (warpgroup_stage && precision == Precision::kBfloat16 && is_sm90(device)) entry = find(stage_sm90a);
+  if (warpgroup_stage && precision == Precision::kBfloat16 && architecture == 90) entry = find(stage_sm90a);
+  if (!entry && architecture >= 90) entry = find(large_stage_table(precision));
   if (!entry) entry = find(stage_table(precision));
   STD_TORCH_CHECK(entry, "residual_stage: no CUDA kernel for ", x.size(1), " channels on ", x.size(2), " x ", x.size(3),
                   " maps on this device");
@@ -138,7 +140,7 @@ void set_warpgroup_stage(bool on) { warpgroup_stage = on; }
 
 int64_t toolkit_version() { return CUDART_VERSION; }
 
-// Of those that this file is compiled for, as all but x_sm90a.cu are.
+// Of those that this file is compiled for, as all but x_sm90a.cu are (x_from90.cu for those from there on).
 int64_t newest_architecture() { return std::max({__CUDA_ARCH_LIST__}) / 10; }
 
 int64_t driver_version() {

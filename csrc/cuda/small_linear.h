@@ -1,22 +1,29 @@
-// Linear layers of few samples, where launches and the weight's bytes are the time: one launch forward and two
-// backward, by matrix instructions, with v read where it lies.
+// Linear layers of few samples, where launches, the way to memory and the weight's bytes are the time: one launch
+// forward and one backward, by matrix instructions, with v read where it lies.
 //
 //   forward          y = act(s (x v^T) + b + r)      a block has 8 rows of v and 16 or 32 samples, and sums v's squares
 //                                                    beside the product
-//   input gradient   dx = (s mask dy) v              a block has 16 columns of dx and 16 or 32 samples
+//   input gradient   dx = (s mask dy) v              a block has 16 columns of dx and 32 samples
 //   weight gradient  dw = (mask dy)^T x              a block has 8 rows of v and all samples, keeps dw in
 //                    dg = <dw, v> / ||v||            registers, and writes dv and the bias's gradient, too
 //                    dv = s (dw - v dg / ||v||)
 //
-// with s = g / ||v||, x [samples, columns] and v [rows, columns]. Each is in a file of its own beside this one.
+// with s = g / ||v||, x [samples, columns] and v [rows, columns]. Each is in a file of its own beside this one;
+// small_linear_backward.h has both gradients in one launch.
 //
-// Operands go from global memory to fragments without a stop in shared memory. In which order a product's entries are
-// summed is free as long as both operands keep it, and so is which column of a tile stands for which of the map: a lane
-// takes neighbouring entries, 8 to 16 bytes of them, where PTX's layout would have it pick single ones. The warps of a
-// block share the sum and add their parts up in a fixed order: the same bits in every run.
+// Operands go from global memory to fragments, most of them without a stop in shared memory. In which order a product's
+// entries are summed is free as long as both operands keep it, and so is which column of a tile stands for which of the
+// map: a lane takes neighbouring entries, 8 to 16 bytes of them, where PTX's layout would have it pick single ones. The
+// warps of a block share the sum and add their parts up in a fixed order: the same bits in every run.
+//
+// The way to memory takes longer than a step's products. A warp goes it for a round of several steps at once, as many
+// as there are registers for: their loads all stand before the first product, and what a block needs in the end is
+// asked for in the beginning. Registers are left to what is on its way: offsets have 32 bits, as small_linear_limits.h
+// allows, and where a lane's entries lie is worked out again for each round (computed_again), not kept.
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include "cuda/activation.h"
 #include "cuda/precision.h"
@@ -43,18 +50,40 @@ struct SmallLinearParams {
 
 // ------------------------------------------------------------------------------------------- neighbouring entries
 
-// kCount neighbouring entries as they lie in memory, read at once.
+// kCount neighbouring entries, float32 or bfloat16, as they lie in memory, read at once. In whole registers: what is on
+// its way is not to be taken apart before it is there.
 template <class T, int kCount>
 struct Neighbours {
-  struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Raw {
-    T value[kCount];
+  static constexpr bool kIsBfloat16 = sizeof(T) == 2;
+  static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  using Word = std::conditional_t<kBytes % 4 == 0, uint32_t, uint16_t>;
+  struct alignas(kBytes < 16 ? kBytes : 16) Raw {
+    Word word[kBytes / sizeof(Word)];
   };
   Raw raw;
 
   WNFUSED_DEVICE static Neighbours load(const T* from, bool valid) {
     return valid ? Neighbours{load_own<Raw>(from)} : Neighbours{};
   }
-  WNFUSED_DEVICE float operator[](int i) const { return widen(raw.value[i]); }
+  WNFUSED_DEVICE static Neighbours of(const float (&values)[kCount]) {
+    Neighbours made;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kIsBfloat16 ? 2 : 1) {
+      if constexpr (kIsBfloat16)
+        made.raw.word[i / 2] = pack_bf16(values[i], values[i + 1]);
+      else
+        made.raw.word[i] = bits_of_float(values[i]);
+    }
+    return made;
+  }
+  WNFUSED_DEVICE float operator[](int i) const {
+    if constexpr (kIsBfloat16) {
+      const uint32_t word = raw.word[i / 2];
+      return float_of_bits(i % 2 ? word & 0xffff0000u : word << 16);
+    } else {
+      return float_of_bits(raw.word[i]);
+    }
+  }
 };
 
 // ------------------------------------------------------------------------------------------------ operands by type
@@ -126,14 +155,25 @@ WNFUSED_DEVICE void multiply_quads(float (&sum)[4], const Quad<Float32>& upper, 
   }
 }
 
-// Entries first to first + 3 of neighbours, and of four neighbours' entry `column`.
+// Entries first to first + 3 of neighbours, and of four neighbours' entry `column`. What is in bfloat16 stays as it is.
 template <class Kind, class T, int kCount>
 WNFUSED_DEVICE Quad<Kind> quad_of(const Neighbours<T, kCount>& entries, int first) {
-  return Quad<Kind>::of(entries[first], entries[first + 1], entries[first + 2], entries[first + 3]);
+  if constexpr (Kind::kIsBfloat16 && sizeof(T) == 2)
+    return {{entries.raw.word[first / 2], entries.raw.word[first / 2 + 1]}};
+  else
+    return Quad<Kind>::of(entries[first], entries[first + 1], entries[first + 2], entries[first + 3]);
 }
 template <class Kind, class T, int kCount>
 WNFUSED_DEVICE Quad<Kind> quad_across(const Neighbours<T, kCount> (&lines)[4], int column) {
-  return Quad<Kind>::of(lines[0][column], lines[1][column], lines[2][column], lines[3][column]);
+  if constexpr (Kind::kIsBfloat16 && sizeof(T) == 2) {
+    const auto pair = [&](int line) {
+      const uint32_t low = lines[line].raw.word[column / 2], high = lines[line + 1].raw.word[column / 2];
+      return column % 2 ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
+    };
+    return {{pair(0), pair(2)}};
+  } else {
+    return Quad<Kind>::of(lines[0][column], lines[1][column], lines[2][column], lines[3][column]);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ pointwise parts
@@ -145,14 +185,13 @@ WNFUSED_DEVICE float row_scale(float gain, float norm) { return norm == 0.0f ? 0
 template <class T, class N>
 struct MaskedGradient {
   Neighbours<N, 4> dy, y;
-  WNFUSED_DEVICE static MaskedGradient load(const SmallLinearParams<T, N>& params, int sample, int row) {
-    const bool valid = sample < params.samples && row < params.rows;
-    const int64_t at = static_cast<int64_t>(sample) * params.rows + row;
+  WNFUSED_DEVICE static MaskedGradient load(const SmallLinearParams<T, N>& params, int sample, int row, bool valid) {
+    const int at = sample * params.rows + row;
     return {Neighbours<N, 4>::load(params.dy + at, valid),
             Neighbours<N, 4>::load(params.y_read + at, valid && params.activates)};
   }
   WNFUSED_DEVICE float at(const SmallLinearParams<T, N>& params, int i) const {
-    return params.activates ? masked(dy[i], y[i], params.slope) : dy[i];
+    return masked(dy[i], y[i], params.activates ? params.slope : 1.0f);  // with no branch on `activates`
   }
 };
 
@@ -160,12 +199,5 @@ struct MaskedGradient {
 // overflow where x w does not, and in Float32 an infinity meets the other operand's small part, which may be zero or of
 // the other sign.
 WNFUSED_DEVICE bool is_finite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
-
-// Enqueues the kernel of one tile of 16 samples, or of two.
-template <class One, class Two>
-Status enqueue_by_samples(const typename One::Params& params, Queue queue) {
-  if (params.samples <= 16) return launch<One>(params, One::blocks(params), queue);
-  return launch<Two>(params, Two::blocks(params), queue);
-}
 
 }  // namespace wnfused::gpu

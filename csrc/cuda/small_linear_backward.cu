@@ -1,9 +1,8 @@
 // The op small_linear_backward_ on CUDA tensors.
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/small_linear_input.h"
+#include "cuda/small_linear_backward.h"
 #include "cuda/small_linear_op.h"
-#include "cuda/small_linear_weight.h"
 
 namespace wnfused::gpu {
 namespace {
@@ -40,8 +39,7 @@ void small_linear_backward_(const Tensor& dy, const Tensor& y, const Tensor& x, 
     params.dv = pointer<T>(dv);
     params.dg = pointer<T>(dg);
     params.dbias = pointer<void>(dbias);
-    if (dx) check(enqueue_small_linear_input<decltype(kind)>(params, here.queue));
-    if (dv) check(enqueue_small_linear_weight<decltype(kind)>(params, here.queue));
+    check(enqueue_small_linear_backward<decltype(kind)>(params, here.queue));
   });
 }
 

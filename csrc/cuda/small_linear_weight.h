@@ -8,44 +8,85 @@ namespace wnfused::gpu {
 // A block takes 8 rows of v and all samples, whose mask dy it keeps in shared memory. A warp takes kPieces of 32
 // columns, and keeps their dw in registers. A lane takes four neighbouring columns of four neighbouring samples at a
 // time, and ends up with these columns of two rows.
+//
+// A group of pieces walks the samples together, kAhead steps a round. With the first round a block asks for all else
+// that it reads: where all pieces are one group for v, too, which waits in shared memory. For more pieces v is read
+// twice, behind the products and to write dv.
 template <class Kind, class T, class N, int kWarps_, int kPieces>
 struct SmallLinearWeightGradient {
   using Params = SmallLinearParams<T, N>;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kRows = 8, kStep = 16;
+  static constexpr bool kKeepsV = kPieces <= 4;
+  // A step of a piece has 8 registers in bfloat16 and 16 in float, beside 8 that every piece has for dw.
+  static constexpr int kGroup = kKeepsV ? kPieces : Kind::kIsBfloat16 ? 4 : 2, kAhead = kKeepsV ? 8 / kPieces : 1;
+  static constexpr int kGroupOfV = kPieces < 4 ? kPieces : 4;
   // From one row's gradients to the next's, such that the lanes of a load lie in different banks.
   static constexpr int kLine = static_cast<int>(kMostSmallSamples) * 4 + 64;
-  static constexpr int kDotsAt = kRows * kLine, kAlongAt = kDotsAt + kWarps * 32 * 8;
-  static constexpr int kSharedBytes = kAlongAt + kRows * 4, kBlocksPerMultiprocessor = 1;
+  // The same for v: a load is of 16 bytes of rows two lines apart.
+  static constexpr int kWidth = kPieces * kWarps * 32, kLineOfV = kWidth * static_cast<int>(sizeof(T)) + 16;
+  static constexpr int kDotsAt = kRows * kLine, kAlongAt = kDotsAt + kWarps * 32 * 8, kNormsAt = kAlongAt + kRows * 4,
+                       kGainsAt = kNormsAt + kRows * 4, kVAt = kGainsAt + kRows * 4;
+  static constexpr int kSharedBytes = kVAt + (kKeepsV ? kRows * kLineOfV : 0);
   static_assert(kWarps >= kRows && kWarps % 4 == 0, "a warp sums up one row, of four warps at once");
 
-  static int64_t blocks(const Params& params) { return (params.rows + kRows - 1) / kRows; }
+  WNFUSED_HOST_DEVICE static int blocks(const Params& params) { return (params.rows + kRows - 1) / kRows; }
 
-  WNFUSED_DEVICE static void run(const Params& params, char* shared) {
-    const int first_row = block_index() * kRows, warp = thread_index() / 32, lane = lane_index();
-    keep_gradients(params, first_row, shared);
-    block_barrier();
-    if (warp < kRows) sum_bias(params, first_row + warp, shared + warp * kLine);
-    float dw[kPieces][2][4];
-    Pair dots{0.0f, 0.0f};
+  WNFUSED_DEVICE static void run(const Params& params, int block, char* shared) {
+    const int first_row = block * kRows, warp = thread_index() / 32, lane = lane_index();
     const Place place{first_row + 2 * (lane % 4), warp * 32 + 4 * (lane / 4)};
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      products(params, place.column + piece * kWarps * 32, shared, dw[piece]);
-      add_dots(params, {place.row, place.column + piece * kWarps * 32}, dw[piece], dots);
+    const bool has_row = warp < kRows && first_row + warp < params.rows;
+    if constexpr (kKeepsV) copy_v(params, first_row, shared + kVAt);
+    const bool has_scale = thread_index() < kRows && first_row + thread_index() < params.rows;
+    const auto norm = Neighbours<float, 1>::load(params.norm + first_row + thread_index(), has_scale);
+    const auto gain = Neighbours<T, 1>::load(params.g + first_row + thread_index(), has_scale);
+    const Gradients gradients = load_gradients(params, first_row);
+    Round round = load_round(params, place.column, 0, 0);
+    keep_gradients(params, gradients, shared);
+    if (thread_index() < kRows) {
+      store_shared(shared + kNormsAt + thread_index() * 4, norm[0]);
+      store_shared(shared + kGainsAt + thread_index() * 4, gain[0]);
     }
+    if constexpr (kKeepsV) wait_copies<0>();
+    block_barrier();
+    if (has_row) sum_bias(params, first_row + warp, shared + warp * kLine);
+    float dw[kPieces][2][4] = {};
+#pragma unroll
+    for (int first = 0; first < kPieces; first += kGroup) {
+      if (first > 0) round = load_round(params, place.column, first, 0);
+      products(params, place.column, first, shared, round, dw);
+    }
+    make_finite(params, place.column, shared, dw);
+    Pair dots{0.0f, 0.0f};
+#pragma unroll
+    for (int first = 0; first < kPieces; first += kGroupOfV)
+      add_dots(first, directions(params, place, first, shared), dw, dots);
     store_shared(shared + kDotsAt + thread_index() * 8, dots);
     block_barrier();
-    if (warp < kRows) sum_dots(params, first_row + warp, shared);
+    if (has_row) sum_dots(params, first_row + warp, shared);
     block_barrier();
+    if (place.row >= params.rows) return;
+    const auto of_rows = [&](int at) {
+      return load_shared<Neighbours<float, 2>>(shared + at + (place.row - first_row) * 4);
+    };
+    const auto along = of_rows(kAlongAt), norms = of_rows(kNormsAt), gains = of_rows(kGainsAt);
+    bool zero[2];
+    float scale[2], unit[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      const int row = place.row + side;
-      if (row >= params.rows) continue;
-      const float along = load_shared<float>(shared + kAlongAt + (row - first_row) * 4);
-      const float norm = load_global<float>(params.norm + row), gain = widen(load_global<T>(params.g + row));
+      zero[side] = norms[side] == 0.0f;
+      const float inverse = zero[side] ? 0.0f : 1.0f / norms[side];
+      scale[side] = gains[side] * inverse;
+      unit[side] = along[side] * inverse;
+    }
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece)
-        write(params, {row, place.column + piece * kWarps * 32}, dw[piece][side], norm, gain, along);
+    for (int first = 0; first < kPieces; first += kGroupOfV) {
+      const Directions v = directions(params, place, first, shared);
+#pragma unroll
+      for (int i = 0; i < kGroupOfV && first + i < kPieces; ++i)
+#pragma unroll
+        for (int side = 0; side < 2; ++side)
+          write(params, place.piece(first + i), side, dw[first + i][side], v.of[i][side], zero[side], scale[side],
+                unit[side]);
     }
   }
 
@@ -55,21 +96,62 @@ struct SmallLinearWeightGradient {
   };
   struct Place {
     int row, column;
+    WNFUSED_DEVICE Place piece(int i) const { return {row, column + i * kWarps * 32}; }
+  };
+  // Of two rows, the four columns of each piece of a group of v's.
+  struct Directions {
+    Neighbours<T, 4> of[kGroupOfV][2];
+  };
+  // Of four samples in each step, the four columns of each piece of a group.
+  struct Round {
+    Neighbours<N, 4> of[kAhead][kGroup][4];
+  };
+  // Of the samples that this thread keeps for the block, four rows at a time.
+  static constexpr int kQuads = kRows / 4;
+  struct Gradients {
+    static constexpr int kCount = (static_cast<int>(kMostSmallSamples) * kQuads + kThreads - 1) / kThreads;
+    MaskedGradient<T, N> of[kCount];
   };
 
-  // [row][sample], zeros where there is none.
-  WNFUSED_DEVICE static void keep_gradients(const Params& params, int first_row, char* shared) {
-    const int samples = (params.samples + kStep - 1) / kStep * kStep;
-    for (int i = thread_index(); i < samples * (kRows / 4); i += kThreads) {
-      const int sample = i / (kRows / 4), row = i % (kRows / 4) * 4;
-      const auto dz = MaskedGradient<T, N>::load(params, sample, first_row + row);
+  // [row][column], zeros where there is none.
+  WNFUSED_DEVICE static void copy_v(const Params& params, int first_row, char* shared) {
+    constexpr int kUnit = 16 / static_cast<int>(sizeof(T)), kUnits = kWidth / kUnit;
+    static_assert(kRows * kUnits % kThreads == 0, "every thread copies as much");
 #pragma unroll
-      for (int k = 0; k < 4; ++k) store_shared(shared + (row + k) * kLine + sample * 4, dz.at(params, k));
+    for (int k = 0; k < kRows * kUnits / kThreads; ++k) {
+      const int i = thread_index() + k * kThreads, line = i / kUnits, unit = i % kUnits;
+      const int row = first_row + line, column = unit * kUnit;
+      copy_async(shared + line * kLineOfV + unit * 16, params.v + row * params.columns + column,
+                 row < params.rows && column < params.columns);
+    }
+    commit_copies();
+  }
+
+  WNFUSED_DEVICE static Gradients load_gradients(const Params& params, int first_row) {
+    Gradients read;
+#pragma unroll
+    for (int k = 0; k < Gradients::kCount; ++k) {
+      const int i = thread_index() + k * kThreads;
+      const int sample = i / kQuads, row = first_row + i % kQuads * 4;
+      read.of[k] = MaskedGradient<T, N>::load(params, sample, row, sample < params.samples && row < params.rows);
+    }
+    return read;
+  }
+
+  // [row][sample], zeros where there is none.
+  WNFUSED_DEVICE static void keep_gradients(const Params& params, const Gradients& read, char* shared) {
+    const int samples = (params.samples + kStep - 1) / kStep * kStep;
+#pragma unroll
+    for (int k = 0; k < Gradients::kCount; ++k) {
+      const int i = thread_index() + k * kThreads, sample = i / kQuads, row = i % kQuads * 4;
+      if (sample >= samples) break;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) store_shared(shared + (row + j) * kLine + sample * 4, read.of[k].at(params, j));
     }
   }
 
   WNFUSED_DEVICE static void sum_bias(const Params& params, int row, const char* line) {
-    if (!params.dbias || row >= params.rows) return;
+    if (!params.dbias) return;
     float sum = 0.0f;
     for (int sample = lane_index(); sample < params.samples; sample += 32) sum += load_shared<float>(line + sample * 4);
     sum = warp_sum(sum);
@@ -80,49 +162,80 @@ struct SmallLinearWeightGradient {
       store_global(static_cast<N*>(params.dbias) + row, narrow<N>(sum));
   }
 
-  // dw[0] and dw[1]: of the rows 2 t and 2 t + 1, the four columns from `column` on.
-  WNFUSED_DEVICE static void products(const Params& params, int column, const char* shared, float (&dw)[2][4]) {
-    const int group = lane_index() / 4, t = lane_index() % 4;
-    const bool inside = column < params.columns;
-    struct Lines {
-      Neighbours<N, 4> of[4];
-    };
-    const auto load = [&](int start) {
-      Lines read;
+  WNFUSED_DEVICE static Round load_round(const Params& params, int column, int first, int start) {
+    Round read;
+    start = computed_again(start);
+    column = computed_again(column);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int sample = start + 4 * t + i;
-        read.of[i] = Neighbours<N, 4>::load(params.x + static_cast<int64_t>(sample) * params.columns + column,
-                                            inside && sample < params.samples);
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int sample = start + ahead * kStep + 4 * (lane_index() % 4);
+#pragma unroll
+      for (int piece = 0; piece < kGroup && first + piece < kPieces; ++piece) {
+        const int at = column + (first + piece) * kWarps * 32;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          read.of[ahead][piece][i] = Neighbours<N, 4>::load(params.x + (sample + i) * params.columns + at,
+                                                            at < params.columns && sample + i < params.samples);
       }
-      return read;
-    };
-    using Kept = Neighbours<float, 4>;
-    float sums[2][4] = {};
-    Lines next = load(0);
-#pragma unroll 1
-    for (int start = 0; start < params.samples; start += kStep) {
-      const Lines now = next;
-      next = load(start + kStep);
-      const Quad<Kind> b = quad_of<Kind>(load_shared<Kept>(shared + group * kLine + (start + 4 * t) * 4), 0);
-      multiply_quads(sums[0], quad_across<Kind>(now.of, 0), quad_across<Kind>(now.of, 1), b);
-      multiply_quads(sums[1], quad_across<Kind>(now.of, 2), quad_across<Kind>(now.of, 3), b);
     }
+    return read;
+  }
+
+  // dw[piece][0] and [1], of the group that starts with piece `first`: of the rows 2 t and 2 t + 1, four columns.
+  // `round` is the first of its rounds.
+  WNFUSED_DEVICE static void products(const Params& params, int column, int first, const char* shared, Round round,
+                                      float (&dw)[kPieces][2][4]) {
+    const int group = lane_index() / 4, t = lane_index() % 4;
+    float sums[kGroup][2][4] = {};
+    int start = 0;
+#pragma unroll 1
+    while (true) {
+#pragma unroll
+      for (int ahead = 0; ahead < kAhead; ++ahead) {
+        const int step = start + ahead * kStep;
+        if (step < params.samples) {
+          const auto kept = load_shared<Neighbours<float, 4>>(shared + group * kLine + (step + 4 * t) * 4);
+          const Quad<Kind> b = quad_of<Kind>(kept, 0);
+#pragma unroll
+          for (int piece = 0; piece < kGroup && first + piece < kPieces; ++piece) {
+            const auto& x = round.of[ahead][piece];
+            multiply_quads(sums[piece][0], quad_across<Kind>(x, 0), quad_across<Kind>(x, 1), b);
+            multiply_quads(sums[piece][1], quad_across<Kind>(x, 2), quad_across<Kind>(x, 3), b);
+          }
+        }
+      }
+      start += kAhead * kStep;
+      if (start >= params.samples) break;
+      round = load_round(params, column, first, start);
+    }
+#pragma unroll
+    for (int piece = 0; piece < kGroup && first + piece < kPieces; ++piece)
+#pragma unroll
+      for (int k = 0; k < 8; ++k) dw[first + piece][k / 4][k % 4] = sums[piece][k % 4 / 2][k % 2 * 2 + k / 4];
+  }
+
+  WNFUSED_DEVICE static void make_finite(const Params& params, int column, const char* shared,
+                                         float (&dw)[kPieces][2][4]) {
     bool finite = true;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      // Columns that are not there would add dy infinite times 0 to the row's dot product.
-      const float sum = inside ? sums[k % 4 / 2][k % 2 * 2 + k / 4] : 0.0f;
-      dw[k / 4][k % 4] = sum;
-      finite = finite && is_finite(sum);
-    }
+    for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        // Columns that are not there would add dy infinite times 0 to the row's dot product.
+        if (column + piece * kWarps * 32 >= params.columns) dw[piece][k / 4][k % 4] = 0.0f;
+        finite = finite && is_finite(dw[piece][k / 4][k % 4]);
+      }
     if (finite) return;
 #pragma unroll 1
-    for (int k = 0; k < 8; ++k) {
-      const float sum = plain_product(params, column + k % 4, shared + (2 * t + k / 4) * kLine);
+    for (int index = 0; index < kPieces * 8; ++index) {
+      const int piece = index / 8, k = index % 8, at = column + piece * kWarps * 32 + k % 4;
+      if (at >= params.columns) break;
+      const float sum = plain_product(params, at, shared + (2 * (lane_index() % 4) + k / 4) * kLine);
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (i == k && !is_finite(dw[i / 4][i % 4])) dw[i / 4][i % 4] = sum;
+      for (int i = 0; i < kPieces * 8; ++i) {
+        float& there = dw[i / 8][i / 4 % 2][i % 4];
+        if (i == index && !is_finite(there)) there = sum;
+      }
     }
   }
 
@@ -130,7 +243,7 @@ struct SmallLinearWeightGradient {
     float sum = 0.0f;
     for (int sample = 0; sample < params.samples && sum == sum; ++sample)
       sum += load_shared<float>(line + sample * 4) *
-             widen(load_global<N>(params.x + static_cast<int64_t>(sample) * params.columns + column));
+             widen(load_global<N>(params.x + sample * params.columns + column));
     return sum;
   }
 
@@ -145,52 +258,47 @@ struct SmallLinearWeightGradient {
       dot += load_shared<float>(shared + kDotsAt + from * 8 + warp % 2 * 4);
     }
     dot = warp_sum(dot);
-    if (lane != 0 || row >= params.rows) return;
-    const float norm = load_global<float>(params.norm + row), along = norm == 0.0f ? 0.0f : dot * (1.0f / norm);
+    if (lane != 0) return;
+    const float norm = load_shared<float>(shared + kNormsAt + warp * 4);
+    const float along = norm == 0.0f ? 0.0f : dot * (1.0f / norm);
     store_global(params.dg + row, narrow<T>(along));
     store_shared(shared + kAlongAt + warp * 4, along);
   }
 
-  WNFUSED_DEVICE static Neighbours<T, 4> direction(const Params& params, const Place& place) {
-    return Neighbours<T, 4>::load(params.v + static_cast<int64_t>(place.row) * params.columns + place.column,
-                                  place.row < params.rows && place.column < params.columns);
+  WNFUSED_DEVICE static Directions directions(const Params& params, const Place& place, int first, const char* shared) {
+    Directions read;
+#pragma unroll
+    for (int i = 0; i < kGroupOfV && first + i < kPieces; ++i)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int row = place.row + side, column = place.piece(first + i).column;
+        if constexpr (kKeepsV)
+          read.of[i][side] = load_shared<Neighbours<T, 4>>(shared + kVAt + row % kRows * kLineOfV +
+                                                           column * static_cast<int>(sizeof(T)));
+        else
+          read.of[i][side] = Neighbours<T, 4>::load(params.v + row * params.columns + column,
+                                                    row < params.rows && column < params.columns);
+      }
+    return read;
   }
 
-  WNFUSED_DEVICE static void add_dots(const Params& params, const Place& place, const float (&dw)[2][4], Pair& dots) {
+  WNFUSED_DEVICE static void add_dots(int first, const Directions& v, const float (&dw)[kPieces][2][4], Pair& dots) {
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const auto v = direction(params, {place.row + side, place.column});
+    for (int piece = 0; piece < kGroupOfV && first + piece < kPieces; ++piece)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dots.of[side] += dw[side][i] * v[i];
-    }
+      for (int side = 0; side < 2; ++side)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dots.of[side] += dw[first + piece][side][i] * v.of[piece][side][i];
   }
 
-  WNFUSED_DEVICE static void write(const Params& params, const Place& place, const float (&dw)[4], float norm,
-                                   float gain, float along) {
+  WNFUSED_DEVICE static void write(const Params& params, const Place& place, int side, const float (&dw)[4],
+                                   const Neighbours<T, 4>& v, bool zero, float scale, float unit) {
     if (place.column >= params.columns) return;
-    const bool zero = norm == 0.0f;
-    const float inverse = zero ? 0.0f : 1.0f / norm, scale = gain * inverse, unit = along * inverse;
-    const auto v = direction(params, place);
-    typename Neighbours<T, 4>::Raw dv;
+    float dv[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) dv.value[i] = narrow<T>(zero ? 0.0f : scale * (dw[i] - unit * v[i]));
-    store_global(reinterpret_cast<typename Neighbours<T, 4>::Raw*>(
-                     params.dv + static_cast<int64_t>(place.row) * params.columns + place.column),
-                 dv);
+    for (int i = 0; i < 4; ++i) dv[i] = zero ? 0.0f : scale * (dw[i] - unit * v[i]);
+    store_global(params.dv + (place.row + side) * params.columns + place.column, Neighbours<T, 4>::of(dv));
   }
 };
-
-template <class Kind, class T, class N>
-Status enqueue_small_linear_weight(const SmallLinearParams<T, N>& params, Queue queue) {
-  const auto run = [&](auto kernel) {
-    using Kernel = decltype(kernel);
-    return launch<Kernel>(params, Kernel::blocks(params), queue);
-  };
-  if (params.columns <= 256) return run(SmallLinearWeightGradient<Kind, T, N, 8, 1>{});
-  if (params.columns <= 1024) return run(SmallLinearWeightGradient<Kind, T, N, 8, 4>{});
-  // More warps would leave them too few registers.
-  constexpr int kWarps = Kind::kPrecision == Precision::kFloat32 ? 8 : 12, kAllPieces = kMostSmallColumns / 32;
-  return run(SmallLinearWeightGradient<Kind, T, N, kWarps, (kAllPieces + kWarps - 1) / kWarps>{});
-}
 
 }  // namespace wnfused::gpu

@@ -50,10 +50,14 @@ struct StageConfig {
   static constexpr bool kRegular = !kRagged && (16 % kWidth == 0 || kWidth % 16 == 0) && kWarpPixels % kWidth == 0 &&
                                    (kMap % 16 == 0 || 16 % kMap == 0) &&
                                    (kMap % kWarpPixels == 0 || kWarpPixels % kMap == 0);
-  // A row of pixels serves three taps: a fragment is loaded once for the three output rows it belongs to. Split fragments
-  // would need too many registers for it, and with three products each are not short of loads.
-  static constexpr bool kReusesRows = kRegular && kWidth % 16 == 0 && kImages == 1 && kChunkTaps % 3 == 0 &&
-                                      sizeof(typename Precision::Fragment) == 16;
+  // Split fragments take twice the registers, and with three products each are not short of loads.
+  static constexpr bool kSplits = sizeof(typename Precision::Fragment) > 16;
+  // A row of pixels serves three taps: a fragment is loaded once for the three output rows it belongs to.
+  static constexpr bool kReusesRows = kRegular && (kWidth % 16 == 0 || kWidth == 8) && kMap % kWarpPixels == 0 &&
+                                      kChunkTaps % 3 == 0 && !kSplits;
+
+  // Whether sums and stream leave registers for what could be computed again.
+  static constexpr bool kSparesRegisters = kTiles * kColumns <= 8 && kThreads <= 256 && !kSplits;
 
   static_assert(kChannels % 16 == 0 && kColumns % 2 == 0, "a B fragment holds two tiles of 8 channels");
   static_assert(9 % kChunkTaps == 0 && kSlots >= 2 && (kBuffers == 1 || kBuffers == 2));

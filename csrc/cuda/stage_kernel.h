@@ -31,6 +31,15 @@ struct StageKernel : StageTile<Config, kBackward> {
 
  private:
   using Tile::operand, Tile::params, Tile::shared, Tile::sums, Tile::warp;
+  // Of the warps that share a scheduler, every fourth of the block, half store the operand before their products and half
+  // after them: else all would store, and then all multiply. Split fragments are multiplied for so long that it is the same.
+  WNFUSED_DEVICE static bool keeps_first() {
+    if constexpr (Config::kSplits) return true;
+    return Config::kWarps > 4 && thread_index() / 128 % 2 == 0;
+  }
+
+  static constexpr int kColumns = Config::kThreads <= 256 ? 3 : 1;
+
   int chunk = 0;  // of all convolutions, the one in use
 
   WNFUSED_DEVICE StageKernel(const Params& params, char* shared) : Tile(params, shared) {}
@@ -41,10 +50,13 @@ struct StageKernel : StageTile<Config, kBackward> {
 
   WNFUSED_DEVICE void fetch_chunk(int index) const {
     if (index < 2 * params.blocks * Config::kChunks) {
-      const char* from = params.weights + static_cast<int64_t>(index) * Config::kChunkBytes;
-      char* to = slot_of(index);
-      for (int i = thread_index() * 16; i < Config::kChunkBytes; i += Config::kThreads * 16)
-        copy_async(to + i, from + i);
+      constexpr int kStep = Config::kThreads * 16, kWhole = Config::kChunkBytes / kStep * kStep;
+      const int first = thread_index() * 16;
+      const char* from = params.weights + static_cast<int64_t>(index) * Config::kChunkBytes + first;
+      char* to = slot_of(index) + first;
+#pragma unroll
+      for (int i = 0; i < kWhole; i += kStep) copy_async(to + i, from + i);
+      if (kWhole + first < Config::kChunkBytes) copy_async(to + kWhole, from + kWhole);
     }
     commit_copies();  // a group for every chunk, also where nothing is left to fetch: waiting counts groups
   }
@@ -55,17 +67,22 @@ struct StageKernel : StageTile<Config, kBackward> {
 
   WNFUSED_DEVICE void convolve(int step) {
     const int conv = this->conv_of(step);
-    if (kBackward && step % 2 == 0) this->ask_for_mask(conv);
+    if (kBackward && step % 2 == 1 && conv > 0) this->ask_for_mask(conv - 1);
+    typename Tile::Bias bias{};
+    if (!Config::kSplits) bias = this->load_bias(conv);  // ahead of its use, as registers allow
 #pragma unroll 1
     for (int part = 0; part < Config::kChunks; ++part, ++chunk) {
       wait_copies<Config::kSlots - 2>();
       block_barrier();
       fetch_chunk(chunk + Config::kSlots - 1);
-      if (part == 0 && params.operands) this->keep_operand(conv);
-      multiply_chunk<Config>(sums, shared + operand, slot_of(chunk), part, warp);
+      const bool keeps = part == 0 && params.operands;
+      if (keeps && keeps_first()) this->keep_operand(conv);
+      multiply_chunk<Config, kColumns>(sums, shared + operand, slot_of(chunk), part, warp);
+      if (keeps && !keeps_first()) this->keep_operand(conv);
     }
     if (Config::kBuffers == 1) block_barrier();  // every warp has read the operand that is overwritten now
-    this->finish(step);
+    if (Config::kSplits) bias = this->load_bias(conv);
+    this->finish(step, bias);
   }
 };
 

@@ -8,8 +8,8 @@ namespace {
 template <int kSlots, int kCluster>
 using Stage = WarpgroupConfig<kSlots, kCluster>;
 
-// As in stage_bfloat16.cu.
-using Gradient = GradientConfig<Bfloat16, 64, 8, 8, 1, 8, 1, 3>;
+// As in stage_large_from90.cu.
+using Gradient = GradientConfig<Bfloat16, 64, 8, 8, 4, 8, 1, 2>;
 
 constexpr int kLimit = 227 * 1024;
 

@@ -72,12 +72,19 @@ constexpr StageEntry stage_entry(const char* name) {
           active_clusters<Own<Kernel<Forward, false>>>};
 }
 
-// A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each, and stage_sm90a.cu
-// what that architecture has besides.
-extern const StageEntry stage_bfloat16[], stage_tf32[], stage_float32[], stage_sm90a[];
+// A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each, stage_large_from90.cu
+// what those architectures take first, and stage_sm90a.cu what that one has besides.
+extern const StageEntry stage_bfloat16[], stage_tf32[], stage_float32[], stage_large_bfloat16[], stage_large_tf32[],
+    stage_sm90a[];
 
 inline const StageEntry* stage_table(Precision precision) {
   const StageEntry* tables[] = {stage_bfloat16, stage_tf32, stage_float32};
+  return tables[static_cast<int>(precision)];
+}
+
+// Null where a precision has none.
+inline const StageEntry* large_stage_table(Precision precision) {
+  const StageEntry* tables[] = {stage_large_bfloat16, stage_large_tf32, nullptr};
   return tables[static_cast<int>(precision)];
 }
 

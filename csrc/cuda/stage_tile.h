@@ -107,7 +107,8 @@ struct StageTile {
     char* kept = params.operands + map_offset(conv);
     if constexpr (Precision::kIsBfloat16 && kStep % Config::kWidth == 0 &&
                   (Config::kMap % kStep == 0 || kStep % Config::kMap == 0)) {
-      const int thread = computed_again(thread_index()), plane = plane_of(thread), first = pixel_of_copy(thread);
+      const int thread = Config::kSparesRegisters ? thread_index() : computed_again(thread_index());
+      const int plane = plane_of(thread), first = pixel_of_copy(thread);
       const char* from = shared + operand + plane * Config::kPlaneBytes + Config::kCentre * 16;
       char* to = kept + first * kPixelBytes + plane * 16;
 #pragma unroll
@@ -191,18 +192,26 @@ struct StageTile {
     return value;
   }
 
-  WNFUSED_DEVICE void load_bias(float (&bias)[Config::kColumns][2], int conv) const {
-    if (kBackward) return;
+  // Of this lane's channels; nothing in the backward.
+  struct Bias {
+    float value[kBackward ? 1 : Config::kColumns][2];
+  };
+  WNFUSED_DEVICE Bias load_bias(int conv) const {
+    Bias bias{};
+    if constexpr (!kBackward) {
 #pragma unroll
-    for (int j = 0; j < Config::kColumns; ++j) {
-      const int channel = warp.first_channel + 8 * j + lane_index() % 4 * 2;
-      const FloatPair pair = load_global<FloatPair>(params.bias + conv * Config::kChannels + channel);
-      bias[j][0] = pair.low;
-      bias[j][1] = pair.high;
+      for (int j = 0; j < Config::kColumns; ++j) {
+        const int channel = warp.first_channel + 8 * j + lane_index() % 4 * 2;
+        const FloatPair pair = load_global<FloatPair>(params.bias + conv * Config::kChannels + channel);
+        bias.value[j][0] = pair.low;
+        bias.value[j][1] = pair.high;
+      }
     }
+    return bias;
   }
 
-  // The mask is read after the sums are done; this brings it from memory to the second-level cache meanwhile.
+  // The mask is read when sums are done. This brings it from memory to the second-level cache while the convolution before
+  // is under way.
   WNFUSED_DEVICE void ask_for_mask(int conv) const {
     constexpr int kLine = 128;
     const char* mask = params.activations + map_offset(conv);
@@ -210,22 +219,41 @@ struct StageTile {
       prefetch_global(mask + i);
   }
 
+  // The part of the mask for one tile of pixels, all of it on its way at once.
+  struct Mask {
+    Pair pair[Config::kColumns][2];
+  };
+  WNFUSED_DEVICE Mask load_mask(int conv, int tile) const {
+    const char* mask = params.activations + map_offset(computed_again(conv));
+    const int lane = computed_again(lane_index());
+    Mask found{};
+#pragma unroll
+    for (int j = 0; j < Config::kColumns; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane / 4 + 8 * half, channel = warp.first_channel + 8 * j + lane % 4 * 2;
+        if (is_pixel(tile, row))
+          found.pair[j][half] =
+              load_global<Pair>(mask + pixel_of(tile, row) * kPixelBytes + channel * Precision::kBytes);
+      }
+    return found;
+  }
+
   // relu(conv_0 + b_0), or relu'(a) conv_1^T.
-  WNFUSED_DEVICE void finish_first(int conv) {
-    float bias[Config::kColumns][2];
-    load_bias(bias, conv);
-    const char* mask = kBackward ? params.activations + map_offset(conv) : nullptr;
+  WNFUSED_DEVICE void finish_first(int conv, const Bias& bias) {
+    Mask mask;
     for_each_pair([&](int i, int j, int half, int row, int channel) {
+      if (kBackward && j == 0 && half == 0) mask = load_mask(conv, i);
       float value[2] = {take(i, j, 2 * half), take(i, j, 2 * half + 1)};
       if (!is_pixel(i, row)) return;
       if constexpr (kBackward) {
-        const Pair a = load_global<Pair>(mask + pixel_of(i, row) * kPixelBytes + channel * Precision::kBytes);
+        const Pair a = mask.pair[j][half];
         value[0] = Precision::low(a) <= 0.0f ? 0.0f : value[0];
         value[1] = Precision::high(a) <= 0.0f ? 0.0f : value[1];
       } else {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          value[k] += bias[j][k];
+          value[k] += bias.value[j][k];
           value[k] = value[k] <= 0.0f ? 0.0f : value[k];
         }
       }
@@ -234,16 +262,14 @@ struct StageTile {
   }
 
   // The residual sum. The gradient is scaled for the block that comes next, so not after the last one.
-  WNFUSED_DEVICE void finish_second(int conv, bool last) {
-    float bias[Config::kColumns][2];
-    load_bias(bias, conv);
+  WNFUSED_DEVICE void finish_second(int conv, bool last, const Bias& bias) {
     const float scale = kBackward && last ? 1.0f : params.skip_scale;
     for_each_pair([&](int i, int j, int half, int row, int channel) {
       float value[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         value[k] = stream[i][j][2 * half + k] + take(i, j, 2 * half + k);
-        if constexpr (!kBackward) value[k] += bias[j][k];
+        if constexpr (!kBackward) value[k] += bias.value[j][k];
         value[k] *= scale;
         stream[i][j][2 * half + k] = value[k];
       }
@@ -258,11 +284,11 @@ struct StageTile {
   WNFUSED_DEVICE int conv_of(int step) const { return kBackward ? 2 * params.blocks - 1 - step : step; }
 
   // Ends a convolution whose sums are done: its result is the next one's operand.
-  WNFUSED_DEVICE void finish(int step) {
+  WNFUSED_DEVICE void finish(int step, const Bias& bias) {
     if (step % 2 == 0)
-      finish_first(conv_of(step));
+      finish_first(conv_of(step), bias);
     else
-      finish_second(conv_of(step), step + 1 == 2 * params.blocks);
+      finish_second(conv_of(step), step + 1 == 2 * params.blocks, bias);
     const int finished = operand;
     operand = next_operand;
     next_operand = finished;

@@ -123,7 +123,8 @@ struct WarpgroupStageKernel : StageTile<Config, kBackward> {
 
   WNFUSED_DEVICE void convolve(int step) {
     const int conv = this->conv_of(step);
-    if (kBackward && step % 2 == 0) this->ask_for_mask(conv);
+    if (kBackward && step % 2 == 1 && conv > 0) this->ask_for_mask(conv - 1);
+    const typename Tile::Bias bias = this->load_bias(conv);  // ahead of its use
     publish_to_products();
     block_barrier();  // the operand is complete
 #pragma unroll 1
@@ -141,7 +142,7 @@ struct WarpgroupStageKernel : StageTile<Config, kBackward> {
     }
     wait_products<0>();
     release_chunk(chunk - 1);
-    this->finish(step);
+    this->finish(step, bias);
   }
 
   // Starts the products of this chunk's taps.

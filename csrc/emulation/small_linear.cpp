@@ -2,9 +2,8 @@
 // "tf32" or "float32".
 #include "cuda/small_linear.h"
 
+#include "cuda/small_linear_backward.h"
 #include "cuda/small_linear_forward.h"
-#include "cuda/small_linear_input.h"
-#include "cuda/small_linear_weight.h"
 #include "emulation/arrays.h"
 
 namespace wnfused::gpu {
@@ -75,10 +74,7 @@ std::vector<std::string> backward(const std::string& kind, const py::array& dy, 
     params.dbias = optional_pointer<void>(dbias);
     params.bias_is_float = is_float(dbias);
     Run run = run_on(reverse, {dy, y, x, v, g, norm}, {dx, dv, dg, dbias});
-    Status status = 0;
-    if (params.dx) status = enqueue_small_linear_input<decltype(product)>(params, &run);
-    if (params.dv && status == 0) status = enqueue_small_linear_weight<decltype(product)>(params, &run);
-    return findings_of(run, status);
+    return findings_of(run, enqueue_small_linear_backward<decltype(product)>(params, &run));
   });
 }
 

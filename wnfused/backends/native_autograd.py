@@ -61,7 +61,7 @@ def use_small_linear(on: bool) -> bool:
     """Whether linear layers of few samples on CUDA tensors run by kernels of their own, in this process.
 
     They do unless it is called: float32 or bfloat16 inputs of up to 256 samples, up to 4096 features in, a multiple of
-    8, and out, a multiple of 4, and no more products than one launch forward and two backward are expected to gain on
+    8, and out, a multiple of 4, and no more products than one launch forward and one backward are expected to gain on
     (``csrc/autograd/small_linear.cpp``). Off: the weight is scaled and rounded to the input's dtype, and the product is
     cuBLAS's, with an activation in three launches and four. Results of the two differ in how they are rounded.
 
