@@ -439,7 +439,7 @@ def _print_summary(steps: dict[str, dict[str, Any]]) -> None:
 STEP_FUNCTIONS: dict[str, Callable[[Report, float], dict[str, Any]]] = {
     "build": build,
     "tests": tests,
-    "memcheck": _sanitizer("memcheck", "others"),
+    "memcheck": _sanitizer("memcheck", "everything"),
     "racecheck": _sanitizer("racecheck", "others"),
     # By themselves, as they may hang. No racecheck: of what the copy engine writes, and a barrier in shared memory
     # orders, it reports hazards that are none.
