@@ -105,34 +105,27 @@ def tables() -> dict[str, list[str]]:
     }
 
 
-GPU = ("49dec17", "49dec17-wrn10000", "a252ebc-layers", "e6aee1e")
+GPU = ("gpu-h200/1cb9dd4", "gpu-h100/18cb58a", "gpu-h100/49dec17")
+"""Runs, the last first. Those before have stages and layers that are no more."""
 GPU_PEERS = ("eager", "plain")
 
 
 def gpu_rows() -> list[tuple[str, Row]]:
-    """The commit and the row of what ran on a GPU; of a workload that several runs have, the last one's."""
+    """The run and the row of what ran on a GPU; of a workload that several have, the last one's."""
     found: dict[tuple[str, str, str], tuple[str, Row]] = {}
     for name in GPU:
-        run = json.loads((RESULTS / "gpu-h100" / f"{name}.json").read_text())
+        run = json.loads((RESULTS / f"{name}.json").read_text())
         for row in run["steps"]["measure"]["results"]:
             if row["base"] and "by warpgroups" not in row["workload"]:
-                commit = run["machine"]["commit"]
-                found.setdefault((row["group"], row["workload"], row["pass_name"]), (commit, row))
+                found.setdefault((row["group"], row["workload"], row["pass_name"]), (name, row))
     order = {group: i for i, group in enumerate(("network", "stage", "conv", "linear", "init"))}
-    return sorted(found.values(), key=lambda pair: (order[pair[1]["group"]], GPU.index(_gpu_run(pair[0]))))
-
-
-def _gpu_run(commit: str) -> str:
-    return next(name for name in GPU if name.startswith(commit))
+    return sorted(found.values(), key=lambda pair: (order[pair[1]["group"]], GPU.index(pair[0])))
 
 
 def _gpu(rows: list[tuple[str, Row]]) -> list[str]:
-    """What ours takes and what the peers take beside it, launched and captured; single layers of the runs before theirs
-    were in C++ are left out."""
+    """What ours takes and what the peers take beside it, launched and captured."""
     lines = []
-    for commit, row in rows:
-        if row["group"] in ("conv", "linear") and commit != GPU[0]:
-            continue
+    for name, row in rows:
         base, ratios = row["base"], {peer: spread["median"] for peer, spread in row["ratios"].items()}
         first, precision = row["workload"].removesuffix(f", {base.split()[-1]}"), base.split()[-1]
         if row["group"] == "init":
@@ -144,7 +137,7 @@ def _gpu(rows: list[tuple[str, Row]]) -> list[str]:
             return _times(ratios[peer] / beside) if peer in ratios and beside else ""
 
         cells = [
-            first, precision, row["pass_name"], duration(row["seconds"][base]["median"]),
+            first, precision, row["pass_name"], name.split("/")[0].removeprefix("gpu-").upper(), duration(row["seconds"][base]["median"]),
             *(cell(f"cuda {peer} {precision}", 1.0) or cell("loop", 1.0) * (peer == "eager") for peer in GPU_PEERS),
             duration(row["seconds"][f"{base} graph"]["median"]) if graph else "",
             *(cell(f"cuda {peer} {precision} graph", graph) for peer in GPU_PEERS),

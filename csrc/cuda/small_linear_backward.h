@@ -17,7 +17,8 @@ struct SmallLinearBackward {
   static constexpr int kSharedBytes =
       Input::kSharedBytes > Weight::kSharedBytes ? Input::kSharedBytes : Weight::kSharedBytes;
   // Two where 128 registers a thread are enough: 1,024 features make more blocks than an H100 has multiprocessors.
-  static constexpr int kBlocksPerMultiprocessor = Kind::kIsBfloat16 && Weight::kKeepsV ? 2 : 1;
+  static constexpr bool kIsLean = Weight::kKeepsV && (Kind::kPrecision != Precision::kFloat32 || kPieces == 1);
+  static constexpr int kBlocksPerMultiprocessor = kIsLean ? 2 : 1;
 
   WNFUSED_HOST_DEVICE static int input_blocks(const Params& params) { return params.dx ? Input::blocks(params) : 0; }
   static int64_t blocks(const Params& params) {
