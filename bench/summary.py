@@ -137,7 +137,8 @@ def _gpu(rows: list[tuple[str, Row]]) -> list[str]:
             return _times(ratios[peer] / beside) if peer in ratios and beside else ""
 
         cells = [
-            first, precision, row["pass_name"], name.split("/")[0].removeprefix("gpu-").upper(), duration(row["seconds"][base]["median"]),
+            first, precision, row["pass_name"], name.split("/")[0].removeprefix("gpu-").upper(),
+            duration(row["seconds"][base]["median"]),
             *(cell(f"cuda {peer} {precision}", 1.0) or cell("loop", 1.0) * (peer == "eager") for peer in GPU_PEERS),
             duration(row["seconds"][f"{base} graph"]["median"]) if graph else "",
             *(cell(f"cuda {peer} {precision} graph", graph) for peer in GPU_PEERS),
