@@ -216,6 +216,35 @@ def test_linear_layers_of_few_samples(shape: tuple[int, int, int], precision: st
     assert y[0, 1].isnan()  # a zero row: 0 times infinity
 
 
+@pytest.mark.parametrize("activation", [None, "leaky_relu"])
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(33, 264, 36), (5, 1032, 300)], ids=str)
+def test_a_residual_joins_linear_layers_of_few_samples(
+    shape: tuple[int, int, int], precision: str, activation: str | None
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    samples, columns, rows = shape
+    torch.manual_seed(0)
+    there = wnfused.WNLinear(columns, rows, bias=False, activation=activation)
+    here = copy.deepcopy(there).cuda()
+    there = there.double()
+    narrow = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    x = torch.randn(samples, columns).to(narrow)
+    # Far from the kink, either side of it.
+    residual = torch.where(torch.arange(rows) % 3 == 0, -9.0, 9.0).expand(samples, rows).to(narrow)
+    dy = torch.randn(samples, rows).to(narrow)
+
+    def run(layer: torch.nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [tensor.clone().requires_grad_() for tensor in tensors[:2]]
+        with torch.autocast("cuda", torch.bfloat16, enabled=layer is here and precision == "bfloat16"):
+            y = layer(inputs[0], residual=inputs[1])
+        return [y, *torch.autograd.grad(y, [*inputs, *layer.parameters()], tensors[2])]
+
+    expected = run(there, x.double(), residual.double(), dy.double())
+    for value, wanted in zip(run(here, x.cuda(), residual.cuda(), dy.cuda()), expected, strict=True):
+        assert error(value, wanted) < 2 * ALIGNED_TOLERANCE[precision]
+
+
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["as torch lays it out", "channels last"])
