@@ -35,6 +35,7 @@ MACHINE = (
     "machine_products",
     "primitives",
     "hopper_primitives",
+    "layer",
     "small_linear",
     "module",
 )
@@ -140,7 +141,9 @@ class Tree:
 
 def _has_kernels(unit: str, text: str) -> bool:
     """Whether a planted bug may be in a header of the unit; those of the module itself have tests of their own."""
-    return "    stage_entry<" in text or unit == "emulation/small_linear.cpp"
+    return re.search("    (stage|large)_entry<", text) is not None or unit in (
+        "emulation/layer.cpp", "emulation/small_linear.cpp",
+    )  # fmt: skip
 
 
 def _run(arguments: list[str], target: Path) -> None:

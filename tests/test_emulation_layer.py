@@ -114,6 +114,10 @@ def test_epilogue(module, count, channels, inner, dtype, given, activates, slope
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("count", "channels", "inner"), [*MAPS, (5 * 2304, 2304, 1), (700 * 16, 16, 1)])
 def test_mask_and_sums(module, count, channels, inner, dtype, slope, shares, reverse):
+    check_mask(module, count, channels, inner, dtype, slope, shares, reverse)
+
+
+def check_mask(module, count, channels, inner, dtype, slope, shares, reverse):
     """``slope``: 0 for a ReLU, None for no activation; ``shares``: of the sums, None where none are asked for."""
     dy, y = torch.randn(count).to(dtype), torch.randn(count).to(dtype)
     y[2] = 0

@@ -12,6 +12,7 @@ import signal
 import pytest
 import torch
 from emulator import Case, Tree, entry, load
+from test_emulation_layer import check_mask
 from test_emulation_small_linear import KINDS, check_layer
 from test_emulation_stage import check
 
@@ -19,6 +20,7 @@ KERNEL, TILE, CONV = "cuda/stage_kernel.h", "cuda/stage_tile.h", "cuda/stage_con
 GRADIENT, ROWS, CONFIG = "cuda/gradient_kernel.h", "cuda/gradient_rows.h", "cuda/stage_config.h"
 PACK, WARPGROUP, HOPPER = "cuda/stage_pack.h", "cuda/stage_warpgroup.h", "cuda/hopper.h"
 DRIVER = "cuda/stage_driver.cu"
+MASK = "cuda/layer_mask.h"
 SMALL, FORWARD = "cuda/small_linear.h", "cuda/small_linear_forward.h"
 INPUT, WEIGHT = "cuda/small_linear_input.h", "cuda/small_linear_weight.h"
 BACKWARD = "cuda/small_linear_backward.h"
@@ -216,6 +218,22 @@ SMALL_BUGS = {
     "a block of the weight gradient is the input's": (BACKWARD, "block_index() < inputs", "block_index() <= inputs"),
 }  # fmt: skip
 
+MASK_BUGS = {
+    "a share of pixels has one of the next": (
+        MASK, "(share + 1) * span < pixels ? (share + 1) * span : pixels",
+        "(share + 1) * span + 1 < pixels ? (share + 1) * span + 1 : pixels",
+    ),
+    "every share of a channel begins with the first plane": (MASK, "i = share * span + thread", "i = thread"),
+    "sums are read before all are there": (MASK, "sums[k]);\n    block_barrier();", "sums[k]);"),
+    "the sums of a line are left out": (MASK, "int from = 0; from < lines", "int from = 1; from < lines"),
+    "sums are of the gradient before its mask": (MASK, "add(k, widen(dz.value[k]))", "add(k, value)"),
+    "planes are another channel's": (
+        MASK, "image * params.channels + channel", "image * params.channels + params.channels - 1 - channel",
+    ),
+    "the last warp's sum is left out": (MASK, "lane_index() < kWarps ?", "lane_index() < kWarps - 1 ?"),
+    "vectors that do not lie whole in a channel": (MASK, "% kVector == 0 && is", "% kVector >= 0 && is"),
+}  # fmt: skip
+
 # A regular map with row reuse, bands and two buffers; one with several images a block; a ragged one with one buffer;
 # one whose k-steps are two rows.
 CONFIGURATIONS = ("bfloat16 16x32x32", "bfloat16 32x4x4", "tf32 64x7x7", "bfloat16 16x8x8")
@@ -245,6 +263,17 @@ def small_faults(module):
     for reverse in (False, True):
         yield check_layer(module, (33, 20, 520), *KINDS[0], "leaky_relu", 0.1, reverse)
         yield check_layer(module, (3, 524, 24), *KINDS[0], "leaky_relu", 0.1, reverse)
+
+
+def mask_faults(module):
+    torch.manual_seed(0)
+    for reverse in (False, True):
+        for case in ((700 * 16, 16, 1), (3 * 5 * 50, 5, 50), (2 * 2 * 2300, 2, 2300), (33 * 70, 70, 1)):
+            try:
+                check_mask(module, *case, torch.float32, 0.1, 3, reverse)
+                yield []
+            except AssertionError as wrong:
+                yield [str(wrong)]
 
 
 def noticed(module, faults=stage_faults):
@@ -296,3 +325,12 @@ def test_planted_nothing_is_noticed_in_the_small_layers_without_a_bug(tree):
 @pytest.mark.parametrize("bug", SMALL_BUGS)
 def test_planted_bug_of_the_small_layers_is_noticed(tree, bug):
     assert noticed(load(tree.replaced(*SMALL_BUGS[bug]).build()), small_faults)
+
+
+def test_planted_nothing_is_noticed_in_the_mask_without_a_bug(tree):
+    assert not noticed(load(tree.build()), mask_faults)
+
+
+@pytest.mark.parametrize("bug", MASK_BUGS)
+def test_planted_bug_of_the_mask_is_noticed(tree, bug):
+    assert noticed(load(tree.replaced(*MASK_BUGS[bug]).build()), mask_faults)

@@ -15,7 +15,8 @@ namespace py = pybind11;
 
 namespace wnfused::gpu {
 
-// The linear layers of few samples.
+// The kernels beside the vendor's product of a layer, and the linear layers of few samples.
+void add_layer(py::module_& module);
 void add_small_linear(py::module_& module);
 
 // Null where there is nothing, as in a CUDA tensor.
