@@ -21,6 +21,11 @@ SHAPES = ((16, 8), (32, 4), (64, 2), (64, 8), (32, 16), (16, 32), (64, 7), (32, 
 16 pixels ragged."""
 
 
+FEW_SAMPLES = ((7, 48, 40), (40, 72, 36), (200, 16, 100), (5, 520, 40), (33, 1032, 36), (3, 40, 1036))
+"""Samples, columns and rows of v: one round of loads and several, forward and both parts of the backward, of its three
+widths."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_small", description=__doc__)
     parser.add_argument(
@@ -34,7 +39,8 @@ def main() -> None:
 
 
 def others() -> None:
-    """Every kernel of the CUDA stage, whole and ragged batches, with and without recomputation; and layers.
+    """Every kernel of the CUDA stage that this device takes, in whole and ragged batches, with and without
+    recomputation; and layers.
 
     All are made on the CPU: on the GPU the vendor's kernels would initialise them, and take the sanitizer's time. What
     repeats kernels comes last, should time be up.
@@ -69,9 +75,12 @@ def layers() -> None:
     """Linear layers of few samples by kernels of their own, and layers by Triton."""
     for precision in PRECISIONS:
         with _precision(precision):
-            for samples, columns, rows in ((7, 48, 40), (40, 72, 36), (200, 16, 100)):
+            for samples, columns, rows in FEW_SAMPLES:
                 _layer(wnfused.WNLinear(columns, rows, activation="relu"), samples, columns)
         _ran(f"linear layers of few samples, {precision}")
+    layer = wnfused.WNLinear(520, 40, activation="relu").to("cuda", torch.bfloat16)
+    layer(torch.randn(5, 520).to("cuda", torch.bfloat16)).sum().backward()
+    _ran("a linear layer of few samples, whose parameters are bf16, too")
     with strategy.forced("fused"):
         _layer(wnfused.WNLinear(48, 40, activation="relu"), 7, 48)
         _layer(wnfused.WNConv2d(5, 7, 3, padding=1, activation="relu"), 3, 5, 9, 9)

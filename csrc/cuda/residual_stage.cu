@@ -140,7 +140,7 @@ void set_warpgroup_stage(bool on) { warpgroup_stage = on; }
 
 int64_t toolkit_version() { return CUDART_VERSION; }
 
-// Of those that this file is compiled for, as all but x_sm90a.cu are (x_from90.cu for those from there on).
+// Of those that this file is compiled for. x_sm90a.cu and x_from90.cu are compiled for some of them.
 int64_t newest_architecture() { return std::max({__CUDA_ARCH_LIST__}) / 10; }
 
 int64_t driver_version() {

@@ -17,7 +17,8 @@ struct SmallLinearInputGradient {
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kColumns = 16, kTiles = 2, kSamples = 16 * kTiles,
                        kStep = 16;
   // A step has 16 registers in bfloat16 and 32 in float.
-  static constexpr int kAhead = kWarps == 8 && Kind::kIsBfloat16 ? 4 : 2, kStride = kWarps * kStep, kRound = kAhead * kStride;
+  static constexpr int kAhead = kWarps == 8 && Kind::kIsBfloat16 ? 4 : 2;
+  static constexpr int kStride = kWarps * kStep, kRound = kAhead * kStride;
   static constexpr int kScales = kRound / kThreads;  // of a thread
   // Lanes read rows four lines apart, two of them in the same banks; without the 16 bytes it would be all four.
   static constexpr int kUnit = 16 / static_cast<int>(sizeof(T)), kLine = kColumns * static_cast<int>(sizeof(T)) + 16;

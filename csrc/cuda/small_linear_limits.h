@@ -10,6 +10,10 @@ namespace wnfused {
 // that a block of the input gradient walks in some 10 us.
 constexpr int64_t kMostSmallSamples = 256, kMostSmallColumns = 4096, kMostSmallRows = 4096;
 
+// The kernels count entries in 32 bits, up to some rows past the last ones.
+static_assert((kMostSmallRows + 1024) * kMostSmallColumns < (int64_t{1} << 31));
+static_assert((kMostSmallSamples + 1024) * kMostSmallColumns < (int64_t{1} << 31));
+
 // Rows are read four neighbours at a time, columns eight.
 constexpr int64_t kSmallRowStep = 4, kSmallColumnStep = 8;
 

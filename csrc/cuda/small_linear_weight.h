@@ -18,7 +18,9 @@ struct SmallLinearWeightGradient {
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kRows = 8, kStep = 16;
   static constexpr bool kKeepsV = kPieces <= 4;
   // A step of a piece has 8 registers in bfloat16 and 16 in float, beside 8 that every piece has for dw.
-  static constexpr int kGroup = kKeepsV ? kPieces : Kind::kIsBfloat16 ? 4 : 2, kAhead = kKeepsV ? (Kind::kIsBfloat16 ? 8 : 4) / kPieces : 1;
+  static constexpr int kGroup = kKeepsV ? kPieces : Kind::kIsBfloat16 ? 4 : 2;
+  static constexpr int kOnTheirWay = Kind::kIsBfloat16 ? 8 : 4;  // steps of pieces
+  static constexpr int kAhead = kKeepsV ? kOnTheirWay / kPieces : 1;
   static constexpr int kGroupOfV = kPieces < 4 ? kPieces : 4;
   // From one row's gradients to the next's, such that the lanes of a load lie in different banks.
   static constexpr int kLine = static_cast<int>(kMostSmallSamples) * 4 + 64;

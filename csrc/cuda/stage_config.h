@@ -57,7 +57,7 @@ struct StageConfig {
                                       kChunkTaps % 3 == 0 && !kSplits;
 
   // Whether sums and stream leave registers for what could be computed again.
-  static constexpr bool kSparesRegisters = kTiles * kColumns <= 8 && kThreads <= 256 && !kSplits;
+  static constexpr bool kSparesRegisters = kTiles * kColumns <= 8;
 
   static_assert(kChannels % 16 == 0 && kColumns % 2 == 0, "a B fragment holds two tiles of 8 channels");
   static_assert(9 % kChunkTaps == 0 && kSlots >= 2 && (kBuffers == 1 || kBuffers == 2));

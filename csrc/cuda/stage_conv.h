@@ -117,16 +117,15 @@ WNFUSED_DEVICE void multiply_tap(Sums<Config>& sums, const char* operand, const 
 }
 
 // sums += the convolution of `operand` with taps chunk_index * kChunkTaps and following. Lanes 0 to 15 address 16 pixels
-// of the first 16 bytes of a k-step's channels, lanes 16 to 31 the same pixels of the next. kColumns: of taps that are
-// unrolled, as registers allow.
-template <class Config, int kColumns>
+// of the first 16 bytes of a k-step's channels, lanes 16 to 31 the same pixels of the next.
+template <class Config>
 WNFUSED_DEVICE void multiply_chunk(Sums<Config>& sums, const char* operand, const char* chunk, int chunk_index,
                                    const WarpTile<Config>& warp) {
   const int first_tap = chunk_index * Config::kChunkTaps;
   if constexpr (Config::kReusesRows) {
     const char* pixels = operand + lane_index() / 16 * Config::kPlaneBytes +
                          (warp.window(0, lane_index() % 16) + first_tap / 3) * 16;
-#pragma unroll kColumns
+#pragma unroll
     for (int column = 0; column < Config::kChunkTaps / 3; ++column)
       multiply_column<Config>(sums, pixels + column * 16, chunk, column, warp);
   } else {

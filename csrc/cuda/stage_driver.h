@@ -31,7 +31,7 @@ struct StageBackwardCall {
   // whose gradients take this much. One of large maps still fills a GPU: 64 blocks of 128 maps of 16 x 32 x 32 in bf16.
   int64_t segment_bytes = int64_t{1} << 29;
   // Multiprocessors that the weight gradient's blocks of threads are cut for, by slices of the batch: an H100's. A
-  // constant, so that the bits do not depend on the device.
+  // constant, so that the bits depend on the configuration alone, which from sm_90 on may be another.
   int64_t gradient_multiprocessors = 132;
 };
 

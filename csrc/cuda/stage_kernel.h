@@ -24,6 +24,7 @@ struct StageKernel : StageTile<Config, kBackward> {
     kernel.clear_operands();
     block_barrier();
     kernel.load_input();
+    kernel.ask_for_first_mask();
 #pragma unroll 1
     for (int step = 0; step < 2 * params.blocks; ++step) kernel.convolve(step);
     if (params.output.values.data) kernel.store_output();
@@ -31,14 +32,13 @@ struct StageKernel : StageTile<Config, kBackward> {
 
  private:
   using Tile::operand, Tile::params, Tile::shared, Tile::sums, Tile::warp;
-  // Of the warps that share a scheduler, every fourth of the block, half store the operand before their products and half
-  // after them: else all would store, and then all multiply. Split fragments are multiplied for so long that it is the same.
+  // Of the warps that share a scheduler, every fourth of the block, half store the operand before their products and
+  // half after them: else all would store, and then all multiply. Split fragments are multiplied for so long that it is
+  // the same.
   WNFUSED_DEVICE static bool keeps_first() {
     if constexpr (Config::kSplits) return true;
     return Config::kWarps > 4 && thread_index() / 128 % 2 == 0;
   }
-
-  static constexpr int kColumns = Config::kThreads <= 256 ? 3 : 1;
 
   int chunk = 0;  // of all convolutions, the one in use
 
@@ -77,7 +77,7 @@ struct StageKernel : StageTile<Config, kBackward> {
       fetch_chunk(chunk + Config::kSlots - 1);
       const bool keeps = part == 0 && params.operands;
       if (keeps && keeps_first()) this->keep_operand(conv);
-      multiply_chunk<Config, kColumns>(sums, shared + operand, slot_of(chunk), part, warp);
+      multiply_chunk<Config>(sums, shared + operand, slot_of(chunk), part, warp);
       if (keeps && !keeps_first()) this->keep_operand(conv);
     }
     if (Config::kBuffers == 1) block_barrier();  // every warp has read the operand that is overwritten now

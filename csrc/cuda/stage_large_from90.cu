@@ -1,6 +1,6 @@
-// Stages whose ring is larger than sm_89's shared memory, for sm_90 and later: what the number in the file's name stands
-// for. All taps of a convolution in one chunk are a barrier instead of three, or nine, and let each warp, of which there
-// may be fewer, go through more products without a stop.
+// Stages with more shared memory than sm_89 has, for sm_90 and later, which the number in the file's name stands for.
+// Chunks of more taps are one barrier a convolution instead of three, or three instead of nine, and let each warp, of
+// which there may be fewer, go through more products without a stop.
 #include "cuda/stage_table.h"
 
 namespace wnfused::gpu {

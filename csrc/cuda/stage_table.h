@@ -72,8 +72,8 @@ constexpr StageEntry stage_entry(const char* name) {
           active_clusters<Own<Kernel<Forward, false>>>};
 }
 
-// A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each, stage_large_from90.cu
-// what those architectures take first, and stage_sm90a.cu what that one has besides.
+// A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each,
+// stage_large_from90.cu what those architectures take first, and stage_sm90a.cu what that one has besides.
 extern const StageEntry stage_bfloat16[], stage_tf32[], stage_float32[], stage_large_bfloat16[], stage_large_tf32[],
     stage_sm90a[];
 

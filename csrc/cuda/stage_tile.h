@@ -210,13 +210,17 @@ struct StageTile {
     return bias;
   }
 
-  // The mask is read when sums are done. This brings it from memory to the second-level cache while the convolution before
-  // is under way.
+  // The mask is read when sums are done. This brings it from memory to the second-level cache while the convolution
+  // before is under way, or, for the first, while its own is.
   WNFUSED_DEVICE void ask_for_mask(int conv) const {
     constexpr int kLine = 128;
     const char* mask = params.activations + map_offset(conv);
     for (int i = thread_index() * kLine; i < pixels * kPixelBytes; i += Config::kThreads * kLine)
       prefetch_global(mask + i);
+  }
+
+  WNFUSED_DEVICE void ask_for_first_mask() const {
+    if (kBackward && params.blocks > 0) ask_for_mask(conv_of(0));
   }
 
   // The part of the mask for one tile of pixels, all of it on its way at once.

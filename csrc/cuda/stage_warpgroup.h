@@ -66,6 +66,7 @@ struct WarpgroupStageKernel : StageTile<Config, kBackward> {
     cluster_barrier();
     for (int index = 0; index < Config::kSlots; ++index) kernel.fetch_chunk(index);
     kernel.load_input();
+    kernel.ask_for_first_mask();
 #pragma unroll 1
     for (int step = 0; step < 2 * params.blocks; ++step) kernel.convolve(step);
     if (params.output.values.data) kernel.store_output();

@@ -7,8 +7,9 @@
 namespace wnfused::gpu {
 namespace {
 
-// Forward without dw: v, g and bias (or None) to w, norm and bias_out. With it: dw, v, g and norm to dv (as w) and dg (as
-// bias_out), and the sums of partial over shares, unless it is None, to dbias. v is [rows, length]; `fastest`: as in LayerWeightParams.
+// Forward without dw: v, g and bias (or None) to w, norm and bias_out. With it: dw, v, g and norm to dv (as w) and dg
+// (as bias_out), and the sums of partial over shares, unless it is None, to dbias. v is [rows, length]; `fastest`: as in
+// LayerWeightParams.
 std::vector<std::string> layer_weight(const py::array& v, const py::array& g, const py::object& dw,
                                       const py::object& bias, const py::array& w, const py::array& norm,
                                       const py::array& bias_out, int fastest, const py::object& partial,

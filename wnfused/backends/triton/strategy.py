@@ -78,7 +78,7 @@ LINEAR = (
         "vendor",
         "forward the fused kernel is as fast (1024 features, 32 samples: 11 us beside 13), but with the backward the "
         "vendor's is faster: 38 us beside 59, and with 4096 samples 120 beside 384; the C++ behind this way has "
-        "kernels of its own for few samples, which have not been timed",
+        "kernels of its own for few samples: 7 and 23 us with 32",
     ),
     Row(
         lambda layer: layer.samples <= 512,
