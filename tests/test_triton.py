@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wnfused
 from wnfused import dispatch
+from wnfused.backends import native_autograd, native_cuda
 from wnfused.backends.triton import configurations, search, strategy, support
 from wnfused.backends.triton.configurations import Tile
 from wnfused.backends.triton.strategy import Layer
@@ -411,3 +412,11 @@ def test_the_search_times_nothing_while_a_graph_is_captured(searched):
     capturing.clear()
     run(256)
     assert "256x16x9" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    "switch", [native_autograd.use_small_linear, native_cuda.use_warpgroup_stage, strategy.use_vendor_epilogues]
+)
+def test_a_switch_is_on_or_off(switch):
+    with pytest.raises(TypeError, match="on: 'no' must be True or False"):
+        switch("no")

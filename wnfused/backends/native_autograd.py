@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wnfused._numbers import flag
 from wnfused.backends import native
 from wnfused.backends.library import opened
 
@@ -69,8 +70,10 @@ def use_small_linear(on: bool) -> bool:
         What it was before.
 
     Raises:
+        TypeError: ``on`` is not True or False.
         RuntimeError: the C++ library of single layers cannot be used.
     """
+    flag(on=on)
     reason = unavailable()
     if reason is not None:
         raise RuntimeError(f"use_small_linear: {reason}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wnfused._numbers import flag
 from wnfused.backends import row_dim, tensors_of
 from wnfused.backends.library import opened
 
@@ -132,8 +133,10 @@ def use_warpgroup_stage(on: bool) -> None:
     other kernel's in that.
 
     Raises:
+        TypeError: ``on`` is not True or False.
         RuntimeError: the CUDA library cannot be used, or no device has capability 9.0.
     """
+    flag(on=on)
     reason = unavailable()
     if reason is None:
         capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]

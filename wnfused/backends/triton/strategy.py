@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from wnfused._numbers import flag
 from wnfused.backends import native_autograd
 
 Way = Literal["fused", "vendor"]
@@ -131,7 +132,11 @@ def use_vendor_epilogues(on: bool) -> None:
     of 8 k channels is cuDNN's convolution + bias (+ residual) + ReLU, which torch gives its own unwritten output as a
     summand times 0 (memory that held NaN may show) and never asks for a deterministic algorithm. Neither is faster by
     more than the pass it saves (320 channels: 455 us beside 571, launched from Python).
+
+    Raises:
+        TypeError: ``on`` is not True or False.
     """
+    flag(on=on)
     global _epilogues
     _epilogues = on
 
