@@ -13,11 +13,11 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(nat
 TOLERANCE = {torch.float32: 64 * 2.0**-24, torch.bfloat16: 4 * 2.0**-9}
 
 
-# What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding, of groups with a
-# dilation, of a single tap with a stride, of groups whose outputs are one column; float32 ones padded far beyond their
-# depth, those of one input channel whose output is one column, and those that meet nothing but padding; transposed ones
-# in float32 with a stride and a dilation. And by torch: groups beside an image cut out of others, with weights in
-# channels_last.
+# What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding, with a dilation
+# of groups and in channels_last, of a single tap with a stride, of groups whose outputs are one column; float32 ones
+# padded far beyond their depth, those of one input channel whose output is one column, and those that meet nothing but
+# padding; transposed ones in float32 with a stride and a dilation. And by torch: groups beside an image cut out of
+# others, with weights in channels_last.
 MISLEADING = {
     "outputs of a group": (
         lambda: wnfused.WNConv2d(96, 288, 5, (1, 5), 2, groups=96),
@@ -54,6 +54,21 @@ MISLEADING = {
     "dilated groups of eight": (
         lambda: wnfused.WNConv2d(64, 24, 3, padding=2, dilation=2, groups=8),
         (2, 64, 33, 33),
+        torch.bfloat16,
+    ),
+    "dilated, seventeen inputs": (
+        lambda: wnfused.WNConv2d(17, 8, 3, padding=2, dilation=2),
+        (3, 17, 16, 40),
+        torch.bfloat16,
+    ),
+    "dilated, forty inputs of weights in channels_last": (
+        lambda: wnfused.WNConv2d(40, 24, 5, padding=6, dilation=3).to(memory_format=torch.channels_last),
+        (3, 40, 16, 40),
+        torch.bfloat16,
+    ),
+    "transposed, dilated, seventeen outputs": (
+        lambda: wnfused.WNConvTranspose2d(8, 17, 3, padding=2, dilation=2),
+        (3, 8, 16, 40),
         torch.bfloat16,
     ),
     "strided pixels": (lambda: wnfused.WNConv2d(8, 2, 1, (1, 2)), (1, 8, 12, 12), torch.bfloat16),
@@ -106,6 +121,13 @@ MISLEADING = {
 def test_what_the_vendor_gets_wrong(name, last, backend, create_graph):
     make, shape, dtype = MISLEADING[name]
     check_where_the_vendor_is_wrong(make().to(dtype), torch.randn(shape).to(dtype), last, backend, create_graph)
+
+
+@pytest.mark.parametrize("name", [name for name in MISLEADING if "teen" in name or "forty" in name])
+def test_what_the_vendor_gets_wrong_by_every_instruction_set(isa, name):
+    """Where the products of pairs are not had, the vendor's are asked."""
+    make, shape, dtype = MISLEADING[name]
+    check_where_the_vendor_is_wrong(make().to(dtype), torch.randn(shape).to(dtype), True, "native", False)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])

@@ -32,7 +32,7 @@ def is_misled(
     recorded = torch.is_grad_enabled()  # whoever differentiates this takes torch's own derivative of it
     half = dtype == torch.bfloat16
     # A transposed convolution is the data gradient of another.
-    if (recorded or transposed) and _backward_is_wrong(w, stride, dilation, transposed, groups, half, recorded):
+    if (recorded or transposed) and _backward_is_wrong(x, w, stride, dilation, transposed, groups, half, recorded):
         return True
     return _is_unwritten(x, w, stride, padding, dilation, transposed, output_padding, half)
 
@@ -47,7 +47,7 @@ def convolution_backward(
     backward = torch.ops.aten.convolution_backward
     half = x.dtype == torch.bfloat16
     wrong = not _is_wide_or_traced(x) and (
-        _backward_is_wrong(w, stride, dilation, transposed, groups, half, needs[1])
+        _backward_is_wrong(x, w, stride, dilation, transposed, groups, half, needs[1])
         or _is_unwritten(x, w, *geometry[:-1], half)
     )
     if not wrong:
@@ -76,18 +76,24 @@ def _is_wide_or_traced(x: Tensor) -> bool:
 
 
 def _backward_is_wrong(
-    w: Tensor, stride: Sequence[int], dilation: Sequence[int], transposed: bool, groups: int, half: bool, weight: bool
-) -> bool:
+    x: Tensor, w: Tensor, stride: Sequence[int], dilation: Sequence[int], transposed: bool, groups: int, half: bool,
+    weight: bool,
+) -> bool:  # fmt: skip
     """Whether the backward alone is wrong, by oneDNN 3.x on a CPU (torch 2.13); ``weight``: that gradient is asked for.
 
     In bfloat16 a kernel of a single tap with a stride writes beyond its memory for fewer than 16 channels. Weight
-    gradients are wrong in transposed convolutions with a stride and a dilation, and of groups in bfloat16 with a
-    dilation.
+    gradients are wrong in transposed convolutions with a stride and a dilation; and in bfloat16 with a dilation, of
+    groups, and in channels_last where the inputs (of a transposed one the outputs) are more than 16 and no multiple of
+    that. (``conv_vendor.cpp`` asks the same.)
     """
     strided, dilated = max(stride) > 1, max(dilation) > 1
     if half and strided and w.shape[1] < 16 and math.prod(w.shape[2:]) == 1:
         return True
-    return weight and dilated and ((transposed and strided) or (half and groups > 1))
+    if not weight or not dilated:
+        return False
+    last = w.dim() == 4 and not (x.is_contiguous() and w.is_contiguous())
+    ragged = last and w.shape[1] > 16 and w.shape[1] % 16 != 0
+    return (transposed and strided) or (half and (groups > 1 or ragged))
 
 
 def _is_unwritten(

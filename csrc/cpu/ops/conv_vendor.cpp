@@ -48,14 +48,17 @@ bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
 }
 
 // The same for the backward, where more goes wrong in bfloat16: with a single tap, a stride and fewer than 16 inputs it
-// writes beyond its memory; with groups and a dilation dw is wrong.
+// writes beyond its memory; with a dilation dw is wrong of groups, and in channels_last of more than 16 inputs that are no
+// multiple of that.
 bool misleads_vendor_backward(const Tensor& x, const Tensor& w, const Sliding& at, bool weight) {
   if (misleads_vendor(x, w, at)) return true;
   if (!is_bfloat16(x)) return false;
   const bool strided = *std::max_element(at.stride.begin(), at.stride.end()) > 1;
   const bool dilated = *std::max_element(at.dilation.begin(), at.dilation.end()) > 1;
   const bool one_tap = w.numel() == w.size(0) * w.size(1);
-  return (one_tap && strided && w.size(1) < 16) || (weight && dilated && at.groups > 1);
+  const bool last = w.dim() == 4 && !(x.is_contiguous() && w.is_contiguous());
+  const bool ragged = last && w.size(1) > 16 && w.size(1) % 16 != 0;
+  return (one_tap && strided && w.size(1) < 16) || (weight && dilated && (at.groups > 1 || ragged));
 }
 
 Tensor widened(const Tensor& t) { return as_dtype(t, is_bfloat16(t) ? ScalarType::Float : ScalarType::Double); }
