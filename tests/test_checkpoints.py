@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import wnfused
 from wnfused import WNResidualBlock, WNResidualStage, state_dict_from_torch, state_dict_to_torch
@@ -261,3 +261,39 @@ def test_versions_of_modules_are_kept():
         assert model[0].scale.item() == 1
     model.load_state_dict(state_dict_from_torch(model.state_dict(), model))
     assert model[0].scale.item() == 1
+
+
+class Positive(nn.Module):
+    def forward(self, w):
+        return w.abs() + 1
+
+
+class Product(nn.Module):
+    """Of two tensors, as weight norm, but another one."""
+
+    def forward(self, a, b):
+        return a * b
+
+    def right_inverse(self, w):
+        return torch.ones(w.shape[0], 1), w
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+@pytest.mark.parametrize("api", ["old", "new", "plain"])
+@pytest.mark.parametrize("kind", ["after", "spectral", "other"])
+def test_weights_that_more_than_weight_norm_makes_stay_as_they_are(kind, api, as_module):
+    layer = nn.Linear(4, 3)
+    if kind == "other":
+        parametrize.register_parametrization(layer, "weight", Product())
+    else:
+        parametrizations.weight_norm(layer)
+        if kind == "after":
+            parametrize.register_parametrization(layer, "weight", Positive())
+        else:
+            parametrizations.spectral_norm(layer)
+    if not as_module and kind != "spectral":
+        return  # no entry of a state dict tells
+    model = nn.Sequential(layer)
+    expected = model.state_dict()
+    found = state_dict_to_torch(model if as_module else expected, api=api)
+    assert found.keys() == expected.keys()

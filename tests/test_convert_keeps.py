@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import functools
+import logging
 import pickle
+import weakref
 from collections import OrderedDict, deque
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import wnfused
 from wnfused import WNLinear
@@ -366,3 +368,43 @@ def test_a_layer_is_replaced_wherever_it_is_held_or_not_fused(holder, caplog):
     assert type(model.body[1]) is (FusedActivation if reached else nn.ReLU)
     assert ("body.0: the layer that it replaced is still called" in caplog.text) == (holder == "closure")
     torch.testing.assert_close(wnfused.fold(model)(x), expected)
+
+
+def test_attributes_that_cannot_be_hashed_or_written_to():
+    """A weak proxy passes for the module that it stands for: Lightning gives its module one to the trainer."""
+    for surgery in (wnfused.convert, wnfused.fold):
+        model = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)))
+        object.__setattr__(model, "owner", weakref.proxy(model))
+        gone = nn.Linear(1, 1)
+        object.__setattr__(model, "gone", weakref.proxy(gone))
+        del gone
+        model.options = torch.fx.immutable_collections.immutable_dict(
+            a=1, b=torch.fx.immutable_collections.immutable_list([2])
+        )
+        surgery(wnfused.convert(model))
+        assert model.options == {"a": 1, "b": [2]}
+
+
+@pytest.mark.parametrize("kind", ["forward", "bias", "weight_v"])
+def test_fold_leaves_layers_that_were_changed(caplog, kind):
+    layer = wnfused.WNLinear(3, 3)
+    if kind == "forward":
+        inner = layer.forward
+        layer.forward = lambda x: 2 * inner(x)
+    else:
+        prune.l1_unstructured(layer, kind, 0.5)
+    model, x = nn.Sequential(layer), torch.randn(2, 3)
+    expected = model(x)
+    with caplog.at_level(logging.WARNING, "wnfused.fold"):
+        assert wnfused.fold(model)[0] is layer
+    assert "0: left alone, its bias" in caplog.text or kind in caplog.text
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_rows_of_zeros_whatever_device_is_the_default():
+    layer = nn.Linear(3, 2)
+    nn.init.zeros_(layer.weight)
+    with torch.device("meta"):
+        converted = wnfused.convert(layer, plain=True)
+    assert converted.weight_v.device.type == "cpu"
+    assert converted.weight_v.norm(dim=1).min() > 0

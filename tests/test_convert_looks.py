@@ -168,6 +168,78 @@ class InTraining(nn.Module):
         return self.body(y) + self.aside(y) if self.training else self.body[0](y)
 
 
+class Elsewhere:
+    """Where the forwards below keep what they computed once."""
+
+    position = None
+    table: dict[str, torch.Tensor] = {}  # noqa: RUF012
+
+
+OF_THE_FILE: list[torch.Tensor] = []
+POSITION = None
+
+
+def of_a_closure():
+    kept = {}
+    number = None
+
+    class Enclosed(Caching):
+        def position(self, x):
+            nonlocal number
+            number = x.new_ones(x.shape[-1]) if number is None else number
+            return kept.setdefault("position", number)
+
+    return Enclosed
+
+
+class Caching(nn.Module):
+    cached = None
+    by_name: dict[str, torch.Tensor] = {}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.ReLU())
+
+    def forward(self, x):
+        return self.net(x + self.position(x))
+
+
+class InTheClass(Caching):
+    def position(self, x):
+        if Caching.cached is None:
+            Caching.cached = x.new_ones(x.shape[-1])
+        return self.by_name.setdefault("position", Caching.cached)
+
+
+class InAnotherClass(Caching):
+    def position(self, x):
+        if Elsewhere.position is None:
+            Elsewhere.position = x.new_ones(x.shape[-1])
+        return Elsewhere.table.setdefault("position", Elsewhere.position)
+
+
+class InTheFile(Caching):
+    def position(self, x):
+        global POSITION
+        if POSITION is None:
+            POSITION = x.new_ones(x.shape[-1])
+        if not OF_THE_FILE:
+            OF_THE_FILE.append(POSITION)
+        return OF_THE_FILE[0]
+
+
+@pytest.mark.parametrize(
+    "make", [InTheClass, InAnotherClass, InTheFile, of_a_closure()], ids=lambda kind: kind.__name__
+)
+def test_what_a_forward_keeps_beside_the_model_is_no_part_of_the_look(make):
+    x = torch.randn(2, 3)
+    model = make()
+    for look in (wnfused.convert, wnfused.init.initialize, wnfused.fold):
+        look(model)
+    layer = model.net[0]
+    torch.testing.assert_close(model(x), torch.relu(nn.functional.linear(x + 1, layer.weight, layer.bias)))
+
+
 @pytest.mark.parametrize("mode", [True, False])
 def test_an_activation_must_follow_in_training_and_in_evaluation(mode):
     model, x = InTraining().train(mode), torch.randn(2, 8)

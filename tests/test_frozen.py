@@ -153,6 +153,20 @@ def test_it_ends_also_after_an_error_and_nests():
         torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
 
 
+@pytest.mark.parametrize("change", ["weight_g", "bias", "pruned"])
+@pytest.mark.parametrize("padding", [0, "same"])
+def test_layers_whose_parameters_are_computed_run_as_always(padding, change):
+    layer, x = wnfused.WNConv1d(3, 4, 3, padding=padding), torch.randn(2, 3, 7)
+    if change == "pruned":
+        torch.nn.utils.prune.l1_unstructured(layer, "bias", 0.5)
+    else:
+        torch.nn.utils.parametrize.register_parametrization(layer, change, nn.Softplus())
+    with torch.no_grad():
+        expected = layer(x)
+        with wnfused.frozen(layer):
+            torch.testing.assert_close(layer(x), expected)
+
+
 def test_copies_made_inside_are_ordinary_layers():
     layer = WNLinear(2, 2)
     with wnfused.frozen(layer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
 
-_MUTABLE = (list, deque, dict, set)
+MUTABLE = (list, deque, dict, set)
 _IMMUTABLE = (tuple, frozenset)
 _NO_HOLDERS = (nn.Module, Tensor, type, ModuleType, FunctionType)
 
@@ -27,13 +28,15 @@ def containers(values: Iterable[Any]) -> Iterator[Container]:
     pending, seen = list(values), set[int]()
     while pending:
         value = pending.pop()
+        if type(value) in weakref.ProxyTypes:  # passes for an instance of what it stands for, and is not hashable
+            continue
         held = list(_held(value))
-        if not held and not isinstance(value, _MUTABLE):
+        if not held and not isinstance(value, MUTABLE):
             continue
         if id(value) not in seen:
             seen.add(id(value))
             pending += held
-            if isinstance(value, _MUTABLE):
+            if isinstance(value, MUTABLE):
                 yield value
 
 
@@ -42,7 +45,7 @@ def _held(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value
         yield from value.values()
-    elif isinstance(value, (*_MUTABLE, *_IMMUTABLE)):
+    elif isinstance(value, (*MUTABLE, *_IMMUTABLE)):
         yield from value
     elif isinstance(value, MethodType):
         yield value.__self__
@@ -84,7 +87,9 @@ def replace_in(values: Iterable[dict[str, Any]], replaced: dict[nn.Module, nn.Mo
                     container.add(new)
         else:
             for i, item in enumerate(container):
-                container[i] = _replaced(item, replaced)
+                new = _replaced(item, replaced)
+                if new is not item:  # a list may be read-only
+                    container[i] = new
 
 
 def _replace_in_dict(container: dict[Any, Any], replaced: dict[nn.Module, nn.Module]) -> None:
@@ -95,11 +100,15 @@ def _replace_in_dict(container: dict[Any, Any], replaced: dict[nn.Module, nn.Mod
         for key, value in zip(keys, values, strict=True):  # in their order
             container[key] = value
     for key, value in container.items():
-        container[key] = _replaced(value, replaced)
+        new = _replaced(value, replaced)
+        if new is not value:
+            container[key] = new
 
 
 def _replaced(value: Any, replaced: dict[nn.Module, nn.Module]) -> Any:
     """What stands in a value's place; containers that change in place stay, and are seen to by themselves."""
+    if type(value) in weakref.ProxyTypes:
+        return value
     if isinstance(value, nn.Module):
         return replaced.get(value, value)
     if isinstance(value, MethodType):

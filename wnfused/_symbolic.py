@@ -7,8 +7,10 @@ import operator
 import random
 import sys
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wnfused._reachable import Container, containers
+from wnfused._reachable import MUTABLE, Container, containers
 
 WRITES = "writes"
 """In the ``meta`` of a node: it is ``a += b`` or another such statement, of which torch's own trace shows ``a + b``."""
@@ -43,9 +45,12 @@ class _Tracer(fx.Tracer):
     def __init__(self, leaves: tuple[type[nn.Module], ...]) -> None:
         super().__init__()
         self.leaves = leaves
+        self.proxies = weakref.WeakSet[fx.Proxy]()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        made = _Proxy(node, self)
+        self.proxies.add(made)
+        return made
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return isinstance(module, self.leaves) or super().is_leaf_module(module, qualified_name)
@@ -58,7 +63,8 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
         leaves: modules of these classes, and torch's own, are nodes; the run goes through all others.
         training: the mode that all modules are in meanwhile; None for that of each.
     """
-    with warnings.catch_warnings(), _untouched(model):
+    tracer = _Tracer(leaves)
+    with warnings.catch_warnings(), _without(tracer.proxies, model), _untouched(model):
         warnings.simplefilter("ignore")
         for module in model.modules():
             # Hooks may keep what they see, outside of the model.
@@ -66,7 +72,7 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
             module.training = module.training if training is None else training
         if "forward" in vars(model):  # torch.fx runs the class's
             raise TypeError("forward was replaced on the model itself, and cannot be traced")
-        return _Tracer(leaves).trace(model)
+        return tracer.trace(model)
 
 
 def argument(node: fx.Node, name: str, position: int) -> Any:
@@ -109,6 +115,62 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 if parameter.data_ptr() != values.data_ptr():
                     parameter.data = values
             writes.undo()
+
+
+@contextlib.contextmanager
+def _without(proxies: weakref.WeakSet[fx.Proxy], model: nn.Module) -> Iterator[None]:
+    """Undoes what ``forward`` keeps beside the model, if a proxy of the trace is still alive then: caches in attributes
+    of a class, in globals of its file or in closures. Otherwise these, which other threads use too, are left alone."""
+    classes = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_a_user(kind)}
+    functions = [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
+    scopes = list({id(f.__globals__): f.__globals__ for f in functions}.values())
+    classes |= {
+        value
+        for scope in scopes
+        for value in list(scope.values())
+        if isinstance(value, type) and value.__module__ == scope.get("__name__")
+    }
+    attributes = [(kind, dict(vars(kind))) for kind in classes]
+    variables = [(scope, dict(scope)) for scope in scopes]
+    cells = [(cell, cell.cell_contents) for f in functions for cell in f.__closure__ or () if _is_filled(cell)]
+    kept = [value for _, values in (*attributes, *variables) for value in values.values()]
+    kept = [value for value in kept if isinstance(value, MUTABLE) and len(value) <= _MOST_KEPT]
+    contents = [(container, _content(container)) for container in containers([*kept, *(value for _, value in cells)])]
+    try:
+        yield
+    finally:
+        if len(proxies):
+            for container, content in contents:
+                _put_back(container, content)
+            for cell, value in cells:
+                cell.cell_contents = value
+            for scope, values in variables:
+                for name in [*scope]:
+                    if name not in values:
+                        del scope[name]
+                scope.update(values)
+            for kind, values in attributes:
+                for name, value in [*vars(kind).items()]:
+                    if name not in values:
+                        delattr(kind, name)
+                    elif value is not values[name]:
+                        setattr(kind, name, values[name])
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _is_of_a_user(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package not in ("torch", "wnfused") and package not in sys.stdlib_module_names
+
+
+_MOST_KEPT = 10_000
+"""Entries of a global list or dict that is looked into: caches are smaller, data sets may be larger."""
 
 
 def _content(container: Container) -> list[Any]:

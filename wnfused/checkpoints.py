@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _WeightNorm
 
 from wnfused import functional
 from wnfused.nn import WeightNormalised, WNResidualStage
@@ -51,7 +52,8 @@ def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new")
     for name, entry in state.items():
         if is_lazy(entry):
             raise ValueError(f"source: {name!r} has no shape yet; run the model once")
-    _rename(state, _prefixes(state, *ORIGINALS.values()), {new: old for old, new in ORIGINALS.items()})
+    normalised = [p for p in _prefixes(state, *ORIGINALS.values()) if _is_weight_norm(p, state, source)]
+    _rename(state, normalised, {new: old for old, new in ORIGINALS.items()})
     stages = [p for p in _prefixes(state, *ORIGINALS) if state[f"{p}weight_v"].dim() == 6 and f"{p}bias" in state]
     for prefix in stages:
         unstack_blocks(state, prefix)
@@ -103,6 +105,16 @@ def _prefixes(state: Mapping[str, Any], gain: str, direction: str) -> list[str]:
     """The layers that have entries of these two names."""
     prefixes = [name.removesuffix(gain) for name in state if name == gain or name.endswith(f".{gain}")]
     return [prefix for prefix in prefixes if f"{prefix}{direction}" in state]
+
+
+def _is_weight_norm(prefix: str, state: Mapping[str, Any], source: nn.Module | Mapping[str, Any]) -> bool:
+    """Whether a parametrised weight with two originals is torch's weight norm, and nothing more."""
+    if isinstance(source, nn.Module):
+        steps = cast(nn.ModuleDict, source.get_submodule(prefix.removesuffix(".")).parametrizations)["weight"]
+        return [type(step) for step in cast(nn.ModuleList, steps)] == [_WeightNorm]
+    # Of a state dict alone it shows where a second step has entries.
+    others = (name.removeprefix(f"{prefix}parametrizations.weight.") for name in state if name.startswith(prefix))
+    return not any(name[:1].isdigit() for name in others)
 
 
 def _rename(state: OrderedDict[str, Any], layers: list[str], names: Mapping[str, str]) -> None:

@@ -18,6 +18,8 @@ from wnfused.nn.plain import WITH_RESIDUAL, attach_activation
 
 logger = logging.getLogger("wnfused.fold")
 
+OWN_PARAMETERS = ("weight_v", "weight_g", "bias")
+
 _FOLDED = (*LAYERS.values(), WNResidualBlock, WNResidualStage)
 
 
@@ -32,7 +34,8 @@ def fold(model: nn.Module) -> nn.Module:
     a forward hook, so that names and ``weight`` stay where they were. A layer that a trace of the model sees called
     with a residual becomes a subclass of torch's that takes one. Residual blocks and stages become
     ``wnfused.nn.PlainResidualBlock``, whose layers are torch's. Subclasses of this package's layers that add
-    more than a constructor are left alone, and named in a warning of the logger ``wnfused.fold``.
+    more than a constructor are left alone, and named in a warning of the logger ``wnfused.fold``; so are layers whose
+    parameters are parametrised or pruned, or that have a ``forward`` of their own.
 
     Folding twice changes nothing more. ``convert(model, plain=True)`` is the way back: the same function with
     ``v = w, g = ||w||``, on a CPU bit for bit in float32 and float64. The lengths of the old ``v`` are gone, and with
@@ -62,6 +65,13 @@ def fold(model: nn.Module) -> nn.Module:
         inside.update(module.modules())
         if any(map(is_lazy, module.parameters())):
             logger.warning("%s: left alone, it has no shape yet; run the model once, then fold", name)
+            continue
+        if "forward" in vars(module):
+            logger.warning("%s: left alone, it has its own attribute 'forward'", name)
+            continue
+        unlike = [p for p in OWN_PARAMETERS if isinstance(module, WeightNormalised) and p not in module._parameters]
+        if unlike and not parametrize.is_parametrized(module):
+            logger.warning("%s: left alone, its %s is no parameter: is it pruned?", name, ", ".join(unlike))
             continue
         if parametrize.is_parametrized(module):
             lists = ", ".join(cast(nn.ModuleDict, module.parametrizations))
@@ -96,7 +106,7 @@ def plain_layer(
     if weight is None:
         weight = layer.weight.detach().as_subclass(Tensor).clone()
     learns = layer.weight_v.requires_grad or layer.weight_g.requires_grad
-    own = {*OPTIONS, "_frozen", "weight_v", "weight_g", "bias"}
+    own = {*OPTIONS, "_frozen", *OWN_PARAMETERS}
     plain = twin(layer, WITH_RESIDUAL[kind] if with_residual else kind, known=LAYERS[kind], without=own)
     others = dict(plain._parameters)
     plain._parameters.clear()

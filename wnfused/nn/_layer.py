@@ -303,7 +303,7 @@ def with_directions(weight: Tensor, norm: Tensor, known: Tensor | None = None) -
     watched = torch._C._len_torch_dispatch_stack() or weight.is_meta or type(weight) not in (Tensor, nn.Parameter)
     if watched or weight.numel() == 0 or not (norm == 0).any():
         return weight
-    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+    drawn = torch.randn(weight.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(weight)
     if known is None or is_lazy(known) or known.is_meta or known.shape != weight.shape:
         return torch.where(norm == 0, drawn, weight)
     directions = known.detach().to(weight)
