@@ -169,6 +169,17 @@ def test_plain_calls_of_a_layer_are_one_node_in_cpp(name: str, last: bool, autoc
 ALIGNED_TOLERANCE = {"float32": 2e-5, "tf32": 3e-3, "bfloat16": 3e-2, "float16": 4e-3}
 
 
+def test_single_layers_run_by_the_native_backend_where_it_is_named() -> None:
+    layer, x = wnfused.WNLinear(24, 40).cuda(), torch.randn(3, 7, 24, device="cuda")
+    expected = layer(x)
+    transposed = wnfused.WNConvTranspose2d(8, 8, 3).cuda()
+    with wnfused.use_backend("native"):
+        assert layer(x).grad_fn.name().split("::")[-1].startswith("WNLinear")
+        torch.testing.assert_close(torch.func.vmap(layer)(x), expected)  # by the op, as a transform looks on
+        with pytest.raises(wnfused.BackendUnavailableError, match="no transposed convolution of CUDA tensors"):
+            transposed(torch.randn(2, 8, 5, 5, device="cuda"))
+
+
 FEW_SAMPLES = ((1, 8, 4), (17, 264, 20), (33, 1032, 36), (256, 64, 16), (5, 48, 300), (8, 4096, 1024), (128, 1024, 256))
 """Samples, columns and rows of v, of the kernels in ``csrc/cuda/small_linear.h``."""
 

@@ -33,6 +33,21 @@ class Elsewhere:
         self.device, self.dtype, self.shape = torch.device(device), dtype, torch.Size(shape)
         self.is_cuda = self.device.type == "cuda"
 
+    def dim(self):
+        return len(self.shape)
+
+    def numel(self):
+        return self.shape.numel()
+
+
+def layer_arguments(x, v_shape, dtype=torch.float32, g_dtype=torch.float32):
+    return [x, Elsewhere("cuda:0", dtype, v_shape), Elsewhere("cuda:0", g_dtype, v_shape[:1]), None, None]
+
+
+LINEAR = layer_arguments(Elsewhere("cuda:0", shape=(4, 8)), (6, 8))
+IMAGES = layer_arguments(Elsewhere("cuda:0", torch.bfloat16, (2, 8, 5, 5)), (6, 8, 3, 3))
+WINDOW = ([1, 1], [1, 1], [1, 1])
+
 
 def stage_arguments(x, device="cuda:0", dtype=torch.float32):
     c = x.shape[1]
@@ -47,9 +62,12 @@ def device(monkeypatch):
     monkeypatch.setattr(native_cuda, "_shapes", lambda precision, index: ("16x32x32", "32x16x16"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0) if index == 0 else (7, 5))
     monkeypatch.setattr(native_cuda, "_build", lambda: (100, 13000, 13000))
+    monkeypatch.setattr(native_cuda, "opened", lambda name: None)
     native_cuda.refused_device.cache_clear()
+    native_cuda.layers_unavailable.cache_clear()
     yield
     native_cuda.refused_device.cache_clear()
+    native_cuda.layers_unavailable.cache_clear()
 
 
 @pytest.mark.parametrize("images", [0, 1, 2, 4096])
@@ -60,9 +78,38 @@ def test_stage_that_fits_is_taken(device, images):
 
 
 @pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        ("linear", LINEAR),
+        ("linear", [*LINEAR, -2, "relu", 0.0]),
+        ("linear_backward", [LINEAR[0], LINEAR[0], *LINEAR[:3], LINEAR[2], [True] * 4, 0, "none", 0.0]),
+        ("conv", [*IMAGES, *WINDOW, False, [0, 0], 1, 0, "none", 0.0]),
+        ("conv_backward", [IMAGES[0], IMAGES[0], *IMAGES[:3], IMAGES[2], [True] * 4, *WINDOW, False, [0, 0], 1]),
+    ],
+)
+def test_layers_that_it_has_are_taken(device, op, arguments):
+    assert native_cuda.refusal(op, arguments) is None
+
+
+@pytest.mark.parametrize(
     ("op", "arguments", "words"),
     [
-        ("linear", stage_arguments(Elsewhere("cuda:0")), "no CUDA kernel for linear"),
+        ("weight_norm_many", [[Elsewhere("cuda:0")], [Elsewhere("cuda:0")]], "no CUDA kernel for weight_norm_many"),
+        ("linear", [*LINEAR, 1, "none", 0.0], "normalised along dim 0, not 1"),
+        ("linear", [*LINEAR, None, "none", 0.0], "normalised along dim 0, not None"),
+        ("linear", layer_arguments(Elsewhere("cuda:0", shape=(0, 8)), (6, 8)), "no empty ones"),
+        ("linear", layer_arguments(Elsewhere("cuda:0", torch.float64, (4, 8)), (6, 8)), "kernel for torch.float64"),
+        (
+            "linear",
+            layer_arguments(Elsewhere("cuda:0", shape=(4, 8)), (6, 8), torch.bfloat16, torch.bfloat16),
+            "not torch.bfloat16 where x has torch.float32",
+        ),
+        ("conv", [*IMAGES, *WINDOW, True, [0, 0], 1, 0, "none", 0.0], "no transposed convolution"),
+        (
+            "conv_backward",
+            [IMAGES[0], IMAGES[0], *IMAGES[:3], IMAGES[2], [True] * 4, *WINDOW, True, [0, 0], 1, 0, "none", 0.0],
+            "no transposed convolution",
+        ),
         ("residual_stage", stage_arguments(Elsewhere("cuda:0"), "cuda:1"), "different devices: cuda:0, cuda:1"),
         ("residual_stage", stage_arguments(Elsewhere("cuda:0"), "cpu"), "different devices: cpu, cuda:0"),
         ("residual_stage", stage_arguments(Elsewhere("cuda:0", torch.float16)), "no CUDA kernel for torch.float16"),

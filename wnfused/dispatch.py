@@ -28,7 +28,7 @@ def order(op: str, device: str) -> tuple[str, ...]:
     """Which backends an automatic choice asks, by op and device type; any other device runs the reference."""
     if device == "cpu":
         return ("native", "reference")
-    if device == "cuda":  # single layers are Triton's, but for plain eager calls: see ``prefers_native_layers``
+    if device == "cuda":  # single layers are Triton's where they do not go past Python: see ``prefers_native_on_cuda``
         single = op.removesuffix("_backward") in ("linear", "conv", "weight_norm_many")
         return ("triton", "reference") if single else ("native", "triton", "reference")
     return ("reference",)
@@ -139,14 +139,10 @@ def prefers_native() -> bool:
     return chosen and backend_module("native").unavailable() is None
 
 
-def prefers_native_layers() -> bool:
-    """Whether a plain eager call of a single layer on a CUDA tensor goes to the C++ libraries, if they take it: the
-    vendor's product with our kernels beside it, or ours alone, and no Python. Any other goes by ``order``."""
-    return requested() is None
-
-
-def prefers_native_stage() -> bool:
-    """Whether a stage on a CUDA tensor goes to the native backend, unless that has no kernel for it."""
+def prefers_native_on_cuda() -> bool:
+    """Whether a plain eager call on a CUDA tensor, of a single layer or a stage, goes to the C++ libraries if they take
+    it, past Python: the whole stage, or the vendor's product with our kernels beside it. Any other call goes by
+    ``order``."""
     return requested() in (None, "native")
 
 

@@ -148,32 +148,6 @@ def cuda_unavailable() -> str | None:
     return native_cuda.unavailable()
 
 
-@functools.cache
-def layers_unavailable(device: int) -> str | None:
-    """Why the C++ libraries have no single layers on a CUDA device, None if they have: the kernel beside the product is
-    in one, the layer in that which fits one torch."""
-    return unavailable() or opened("autograd") or native_cuda.unavailable() or native_cuda.refused_device(device)
-
-
-_LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def takes_layer(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None) -> bool:
-    """Whether the C++ libraries take a linear layer or convolution on CUDA tensors, normalised along dim 0, of ``x`` in
-    ``dtype``. Of a tensor without entries they do not."""
-    known = (dtype, torch.float32)
-    return (
-        x.is_cuda
-        and dtype in _LAYER_DTYPES
-        and v.dtype in known
-        and g.dtype is v.dtype
-        and (bias is None or bias.dtype in known)
-        and x.numel() > 0
-        and v.numel() > 0
-        and layers_unavailable(x.device.index) is None
-    )
-
-
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _STAGE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -289,8 +263,9 @@ _ACTIVATION = native_composed.ACTIVATION_NUMBERS
 
 
 def _is_fused(x: Tensor, v: Tensor, dim: int | None) -> bool:
-    """Parameters have the dtype of ``x`` or float32, so what is left to exclude is float16 and float64."""
-    return x.dtype in FUSED_DTYPES and (dim == 0 or dim == -v.dim())
+    """Parameters have the dtype of ``x`` or float32, so what is left to exclude is float16 and float64; on a GPU, what
+    ``refusal`` lets pass is."""
+    return x.is_cuda or (x.dtype in FUSED_DTYPES and (dim == 0 or dim == -v.dim()))
 
 
 def _needs(needs: Sequence[bool]) -> int:

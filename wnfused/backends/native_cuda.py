@@ -1,7 +1,7 @@
 """The C++ backend on CUDA tensors: the library ``_cuda``, what it takes and what it refuses.
 
 It has the row norm, the whole residual stage, linear layers of few samples, and what stands beside the vendor's product
-of a single layer, which ``csrc/autograd/vendor.cpp`` calls; layers that this does not take are the Triton backend's.
+of a single layer, which ``csrc/autograd/vendor.cpp`` calls: so layers need the library ``_autograd``, too.
 The schemas stand in ``wnfused.backends.native``.
 """
 
@@ -25,7 +25,9 @@ MINIMUM_CAPABILITY = (8, 0)
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _STAGE_DTYPES = (torch.float32, torch.bfloat16)
-_OPS = ("weight_norm", "weight_norm_backward", "residual_stage", "residual_stage_backward")
+_LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LAYERS = ("linear", "linear_backward", "conv", "conv_backward")
+_OPS = ("weight_norm", "weight_norm_backward", "residual_stage", "residual_stage_backward", *_LAYERS)
 
 
 @functools.cache
@@ -63,13 +65,20 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
         return reason
     if op not in _OPS:
         return f"it has no CUDA kernel for {op}"
-    tensors, is_stage = list(tensors_of(arguments)), op.startswith("residual_stage")
-    return (
+    tensors = list(tensors_of(arguments))
+    kind = op.removesuffix("_backward")
+    reason = (
         _mixed_devices(tensors)
-        or _refused_dtype(tensors, _STAGE_DTYPES if is_stage else _DTYPES)
+        or _refused_dtype(tensors, {"weight_norm": _DTYPES, "residual_stage": _STAGE_DTYPES}.get(kind, _LAYER_DTYPES))
         or refused_device(tensors[0].device.index)
-        or (_refused_shape(*tensors[:2]) if is_stage else _refused_rows(tensors[0], row_dim(op, arguments)))
     )
+    if reason is not None:
+        return reason
+    if op in _LAYERS:
+        return layers_unavailable(tensors[0].device.index) or _refused_layer(op, arguments)
+    if kind == "residual_stage":
+        return _refused_shape(*tensors[:2])
+    return _refused_rows(tensors[0], row_dim(op, arguments))
 
 
 def _mixed_devices(tensors: Sequence[Tensor]) -> str | None:
@@ -181,6 +190,49 @@ def takes_stage(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tenso
     precision = 0 if dtype == torch.bfloat16 else 1 if allows_tf32() else 2
     few = x.shape[0] < _MOST and v.shape[0] < _MOST
     return few and refused_device(index) is None and _has_stage(precision, index, *x.shape[1:])
+
+
+@functools.cache
+def layers_unavailable(device: int) -> str | None:
+    """Why the C++ libraries have no single layers on a CUDA device, None if they have: the kernel beside the product is
+    in one, the layer in that which fits one torch, and both open after that of the CPU."""
+    return opened("cpu") or opened("autograd") or unavailable() or refused_device(device)
+
+
+def takes_layer(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None) -> bool:
+    """Whether the C++ libraries take a linear layer or convolution on CUDA tensors, normalised along dim 0 and not
+    transposed, of ``x`` in ``dtype``: what ``refusal`` says, in less of the host's time."""
+    known = (dtype, torch.float32)
+    return (
+        x.is_cuda
+        and dtype in _LAYER_DTYPES
+        and v.dtype in known
+        and g.dtype is v.dtype
+        and (bias is None or bias.dtype in known)
+        and x.numel() > 0
+        and v.numel() > 0
+        and layers_unavailable(x.device.index) is None
+    )
+
+
+_WINDOW = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+_FORWARD = ("x", "v", "g", "bias", "residual")
+_BACKWARD = ("dy", "y", "x", "v", "g", "norm", "needs")
+
+
+def _refused_layer(op: str, arguments: Sequence[Any]) -> str | None:
+    tensors = _BACKWARD if op.endswith("_backward") else _FORWARD
+    given = dict(zip((*tensors, *(_WINDOW if op.startswith("conv") else ()), "dim"), arguments, strict=False))
+    x, v, bias, dim = given["x"], given["v"], given.get("bias"), given.get("dim", 0)
+    if given.get("transposed"):
+        return "it has no transposed convolution of CUDA tensors"
+    if dim is None or dim % v.dim() != 0:
+        return f"its layers of CUDA tensors are normalised along dim 0, not {dim}"
+    if takes_layer(x.dtype, x, v, given["g"], bias):
+        return None
+    if not x.numel() or not v.numel():
+        return "its layers of CUDA tensors take no empty ones"
+    return f"its layers' parameters have one dtype, that of x or float32, and not {v.dtype} where x has {x.dtype}"
 
 
 _MOST_ROWS = 2**31 - 1  # a grid's blocks, one or more of which take a row

@@ -48,15 +48,15 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
 def is_open_to_layers(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     """The same of linear layers and convolutions, which have a short way for CUDA tensors, too."""
     if isinstance(x, Tensor) and x.is_cuda:
-        unasked = dispatch.prefers_native_layers() and strategy.leaves_the_choice()
-        return unasked and _is_plain_call(x, v, g, bias, residual) and native.takes_layer(_cast(x), x, v, g, bias)
+        chosen = dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
+        return chosen and _is_plain_call(x, v, g, bias, residual) and native_cuda.takes_layer(_cast(x), x, v, g, bias)
     return is_open(x, v, g, bias, residual)
 
 
 def is_open_to_stages(x: Any, v: Any, g: Any, bias: Any) -> bool:
     """The same of residual stages."""
     if isinstance(x, Tensor) and x.is_cuda:
-        plain = bias is not None and _is_plain_call(x, v, g, bias, None) and dispatch.prefers_native_stage()
+        plain = bias is not None and _is_plain_call(x, v, g, bias, None) and dispatch.prefers_native_on_cuda()
         return plain and native_cuda.takes_stage(_cast(x), x, v, g, bias)
     return is_open(x, v, g, bias, None)
 

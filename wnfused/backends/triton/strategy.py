@@ -3,7 +3,7 @@
 One table for each kind of layer, read from the top: the first row that applies decides, and each row says why, by
 counts of bytes and launches, and by what an H100 showed (``bench/results/gpu-h100``), times within a CUDA graph.
 Launched one by one, small layers cost the host's time, which is twice as long here as in C++: plain eager calls take
-the vendor's way in C++ (``dispatch.prefers_native_layers``), and this table is for what the compiler traces, for
+the vendor's way in C++ (``dispatch.prefers_native_on_cuda``), and this table is for what the compiler traces, for
 transforms, for whoever asks for this backend, and for what C++ does not take. What follows the vendor's product is
 another choice, ``use_vendor_epilogues``.
 """
