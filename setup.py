@@ -252,8 +252,9 @@ def record(root: Path) -> None:
 
 def declarations():
     """What libraries built in place must have been built from: with another signature, a call would crash."""
-    files = ("ops.h", "autograd/layers.cpp")
-    return {file: hashlib.sha256((ROOT / "csrc" / file).read_bytes()).hexdigest() for file in files}
+    csrc = ROOT / "csrc"
+    files = [csrc / "ops.h", *sorted((csrc / "autograd").iterdir())]
+    return {str(file.relative_to(csrc)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def torch_version():
@@ -265,4 +266,8 @@ def torch_version():
 
 
 if __name__ == "__main__":
-    setup(ext_modules=extensions(), cmdclass={"build_ext": build_ext_class(), "build_py": BuildPy})
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": build_ext_class(), "build_py": BuildPy},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )

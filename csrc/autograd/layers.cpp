@@ -4,6 +4,7 @@
 // torch's stable ABI has no autograd. So this library, unlike the others, fits one version of torch, and does nothing
 // that the node in wnfused/ops/_direct.py does not do as well: where it is missing, that one takes its place.
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -205,6 +206,8 @@ struct Passes {
     const auto& kept = ctx->saved_data[kKept].toTupleRef().elements();
     const auto weight = ctx->saved_data.find(kWeight);
     const Tensor w = weight == ctx->saved_data.end() ? Tensor() : weight->second.toTensor();
+    // Saved tensors go with the backward unless it is told to keep them; what is saved beside them stays with the node.
+    if (w.defined() && !torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data.erase(weight);
     const Gradients gradients = gradients_of(
         dy, saved, w, needs, ctx->saved_data[kLeaves].toInt(), kept, std::index_sequence_for<Constants...>());
     auto put = [&](size_t i, const Optional& gradient) {

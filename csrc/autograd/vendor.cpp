@@ -228,40 +228,29 @@ Gradients linear_backward(
 
 namespace {
 
-// cuDNN's deterministic algorithms while one lives: some of its backward kernels add with atomics otherwise. torch has one
-// flag for all threads, and a backward has a thread to each device: the first in sets it, the last out restores it.
-class Deterministic {
- public:
-  Deterministic() {
-    const std::lock_guard<std::mutex> lock(mutex());
-    if (count()++ == 0 && !at::globalContext().deterministicCuDNN()) {
-      at::globalContext().setDeterministicCuDNN(true);
-      is_ours() = true;
-    }
+// cuDNN's deterministic algorithms while somebody asks for them: some of its backward kernels add with atomics otherwise.
+// torch has one flag for all threads, and a backward has a thread to each device: the first in sets it, the last out
+// restores it.
+void ask_for_deterministic(bool on) {
+  static std::mutex mutex;
+  static int asked = 0;
+  static bool is_ours = false;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (on && asked++ == 0 && !at::globalContext().deterministicCuDNN()) {
+    at::globalContext().setDeterministicCuDNN(true);
+    is_ours = true;
   }
-  ~Deterministic() {
-    const std::lock_guard<std::mutex> lock(mutex());
-    if (--count() == 0 && is_ours()) {
-      at::globalContext().setDeterministicCuDNN(false);
-      is_ours() = false;
-    }
+  if (!on && --asked == 0 && is_ours) {
+    at::globalContext().setDeterministicCuDNN(false);
+    is_ours = false;
   }
+}
+
+struct Deterministic {
+  Deterministic() { ask_for_deterministic(true); }
+  ~Deterministic() { ask_for_deterministic(false); }
   Deterministic(const Deterministic&) = delete;
   Deterministic& operator=(const Deterministic&) = delete;
-
- private:
-  static std::mutex& mutex() {
-    static std::mutex made;
-    return made;
-  }
-  static int& count() {
-    static int made = 0;
-    return made;
-  }
-  static bool& is_ours() {
-    static bool made = false;
-    return made;
-  }
 };
 
 }  // namespace
@@ -357,4 +346,5 @@ TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeExplicitAutograd, library) {
   library.impl("vendor_linear_backward", linear_backward_op);
   library.impl("vendor_conv", conv_op);
   library.impl("vendor_conv_backward", conv_backward_op);
+  library.impl("ask_for_deterministic", ask_for_deterministic);
 }

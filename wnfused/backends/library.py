@@ -12,8 +12,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 _KINDS = {"cpu": "C++", "cuda": "CUDA", "autograd": "C++ autograd"}
-_DECLARED = {"cpu": "ops.h", "cuda": "ops.h", "autograd": "autograd/layers.cpp"}
-"""Where in csrc/ the signatures of each library stand."""
+_DECLARED = {"cpu": "ops.h", "cuda": "ops.h", "autograd": "autograd/*"}
+"""The files of csrc/ that the signatures of each library stand in."""
 
 
 def opened(name: str) -> str | None:
@@ -25,12 +25,14 @@ def opened(name: str) -> str | None:
     if library is None:
         otherwise = f"the {_KINDS[name]} library was not built; `pip install --no-build-isolation .` builds it"
         return record.get("not_built", {}).get(name, otherwise)
-    sources = _PACKAGE.parent / "csrc" / _DECLARED[name]  # of a checkout that the library was built in
+    csrc = _PACKAGE.parent / "csrc"  # of a checkout that the library was built in
     declarations = record.get("declarations")
-    declared = declarations.get(_DECLARED[name]) if isinstance(declarations, dict) else None
-    if sources.exists() and declared != hashlib.sha256(sources.read_bytes()).hexdigest():
-        known = "has no record of its build" if declared is None else f"was built from another csrc/{_DECLARED[name]}"
-        return f"{library.name} {known}; `make install` builds it anew"
+    for source in sorted(csrc.glob(_DECLARED[name])):
+        of_csrc = str(source.relative_to(csrc))
+        declared = declarations.get(of_csrc) if isinstance(declarations, dict) else None
+        if declared != hashlib.sha256(source.read_bytes()).hexdigest():
+            known = "has no record of its build" if declared is None else f"was built from another csrc/{of_csrc}"
+            return f"{library.name} {known}; `make install` builds it anew"
     if name == "autograd" and record.get("torch") != torch.__version__:
         return (
             f"{library.name} was built for torch {record.get('torch')}, this is {torch.__version__}; "

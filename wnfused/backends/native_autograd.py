@@ -48,6 +48,8 @@ for _name in ("linear", "conv"):
     _library.define(f"vendor_{_name}({_layer}) -> (Tensor y, Tensor norm)")
     _library.define(f"vendor_{_name}_backward({_BACKWARD}, {_CONSTANTS[_name]}) -> {_GRADIENTS}")
 _library.define("use_small_linear(bool on) -> bool before")
+# Whether cuDNN is to be deterministic; each True is taken back by a False.
+_library.define("ask_for_deterministic(bool on) -> ()")
 _library.impl("composed_conv_transpose", native.composed_conv_transpose, "CompositeExplicitAutograd")
 _library.impl("composed_conv_transpose_backward", native.composed_conv_transpose_backward, "CompositeExplicitAutograd")
 

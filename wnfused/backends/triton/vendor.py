@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from wnfused.backends import native
+from wnfused.backends import native_autograd, native_cuda
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.triton import strategy
 from wnfused.backends.triton.rows import effective_weight, weight_norm_backward
@@ -34,7 +34,7 @@ def bias_gradient(dz: Tensor, v: Tensor) -> Tensor:
 
 def _in_cpp(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, dim: int | None) -> bool:
     along_rows = dim is not None and dim % v.dim() == 0
-    return along_rows and not strategy.vendor_epilogues() and native.takes_layer(x.dtype, x, v, g, bias)
+    return along_rows and not strategy.vendor_epilogues() and native_cuda.takes_layer(x.dtype, x, v, g, bias)
 
 
 def _gradients(dy: Tensor, found: Sequence[Tensor | None]) -> Gradients:
@@ -96,9 +96,22 @@ Geometry = tuple[list[int], list[int], list[int], bool, list[int], int]
 """``stride, padding, dilation, transposed, output_padding, groups``."""
 
 
-_inside = 0
+_asked = 0
 _is_ours = False
 _lock = threading.Lock()
+
+
+def _ask_for_deterministic(on: bool) -> None:
+    """As the op of that name does where the C++ library is: there one count serves both."""
+    global _asked, _is_ours
+    with _lock:
+        if on and _asked == 0 and not torch._C._get_cudnn_deterministic():
+            torch._C._set_cudnn_deterministic(True)
+            _is_ours = True
+        _asked += 1 if on else -1
+        if _asked == 0 and _is_ours:
+            torch._C._set_cudnn_deterministic(False)
+            _is_ours = False
 
 
 @contextlib.contextmanager
@@ -108,20 +121,13 @@ def _deterministic() -> Iterator[None]:
     torch has one flag for all threads, and a backward has a thread to each device: the first in sets it, the last out
     restores it. Past ``torch.backends``, whose flags ``torch.backends.disable_global_flags`` closes to everybody.
     """
-    global _inside, _is_ours
-    with _lock:
-        if _inside == 0 and not torch._C._get_cudnn_deterministic():
-            torch._C._set_cudnn_deterministic(True)
-            _is_ours = True
-        _inside += 1
+    in_cpp = native_autograd.unavailable() is None
+    ask = torch.ops.wnfused_autograd.ask_for_deterministic.default._op if in_cpp else _ask_for_deterministic
+    ask(True)
     try:
         yield
     finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0 and _is_ours:
-                torch._C._set_cudnn_deterministic(False)
-                _is_ours = False
+        ask(False)
 
 
 def _has_fused_epilogue(x: Tensor, v: Tensor, geometry: Geometry, activation: str) -> bool:
