@@ -10,6 +10,12 @@ from wnfused import dispatch
 from wnfused.backends import native
 
 
+def pytest_configure(config):
+    """Without the C++ library everything runs in plain torch, which says so once for each op; with it that is a bug."""
+    if native.unavailable() is not None:
+        config.addinivalue_line("filterwarnings", "default::wnfused.dispatch.BackendWarning")
+
+
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned():
     torch.manual_seed(0)

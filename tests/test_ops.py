@@ -18,9 +18,8 @@ def runs(sample: Sample, backend: str, dtype: torch.dtype) -> bool:
 
 
 def gradient_tolerance(sample: Sample, dtype: torch.dtype) -> float:
-    """Rounding to half precision flips a few masks of activations, each worth a whole term of a gradient."""
-    chained = sample.name.startswith("stage") or "activation" in sample.keywords
-    flips = chained and dtype in (torch.bfloat16, torch.float16)
+    """In two samples rounding to bfloat16 flips the mask of an output near 0, which is worth a whole term."""
+    flips = dtype == torch.bfloat16 and sample.name in ("stage-last", "transpose2d")
     return 0.3 if flips else 3 * TOLERANCE[dtype]
 
 
@@ -30,7 +29,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # Sums of at most K terms round by about sqrt(K) eps; the samples' K is below 100 and the chains at most six
-# convolutions long. Half precision also rounds the operands, and ReLU masks may flip where an output is nearly 0.
+# convolutions long. Half precision also rounds the operands.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
 

@@ -110,7 +110,7 @@ def test_a_figure_is_run_reduced_judged_and_drawn_once(toy, capsys):
     assert (content["jobs_done"], content["jobs_planned"], content["jobs_failed"]) == (6, 6, [])
     assert (toy.results / "toy_figure.png").read_bytes().startswith(b"\x89PNG")
     page = toy.target.read_text()
-    assert "2 claims: 1 agrees, 1 disagrees, 0 undecided" in page
+    assert "2 claims: 1 came out as the paper says, 1 did not, 0 are undecided" in page
     assert "| squares are odd \\| or not | at least 0 | **disagrees** |" in page
     assert "(results/toy_figure.png)" in page
     assert "agrees: the paper: squares are not negative; here: at least 0" in capsys.readouterr().out

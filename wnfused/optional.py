@@ -24,5 +24,6 @@ def require(name: str, what_for: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != top:
             raise
         raise MissingDependencyError(
-            f"{what_for} needs {top}, which is not installed: pip install 'wnfused[train]'"
+            f"{what_for} needs {top}, which is not installed: "
+            'in the checkout, pip install --no-build-isolation ".[train]"'
         ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -107,16 +108,14 @@ section says what was found of its cause.
 
 def _overview(contents: list[Json]) -> str:
     verdicts = [Verdict(**v) for content in contents for v in content["verdicts"]]
-    counts = ", ".join(f"{sum(v.word == word for v in verdicts)} {word}" for word in _WORDS)
+    count = Counter(v.agrees for v in verdicts)
+    counts = f"{count[True]} came out as the paper says, {count[False]} did not, {count[None]} are undecided"
     rows = [f"{len(verdicts)} claims: {counts}.\n", "| | claim of the paper | came out | |", "|---|---|---|---|"]
     for content in contents:
         for i, v in enumerate(Verdict(**v) for v in content["verdicts"]):
             name = f"[{content['figure']}](#{content['figure']})" if i == 0 else ""
             rows.append(f"| {name} | {_cell(v.paper)} | {_cell(v.outcome)} | **{v.word}** |")
     return "\n".join(rows) + "\n"
-
-
-_WORDS = ("agrees", "disagrees", "undecided")
 
 
 def _cell(text: str) -> str:

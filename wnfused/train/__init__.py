@@ -3,7 +3,7 @@
 >>> from wnfused.train import TrainConfig, train
 >>> train(TrainConfig(depth=100, lr=0.02, batch_size=32), "runs/wrn-100")["test_accuracy"]  # doctest: +SKIP
 
-Needs ``pip install 'wnfused[train]'`` when it is used, not when it is imported.
+Needs the ``train`` extra (``pip install --no-build-isolation ".[train]"``) when it is used, not when it is imported.
 """
 
 from wnfused.optional import MissingDependencyError
