@@ -297,3 +297,26 @@ def test_weights_that_more_than_weight_norm_makes_stay_as_they_are(kind, api, as
     expected = model.state_dict()
     found = state_dict_to_torch(model if as_module else expected, api=api)
     assert found.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_each_layer_in_the_form_that_another_model_has(as_module):
+    def make():
+        return nn.Sequential(
+            nn.Linear(4, 4),
+            parametrizations.weight_norm(nn.Linear(4, 4)),
+            torch.nn.utils.weight_norm(nn.Linear(4, 4)),
+            nn.Sequential(nn.LayerNorm(4), nn.Conv1d(1, 2, 3)),
+        )
+
+    x = torch.randn(2, 1, 4)
+    ours = wnfused.convert(make(), plain=True)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.mul_(1.5)
+    back = make()
+    back.load_state_dict(state_dict_to_torch(ours, like=back if as_module else back.state_dict()))
+    torch.testing.assert_close(back(x), ours(x))
+    assert state_dict_to_torch(ours, api="old", like={}).keys() == state_dict_to_torch(ours, api="old").keys()
+    with pytest.raises(TypeError, match=r"like: expected an nn\.Module or a state dict, got str"):
+        state_dict_to_torch(ours, like="plain")

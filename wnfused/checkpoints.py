@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from wnfused import functional
 from wnfused.nn import WeightNormalised, WNResidualStage
@@ -23,7 +24,9 @@ APIS = ("old", "new", "plain")
 
 
 @torch.no_grad()
-def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new") -> OrderedDict[str, Any]:
+def state_dict_to_torch(
+    source: nn.Module | Mapping[str, Any], api: str = "new", *, like: nn.Module | Mapping[str, Any] | None = None
+) -> OrderedDict[str, Any]:
     """The state dict of a model under the names of torch's layers.
 
     The blocks of a ``wnfused.WNResidualStage`` come out one by one, named as ``stage.unstack()`` names them:
@@ -35,19 +38,24 @@ def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new")
             ``torch.nn.utils.parametrizations.weight_norm``, ``"plain"`` for layers without weight norm, whose
             ``weight`` is what ``layer.weight`` reads and ``wnfused.fold`` leaves. torch's parametrised layers load
             ``"old"``, too: it is the form for a model that mixes the two.
+        like: a model of torch's layers, or its state dict, that is to load the result: each layer comes in the form
+            that it has there, and ``api`` is for those that it has not. It is the way back for a model that mixes
+            plain and weight-normalised layers (``convert(..., plain=True)``).
 
     Returns:
         A new ordered dict, with views of the source's tensors, bit for bit; plain weights are computed. Entries that
         belong to no weight-normalised layer stay as they are.
 
     Raises:
-        TypeError: ``source`` is neither a module nor a mapping.
+        TypeError: ``source`` or ``like`` is neither a module nor a mapping.
         ValueError: ``api`` is none of the three, or a lazy layer has no shape yet.
     """
     if api not in APIS:
         raise ValueError(f"api: unknown {api!r}; use 'old', 'new' or 'plain'")
     if not isinstance(source, (nn.Module, Mapping)):
         raise TypeError(f"source: expected an nn.Module or a state dict, got {type(source).__name__}")
+    if not isinstance(like, (nn.Module, Mapping, type(None))):
+        raise TypeError(f"like: expected an nn.Module or a state dict, got {type(like).__name__}")
     state = _copy(source.state_dict() if isinstance(source, nn.Module) else source)
     for name, entry in state.items():
         if is_lazy(entry):
@@ -57,14 +65,15 @@ def state_dict_to_torch(source: nn.Module | Mapping[str, Any], api: str = "new")
     stages = [p for p in _prefixes(state, *ORIGINALS) if state[f"{p}weight_v"].dim() == 6 and f"{p}bias" in state]
     for prefix in stages:
         unstack_blocks(state, prefix)
-    layers = _prefixes(state, *ORIGINALS)
-    if api == "new":
-        _rename(state, layers, ORIGINALS)
-    elif api == "plain":
-        for prefix in layers:
-            v, g = state[f"{prefix}weight_v"], state.pop(f"{prefix}weight_g")
-            state[f"{prefix}weight_v"] = functional.weight_norm(v, g, _dim(v, g))
-        _rename(state, layers, {"weight_v": "weight"})
+    wanted = (like.state_dict() if isinstance(like, nn.Module) else like) or {}
+    layers: dict[str, list[str]] = {form: [] for form in APIS}
+    for prefix in _prefixes(state, *ORIGINALS):
+        layers[_form(prefix, wanted) or api].append(prefix)
+    for prefix in layers["plain"]:
+        v, g = state[f"{prefix}weight_v"], state.pop(f"{prefix}weight_g")
+        state[f"{prefix}weight_v"] = functional.weight_norm(v, g, _dim(v, g))
+    _rename(state, layers["plain"], {"weight_v": "weight"})
+    _rename(state, layers["new"], ORIGINALS)
     return state
 
 
@@ -109,12 +118,20 @@ def _prefixes(state: Mapping[str, Any], gain: str, direction: str) -> list[str]:
 
 def _is_weight_norm(prefix: str, state: Mapping[str, Any], source: nn.Module | Mapping[str, Any]) -> bool:
     """Whether a parametrised weight with two originals is torch's weight norm, and nothing more."""
-    if isinstance(source, nn.Module):
-        steps = cast(nn.ModuleDict, source.get_submodule(prefix.removesuffix(".")).parametrizations)["weight"]
+    modules = dict(source.named_modules(remove_duplicate=False)) if isinstance(source, nn.Module) else {}
+    module = modules.get(prefix.removesuffix("."))
+    if module is not None and is_parametrized(module, "weight"):
+        steps = cast(nn.ModuleDict, module.parametrizations)["weight"]
         return [type(step) for step in cast(nn.ModuleList, steps)] == [_WeightNorm]
     # Of a state dict alone it shows where a second step has entries.
-    others = (name.removeprefix(f"{prefix}parametrizations.weight.") for name in state if name.startswith(prefix))
-    return not any(name[:1].isdigit() for name in others)
+    start = f"{prefix}parametrizations.weight."
+    return not any(name.startswith(start) and name[len(start) :][:1].isdigit() for name in state)
+
+
+def _form(prefix: str, state: Mapping[str, Any]) -> str | None:
+    """The form in which a state dict has a layer."""
+    names = {"new": ORIGINALS["weight_v"], "old": "weight_v", "plain": "weight"}
+    return next((form for form, name in names.items() if f"{prefix}{name}" in state), None)
 
 
 def _rename(state: OrderedDict[str, Any], layers: list[str], names: Mapping[str, str]) -> None:
