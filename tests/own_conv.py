@@ -68,7 +68,7 @@ def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
 
 
 def goes_by_strips(case: Case, last: bool = False) -> tuple[bool, bool]:
-    """Whether it has pixels for lanes, forward and backward."""
+    """Whether it is vectorised over pixels, forward and backward."""
     return torch.ops.wnfused_native.cpu_conv_strips(_maps(case), *_window(case), case.groups, case.transposed, last)
 
 
@@ -148,7 +148,7 @@ def assert_layouts_agree(case: Case, tensors: list[Tensor], tolerance: float) ->
     if len(case.size) < 3:
         assert found["y"].stride() == torch.convolution(*tensors[:2], None, *case.geometry).stride()
     else:  # torch drops channels_last_3d where it unfolds a small volume
-        formats = [reference.kept_format(t) for t in tensors[:2]]
+        formats = [reference.suggest_memory_format(t) for t in tensors[:2]]
         assert found["y"].is_contiguous(memory_format=min(formats, key=str))
     assert found["dv"].stride() == tensors[1].stride()
 

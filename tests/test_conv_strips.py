@@ -1,4 +1,4 @@
-"""Convolutions with few channels on a side, or in a group: pixels for lanes."""
+"""Convolutions with few channels on a side, or in a group: vectorised over pixels."""
 
 from __future__ import annotations
 

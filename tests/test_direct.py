@@ -1,4 +1,4 @@
-"""The short way from a layer to its C++ kernel: the same answers, errors and graph as the long one."""
+"""The fast path from a layer to its C++ kernel: the same answers, errors and graph as the long one."""
 
 import inspect
 
@@ -63,7 +63,7 @@ def nodes(request, monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Whether the calls of a test took the short way."""
+    """Whether the calls of a test took the fast path."""
     answers = []
     is_open = _direct.is_open
     for module in ("_direct", "conv", "weight_norm"):

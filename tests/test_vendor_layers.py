@@ -304,7 +304,7 @@ def test_conv(name, code, slope, last, dtype, residual):
         ops.vendor_conv, ops.vendor_conv_backward, true, x, v, g, bias, added, (*geometry, code, slope), dtype,
         INPUT + WEIGHT + BIAS + RESIDUAL * (residual is not None),
     )  # fmt: skip
-    formats = {reference.kept_format(t) for t in (x, v)} - {torch.contiguous_format}
+    formats = {reference.suggest_memory_format(t) for t in (x, v)} - {torch.contiguous_format}
     assert y.is_contiguous(memory_format=formats.pop() if formats else torch.contiguous_format)
     assert found[1].stride() == v.stride()
 

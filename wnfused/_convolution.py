@@ -16,13 +16,13 @@ def convolution(
     """``torch.convolution``, right as it is and differentiated, whoever asks for the derivatives."""
     x, w = _readable(x, w, transposed, groups)
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    if not is_misled(x, w, *geometry, x.dtype):
+    if not vendor_is_wrong(x, w, *geometry, x.dtype):
         return torch.convolution(x, w, bias, *geometry)
     y = torch.convolution(x.double(), w.double(), None if bias is None else bias.double(), *geometry)
     return y.to(x.dtype)
 
 
-def is_misled(
+def vendor_is_wrong(
     x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
     output_padding: Sequence[int], groups: int, dtype: torch.dtype,
 ) -> bool:  # fmt: skip

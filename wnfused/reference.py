@@ -34,7 +34,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kept_format(t: Tensor) -> torch.memory_format:
+def suggest_memory_format(t: Tensor) -> torch.memory_format:
     """The memory format that an op keeps from ``t``: channels_last in two or three dims; all else is contiguous.
 
     Inside a transform of ``torch.func`` it is not asked for: a sample of ``vmap`` has none of its own.

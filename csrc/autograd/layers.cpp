@@ -1,4 +1,4 @@
-// Layers with their autograd nodes in C++: what the short way of a layer (wnfused/ops/_direct.py) records. A node of
+// Layers with their autograd nodes in C++: what the fast path of a layer (wnfused/ops/_direct.py) records. A node of
 // Python's costs as much as the arithmetic of 128 features, forward and backward.
 //
 // torch's stable ABI has no autograd. So this library, unlike the others, fits one version of torch, and does nothing

@@ -125,8 +125,8 @@ for _schema in (
     "bool transposed, bool planes, bool rows) -> (bool, bool)",
     # Whether a 1x1 one of maps in NCHW is products of v and each image as it lies, forward and backward.
     "cpu_conv_planes(int images, int inputs, int outputs, int pixels) -> (bool, bool)",
-    # Whether one with few channels on a side, or in a group, has pixels for lanes, forward and backward. last: y is in
-    # channels_last.
+    # Whether one with few channels on a side, or in a group, is vectorised over pixels, forward and backward.
+    # last: y is in channels_last.
     "cpu_conv_strips(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
     "int groups, bool transposed, bool last) -> (bool, bool)",
     # FLOP/s of multiply-adds on registers alone, on all threads.
@@ -341,7 +341,7 @@ def conv_backward(
     return _given(found, dy)
 
 
-# Transposed convolutions as the short way of a layer calls them (``wnfused.ops._direct``): rows along dim 0, v
+# Transposed convolutions as the fast path of a layer calls them (``wnfused.ops._direct``): rows along dim 0, v
 # contiguous, parameters in the dtype of x or float32, the activation by its number.
 
 

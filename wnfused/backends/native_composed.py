@@ -57,7 +57,7 @@ def conv(
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     w, norm = weight_norm(v, g, dim)
-    w = w.contiguous(memory_format=reference.kept_format(v))  # which the format of y follows
+    w = w.contiguous(memory_format=reference.suggest_memory_format(v))  # which the format of y follows
     if not transposed:
         window = (stride, padding, dilation, groups, ACTIVATION_NUMBERS[activation], negative_slope)
         found = torch.ops.wnfused_native.plain_conv.default(x, w, bias, residual, *window)

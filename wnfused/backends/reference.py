@@ -46,9 +46,9 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
 
 def residual_stage(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     y, norm, maps = reference.residual_stage(x, *arguments)
-    return y.contiguous(memory_format=reference.kept_format(x)), norm, maps
+    return y.contiguous(memory_format=reference.suggest_memory_format(x)), norm, maps
 
 
 def residual_stage_backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx, dv, dg, dbias = reference.residual_stage_backward(dy, *arguments)
-    return dx.contiguous(memory_format=reference.kept_format(dy)), dv, dg, dbias
+    return dx.contiguous(memory_format=reference.suggest_memory_format(dy)), dv, dg, dbias

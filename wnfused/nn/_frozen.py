@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from wnfused._convolution import is_misled
+from wnfused._convolution import vendor_is_wrong
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES
 from wnfused.ops.kept import kept_conv, kept_kernel
@@ -39,7 +39,7 @@ class Plain(nn.Module):
 
     def _product(self, input: Tensor) -> Tensor:
         """The plain layer's, in float64 where torch's own would be wrong."""
-        if not isinstance(self.plain, _ConvNd) or not _is_misled(self.plain, input):
+        if not isinstance(self.plain, _ConvNd) or not _vendor_is_wrong(self.plain, input):
             y: Tensor = self.plain.forward(input)
             return y
         with torch.autocast(input.device.type, enabled=False):
@@ -47,7 +47,7 @@ class Plain(nn.Module):
         return wide.to(arguments.autocast(input).dtype)
 
 
-def _is_misled(conv: _ConvNd, x: Tensor) -> bool:
+def _vendor_is_wrong(conv: _ConvNd, x: Tensor) -> bool:
     """Whether torch gets a plain layer's forward wrong."""
     dtype = arguments.autocast(x).dtype
     if x.dim() == conv.weight.dim() - 1:
@@ -62,7 +62,7 @@ def _is_misled(conv: _ConvNd, x: Tensor) -> bool:
         x = nn.functional.pad(x, [n for r in reversed(reach) for n in (0, r % 2)])
         padding = [r // 2 for r in reach]
     geometry = (conv.stride, padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
-    return is_misled(x, conv.weight, *geometry, dtype)
+    return vendor_is_wrong(x, conv.weight, *geometry, dtype)
 
 
 class ByPixels(nn.Module):

@@ -20,7 +20,7 @@ R = TypeVar("R")
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def answered_for(tensors: tuple[Any, ...]) -> bool:
+def has_override(tensors: tuple[Any, ...]) -> bool:
     """Whether one of them has ``__torch_function__`` (a proxy of ``torch.fx``, a subclass), or a mode that has is on.
 
     Then the call is theirs, as with torch's own functions: ``torch.overrides.handle_torch_function`` makes it.

@@ -1,4 +1,4 @@
-"""The short way of a layer to its C++ kernel, for plain eager calls on CPU and CUDA tensors.
+"""The fast path of a layer to its C++ kernel, for plain eager calls on CPU and CUDA tensors.
 
 A small layer's time is Python's: the checks, the choice of a backend and the two trips through torch's dispatcher cost
 several times the arithmetic of 64 features, and on a GPU more than the kernels of all but the widest layers. Where
@@ -27,14 +27,14 @@ CODES = {None if name == "none" else name: number for number, name in enumerate(
 """The kernels' numbers of the activations, by the names that layers have for them."""
 
 FIRST_DIM = 0
-"""What ``dim`` is on the short way; asked by ``is``, as False and 0.0 are equal to it, too."""
+"""What ``dim`` is on the fast path; asked by ``is``, as False and 0.0 are equal to it, too."""
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
-    """Whether a call may take the short way to the kernels for CPU tensors: plain ones, the native backend, nothing
+    """Whether a call may take the fast path to the kernels for CPU tensors: plain ones, the native backend, nothing
     that watches, or that casts to another dtype than the kernels have."""
     return (
         _is_plain_call(x, v, g, bias, residual)
@@ -46,7 +46,7 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
 
 
 def is_open_to_layers(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
-    """The same of linear layers and convolutions, which have a short way for CUDA tensors, too."""
+    """The same of linear layers and convolutions, which have a fast path for CUDA tensors, too."""
     if isinstance(x, Tensor) and x.is_cuda:
         chosen = dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
         return chosen and _is_plain_call(x, v, g, bias, residual) and native_cuda.takes_layer(_cast(x), x, v, g, bias)
@@ -94,7 +94,7 @@ def _casts_to_open(*parameters: Any) -> bool:
 def layer(
     name: str, reference: Callable[..., tuple[Tensor, ...]], kernels: tuple[Callable[..., Any], ...] = ()
 ) -> Callable[..., Tensor]:
-    """The callable for an op's short way.
+    """The callable for an op's fast path.
 
     Args:
         name: of the kernel; it takes ``x, v, g, bias, residual``, the constants of the layer, the activation's number

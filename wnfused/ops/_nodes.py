@@ -1,4 +1,4 @@
-"""What a layer on the short way records for autograd: the gradients of its node, and that node in Python.
+"""What a layer on the fast path records for autograd: the gradients of its node, and that node in Python.
 
 The node is ``csrc/autograd``'s where that library is at hand, Python's where it is not; both keep the same tensors and
 give the same gradients. Most gradients are one call of a kernel. What is more than that stands here, once for both.

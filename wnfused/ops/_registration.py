@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from wnfused import dispatch
 from wnfused.backends import tensors_of
 from wnfused.ops._arguments import autocast_is_on, is_exporting
-from wnfused.reference import kept_format
+from wnfused.reference import suggest_memory_format
 
 _library = torch.library.Library("wnfused", "DEF")
 _implementations: dict[str, Callable[..., Any]] = {}
@@ -68,7 +68,9 @@ def define(
 def _laid_out(outputs: Sequence[Tensor], models: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Outputs in the memory formats of their models; those that a call left empty stay so."""
     return tuple(
-        output if model is None or output.shape != model.shape else output.contiguous(memory_format=kept_format(model))
+        output
+        if model is None or output.shape != model.shape
+        else output.contiguous(memory_format=suggest_memory_format(model))
         for output, model in zip(outputs, models, strict=True)
     )
 
@@ -161,7 +163,7 @@ def differentiable(
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...]
-        if leaves_the_package():
+        if is_exporting_or_tracing():
             outputs = reference(*arguments)
         elif torch.compiler.is_compiling():
             # The op's own registration has derivatives of the first order in reverse mode alone.
@@ -178,7 +180,7 @@ def differentiable(
     return call
 
 
-def leaves_the_package() -> bool:
+def is_exporting_or_tracing() -> bool:
     """Whether a call is recorded to run elsewhere, by ``torch.export``, ONNX or ``torch.jit.trace``, or counted.
 
     What runs there may know nothing of this package, or of Python, and what counts knows torch's own ops; the

@@ -25,13 +25,13 @@ _GEOMETRY = (
 )
 
 
-def _in_kept_format(outputs: tuple[Tensor, Tensor], inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def _in_suggested_format(outputs: tuple[Tensor, Tensor], inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """``y`` in channels_last (over three dims channels_last_3d) where ``x`` or ``v`` is, else contiguous.
 
     So does torch, but where it unfolds a single small volume, and where it traces a map of one channel.
     """
     y, norm = outputs
-    formats = {reference.kept_format(t) for t in inputs[:2]} - {torch.contiguous_format}
+    formats = {reference.suggest_memory_format(t) for t in inputs[:2]} - {torch.contiguous_format}
     return y.contiguous(memory_format=formats.pop() if formats else torch.contiguous_format), norm
 
 
@@ -42,7 +42,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y = torch.convolution(x, v.to(x.dtype), None, stride, padding, dilation, transposed, output_padding, groups)
     norm = v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
-    return _in_kept_format((y, norm), (x, v))
+    return _in_suggested_format((y, norm), (x, v))
 
 
 def _fake_backward(
@@ -58,7 +58,7 @@ _op = define(
     f"conv(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_GEOMETRY}, int? dim=0, "
     "str activation='none', float negative_slope=0.01) -> (Tensor y, Tensor norm)",
     _fake,
-    laid_out=_in_kept_format,
+    laid_out=_in_suggested_format,
 )
 _op_backward = define(
     "conv_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, bool[] needs, "
@@ -140,7 +140,7 @@ def _checked(
         wanted = f"[N, {channels}, {', '.join('DHW'[-spatial:])}]"
         raise ValueError(f"x: shape {list(x.shape)} does not fit; use {wanted}, or the same without N")
     # In any other layout kernels make a copy, and torch would choose the format of y by it.
-    v = v.contiguous(memory_format=reference.kept_format(v))
+    v = v.contiguous(memory_format=reference.suggest_memory_format(v))
     arguments.matches("g", g, x)
     arguments.gain(g, v, dim)
     arguments.bias(bias, features, x)
@@ -275,7 +275,7 @@ def _conv(
         or not (x.dim() == v.dim() == spatial + 2)
     ):
         tensors = (x, v, g, bias, residual)
-        if arguments.answered_for(tensors):
+        if arguments.has_override(tensors):
             given = (x, v, g, bias, stride, padding, dilation, groups)
             return _handed_over("conv", spatial, tensors, given, activation, negative_slope, residual, dim)
         return _run(x, _checked(spatial, False, x, v, g, bias, stride, *rest))
@@ -327,7 +327,7 @@ def _conv_transpose(
         or not _is_plain(v, g, bias, residual)
         or not slope_fits
     ):
-        if arguments.answered_for(tensors):
+        if arguments.has_override(tensors):
             given = (x, v, g, bias, stride, padding, output_padding, groups, dilation)
             return _handed_over("conv_transpose", spatial, tensors, given, activation, negative_slope, residual, dim)
         return _run(x, _checked(spatial, True, x, v, g, bias, stride, *rest))

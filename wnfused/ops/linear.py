@@ -39,11 +39,11 @@ def fake_layer_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes of ``(dx, dv, dg, db, dz)``, empty where not needed; shared with the convolution."""
     return (
-        torch.empty_like(x, memory_format=reference.kept_format(x)) if needs[0] else dy.new_empty(0),
-        torch.empty_like(v, memory_format=reference.kept_format(v)) if needs[1] else dy.new_empty(0),
+        torch.empty_like(x, memory_format=reference.suggest_memory_format(x)) if needs[0] else dy.new_empty(0),
+        torch.empty_like(v, memory_format=reference.suggest_memory_format(v)) if needs[1] else dy.new_empty(0),
         g.new_empty(g.shape) if needs[1] else dy.new_empty(0),
         v.new_empty([features]) if needs[2] else dy.new_empty(0),
-        torch.empty_like(dy, memory_format=reference.kept_format(dy))
+        torch.empty_like(dy, memory_format=reference.suggest_memory_format(dy))
         if needs[3] and activation != "none"
         else dy.new_empty(0),
     )
@@ -135,7 +135,7 @@ def linear(
         code = None
     if code is None or dim is not FIRST_DIM or not is_open_to_layers(x, v, g, bias, residual):
         tensors = (x, v, g, bias, residual)
-        if arguments.answered_for(tensors):
+        if arguments.has_override(tensors):
             return handle_torch_function(
                 linear, tensors, x, v, g, bias,
                 activation=activation, negative_slope=negative_slope, residual=residual, dim=dim,

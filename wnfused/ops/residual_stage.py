@@ -21,8 +21,8 @@ from wnfused.ops._registration import (
     below_autograd,
     define,
     differentiable,
+    is_exporting_or_tracing,
     is_transformed,
-    leaves_the_package,
     no_view,
     through_reference,
 )
@@ -31,7 +31,7 @@ from wnfused.ops._registration import (
 def _fake(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    y = torch.empty_like(x, memory_format=reference.kept_format(x))
+    y = torch.empty_like(x, memory_format=reference.suggest_memory_format(x))
     norm = g.new_empty(g.shape, dtype=reference.wide(v.dtype))
     return y, norm, reference.empty_stage_maps(x, v.shape[0], recompute, save)
 
@@ -40,7 +40,7 @@ def _fake_backward(
     dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
     recompute: int = 0, parameters: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dx = torch.empty_like(dy, memory_format=reference.kept_format(dy))
+    dx = torch.empty_like(dy, memory_format=reference.suggest_memory_format(dy))
     if not parameters:
         return dx, dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
     return dx, v.new_empty(v.shape), g.new_empty(g.shape), bias.new_empty(bias.shape)
@@ -84,7 +84,7 @@ def _kernel_backward(dy: Tensor) -> Any:
 
 
 class _Direct(torch.autograd.Function):
-    """The short way of ``wnfused.ops._direct``: the C++ kernel and no other, which checks its arguments itself."""
+    """The fast path of ``wnfused.ops._direct``: the C++ kernel and no other, which checks its arguments itself."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -176,11 +176,11 @@ def _general(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int | None
 ) -> Tensor:  # fmt: skip
     tensors = (x, v, g, bias)
-    if arguments.answered_for(tensors):
+    if arguments.has_override(tensors):
         return handle_torch_function(residual_stage, tensors, x, v, g, bias, skip_scale=skip_scale, recompute=recompute)
     batch, v, g, bias = _checked(x, v, g, bias, skip_scale, recompute)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (batch, v, g, bias))
-    save = recorded and not leaves_the_package()
+    save = recorded and not is_exporting_or_tracing()
     y = _call(batch, v, g, bias, float(skip_scale), recompute or 0, save)[0]
     return y if x.dim() == y.dim() else y.squeeze(0)
 

@@ -25,11 +25,11 @@ from wnfused.ops._registration import (
 
 def _fake(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     norm = v.new_empty([] if dim is None else [v.shape[dim]], dtype=reference.wide(v.dtype))
-    return torch.empty_like(v, memory_format=reference.kept_format(v)), norm
+    return torch.empty_like(v, memory_format=reference.suggest_memory_format(v)), norm
 
 
 def _fake_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(v, memory_format=reference.kept_format(v)), g.new_empty(g.shape)
+    return torch.empty_like(v, memory_format=reference.suggest_memory_format(v)), g.new_empty(g.shape)
 
 
 _op = define("weight_norm(Tensor v, Tensor g, int? dim=0) -> (Tensor w, Tensor norm)", _fake, like=(0, None))
@@ -52,7 +52,7 @@ _call = differentiable(_op, reference=reference.weight_norm, backward=_backward)
 
 
 class _Direct(torch.autograd.Function):
-    """The short way of ``wnfused.ops._direct``: the C++ kernel and no other, for contiguous rows along dim 0."""
+    """The fast path of ``wnfused.ops._direct``: the C++ kernel and no other, for contiguous rows along dim 0."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, g: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> Tensor:
     Source: Salimans & Kingma 2016, eq. 2; Arpit, Campos & Bengio 2019, eq. 1.
     """
     if not _is_direct(v, g, dim):
-        if arguments.answered_for((v, g)):
+        if arguments.has_override((v, g)):
             return handle_torch_function(weight_norm, (v, g), v, g, dim)
         _check(v, g, dim)
         return _call(v, g, dim)[0]

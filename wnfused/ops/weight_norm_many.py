@@ -15,8 +15,8 @@ from wnfused.ops import _arguments as arguments
 from wnfused.ops._registration import (
     below_autograd,
     define,
+    is_exporting_or_tracing,
     is_transformed,
-    leaves_the_package,
     same_backend,
     through_reference,
 )  # fmt: skip
@@ -32,20 +32,20 @@ def _numbers(v: Tensors, dim: int | None) -> list[Tensor]:
 def _fake(
     v: Tensors, g: Tensors, dim: int | None = 0, weights: bool = True
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    w = [torch.empty_like(t, memory_format=reference.kept_format(t)) for t in v]
+    w = [torch.empty_like(t, memory_format=reference.suggest_memory_format(t)) for t in v]
     return w if weights else [], _numbers(v, dim), _numbers(v, dim)
 
 
 def _fake_backward(
     dw: Tensors, v: Tensors, g: Tensors, norm: Tensors, dim: int | None = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    dv = [torch.empty_like(t, memory_format=reference.kept_format(t)) for t in v]
+    dv = [torch.empty_like(t, memory_format=reference.suggest_memory_format(t)) for t in v]
     return dv, [t.new_empty(t.shape) for t in g]
 
 
 def _in_formats_of(tensors: Tensors, models: Tensors) -> list[Tensor]:
     return [
-        t if t.is_contiguous() and m.is_contiguous() else t.contiguous(memory_format=reference.kept_format(m))
+        t if t.is_contiguous() and m.is_contiguous() else t.contiguous(memory_format=reference.suggest_memory_format(m))
         for t, m in zip(tensors, models, strict=True)
     ]
 
@@ -143,14 +143,14 @@ def weight_norm_many(vs: Tensors, gs: Tensors, dim: int | None = 0) -> list[Tens
     Source: Salimans & Kingma 2016, eq. 2; Arpit, Campos & Bengio 2019, eq. 1.
     """
     tensors = (*vs, *gs) if isinstance(vs, (list, tuple)) and isinstance(gs, (list, tuple)) else ()
-    if arguments.answered_for(tensors):
+    if arguments.has_override(tensors):
         return handle_torch_function(weight_norm_many, tensors, vs, gs, dim)
     _check(vs, gs, dim)
     if not vs:
         return []
     # Transforms know no lists.
     transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    if transformed or leaves_the_package():
+    if transformed or is_exporting_or_tracing():
         return [weight_norm(v, g, dim) for v, g in zip(vs, gs, strict=True)]
     return list(_op(list(vs), list(gs), dim)[0])
 

@@ -2,7 +2,7 @@
 // a layer (conv.cpp, plain_conv.cpp) tries them in this order:
 //
 //      planes     1x1 layers of maps in NCHW, as products of v with each image
-//      strips     few channels on a side, or in a group: pixels for lanes (strip_layer.h)
+//      strips     few channels on a side, or in a group: vectorised over pixels (strip_layer.h)
 //      unfolded   a linear layer whose rows are the windows of the map: wide layers on few pixels
 //      own        kernels of this library (conv_layer.h), where they are faster
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type

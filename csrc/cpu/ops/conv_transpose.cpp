@@ -2,7 +2,7 @@
 //
 // It is the data gradient of a convolution from y's map to x's (window.h), and goes one of these ways, tried in this order:
 //
-//      strips     few channels on a side: pixels for lanes (strip_layer.h)
+//      strips     few channels on a side: vectorised over pixels (strip_layer.h)
 //      unfolded   few pixels: a linear layer (conv_transpose_unfolded.h)
 //      own        the kernels of conv_layer.h
 //

@@ -23,7 +23,7 @@ namespace {
 // tap of it does, and over three dims where no window lies within the depth, or the padding there is more than half of a
 // window.
 // (wnfused/_convolution.py asks the same for torch's own functions.)
-bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
+bool vendor_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at) {
   const bool half = is_bfloat16(x), single = x.scalar_type() == ScalarType::Float;
   for (int64_t d = 2; (half || single) && d < w.dim(); ++d) {
     const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2];
@@ -50,8 +50,8 @@ bool misleads_vendor(const Tensor& x, const Tensor& w, const Sliding& at) {
 // The same for the backward, where more goes wrong in bfloat16: with a single tap, a stride and fewer than 16 inputs it
 // writes beyond its memory; with a dilation dw is wrong of groups, and in channels_last of more than 16 inputs that are no
 // multiple of that.
-bool misleads_vendor_backward(const Tensor& x, const Tensor& w, const Sliding& at, bool weight) {
-  if (misleads_vendor(x, w, at)) return true;
+bool vendor_backward_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at, bool weight) {
+  if (vendor_is_wrong(x, w, at)) return true;
   if (!is_bfloat16(x)) return false;
   const bool strided = *std::max_element(at.stride.begin(), at.stride.end()) > 1;
   const bool dilated = *std::max_element(at.dilation.begin(), at.dilation.end()) > 1;
@@ -64,7 +64,7 @@ bool misleads_vendor_backward(const Tensor& x, const Tensor& w, const Sliding& a
 Tensor widened(const Tensor& t) { return as_dtype(t, is_bfloat16(t) ? ScalarType::Float : ScalarType::Double); }
 
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Sliding& at) {
-  if (misleads_vendor(x, w, at)) {
+  if (vendor_is_wrong(x, w, at)) {
     const std::optional<Tensor> wide = bias ? std::optional(widened(*bias)) : std::nullopt;
     return as_dtype(convolution(widened(x), widened(w), wide, at), x.scalar_type());
   }
@@ -88,7 +88,7 @@ Tensor readable(const Tensor& x, const Sliding& at) {
 std::pair<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x_given, const Tensor& w, const Sliding& at, bool input, bool weight) {
   const Tensor x = readable(x_given, at);
-  if (misleads_vendor_backward(x, w, at, weight)) {
+  if (vendor_backward_is_wrong(x, w, at, weight)) {
     std::pair<Tensor, Tensor> found = convolution_backward(widened(dz), widened(x), widened(w), at, input, weight);
     if (input) found.first = as_dtype(found.first, x.scalar_type());
     if (weight) found.second = as_dtype(found.second, x.scalar_type());

@@ -35,7 +35,7 @@ Masked mask(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activ
 }
 
 // Whether oneDNN 3, with AMX, reads behind a row of x: what stands there, be it infinite, it multiplies by zero.
-bool misleads_vendor(const LinearCall& call) {
+bool vendor_is_wrong(const LinearCall& call) {
   constexpr int64_t kDepth = 32, kRows = 16;
   return call.is_half() && call.shape.inner % kDepth != 0 && call.shape.rows > kRows;
 }
@@ -75,7 +75,7 @@ void run_linear(const LinearCall& call) {
   if (split && linear_by_products(*split, call)) return;
   if (!small && are_pixels(call.shape, call.x, call.v, products, false) && linear_by_pixels(call)) return;
   if (products) linear_by_products(*products, call);
-  else if (misleads_vendor(call)) widened_linear(call);
+  else if (vendor_is_wrong(call)) widened_linear(call);
   else if (small) vendor_linear_by_weight(call);
   else vendor_linear(call);
 }

@@ -25,7 +25,7 @@ from torch import Tensor
 from wnfused.backends.triton import support
 from wnfused.backends.triton.strategy import Layer, way
 from wnfused.backends.triton.support import unavailable
-from wnfused.reference import kept_format
+from wnfused.reference import suggest_memory_format
 
 __all__ = ["refusal", "unavailable"]
 
@@ -127,7 +127,7 @@ def conv(
 
 def _convolved_format(x: Tensor, v: Tensor) -> torch.memory_format:
     """The memory format in which torch returns a convolution: cuDNN's asks the weight too."""
-    formats = {kept_format(x), kept_format(v)} if x.is_cuda else {kept_format(x)}
+    formats = {suggest_memory_format(x), suggest_memory_format(v)} if x.is_cuda else {suggest_memory_format(x)}
     return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wnfused.backends.triton import conv_layer as conv
 from wnfused.backends.triton import rows
-from wnfused.reference import empty_stage_maps, kept_format
+from wnfused.reference import empty_stage_maps, suggest_memory_format
 
 _ONE = (1, 1)
 
@@ -68,7 +68,7 @@ def residual_stage(
         operand, a = maps[b] if save and not recompute else scratch
         stage.operands(b, h, operand, a)
         h = stage.close(b, h, a)
-    y = torch.empty_like(x, memory_format=kept_format(x))
+    y = torch.empty_like(x, memory_format=suggest_memory_format(x))
     y.copy_(h.permute(0, 3, 1, 2))
     return y, norm, maps
 
@@ -101,7 +101,7 @@ def residual_stage_backward(
         dF = dh if skip_scale == 1 else skip_scale * dh
         da = through(b, 1, dF.to(dtype), a, relu=a, residual=None)
         dh = through(b, 0, da, operand, relu=None, residual=dF)
-    dx = torch.empty_like(dy, memory_format=kept_format(dy))
+    dx = torch.empty_like(dy, memory_format=suggest_memory_format(dy))
     dx.copy_(dh.permute(0, 3, 1, 2))
     return dx, dv, dg, dbias
 
