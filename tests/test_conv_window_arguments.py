@@ -145,3 +145,12 @@ def test_volumes_lie_in_memory_as_they_like(name, x, kind):
     wanted.backward(dy)
     torch.testing.assert_close(ends[0].grad, ends[1].grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer.bias.grad, twin.bias.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+def test_a_dilation_of_0_is_refused_in_transposed_layers_too(spatial):
+    op = getattr(wnfused.functional, f"conv_transpose{spatial}d")
+    x, v = torch.randn(2, 3, *[5] * spatial), torch.randn(3, 4, *[3] * spatial)
+    one, none = (1,) * spatial, (0,) * spatial
+    with pytest.raises(ValueError, match=r"dilation: \(0,.* must be"):
+        op(x, v, torch.randn(3), None, one, none, none, 1, none)

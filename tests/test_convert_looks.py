@@ -376,6 +376,28 @@ def test_a_leaky_activation_whose_result_is_written_to_stays(write):
     torch.testing.assert_close(torch.autograd.grad(converted(x).sum(), [converted.body[0].bias]), wanted)
 
 
+@pytest.mark.parametrize(
+    "between",
+    [
+        nn.Flatten,
+        nn.Identity,
+        lambda: nn.Dropout(0.0),
+        lambda: nn.Unflatten(1, (2, 2)),
+        lambda: nn.Sequential(nn.Identity()),
+    ],
+)
+def test_a_leaky_activation_whose_view_is_written_to_stays(between):
+    model, x = (
+        nn.Sequential(new(nn.Linear(3, 4)), nn.LeakyReLU(0.1), between(), nn.ELU(inplace=True)),
+        torch.randn(5, 3),
+    )
+    wanted = model(x)
+    wnfused.convert(model)
+    assert model[0].activation is None
+    torch.testing.assert_close(model(x), wanted)
+    model(x).sum().backward()
+
+
 def test_a_sum_that_is_not_in_place_leaves_a_leaky_activation_fused():
     class Block(nn.Module):
         def __init__(self):

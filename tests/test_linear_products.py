@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from instruction_sets import ISAS
 from test_layer_native import NAMES, TOLERANCE, assert_close, both, linear_sample
 
+import wnfused
 from wnfused import reference
 from wnfused.backends import native
 
@@ -156,3 +157,31 @@ def test_more_threads_than_rows(threads, isa):
         for name in NAMES:
             error = (found[name].double() - expected[name]).norm() / expected[name].norm()
             assert error <= TOLERANCE[torch.float32], (name, shape)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+def test_long_sums_are_as_exact_as_torchs(isa):
+    """Over 32,768 products, and of gradients of one sign over as many rows: in one chain of sums, 10 times as wrong."""
+    x, v, g = torch.randn(32, 2**15), torch.randn(32, 2**15), torch.ones(32)
+    w = v.double() / v.double().norm(dim=1, keepdim=True)
+    expected = x.double() @ w.T
+    y = wnfused.functional.linear(x, v, g)
+    assert relative(y, expected) < 3 * relative(x @ w.float().T, expected)
+    rows, bias = torch.rand(2**17, 16), torch.zeros(16, requires_grad=True)
+    weights = torch.full((2**17, 16), 1.1)
+    y = wnfused.functional.linear(rows, torch.eye(16), torch.ones(16), bias)
+    (found,) = torch.autograd.grad(y, bias, weights)
+    assert relative(found, weights.double().sum(0)) < 4e-6
+
+
+def test_long_sums_of_1x1_layers_are_as_exact_as_torchs(isa):
+    x, dy = torch.rand(4, 16, 128, 256), torch.ones(4, 32, 128, 256)
+    v = torch.randn(32, 16, 1, 1, requires_grad=True)
+    exact = v.detach().double().requires_grad_()
+    w = exact / exact.flatten(1).norm(dim=1)[:, None, None, None]
+    (expected,) = torch.autograd.grad(torch.nn.functional.conv2d(x.double(), w), exact, dy.double())
+    (found,) = torch.autograd.grad(wnfused.functional.conv2d(x, v, torch.ones(32)), v, dy)
+    assert relative(found, expected) < 4e-6

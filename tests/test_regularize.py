@@ -530,3 +530,12 @@ def test_a_gradient_of_another_dtype(dtype):
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("qr_retraction", {}), ("polar_retraction", {}), ("singular_value_margin", {"margin": 0.1}), ("soft", {})],
+)
+def test_matrices_by_keyword(name, others):
+    function, w = getattr(wnfused.regularize, name), torch.randn(3, 3)
+    torch.testing.assert_close(function(w=w, **others), function(w, **others))

@@ -107,7 +107,7 @@ def _is_unwritten(
     bfloat16 it is so, too, where one of its taps does, and over three dims where no window lies within the depth, or
     its padding is more than half of a window. (``conv_vendor.cpp`` asks the same of its own calls.)
     """
-    if min(stride) < 1:  # torch refuses it
+    if min(*stride, *dilation) < 1:  # torch refuses it
         return False
     extents = zip(x.shape[2:], w.shape[2:], stride, padding, dilation, output_padding, strict=True)
     for dim, (size, taps, s, p, d, extra) in enumerate(extents):

@@ -91,18 +91,34 @@ def _bears_writes(activation: nn.Module) -> bool:
 
 
 def _is_written(module: nn.Module, run: dict[nn.Module, list[fx.Node]]) -> bool:
-    """Whether the next step changes a module's result in place."""
+    """Whether a later step changes a module's result, or a view of it, in place."""
     in_place = {node for other, nodes in run.items() if getattr(other, "inplace", False) for node in nodes}
-    return any(
-        user.args[:1] == (node,) and (user in in_place or _is_in_place(user))
-        for node in run.get(module, [])
-        for user in node.users
-    )
+    views = {node for other, nodes in run.items() if isinstance(other, _MAY_GIVE_A_VIEW) for node in nodes}
+    pending = list(run.get(module, []))
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user.args[:1] == (node,) and (user in in_place or _is_in_place(user)):
+                return True
+            if user in views or _name(user) in _VIEWS:
+                pending.append(user)
+    return False
+
+
+_MAY_GIVE_A_VIEW = (nn.Flatten, nn.Identity, nn.Unflatten, nn.modules.dropout._DropoutNd)
+_VIEWS = {
+    "chunk", "contiguous", "detach", "dropout", "expand", "flatten", "getitem", "movedim", "narrow", "permute",
+    "reshape", "select", "split", "squeeze", "swapaxes", "t", "to", "transpose", "unbind", "unflatten", "unsqueeze",
+    "view", "view_as",
+}  # fmt: skip
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return bool(node.meta.get(WRITES)) or name.endswith("_") or bool(node.kwargs.get("inplace"))
+    return bool(node.meta.get(WRITES)) or _name(node).endswith("_") or bool(node.kwargs.get("inplace"))
 
 
 def _is_fusable(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +66,17 @@ def check_matrices(w: Tensor) -> None:
         raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
 
 
-def at_its_own_precision(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
-    """A function of a tensor whose products autocast leaves alone: rounded ones are not orthogonal."""
+def at_its_own_precision(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of a tensor ``w`` whose products autocast leaves alone: rounded ones are not orthogonal."""
 
     @functools.wraps(function)
-    def wrapped(w: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        w = args[0] if args else kwargs.get("w")
         device = w.device.type if isinstance(w, Tensor) else "cpu"
         if not autocast_is_on(device):
-            return function(w, *args, **kwargs)
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
-            return function(w, *args, **kwargs)
+            return function(*args, **kwargs)
 
     return wrapped
 

@@ -102,6 +102,8 @@ WNFUSED_INLINE void mask_narrow(const Lines& lines, const Mask& task, const T* d
   WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) store(task.bias_gradient + b * kLanes, sum[b]);
 }
 
+constexpr int64_t kSumPiece = 64 * kLanes;
+
 template <Activation kActivation, class T>
 WNFUSED_INLINE void mask_lines(const Lines& lines, const Mask& task, const T* dy, const T* y, T* dz, T* scaled) {
   if (lines.columns && task.bias_gradient) {
@@ -114,7 +116,7 @@ WNFUSED_INLINE void mask_lines(const Lines& lines, const Mask& task, const T* dy
     const int64_t at = line * lines.length;
     const int64_t channel = lines.columns ? 0 : line % lines.channels;
     const Block line_scale = splat(scaled && !lines.columns ? task.scale[channel] : 1.0f);
-    Block line_sum = zero();
+    Block line_sum = zero(), piece = zero();
     for_blocks(lines.length, [&](int64_t i, auto move) __attribute__((always_inline)) {
       const Block upstream = move.load(dy + at + i);
       Block gradient = upstream;
@@ -128,10 +130,14 @@ WNFUSED_INLINE void mask_lines(const Lines& lines, const Mask& task, const T* dy
       if (lines.columns) {
         if (task.bias_gradient) move.store(task.bias_gradient + i, gradient + move.load(task.bias_gradient + i));
       } else {
-        line_sum = line_sum + gradient;
+        piece = piece + gradient;
+        if (i % kSumPiece == 0) {  // a sum rounds as often as a piece has Blocks and the line pieces
+          line_sum = line_sum + piece;
+          piece = zero();
+        }
       }
     });
-    if (!lines.columns && task.bias_gradient) task.bias_gradient[line] = sum_of(line_sum);
+    if (!lines.columns && task.bias_gradient) task.bias_gradient[line] = sum_of(line_sum + piece);
   }
 }
 

@@ -79,6 +79,21 @@ void run_mask_planes(const Lines& lines, const Mask& task, float* bias_gradient)
   }
 }
 
+// A chunk of lines whose sum is added to, piece by piece: a sum rounds as often as a piece has lines and the chunk pieces.
+void mask_chunk(const Lines& lines, const Mask& task, float* bias_gradient) {
+  constexpr int64_t kPiece = 256;
+  Mask part = task;
+  part.bias_gradient = bias_gradient;
+  if (!bias_gradient || lines.end - lines.begin <= kPiece) return layer_kernels().mask(lines, part);
+  std::vector<float> sums(lines.length);
+  part.bias_gradient = sums.data();
+  for (int64_t begin = lines.begin; begin < lines.end; begin += kPiece) {
+    std::fill(sums.begin(), sums.end(), 0.0f);
+    layer_kernels().mask({true, begin, std::min(begin + kPiece, lines.end), lines.length, lines.channels}, part);
+    for (int64_t i = 0; i < lines.length; ++i) bias_gradient[i] += sums[i];
+  }
+}
+
 // Chunks of lines, each with a partial sum of its own. The bias gradient is added to.
 void run_mask_columns(const Lines& lines, const Mask& task, float* bias_gradient) {
   constexpr int64_t kMaxChunks = 64;
@@ -89,9 +104,8 @@ void run_mask_columns(const Lines& lines, const Mask& task, float* bias_gradient
   std::vector<float> sums(bias_gradient && chunks > 1 ? chunks * lines.length : 0);
   const auto run = [&](int64_t first, int64_t last) {
     for (int64_t c = first; c < last; ++c) {
-      Mask part = task;
-      part.bias_gradient = !bias_gradient ? nullptr : chunks > 1 ? sums.data() + c * lines.length : bias_gradient;
-      layer_kernels().mask({true, c * chunk, std::min(count, (c + 1) * chunk), lines.length, lines.channels}, part);
+      float* sum = !bias_gradient ? nullptr : chunks > 1 ? sums.data() + c * lines.length : bias_gradient;
+      mask_chunk({true, c * chunk, std::min(count, (c + 1) * chunk), lines.length, lines.channels}, task, sum);
     }
   };
   share_out(0, chunks, 1, run);

@@ -159,13 +159,14 @@ inline void pack_wide_across(const Runs<T>& runs, int64_t lane0, int64_t first, 
   }
 }
 
+// Every chunk of the depth is summed from zero and added as a whole: a sum of many chunks rounds as often as one of them
+// has units and the depth has chunks, not as often as both multiplied.
 template <class Units, int Rows, int Cols>
 inline void product_tile(const float* narrow, const float* wide, int64_t wide_stride, int64_t units, float* out,
                          int64_t out_stride, int64_t out_col_stride, bool accumulate) {
   Block sum[Rows][Cols];
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-      sum[r][c] = accumulate ? load(out + r * out_stride + c * out_col_stride) : zero();
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = zero();
   }
   _Pragma("GCC unroll 4") for (int64_t u = 0; u < units; ++u, ++narrow, wide += kLanes) {
     Block lanes[Cols];
@@ -176,7 +177,10 @@ inline void product_tile(const float* narrow, const float* wide, int64_t wide_st
     }
   }
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(out + r * out_stride + c * out_col_stride, sum[r][c]);
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) {
+      float* target = out + r * out_stride + c * out_col_stride;
+      store(target, accumulate ? load(target) + sum[r][c] : sum[r][c]);
+    }
   }
 }
 
