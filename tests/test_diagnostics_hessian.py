@@ -224,7 +224,7 @@ def test_pictures_of_what_no_logarithm_shows(tmp_path: Path, estimates: list[flo
 def test_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured = hessian_norm(plain()[0], IMAGES, TARGETS)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"drawing needs matplotlib.*pip install 'wnfused\[train\]'"):
+    with pytest.raises(MissingDependencyError, match=r"drawing needs matplotlib.*pip install --no-build-isolation"):
         measured.draw()
     with pytest.raises(MissingDependencyError, match="matplotlib"):
         measured.save(tmp_path / "hessian.png")
