@@ -16,6 +16,7 @@
 #include "cpu/products/pairs.h"
 #include "cpu/products/register_tiles.h"
 #include "cpu/products/wide.h"
+#include "cpu/vec/prefetch.h"
 #include "cpu/vec/runs.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -166,7 +167,10 @@ inline void product_tile(const float* narrow, const float* wide, int64_t wide_st
                          int64_t out_stride, int64_t out_col_stride, bool accumulate) {
   Block sum[Rows][Cols];
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = zero();
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) {
+      sum[r][c] = zero();
+      prefetch_for_writing(out + r * out_stride + c * out_col_stride);
+    }
   }
   _Pragma("GCC unroll 4") for (int64_t u = 0; u < units; ++u, ++narrow, wide += kLanes) {
     Block lanes[Cols];
