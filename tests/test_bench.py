@@ -15,6 +15,7 @@ from tiny_workloads import LAYER, STAGE
 from bench import __main__ as command
 from bench import cases, gate, peers, report, workloads
 from bench.bars import ratio_bars
+from wnfused.backends import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,6 +38,7 @@ def test_tiny_run_leaves_valid_json(monkeypatch, tmp_path, capsys):
     assert "eager / ours" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 def test_groups_are_added_to_a_run_and_shown(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(workloads, "WORKLOADS", (LAYER, STAGE))
     run = ["--seconds", "0", "--out", str(tmp_path)]

@@ -30,6 +30,7 @@ from bench import (
 )
 from bench.measure import interleave
 from bench.result import Result
+from wnfused.backends import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -307,6 +308,7 @@ def test_a_deep_networks_truth_is_that_of_one_that_keeps_all_its_maps(monkeypatc
     torch.testing.assert_close(again.layers, kept.layers, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 @pytest.mark.parametrize("kind", [workloads.LinearLayer, workloads.ConvLayer, workloads.Stage, workloads.Network])
 def test_every_kind_of_gpu_workload_goes_through_its_peers(kind, monkeypatch) -> None:
     """Small, on the CPU, with graphs that are plain calls: every line on the host's side runs."""
