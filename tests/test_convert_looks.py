@@ -5,6 +5,7 @@ import logging
 import pickle
 import random
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -172,7 +173,7 @@ class Elsewhere:
     """Where the forwards below keep what they computed once."""
 
     position = None
-    table: dict[str, torch.Tensor] = {}  # noqa: RUF012
+    table: ClassVar[dict[str, torch.Tensor]] = {}
 
 
 OF_THE_FILE: list[torch.Tensor] = []
@@ -194,7 +195,7 @@ def of_a_closure():
 
 class Caching(nn.Module):
     cached = None
-    by_name: dict[str, torch.Tensor] = {}  # noqa: RUF012
+    by_name: ClassVar[dict[str, torch.Tensor]] = {}
 
     def __init__(self):
         super().__init__()

@@ -61,8 +61,13 @@ def _held(value: Any) -> Iterator[Any]:
 def _is_of_a_user(value: Any) -> bool:
     if isinstance(value, _NO_HOLDERS):
         return False
-    package = type(value).__module__.partition(".")[0]
-    return isinstance(value, SimpleNamespace) or (package != "torch" and package not in sys.stdlib_module_names)
+    return isinstance(value, SimpleNamespace) or is_class_of_a_user(type(value))
+
+
+def is_class_of_a_user(kind: type) -> bool:
+    """Neither torch's nor Python's own."""
+    package = kind.__module__.partition(".")[0]
+    return package != "torch" and package not in sys.stdlib_module_names
 
 
 def _slots(value: Any) -> list[str]:

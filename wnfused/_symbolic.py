@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wnfused._reachable import MUTABLE, Container, containers
+from wnfused._reachable import MUTABLE, Container, containers, is_class_of_a_user
 
 WRITES = "writes"
 """In the ``meta`` of a node: it is ``a += b`` or another such statement, of which torch's own trace shows ``a + b``."""
@@ -121,7 +121,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 def _without(proxies: weakref.WeakSet[fx.Proxy], model: nn.Module) -> Iterator[None]:
     """Undoes what ``forward`` keeps beside the model, if a proxy of the trace is still alive then: caches in attributes
     of a class, in globals of its file or in closures. Otherwise these, which other threads use too, are left alone."""
-    classes = {kind for module in model.modules() for kind in type(module).__mro__ if _is_of_a_user(kind)}
+    classes = {kind for module in model.modules() for kind in type(module).__mro__ if _may_keep(kind)}
     functions = [value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)]
     scopes = list({id(f.__globals__): f.__globals__ for f in functions}.values())
     classes |= {
@@ -157,16 +157,15 @@ def _without(proxies: weakref.WeakSet[fx.Proxy], model: nn.Module) -> Iterator[N
                         setattr(kind, name, values[name])
 
 
+def _may_keep(kind: type) -> bool:
+    return is_class_of_a_user(kind) and kind.__module__.partition(".")[0] != "wnfused"
+
+
 def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
         return False
-
-
-def _is_of_a_user(kind: type) -> bool:
-    package = kind.__module__.partition(".")[0]
-    return package not in ("torch", "wnfused") and package not in sys.stdlib_module_names
 
 
 _MOST_KEPT = 10_000
