@@ -279,15 +279,22 @@ class Case:
             ),
             "dx": guarded.output(self.inputs["dy"]),
         }
+        if not self.recompute:
+            # Starting as ones: what nobody wrote lets every gradient through.
+            out["signs"] = guarded.array(
+                torch.full((self.blocks, n, self.entry["sign_bytes"]), 0xFF, dtype=torch.uint8)
+            )
         if self.parameters:
             out |= {f"d{name}": guarded.output(self.inputs[name]) for name in ("v", "g", "bias")}
         name = self.entry["name"]
         found = module.forward(
-            name, x, v, g, bias, self.skip_scale, self.recompute, out["y"], out["norm"], out["maps"], self.reverse
-        )
+            name, x, v, g, bias, self.skip_scale, self.recompute, out["y"], out["norm"], out["maps"],
+            out.get("signs"), self.reverse,
+        )  # fmt: skip
         if not found:
             found = module.backward(
-                name, dy, v, g, bias, out["norm"], out["maps"], self.skip_scale, self.recompute, out["dx"],
-                out.get("dv"), out.get("dg"), out.get("dbias"), self.reverse, self.segment_bytes, self.multiprocessors,
+                name, dy, v, g, bias, out["norm"], out["maps"], out.get("signs"), self.skip_scale, self.recompute,
+                out["dx"], out.get("dv"), out.get("dg"), out.get("dbias"), self.reverse, self.segment_bytes,
+                self.multiprocessors,
             )  # fmt: skip
         return {k: tensor_of(a) for k, a in out.items()}, found + guarded.faults()

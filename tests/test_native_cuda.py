@@ -58,7 +58,9 @@ def stage_arguments(x, device="cuda:0", dtype=torch.float32):
 def device(monkeypatch):
     """A library that loaded, on a device of capability 9.0 that runs two shapes."""
     monkeypatch.setattr(native_cuda, "unavailable", lambda: None)
-    monkeypatch.setattr(native_cuda, "tensors_of", lambda arguments: [a for a in arguments if isinstance(a, Elsewhere)])
+    monkeypatch.setattr(
+        native_cuda, "operands_of", lambda op, arguments: [a for a in arguments if isinstance(a, Elsewhere)]
+    )
     monkeypatch.setattr(native_cuda, "_shapes", lambda precision, index: ("16x32x32", "32x16x16"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0) if index == 0 else (7, 5))
     monkeypatch.setattr(native_cuda, "_build", lambda: (100, 13000, 13000))

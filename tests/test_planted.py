@@ -20,6 +20,7 @@ KERNEL, TILE, CONV = "cuda/stage_kernel.h", "cuda/stage_tile.h", "cuda/stage_con
 GRADIENT, ROWS, CONFIG = "cuda/gradient_kernel.h", "cuda/gradient_rows.h", "cuda/stage_config.h"
 PACK, WARPGROUP, HOPPER = "cuda/stage_pack.h", "cuda/stage_warpgroup.h", "cuda/hopper.h"
 DRIVER = "cuda/stage_driver.cu"
+PRECISION = "cuda/precision.h"
 MASK = "cuda/layer_mask.h"
 SMALL, FORWARD = "cuda/small_linear.h", "cuda/small_linear_forward.h"
 INPUT, WEIGHT = "cuda/small_linear_input.h", "cuda/small_linear_weight.h"
@@ -44,10 +45,15 @@ BUGS = {
     "one buffer without its barrier": (KERNEL, "if (Config::kBuffers == 1) block_barrier();", ";"),
     "both convolutions work in one buffer": (TILE, "operand = next_operand;", ""),
     "sums go on to the next convolution": (TILE, "sums[i][j][k] = 0.0f;\n    return value;", "return value;"),
-    "the mask is the operand of the other convolution": (
-        TILE, "activations + map_offset(computed_again(conv))", "activations + map_offset(computed_again(conv - 1))",
+    "the signs are those of the block before": (
+        TILE, "ending.signs = load_signs(conv / 2)", "ending.signs = load_signs(conv / 2 - 1)",
     ),
-    "the mask lets zero through": (TILE, "Precision::low(a) <= 0.0f", "Precision::low(a) < 0.0f"),
+    "the mask lets zero through": (PRECISION, "(pair + 0x7fff7fffu) >> 15", "(pair + 0x80008000u) >> 15"),
+    "the high value of a pair is taken for the low one": (TILE, "passes & 16", "passes & 1"),
+    "signs are kept as they come": (TILE, "(interleaved(bits & kMask, bits >> 16 & kMask))", "(bits)"),
+    "signs of the images past the batch are written": (
+        TILE, "if (is_pixel(i * kWordTiles, 0)) body(", "body(",
+    ),
     "the gradient is scaled once too often": (TILE, "kBackward && last ? 1.0f", "kBackward && false ? 1.0f"),
     "a ragged batch writes past its end": (
         TILE, "left < Config::kPixels ? static_cast<int>(left) : Config::kPixels", "Config::kPixels",
@@ -56,11 +62,8 @@ BUGS = {
     "weights are asked for past the last": (
         KERNEL, "if (index < 2 * params.blocks * Config::kChunks) {", "{",
     ),
-    "the mask of the convolution before the first is asked for": (
-        KERNEL, "kBackward && step % 2 == 1 && conv > 0", "kBackward && step % 2 == 1",
-    ),
     "a convolution's bias is its block's": (
-        KERNEL, "if (!Config::kSplits) bias = this->load_bias(conv)", "bias = this->load_bias(conv / 2 * 2)",
+        TILE, "params.bias + conv * Config::kChannels", "params.bias + conv / 2 * 2 * Config::kChannels",
     ),
     "half of the warps do not keep the operand": (KERNEL, "if (keeps && !keeps_first()) this->keep_operand(conv);", ""),
     "of no blocks a checkpoint is read": (

@@ -101,11 +101,11 @@ def _fake(device, dtype):
 
 def test_refusals_of_devices_and_types(gpus):
     one = gpus(0)
-    assert support.refusal([one, gpus(0), None, 0]) is None
-    assert support.refusal([one, torch.ones(2)]) == "it has no kernel for device 'cpu'"
-    assert support.refusal([one, gpus(1)]) == "its tensors lie on cuda:0 and cuda:1"
-    assert support.refusal([gpus(0, torch.float64)]) == "it has no kernel for torch.float64"
-    assert support.refusal([gpus(1)]) == "it needs compute capability 8.0 or newer, and GPU 1 has 7.5"
+    assert support.refusal("linear", [one, gpus(0), None, 0]) is None
+    assert support.refusal("linear", [one, torch.ones(2)]) == "it has no kernel for device 'cpu'"
+    assert support.refusal("linear", [one, gpus(1)]) == "its tensors lie on cuda:0 and cuda:1"
+    assert support.refusal("linear", [gpus(0, torch.float64)]) == "it has no kernel for torch.float64"
+    assert support.refusal("linear", [gpus(1)]) == "it needs compute capability 8.0 or newer, and GPU 1 has 7.5"
 
 
 def test_refusals_of_sizes():

@@ -24,8 +24,12 @@ struct Bfloat16 {
 
   using Pair = uint32_t;  // two neighbouring values as they are stored
   WNFUSED_DEVICE static Pair pack(float low, float high) { return pack_bf16(low, high); }
-  WNFUSED_DEVICE static float low(Pair pair) { return float_of_bits(pair << 16); }
-  WNFUSED_DEVICE static float high(Pair pair) { return float_of_bits(pair & 0xffff0000u); }
+
+  // Of both values what is positive or NaN, and zero for the rest.
+  WNFUSED_DEVICE static Pair pack_rectified(float low, float high) { return pack_rectified_bf16(low, high); }
+
+  // Of such a pair: bit 0 where the low value is not zero, bit 16 where the high one is not.
+  WNFUSED_DEVICE static uint32_t are_positive(Pair pair) { return (pair + 0x7fff7fffu) >> 15 & 0x10001u; }
 
   struct Fragment {
     uint32_t value[4];
@@ -47,8 +51,10 @@ struct Tf32 {
 
   using Pair = FloatPair;
   WNFUSED_DEVICE static Pair pack(float low, float high) { return {round_to_tf32(low), round_to_tf32(high)}; }
-  WNFUSED_DEVICE static float low(Pair pair) { return pair.low; }
-  WNFUSED_DEVICE static float high(Pair pair) { return pair.high; }
+  WNFUSED_DEVICE static Pair pack_rectified(float low, float high) { return pack(rectified(low), rectified(high)); }
+  WNFUSED_DEVICE static uint32_t are_positive(Pair pair) {
+    return (pair.low != 0.0f ? 1u : 0u) | (pair.high != 0.0f ? 0x10000u : 0u);
+  }
 
   using Fragment = Bfloat16::Fragment;
   WNFUSED_DEVICE static Fragment fragment(const uint32_t (&raw)[4]) { return Bfloat16::fragment(raw); }
@@ -66,8 +72,10 @@ struct Float32 {
 
   using Pair = FloatPair;
   WNFUSED_DEVICE static Pair pack(float low, float high) { return {low, high}; }
-  WNFUSED_DEVICE static float low(Pair pair) { return pair.low; }
-  WNFUSED_DEVICE static float high(Pair pair) { return pair.high; }
+  WNFUSED_DEVICE static Pair pack_rectified(float low, float high) { return pack(rectified(low), rectified(high)); }
+  WNFUSED_DEVICE static uint32_t are_positive(Pair pair) {
+    return (pair.low != 0.0f ? 1u : 0u) | (pair.high != 0.0f ? 0x10000u : 0u);
+  }
 
   struct Fragment {
     uint32_t large[4], small[4];

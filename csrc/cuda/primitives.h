@@ -59,9 +59,6 @@ WNFUSED_DEVICE void store_global(void* address, T value) {
   *static_cast<T*>(address) = value;
 }
 
-// Asks for a line of global memory ahead of its use.
-WNFUSED_DEVICE void prefetch_global(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
@@ -135,6 +132,20 @@ WNFUSED_DEVICE uint32_t pack_bf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// Likewise of what is positive or NaN, and zeros, which are positive, for the rest. NaN comes out as 0x7fff.
+WNFUSED_DEVICE uint32_t pack_rectified_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// The value where it is positive or NaN, else zero.
+WNFUSED_DEVICE float rectified(float value) {
+  float result;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(value));
+  return result;
 }
 
 WNFUSED_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }

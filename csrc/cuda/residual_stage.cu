@@ -76,7 +76,7 @@ void run(const StageEntry& entry, const Call& call, const Tensor& x, cudaStream_
   check(enqueue(entry, call, static_cast<char*>(workspace.mutable_data_ptr()), queue));
 }
 
-std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor& v, const Tensor& g,
+std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor& v, const Tensor& g,
                                                   const Tensor& bias, double skip_scale, int64_t recompute, bool save,
                                                   bool tf32) {
   check_devices("residual_stage", {&x, &v, &g, &bias});
@@ -88,31 +88,42 @@ std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor&
   Tensor norm = empty_like_on(x, {v.size(0), 2, x.size(1)}, ScalarType::Float);
   Tensor maps = save ? torch::stable::new_empty(x, {saved.sizes, 6}, saved.dtype) : empty_like_on(x, {0}, saved.dtype);
 
+  const bool has_signs = save && recompute == 0;
+  Tensor signs = empty_like_on(x, {has_signs ? sign_bytes(entry, x.size(0), v.size(0)) : 0}, ScalarType::Byte);
+
   const StageForwardCall call{problem_of(x, parameters, skip_scale, recompute), map_of(x), map_of(y),
-                              static_cast<float*>(norm.mutable_data_ptr()), save ? maps.mutable_data_ptr() : nullptr};
+                              static_cast<float*>(norm.mutable_data_ptr()), save ? maps.mutable_data_ptr() : nullptr,
+                              has_signs ? static_cast<uint8_t*>(signs.mutable_data_ptr()) : nullptr};
   run(entry, call, x, here.queue);
-  return {y, norm, maps};
+  return {y, norm, maps, signs};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
     const Tensor& dy, const Tensor& v, const Tensor& g, const Tensor& bias, const Tensor& norm, const Tensor& maps,
-    double skip_scale, int64_t recompute, bool parameter_gradients, bool tf32) {
-  check_devices("residual_stage_backward", {&dy, &v, &g, &bias, &norm, &maps});
+    const Tensor& signs, double skip_scale, int64_t recompute, bool parameter_gradients, bool tf32) {
+  check_devices("residual_stage_backward", {&dy, &v, &g, &bias, &norm, &maps, &signs});
   const OnDevice here(dy);
   const stage::Parameters parameters = stage::checked_parameters(dy, v, g, bias, recompute);
   stage::check_saved(norm, maps, g, stage::SavedShape(dy, v.size(0), recompute));
   const StageEntry& entry = entry_for(dy, v.size(0), tf32);
+  STD_TORCH_CHECK(recompute > 0 || (signs.scalar_type() == ScalarType::Byte && signs.is_contiguous() &&
+                                    signs.numel() == sign_bytes(entry, dy.size(0), v.size(0))),
+                  "residual_stage_backward: signs must be the forward's");
   const auto gradient_of = [&](const Tensor& tensor) {
     return parameter_gradients ? torch::stable::new_empty(tensor, tensor.sizes())
                                : empty_like_on(tensor, {0}, tensor.scalar_type());
   };
   Tensor dx = stage::empty_map_like(dy), dv = gradient_of(v), dg = gradient_of(g), dbias = gradient_of(bias);
-  // Kernels copy 16 bytes at once. Memory of torch's is aligned; what a hook unpacks out of a larger buffer may not be.
-  const bool is_aligned = reinterpret_cast<uintptr_t>(maps.const_data_ptr()) % 16 == 0;
-  const Tensor saved = is_aligned ? maps : torch::stable::clone(maps);
+  // Kernels copy up to 16 bytes at once. Memory of torch's is aligned; what a hook unpacks out of a larger buffer may not
+  // be.
+  const auto aligned = [](const Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : torch::stable::clone(tensor);
+  };
+  const Tensor saved = aligned(maps), saved_signs = aligned(signs);
 
   StageBackwardCall call{problem_of(dy, parameters, skip_scale, recompute), map_of(dy), map_of(dx),
-                         static_cast<const float*>(norm.const_data_ptr()), saved.const_data_ptr(), parameter_gradients,
+                         static_cast<const float*>(norm.const_data_ptr()), saved.const_data_ptr(),
+                         static_cast<const uint8_t*>(saved_signs.const_data_ptr()), parameter_gradients,
                          values_of(dv), values_of(dg), values_of(dbias)};
   run(entry, call, dy, here.queue);
   return {dx, dv, dg, dbias};

@@ -79,6 +79,7 @@ struct BackwardSpace {
   int64_t segment, segments;  // blocks of one, and how many
   int slices;                 // of the batch, in the weight gradient
   char *weights, *gradients = nullptr, *operands = nullptr;
+  uint8_t* signs = nullptr;
   float *stream[2] = {}, *partial = nullptr;
   ForwardSpace forward;
 
@@ -105,6 +106,7 @@ struct BackwardSpace {
     if (problem.recompute > 0) {
       forward = ForwardSpace(arena, entry, problem);
       operands = arena.take(segment * block_bytes);
+      signs = reinterpret_cast<uint8_t*>(arena.take(segment * sign_bytes(entry, problem.images, 1)));
     }
     if (!call.parameters) return;
     gradients = arena.take(segment * block_bytes);
@@ -145,6 +147,12 @@ class Backward {
     return static_cast<char*>(const_cast<void*>(call_.maps)) + operand_bytes(entry_, problem_.images, first_);
   }
 
+  // And its activations' signs.
+  uint8_t* signs() const {
+    if (problem_.recompute > 0) return space_.signs;
+    return const_cast<uint8_t*>(call_.signs) + sign_bytes(entry_, problem_.images, first_);
+  }
+
   Status recompute_operands(int64_t segment) const {
     StageParams params{};
     params.weights = space_.forward.weights + entry_.packed_bytes(2 * first_);
@@ -152,6 +160,7 @@ class Backward {
     params.input = stream_map(
         entry_, static_cast<const float*>(call_.maps) + segment * map_values(entry_, problem_.images));
     params.operands = space_.operands;
+    params.signs = space_.signs;
     params.blocks = static_cast<int>(blocks_);
     params.images = static_cast<int>(problem_.images);
     params.skip_scale = problem_.skip_scale;
@@ -165,7 +174,7 @@ class Backward {
     params.input = segment == space_.segments - 1 ? call_.dy : stream_map(entry_, space_.stream[segment % 2]);
     params.output = segment == 0 ? call_.dx : stream_map(entry_, space_.stream[(segment + 1) % 2]);
     params.operands = space_.gradients;
-    params.activations = operands();
+    params.signs = signs();
     params.blocks = static_cast<int>(blocks_);
     params.images = static_cast<int>(problem_.images);
     params.skip_scale = problem_.skip_scale;
@@ -202,6 +211,10 @@ class Backward {
 
 }  // namespace
 
+int64_t sign_bytes(const StageEntry& entry, int64_t images, int64_t blocks) {
+  return blocks * images * image_sign_bytes(entry.channels, entry.height * entry.width);
+}
+
 int64_t workspace_bytes(const StageEntry& entry, const StageForwardCall& call) {
   Arena arena(nullptr);
   ForwardSpace(arena, entry, call.problem);
@@ -229,6 +242,7 @@ Status enqueue(const StageEntry& entry, const StageForwardCall& call, char* work
   params.input = call.x;
   params.output = call.y;
   params.operands = problem.recompute == 0 ? static_cast<char*>(call.maps) : nullptr;
+  params.signs = problem.recompute == 0 ? call.signs : nullptr;
   params.checkpoints = problem.recompute > 0 ? static_cast<float*>(call.maps) : nullptr;
   params.checkpoint_every = static_cast<int>(problem.recompute);
   params.blocks = static_cast<int>(problem.blocks);

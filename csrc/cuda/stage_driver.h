@@ -17,7 +17,8 @@ struct StageForwardCall {
   StageProblem problem;
   ExternalMap x, y;
   float* norm;
-  void* maps;  // null: not wanted
+  void* maps;      // null: not wanted
+  uint8_t* signs;  // likewise; stage_tile.h has their order. With recompute there are none
 };
 
 struct StageBackwardCall {
@@ -25,6 +26,7 @@ struct StageBackwardCall {
   ExternalMap dy, dx;
   const float* norm;
   const void* maps;
+  const uint8_t* signs;
   bool parameters;  // whether dv, dg and dbias are wanted
   Values dv, dg, dbias;
   // Gradients of all convolutions' outputs are as large as the maps, so the backward goes through the blocks in segments
@@ -34,6 +36,9 @@ struct StageBackwardCall {
   // constant, so that the bits depend on the configuration alone, which from sm_90 on may be another.
   int64_t gradient_multiprocessors = 132;
 };
+
+// Of the signs of `blocks` blocks' activations.
+int64_t sign_bytes(const StageEntry& entry, int64_t images, int64_t blocks);
 
 // Bytes that a call needs besides its outputs.
 int64_t workspace_bytes(const StageEntry& entry, const StageForwardCall& call);

@@ -24,7 +24,6 @@ struct StageKernel : StageTile<Config, kBackward> {
     kernel.clear_operands();
     block_barrier();
     kernel.load_input();
-    kernel.ask_for_first_mask();
 #pragma unroll 1
     for (int step = 0; step < 2 * params.blocks; ++step) kernel.convolve(step);
     if (params.output.values.data) kernel.store_output();
@@ -67,9 +66,8 @@ struct StageKernel : StageTile<Config, kBackward> {
 
   WNFUSED_DEVICE void convolve(int step) {
     const int conv = this->conv_of(step);
-    if (kBackward && step % 2 == 1 && conv > 0) this->ask_for_mask(conv - 1);
-    typename Tile::Bias bias{};
-    if (!Config::kSplits) bias = this->load_bias(conv);  // ahead of its use, as registers allow
+    typename Tile::Ending ending{};
+    if (!Config::kSplits) ending = this->load_ending(step);  // ahead of its use, as registers allow
 #pragma unroll 1
     for (int part = 0; part < Config::kChunks; ++part, ++chunk) {
       wait_copies<Config::kSlots - 2>();
@@ -81,8 +79,8 @@ struct StageKernel : StageTile<Config, kBackward> {
       if (keeps && !keeps_first()) this->keep_operand(conv);
     }
     if (Config::kBuffers == 1) block_barrier();  // every warp has read the operand that is overwritten now
-    if (Config::kSplits) bias = this->load_bias(conv);
-    this->finish(step, bias);
+    if (Config::kSplits) ending = this->load_ending(step);
+    this->finish(step, ending);
   }
 };
 

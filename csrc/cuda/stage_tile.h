@@ -13,6 +13,8 @@
 // images than fill the chip leave the rest of it idle: splitting one would exchange borders after every convolution.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/memory.h"
 #include "cuda/stage_config.h"
 
@@ -24,12 +26,26 @@ struct StageParams {
   ExternalMap input;        // x, or dy
   ExternalMap output;       // y, or dx; no data: not wanted
   char* operands;           // null, or where every convolution's operand is kept: [blocks, 2, images, H, W, C]
-  const char* activations;  // backward: the operands that the forward kept
+  uint8_t* signs;           // which activations are not zero: written by forward, or null; read by backward
   float* checkpoints;       // forward: null, or h before blocks 0, k, 2 k, ..: [.., images, H, W, C] in fp32
   int checkpoint_every;
   int blocks, images;
   float skip_scale;
 };
+
+// Of the signs of one image's activations: a bit each, of whole tiles of 64 pixels.
+WNFUSED_HOST_DEVICE constexpr int64_t image_sign_bytes(int64_t channels, int64_t pixels) {
+  return (pixels + 63) / 64 * 8 * channels;
+}
+
+// Each four bits of `low` followed by four of `high`, of which there are 16.
+WNFUSED_DEVICE uint32_t interleaved(uint32_t low, uint32_t high) {
+  const auto apart = [](uint32_t bits) {
+    bits = (bits | bits << 8) & 0x00ff00ffu;
+    return (bits | bits << 4) & 0x0f0f0f0fu;
+  };
+  return apart(low) | apart(high) << 4;
+}
 
 template <class Config>
 using Sums = float[Config::kTiles][Config::kColumns][4];
@@ -192,88 +208,105 @@ struct StageTile {
     return value;
   }
 
-  // Of this lane's channels; nothing in the backward.
-  struct Bias {
-    float value[kBackward ? 1 : Config::kColumns][2];
+  // Which of a lane's activations are not zero, a bit each. Every configuration for the same maps keeps them in the same
+  // order, [blocks, images, tiles of 64 pixels, C / 16, 32 lanes, 4 tiles of 16], so that a backward may be another one's
+  // than its forward: a byte for what a lane has of 16 pixels and 16 channels, first the low values of its four pairs and
+  // then the high ones. A word has up to four tiles, as many as stand side by side.
+  static constexpr int kWordTiles = Config::kTiles % 4 == 0 ? 4 : Config::kTiles % 2 == 0 ? 2 : 1;
+  static constexpr int kGroups = Config::kColumns / 2;
+  static constexpr int64_t kImageSigns = image_sign_bytes(Config::kChannels, Config::kMap);
+  using SignWord = std::conditional_t<kWordTiles == 4, uint32_t, std::conditional_t<kWordTiles == 2, uint16_t, uint8_t>>;
+  static_assert(Config::kImages == 1 || Config::kMap % 64 == 0 || Config::kPixels <= 64);
+  struct Signs {
+    uint32_t word[Config::kTiles / kWordTiles][kGroups];
   };
-  WNFUSED_DEVICE Bias load_bias(int conv) const {
-    Bias bias{};
-    if constexpr (!kBackward) {
+
+  // Visits this lane's words, and where they are kept.
+  template <class Body>
+  WNFUSED_DEVICE void for_each_sign_word(int block, const Body& body) const {
+    const int64_t image = static_cast<int64_t>(block) * params.images + block_index() * Config::kImages;
+    uint8_t* signs = params.signs + image * kImageSigns + lane_index() * 4;
+    const int first = kBackward && !Config::kSplits ? warp.first_pixel : computed_again(warp.first_pixel);
+#pragma unroll
+    for (int i = 0; i < Config::kTiles / kWordTiles; ++i)
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const int tile = first / 16 + i * kWordTiles;
+        const int place = tile / 4 * (Config::kChannels / 16) + warp.first_channel / 16 + group;
+        if (is_pixel(i * kWordTiles, 0)) body(i, group, signs + place * 128 + tile % 4);
+      }
+  }
+
+  WNFUSED_DEVICE Signs load_signs(int block) const {
+    Signs signs{};
+    for_each_sign_word(block, [&](int i, int group, const uint8_t* kept) {
+      signs.word[i][group] = load_global<SignWord>(kept);
+    });
+    return signs;
+  }
+
+  // In `found` four tiles have all their low values before their high ones, as they come.
+  using FoundSigns = uint32_t[(Config::kTiles + 3) / 4][kGroups];
+  WNFUSED_DEVICE void store_signs(int block, const FoundSigns& found) const {
+    for_each_sign_word(block, [&](int i, int group, uint8_t* kept) {
+      constexpr uint32_t kMask = (1u << 4 * kWordTiles) - 1;
+      const int first = i * kWordTiles;
+      const uint32_t bits = found[first / 4][group] >> 4 * (first % 4);
+      store_global(kept, static_cast<SignWord>(interleaved(bits & kMask, bits >> 16 & kMask)));
+    });
+  }
+
+  // What the end of a convolution needs from global memory: the bias of this lane's channels, or, in a backward's first
+  // convolution of a block, its signs. A kernel asks for it ahead of the products.
+  struct Ending {
+    float bias[Config::kColumns][2];
+    Signs signs;
+  };
+  WNFUSED_DEVICE Ending load_ending(int step) const {
+    Ending ending{};
+    const int conv = conv_of(step);
+    if constexpr (kBackward) {
+      if (step % 2 == 0) ending.signs = load_signs(conv / 2);
+    } else {
 #pragma unroll
       for (int j = 0; j < Config::kColumns; ++j) {
         const int channel = warp.first_channel + 8 * j + lane_index() % 4 * 2;
         const FloatPair pair = load_global<FloatPair>(params.bias + conv * Config::kChannels + channel);
-        bias.value[j][0] = pair.low;
-        bias.value[j][1] = pair.high;
+        ending.bias[j][0] = pair.low;
+        ending.bias[j][1] = pair.high;
       }
     }
-    return bias;
-  }
-
-  // The mask is read when sums are done. This brings it from memory to the second-level cache while the convolution
-  // before is under way, or, for the first, while its own is.
-  WNFUSED_DEVICE void ask_for_mask(int conv) const {
-    constexpr int kLine = 128;
-    const char* mask = params.activations + map_offset(conv);
-    for (int i = thread_index() * kLine; i < pixels * kPixelBytes; i += Config::kThreads * kLine)
-      prefetch_global(mask + i);
-  }
-
-  WNFUSED_DEVICE void ask_for_first_mask() const {
-    if (kBackward && params.blocks > 0) ask_for_mask(conv_of(0));
-  }
-
-  // The part of the mask for one tile of pixels, all of it on its way at once.
-  struct Mask {
-    Pair pair[Config::kColumns][2];
-  };
-  WNFUSED_DEVICE Mask load_mask(int conv, int tile) const {
-    const char* mask = params.activations + map_offset(computed_again(conv));
-    const int lane = computed_again(lane_index());
-    Mask found{};
-#pragma unroll
-    for (int j = 0; j < Config::kColumns; ++j)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane / 4 + 8 * half, channel = warp.first_channel + 8 * j + lane % 4 * 2;
-        if (is_pixel(tile, row))
-          found.pair[j][half] =
-              load_global<Pair>(mask + pixel_of(tile, row) * kPixelBytes + channel * Precision::kBytes);
-      }
-    return found;
+    return ending;
   }
 
   // relu(conv_0 + b_0), or relu'(a) conv_1^T.
-  WNFUSED_DEVICE void finish_first(int conv, const Bias& bias) {
-    Mask mask;
+  WNFUSED_DEVICE void finish_first(int conv, const Ending& ending) {
+    [[maybe_unused]] FoundSigns found{};
     for_each_pair([&](int i, int j, int half, int row, int channel) {
-      if (kBackward && j == 0 && half == 0) mask = load_mask(conv, i);
       float value[2] = {take(i, j, 2 * half), take(i, j, 2 * half + 1)};
-      if (!is_pixel(i, row)) return;
+      const int pair = j % 2 * 2 + half;
+      Pair packed;
       if constexpr (kBackward) {
-        const Pair a = mask.pair[j][half];
-        value[0] = Precision::low(a) <= 0.0f ? 0.0f : value[0];
-        value[1] = Precision::high(a) <= 0.0f ? 0.0f : value[1];
+        const uint32_t passes = ending.signs.word[i / kWordTiles][j / 2] >> (8 * (i % kWordTiles) + pair);
+        packed = Precision::pack(passes & 1 ? value[0] : 0.0f, passes & 16 ? value[1] : 0.0f);
       } else {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          value[k] += bias.value[j][k];
-          value[k] = value[k] <= 0.0f ? 0.0f : value[k];
-        }
+        packed = Precision::pack_rectified(value[0] + ending.bias[j][0], value[1] + ending.bias[j][1]);
+        found[i / 4][j / 2] |= Precision::are_positive(packed) << (4 * (i % 4) + pair);
       }
-      store_shared(operand_at(next_operand, i, row, channel), Precision::pack(value[0], value[1]));
+      if (is_pixel(i, row)) store_shared(operand_at(next_operand, i, row, channel), packed);
     });
+    if (!kBackward && params.signs) store_signs(conv / 2, found);
   }
 
   // The residual sum. The gradient is scaled for the block that comes next, so not after the last one.
-  WNFUSED_DEVICE void finish_second(int conv, bool last, const Bias& bias) {
+  WNFUSED_DEVICE void finish_second(int conv, bool last, const Ending& ending) {
     const float scale = kBackward && last ? 1.0f : params.skip_scale;
     for_each_pair([&](int i, int j, int half, int row, int channel) {
       float value[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         value[k] = stream[i][j][2 * half + k] + take(i, j, 2 * half + k);
-        if constexpr (!kBackward) value[k] += bias.value[j][k];
+        if constexpr (!kBackward) value[k] += ending.bias[j][k];
         value[k] *= scale;
         stream[i][j][2 * half + k] = value[k];
       }
@@ -288,11 +321,11 @@ struct StageTile {
   WNFUSED_DEVICE int conv_of(int step) const { return kBackward ? 2 * params.blocks - 1 - step : step; }
 
   // Ends a convolution whose sums are done: its result is the next one's operand.
-  WNFUSED_DEVICE void finish(int step, const Bias& bias) {
+  WNFUSED_DEVICE void finish(int step, const Ending& ending) {
     if (step % 2 == 0)
-      finish_first(conv_of(step), bias);
+      finish_first(conv_of(step), ending);
     else
-      finish_second(conv_of(step), step + 1 == 2 * params.blocks, bias);
+      finish_second(conv_of(step), step + 1 == 2 * params.blocks, ending);
     const int finished = operand;
     operand = next_operand;
     next_operand = finished;

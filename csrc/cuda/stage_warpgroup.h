@@ -66,7 +66,6 @@ struct WarpgroupStageKernel : StageTile<Config, kBackward> {
     cluster_barrier();
     for (int index = 0; index < Config::kSlots; ++index) kernel.fetch_chunk(index);
     kernel.load_input();
-    kernel.ask_for_first_mask();
 #pragma unroll 1
     for (int step = 0; step < 2 * params.blocks; ++step) kernel.convolve(step);
     if (params.output.values.data) kernel.store_output();
@@ -124,8 +123,7 @@ struct WarpgroupStageKernel : StageTile<Config, kBackward> {
 
   WNFUSED_DEVICE void convolve(int step) {
     const int conv = this->conv_of(step);
-    if (kBackward && step % 2 == 1 && conv > 0) this->ask_for_mask(conv - 1);
-    const typename Tile::Bias bias = this->load_bias(conv);  // ahead of its use
+    const typename Tile::Ending ending = this->load_ending(step);  // ahead of its use
     publish_to_products();
     block_barrier();  // the operand is complete
 #pragma unroll 1
@@ -143,7 +141,7 @@ struct WarpgroupStageKernel : StageTile<Config, kBackward> {
     }
     wait_products<0>();
     release_chunk(chunk - 1);
-    this->finish(step, bias);
+    this->finish(step, ending);
   }
 
   // Starts the products of this chunk's taps.

@@ -20,6 +20,10 @@ Values values_of(const py::object& array) {
   return array.is_none() ? Values{nullptr, false} : values_of(py::cast<py::array>(array));
 }
 
+uint8_t* bytes_of(const py::object& array) {
+  return array.is_none() ? nullptr : static_cast<uint8_t*>(pointer_of(py::cast<py::array>(array)));
+}
+
 void* data_of(const py::object& array) { return values_of(array).data; }
 
 // [N, C, H, W] of any strides.
@@ -67,6 +71,7 @@ py::list entries() {
       facts["images"] = entry->images;
       facts["gradient_images"] = entry->gradient_images;
       facts["shared_bytes"] = entry->shared_bytes;
+      facts["sign_bytes"] = sign_bytes(*entry, 1, 1);
       all.append(facts);
     }
   return all;
@@ -74,23 +79,24 @@ py::list entries() {
 
 std::vector<std::string> forward(const std::string& name, const py::array& x, const py::array& v, const py::array& g,
                                  const py::array& bias, float skip_scale, int64_t recompute, const py::array& y,
-                                 const py::array& norm, const py::object& maps, bool reverse) {
+                                 const py::array& norm, const py::object& maps, const py::object& signs,
+                                 bool reverse) {
   return finish(entry_named(name),
                 StageForwardCall{problem_of(x, v, g, bias, skip_scale, recompute), map_of(x), map_of(y),
-                                 static_cast<float*>(values_of(norm).data), data_of(maps)},
-                run_on(reverse, {x, v, g, bias}, {y, norm, maps}));
+                                 static_cast<float*>(values_of(norm).data), data_of(maps), bytes_of(signs)},
+                run_on(reverse, {x, v, g, bias}, {y, norm, maps, signs}));
 }
 
 std::vector<std::string> backward(const std::string& name, const py::array& dy, const py::array& v, const py::array& g,
                                   const py::array& bias, const py::array& norm, const py::array& maps,
-                                  float skip_scale, int64_t recompute, const py::array& dx, const py::object& dv,
+                                  const py::object& signs, float skip_scale, int64_t recompute, const py::array& dx, const py::object& dv,
                                   const py::object& dg, const py::object& dbias, bool reverse,
                                   int64_t segment_bytes, int64_t multiprocessors) {
   return finish(entry_named(name),
                 StageBackwardCall{problem_of(dy, v, g, bias, skip_scale, recompute), map_of(dy), map_of(dx),
-                                  static_cast<const float*>(values_of(norm).data), values_of(maps).data, !dv.is_none(),
+                                  static_cast<const float*>(values_of(norm).data), values_of(maps).data, bytes_of(signs), !dv.is_none(),
                                   values_of(dv), values_of(dg), values_of(dbias), segment_bytes, multiprocessors},
-                run_on(reverse, {dy, v, g, bias, norm, maps}, {dx, dv, dg, dbias}));
+                run_on(reverse, {dy, v, g, bias, norm, maps, signs}, {dx, dv, dg, dbias}));
 }
 
 template <class T, bool kBackward>

@@ -54,8 +54,6 @@ void store_global(void* address, T value) {
   std::memcpy(address, &value, sizeof(T));
 }
 
-inline void prefetch_global(const void* address) { Machine::current().read_global(address, 1); }
-
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
@@ -110,6 +108,8 @@ inline uint32_t pack_bf16(float low, float high) {
   };
   return round(low) | round(high) << 16;
 }
+inline float rectified(float value) { return value <= 0.0f ? 0.0f : value; }
+inline uint32_t pack_rectified_bf16(float low, float high) { return pack_bf16(rectified(low), rectified(high)); }
 
 // Round to nearest, ties away from zero.
 inline float round_to_tf32(float value) {

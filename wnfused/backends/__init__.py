@@ -21,6 +21,11 @@ def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
             yield from (item for item in argument if isinstance(item, Tensor))
 
 
+def operands_of(op: str, arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """Those whose dtype a kernel must know: a residual stage's signs, which come last in its backward, are bytes."""
+    return tensors_of(arguments[:9] if op == "residual_stage_backward" else arguments)
+
+
 def row_dim(op: str, arguments: Sequence[Any]) -> int | None:
     """The dim that numbers the rows of a weight norm; torch leaves a trailing argument out where it is the default."""
     place = 4 if op.endswith("_backward") else 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused.backends import native_composed, native_cuda, tensors_of
+from wnfused.backends import native_composed, native_cuda, operands_of, tensors_of
 from wnfused.backends.library import opened
 from wnfused.backends.native_norm import (  # noqa: F401  ops of this backend, found by name
     weight_norm,
@@ -67,12 +67,13 @@ for _schema in (
     "float skip_scale, int recompute, bool parameters) -> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
     # Q of each A = L Q, in place, and which matrices were well-conditioned enough for it.
     "orthonormal_rows_(Tensor(a!) a) -> Tensor",
-    # CUDA. tf32: whether products of float32 may be rounded to it. Shapes: "CxHxW CxHxW ..", those that a device runs;
+    # CUDA. signs: which activations are not zero, uint8, empty where nothing is saved or with recompute. tf32: whether
+    # products of float32 may be rounded to it. Shapes: "CxHxW CxHxW ..", those that a device runs;
     # precision: 0 bfloat16, 1 tf32, 2 float32. Versions as in CUDART_VERSION.
     "cuda_residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale, int recompute, bool save, "
-    "bool tf32) -> (Tensor y, Tensor norm, Tensor maps)",
+    "bool tf32) -> (Tensor y, Tensor norm, Tensor maps, Tensor signs)",
     "cuda_residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
-    "float skip_scale, int recompute, bool parameters, bool tf32) "
+    "Tensor signs, float skip_scale, int recompute, bool parameters, bool tf32) "
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
     # Eigenvalues, and the eigenvectors as rows in the place of symmetric a [count, n, n]; info is 0 where it converged.
     "cuda_eigh_(Tensor(a!) a) -> (Tensor values, Tensor info)",
@@ -218,7 +219,7 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
     if op not in globals():
         return f"it has no kernel for {op}"
     known = _STAGE_DTYPES if op.startswith("residual_stage") else _DTYPES
-    for tensor in tensors_of(arguments):
+    for tensor in operands_of(op, arguments):
         if not tensor.is_cpu:
             return f"it has no kernel for device {tensor.device.type!r}"
         if tensor.dtype not in known:
@@ -228,7 +229,7 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
 
 def residual_stage(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     if x.is_cuda:
         return native_cuda.residual_stage(x, v, g, bias, skip_scale, recompute, save)
     return torch.ops.wnfused_native.residual_stage(x, v, g, bias, skip_scale, recompute, save)
@@ -236,10 +237,10 @@ def residual_stage(
 
 def residual_stage_backward(
     dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
-    recompute: int = 0, parameters: bool = True,
+    recompute: int = 0, parameters: bool = True, signs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if dy.is_cuda:
-        return native_cuda.residual_stage_backward(dy, v, g, bias, norm, maps, skip_scale, recompute, parameters)
+        return native_cuda.residual_stage_backward(dy, v, g, bias, norm, maps, signs, skip_scale, recompute, parameters)
     return torch.ops.wnfused_native.residual_stage_backward(
         dy, v, g, bias, norm, maps, skip_scale, recompute, parameters
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wnfused._numbers import flag
-from wnfused.backends import row_dim, tensors_of
+from wnfused.backends import operands_of, row_dim
 from wnfused.backends.library import opened
 
 MINIMUM_CAPABILITY = (8, 0)
@@ -65,7 +65,7 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
         return reason
     if op not in _OPS:
         return f"it has no CUDA kernel for {op}"
-    tensors = list(tensors_of(arguments))
+    tensors = list(operands_of(op, arguments))
     kind = op.removesuffix("_backward")
     reason = (
         _mixed_devices(tensors)
@@ -281,15 +281,18 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
 @memory_errors()
 def residual_stage(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int, save: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(y, norm, maps, signs)``: the backward reads the ReLU's mask off ``signs``, a bit a value, not off the map."""
     return torch.ops.wnfused_native.cuda_residual_stage(x, v, g, bias, skip_scale, recompute, save, allows_tf32())
 
 
 @memory_errors()
 def residual_stage_backward(
-    dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float, recompute: int,
-    parameters: bool,
+    dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, signs: Tensor | None, skip_scale: float,
+    recompute: int, parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if signs is None:
+        raise ValueError("signs must be given: the fourth output of residual_stage on a CUDA device")
     return torch.ops.wnfused_native.cuda_residual_stage_backward(
-        dy, v, g, bias, norm, maps, skip_scale, recompute, parameters, allows_tf32()
+        dy, v, g, bias, norm, maps, signs, skip_scale, recompute, parameters, allows_tf32()
     )

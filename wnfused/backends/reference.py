@@ -49,6 +49,10 @@ def residual_stage(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return y.contiguous(memory_format=reference.suggest_memory_format(x)), norm, maps
 
 
-def residual_stage_backward(dy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def residual_stage_backward(
+    dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
+    recompute: int = 0, parameters: bool = True, signs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    arguments = (v, g, bias, norm, maps, skip_scale, recompute, parameters)
     dx, dv, dg, dbias = reference.residual_stage_backward(dy, *arguments)
     return dx.contiguous(memory_format=reference.suggest_memory_format(dy)), dv, dg, dbias

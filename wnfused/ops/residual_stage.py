@@ -30,15 +30,31 @@ from wnfused.ops._registration import (
 
 def _fake(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     y = torch.empty_like(x, memory_format=reference.suggest_memory_format(x))
     norm = g.new_empty(g.shape, dtype=reference.wide(v.dtype))
-    return y, norm, reference.empty_stage_maps(x, v.shape[0], recompute, save)
+    maps = reference.empty_stage_maps(x, v.shape[0], recompute, save)
+    return y, norm, maps, _empty_signs(x, v, g, bias, skip_scale, recompute, save)
+
+
+def _empty_signs(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
+) -> Tensor:  # fmt: skip
+    """Unwritten, of the size that ``csrc/cuda/stage_tile.h`` gives them. Only its kernels read them."""
+    if not x.is_cuda or recompute or not save:
+        return x.new_empty(0, dtype=torch.uint8)
+    n, c, h, w = x.shape
+    return x.new_empty(v.shape[0] * n * ((h * w + 63) // 64) * 8 * c, dtype=torch.uint8)
+
+
+def _with_signs(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """A backend's outputs as the op's: most have no signs."""
+    return outputs if len(outputs) == 4 else (*outputs, _empty_signs(*inputs))
 
 
 def _fake_backward(
     dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
-    recompute: int = 0, parameters: bool = True,
+    recompute: int = 0, parameters: bool = True, signs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dx = torch.empty_like(dy, memory_format=reference.suggest_memory_format(dy))
     if not parameters:
@@ -48,12 +64,13 @@ def _fake_backward(
 
 _op = define(
     "residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale=1.0, int recompute=0, "
-    "bool save=True) -> (Tensor y, Tensor norm, Tensor maps)",
+    "bool save=True) -> (Tensor y, Tensor norm, Tensor maps, Tensor signs)",
     _fake,
+    laid_out=_with_signs,
 )
 _op_backward = define(
     "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
-    "float skip_scale=1.0, int recompute=0, bool parameters=True) "
+    "float skip_scale=1.0, int recompute=0, bool parameters=True, Tensor? signs=None) "
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
     _fake_backward,
 )
@@ -65,9 +82,9 @@ def _backward(
     _, v, g, bias, skip_scale, recompute, save = inputs
     if not save:
         raise RuntimeError("residual_stage: save=False kept nothing for a backward; call it with save=True")
-    _, norm, maps = outputs
-    dx, dv, dg, db = below_autograd(_op_backward, (dy, v, g, bias, norm, maps, skip_scale, recompute, any(needs[1:4])))
-    return [gradient if needed else None for gradient, needed in zip((dx, dv, dg, db), needs[:4], strict=True)]
+    _, norm, maps, signs = outputs
+    found = below_autograd(_op_backward, (dy, v, g, bias, norm, maps, skip_scale, recompute, any(needs[1:4]), signs))
+    return [gradient if needed else None for gradient, needed in zip(found, needs[:4], strict=True)]
 
 
 _call = differentiable(_op, reference=reference.residual_stage, backward=_backward)
@@ -88,9 +105,9 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        y, norm, maps = _kernel(arguments[0])(*arguments, True)
+        y, *kept = _kernel(arguments[0])(*arguments, True)  # norm, maps and, of a GPU, signs
         ctx.constants = arguments[4:]
-        ctx.save_for_backward(*arguments[:4], norm, maps)
+        ctx.save_for_backward(*arguments[:4], *kept)
         return no_view(y)
 
     @staticmethod
@@ -99,13 +116,13 @@ class _Direct(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dy: Tensor) -> Any:
-    x, v, g, bias, norm, maps = ctx.saved_tensors
+    x, v, g, bias, *kept = ctx.saved_tensors
     needs = ctx.needs_input_grad
     if torch.is_grad_enabled() or is_transformed(dy):
         return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
     if asks_for_input_alone(ctx, needs):
         needs = (True, False, False, False)
-    found = _kernel_backward(dy)(dy, v, g, bias, norm, maps, *ctx.constants, any(needs[1:4]))
+    found = _kernel_backward(dy)(dy, v, g, bias, *kept, *ctx.constants, any(needs[1:4]))
     return *(gradient if needed else None for gradient, needed in zip(found, needs[:4], strict=True)), None, None
 
 

@@ -41,7 +41,7 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
     """Why it cannot run an op on these arguments, or None."""
     if op not in _OPS:
         return f"it has no kernel for {op}"
-    return unavailable() or support.refusal(arguments) or support.too_large(op, arguments)
+    return unavailable() or support.refusal(op, arguments) or support.too_large(op, arguments)
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ def residual_stage(
 
 def residual_stage_backward(
     dy: Tensor, v: Tensor, g: Tensor, bias: Tensor, norm: Tensor, maps: Tensor, skip_scale: float = 1.0,
-    recompute: int = 0, parameters: bool = True,
+    recompute: int = 0, parameters: bool = True, signs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from wnfused.backends.triton import stage
 

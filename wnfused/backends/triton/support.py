@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.backends import row_dim, tensors_of
+from wnfused.backends import operands_of, row_dim, tensors_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_TRITON = (3, 6)
@@ -50,10 +50,10 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def refusal(arguments: Sequence[Any]) -> str | None:
+def refusal(op: str, arguments: Sequence[Any]) -> str | None:
     """Why no kernel takes these arguments."""
     device = None
-    for argument in tensors_of(arguments):
+    for argument in operands_of(op, arguments):
         if argument.device.type not in (("cuda", "cpu") if interpreted() else ("cuda",)):
             return f"it has no kernel for device {argument.device.type!r}"
         if device is not None and argument.device != device:
