@@ -175,7 +175,7 @@ def emulation() -> ModuleType:
 def names() -> list[str]:
     """Of all configurations, read off the tables, so that collecting tests builds nothing."""
     texts = Tree.original().texts
-    return [name for table in TABLES for name in re.findall(r'stage_entry<.*"(.*)"', texts[f"cuda/{table}.cu"])]
+    return [name for table in TABLES for name in re.findall(r'(?:stage|large)_entry<.*"(.*)"', texts[f"cuda/{table}.cu"])]
 
 
 def entry(module: ModuleType, name: str) -> dict[str, Any]:
