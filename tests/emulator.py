@@ -175,7 +175,9 @@ def emulation() -> ModuleType:
 def names() -> list[str]:
     """Of all configurations, read off the tables, so that collecting tests builds nothing."""
     texts = Tree.original().texts
-    return [name for table in TABLES for name in re.findall(r'(?:stage|large)_entry<.*"(.*)"', texts[f"cuda/{table}.cu"])]
+    return [
+        name for table in TABLES for name in re.findall(r'(?:stage|large)_entry<.*"(.*)"', texts[f"cuda/{table}.cu"])
+    ]
 
 
 def entry(module: ModuleType, name: str) -> dict[str, Any]:
@@ -243,6 +245,7 @@ class Case:
     reverse: bool = False
     segment_bytes: int = 1 << 29
     multiprocessors: int = 256
+    backward: str = ""  # the configuration of the backward, if it is another one
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -293,8 +296,8 @@ class Case:
         )  # fmt: skip
         if not found:
             found = module.backward(
-                name, dy, v, g, bias, out["norm"], out["maps"], out.get("signs"), self.skip_scale, self.recompute,
-                out["dx"], out.get("dv"), out.get("dg"), out.get("dbias"), self.reverse, self.segment_bytes,
-                self.multiprocessors,
+                self.backward or name, dy, v, g, bias, out["norm"], out["maps"], out.get("signs"), self.skip_scale,
+                self.recompute, out["dx"], out.get("dv"), out.get("dg"), out.get("dbias"), self.reverse,
+                self.segment_bytes, self.multiprocessors,
             )  # fmt: skip
         return {k: tensor_of(a) for k, a in out.items()}, found + guarded.faults()

@@ -14,6 +14,7 @@ import subprocess
 import pytest
 import torch
 from emulator import DTYPES, Case, Tree, emulation, entry, names
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wnfused import reference
 
@@ -71,6 +72,35 @@ def ragged(facts):
 def test_emulation_matches_float64(module, name, reverse):
     facts = entry(module, name)
     assert check(Case(facts, ragged(facts), reverse=reverse), module) == []
+
+
+# As many images a block of threads, and other warps' tiles.
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        ("bfloat16 64x8x8", "bfloat16 64x8x8 large"),
+        ("bfloat16 64x8x8 large", "bfloat16 64x8x8 sm_90a"),
+        ("tf32 16x28x28", "float32 16x28x28"),
+        ("float32 32x16x16", "tf32 32x16x16 large"),
+        ("float32 16x8x8", "tf32 16x8x8"),
+        ("tf32 64x2x2", "float32 64x2x2"),
+    ],
+)
+def test_emulation_of_a_backward_in_another_configuration(module, forward, backward):
+    """As where tf32 is allowed or forbidden between the two: what is kept means the same in each."""
+    facts = entry(module, forward)
+    case = Case(facts, ragged(facts), backward=backward)
+    case.entry = {**facts, "precision": min(facts["precision"], entry(module, backward)["precision"])}
+    assert check(case, module) == []
+
+
+def test_signs_are_as_many_as_the_op_promises(module):
+    with FakeTensorMode():
+        for facts in module.entries():
+            c, h, w = (facts[k] for k in ("channels", "height", "width"))
+            x = torch.empty(3, c, h, w, device="cuda", dtype=DTYPES[facts["precision"]])
+            v, g = torch.empty(5, 2, c, c, 3, 3, device="cuda"), torch.empty(5, 2, c, device="cuda")
+            assert torch.ops.wnfused.residual_stage(x, v, g, g)[3].numel() == 15 * facts["sign_bytes"]
 
 
 @pytest.mark.parametrize("recompute", [1, 2, 5])

@@ -400,6 +400,20 @@ def test_stage(channels: int, size: int, batch: int, precision: str, recompute: 
     compare(run, composite_stage, tensors, dtype, "native", tolerance, kink)
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+def test_stage_whose_backward_is_in_another_precision(tf32: bool) -> None:
+    """What a forward keeps means the same to the kernels of each precision."""
+    tensors = [t.cuda().requires_grad_() for t in stage_tensors(3, 5, 32, 16)]
+    gradients = []
+    for other in (tf32, not tf32):
+        torch.backends.cudnn.allow_tf32 = tf32
+        y = wnfused.functional.residual_stage(*tensors)
+        torch.backends.cudnn.allow_tf32 = other
+        gradients.append(torch.autograd.grad(y.sum(), tensors))
+    for same, different in zip(*gradients, strict=True):
+        assert error(different, same.cpu().double()) < 2e-2
+
+
 @pytest.mark.parametrize("recompute", [None, 8])
 def test_stage_of_its_first_block_alone(recompute: int | None) -> None:
     """The block that changes the width is torch's convolutions; of the others there are none, and no checkpoint."""

@@ -239,7 +239,7 @@ def test_running_out_of_memory_is_torchs_own_error(monkeypatch, said, capturing)
     v, g = torch.ones(2, 3), torch.ones(2)
     for call in (
         lambda: native_cuda.residual_stage(*[None] * 7),
-        lambda: native_cuda.residual_stage_backward(*[None] * 9),
+        lambda: native_cuda.residual_stage_backward(*[None] * 6, v, *[None] * 3),
         lambda: native_cuda.weight_norm(v, g, 0),
         lambda: native_cuda.weight_norm_backward(v, v, g, g, 0),
     ):
@@ -409,3 +409,8 @@ def test_build_says_what_it_lacks(build, monkeypatch, tmp_path):
     monkeypatch.setenv("WNFUSED_CUDA", "yes")
     with pytest.raises(ValueError, match="WNFUSED_CUDA: 'yes' is not auto, 0 or 1"):
         build["cuda_left_out"]()
+
+
+def test_a_stages_backward_needs_its_signs():
+    with pytest.raises(ValueError, match="signs must be given: the fourth output"):
+        native_cuda.residual_stage_backward(*[None] * 10)
