@@ -1,8 +1,9 @@
 """``python -m bench.gpu_profile WHAT``: where the time of stages and networks goes on a GPU.
 
-``kernels``: how long each kernel of the stages takes, and of a layer. ``host``: the functions of Python in which a
-network's calls are prepared, and what a call costs the host beside its kernels. ``once``: the stages forward and
-backward between the profiler's start and stop, for Nsight Compute::
+``kernels``: how long each kernel of the stages takes, and of a layer. ``deep``: what a training step of WRN-10,000
+takes, and its kernels. ``host``: the functions of Python in which a network's calls are prepared, and what a call costs
+the host beside its kernels. ``once``: the stages forward and backward between the profiler's start and stop, for Nsight
+Compute::
 
     ncu --profile-from-start off --set full --clock-control none python -m bench.gpu_profile once
 """
@@ -40,6 +41,15 @@ def kernels(precisions: list[str]) -> None:
             run = _stage(channels, size, precision)
             _print_kernels(f"{channels} channels, {size}x{size}, batch {BATCH}, {BLOCKS} blocks, {precision}", run)
         _print_kernels(f"WRN-40-1, a training step, {precision}", _step(6, precision))
+
+
+def deep(precisions: list[str]) -> None:
+    for precision in precisions:
+        step = _step(1666, precision)
+        step()
+        seconds = sorted(_seconds(step, rounds=1) for _ in range(7))
+        name = f"WRN-10,000, batch {BATCH}, a training step, {precision}"
+        _print_kernels(f"{name}: {', '.join(f'{1e3 * s:.1f}' for s in seconds)} ms", step, rounds=1)
 
 
 def host(precisions: list[str]) -> None:
@@ -168,7 +178,7 @@ def _print_functions(run: Callable[[], None], rounds: int = 20) -> None:
     pstats.Stats(profile).strip_dirs().sort_stats("cumulative").print_stats(45)
 
 
-WHAT = {"kernels": kernels, "host": host, "once": once}
+WHAT = {"kernels": kernels, "deep": deep, "host": host, "once": once}
 
 if __name__ == "__main__":
     main()

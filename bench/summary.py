@@ -105,7 +105,10 @@ def tables() -> dict[str, list[str]]:
     }
 
 
-GPU = ("gpu-h200/1cb9dd4", "gpu-h100/18cb58a", "gpu-h100/49dec17")
+GPU = (
+    "gpu-h200/52dba92", "gpu-h200/1ca670e-conv", "gpu-h200/1ca670e-init", "gpu-h200/1cb9dd4", "gpu-h100/18cb58a",
+    "gpu-h100/49dec17",
+)  # fmt: skip
 """Runs, the last first. Those before have stages and layers that are no more."""
 GPU_PEERS = ("eager", "plain")
 
