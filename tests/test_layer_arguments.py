@@ -108,6 +108,8 @@ def test_bad_arguments_name_argument_value_and_what_is_right(call, error, messag
         ({"padding": 0.5}, "padding: 0.5 must be an int or 2 ints, each at least 0"),
         ({"padding": "1"}, "padding: '1' must be"),
         ({"dilation": 0}, "dilation: 0 must be an int or 2 ints, each at least 1"),
+        # torch takes it, lets the kernel's reach overflow and returns values.
+        ({"dilation": 2**62}, r"dilation: \d+ must be below 2\*\*31"),
         ({"dilation": "1"}, "dilation: '1' must be an int or 2 ints, each at least 1"),
         ({"groups": True}, "groups: True must be an int of at least 1"),
         ({"groups": 1.0}, "groups: 1.0 must be an int of at least 1"),
@@ -221,6 +223,7 @@ def test_what_a_layer_has_in_the_place_of_parametrizations():
     [
         ({"negative_slope": None}, TypeError, "negative_slope: expected a number, got NoneType"),
         ({"activation": ["relu"]}, ValueError, r"activation: unknown \['relu'\]; use None, 'relu' or 'leaky_relu'"),
+        ({"activation": np.array(["relu", "x"])}, ValueError, r"activation: unknown array"),
         ({"activation": "leaky_relu", "negative_slope": "x"}, TypeError, "negative_slope: expected a number, got str"),
         ({"activation": "relu", "negative_slope": None}, TypeError, "negative_slope: expected a number, got NoneType"),
         ({"dim": True}, TypeError, "dim: True must be an int or None"),
@@ -317,3 +320,17 @@ def test_truth_values_are_no_numbers(function, options, error, message):
     shape = (4, 3) if function is functional.linear else (4, 3, 1, 1)
     with pytest.raises(error, match=message):
         function(torch.ones(2, *shape[1:]), torch.ones(shape), torch.ones(4), **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.randn(2, 5, 8, 8), ValueError, r"x: shape \[2, 5, 8, 8\] does not fit; use \[N, 3, H, W\]"),
+        (torch.randn(8, 8), ValueError, r"x: shape \[8, 8\] does not fit; use \[N, 3, H, W\]"),
+        (torch.ones(2, 3, 8, 8, dtype=torch.int64), TypeError, "x: expected a floating-point tensor, got torch.int64"),
+        ([1], TypeError, "x: expected a Tensor, got list"),
+    ],
+)
+def test_layers_that_pad_themselves_name_the_input_they_were_given(x, error, message):
+    with pytest.raises(error, match=message):
+        WNConv2d(3, 4, 3, padding=1, padding_mode="circular")(x)

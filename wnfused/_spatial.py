@@ -29,8 +29,9 @@ def extents(name: str, value: Extent, spatial: int, least: int | None, exact: bo
     if len(numbers) != spatial or not all(fit) or (least is not None and any(n < least for n in numbers)):
         bound = "" if least is None else f", each at least {least}"
         raise ValueError(f"{name}: {value!r} must be an int or {spatial} ints{bound}")
-    if any(isinstance(n, int) and n >= 2**63 for n in numbers):  # of a symbol that would be a guard
-        raise ValueError(f"{name}: {value!r} must be below 2**63")
+    # Reach is a product of two, and must fit 64 bits; torch lets it overflow. Of a symbol that would be a guard.
+    if any(isinstance(n, int) and abs(n) >= 2**31 for n in numbers):
+        raise ValueError(f"{name}: {value!r} must be below 2**31")
     return tuple(numbers)
 
 

@@ -11,6 +11,7 @@ from wnfused import functional
 from wnfused._spatial import Extent
 from wnfused.nn._geometry import geometry, in_dims
 from wnfused.nn._layer import WeightNormalised
+from wnfused.ops import _arguments as arguments
 
 
 class _WNConv(WeightNormalised):
@@ -38,6 +39,9 @@ class _WNConv(WeightNormalised):
         assert isinstance(self, nn.modules.conv._ConvNd)
         padding: str | int | tuple[int, ...] = self.padding
         if self.padding_mode != "zeros":
+            if not arguments.has_override((input,)):
+                arguments.floating("x", input)
+                arguments.maps(input, self.in_channels, self._spatial)
             border = self._reversed_padding_repeated_twice
             input, padding = nn.functional.pad(input, border, mode=self.padding_mode), (0,) * len(self.kernel_size)
         v, g, bias = self._v_g_bias()

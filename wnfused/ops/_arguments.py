@@ -115,12 +115,20 @@ def bias(b: Tensor | None, features: int, x: Tensor) -> None:
             raise ValueError(f"bias: shape {list(b.shape)} does not fit; use [{features}]")
 
 
+@quiet_in_a_trace
+def maps(x: Tensor, channels: int, spatial: int) -> None:
+    """Whether ``x`` has so many channels and spatial dims, with a batch or without."""
+    if x.dim() not in (spatial + 1, spatial + 2) or x.shape[-spatial - 1] != channels:
+        wanted = f"[N, {channels}, {', '.join('DHW'[-spatial:])}]"
+        raise ValueError(f"x: shape {list(x.shape)} does not fit; use {wanted}, or the same without N")
+
+
 def activation(name: str | None, negative_slope: float) -> str:
     """The op's own name of the activation."""
     fits = is_between("negative_slope", 0.0, negative_slope)
     if name is None:
         return "none"
-    if name not in ACTIVATIONS[1:]:
+    if not isinstance(name, str) or name not in ACTIVATIONS[1:]:
         raise ValueError(f"activation: unknown {name!r}; use None, 'relu' or 'leaky_relu'")
     # A negative slope would make the output's sign say nothing about the input's.
     if name == "leaky_relu" and not fits:

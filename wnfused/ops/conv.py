@@ -135,10 +135,8 @@ def _checked(
         raise ValueError(f"groups: {groups!r} must be at least 1 and divide v.shape[0] = {v.shape[0]}")
     channels = v.shape[0] if transposed else v.shape[1] * groups
     features = v.shape[1] * groups if transposed else v.shape[0]
+    arguments.maps(x, channels, spatial)
     batched = x.dim() == spatial + 2
-    if (not batched and x.dim() != spatial + 1) or x.shape[-spatial - 1] != channels:
-        wanted = f"[N, {channels}, {', '.join('DHW'[-spatial:])}]"
-        raise ValueError(f"x: shape {list(x.shape)} does not fit; use {wanted}, or the same without N")
     # In any other layout kernels make a copy, and torch would choose the format of y by it.
     v = v.contiguous(memory_format=reference.suggest_memory_format(v))
     arguments.matches("g", g, x)
