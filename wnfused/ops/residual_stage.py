@@ -87,7 +87,11 @@ def _backward(
     return [gradient if needed else None for gradient, needed in zip(found, needs[:4], strict=True)]
 
 
-_call = differentiable(_op, reference=reference.residual_stage, backward=_backward)
+def _reference(*inputs: Any) -> tuple[Tensor, ...]:
+    return _with_signs(reference.residual_stage(*inputs), inputs)
+
+
+_call = differentiable(_op, reference=_reference, backward=_backward)
 
 
 def _kernel(x: Tensor) -> Any:
