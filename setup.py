@@ -253,7 +253,7 @@ def record(root: Path) -> None:
 def declarations():
     """What libraries built in place must have been built from: with another signature, a call would crash."""
     csrc = ROOT / "csrc"
-    files = [csrc / "ops.h", *sorted((csrc / "autograd").iterdir())]
+    files = [csrc / "ops.h", *sorted((csrc / "autograd").iterdir()), *sorted((csrc / "cuda").iterdir())]
     return {str(file.relative_to(csrc)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

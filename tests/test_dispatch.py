@@ -1,5 +1,6 @@
 """The one place that chooses a backend, and what it says when it cannot."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -160,6 +161,20 @@ def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
     assert "was built from another csrc/ops.h; `make install`" in library.opened("cpu")
     (package / "_build.json").unlink()
     assert "has no record of its build; `make install`" in library.opened("cpu")
+
+
+def test_kernels_for_cuda_of_other_sources_are_not_opened(tmp_path, monkeypatch):
+    """Their signatures stand in their own files."""
+    package, csrc = tmp_path / "wnfused", tmp_path / "csrc"
+    package.mkdir()
+    (csrc / "cuda").mkdir(parents=True)
+    (csrc / "ops.h").write_text("// the same")
+    (csrc / "cuda" / "residual_stage.cu").write_text("// newer")
+    (package / "_cuda.abi3.so").write_bytes(b"not a library")
+    same = hashlib.sha256(b"// the same").hexdigest()
+    (package / "_build.json").write_text(json.dumps({"declarations": {"ops.h": same, "cuda/residual_stage.cu": "old"}}))
+    monkeypatch.setattr(library, "_PACKAGE", package)
+    assert "was built from another csrc/cuda/residual_stage.cu; `make install`" in library.opened("cuda")
 
 
 def test_autograd_nodes_of_another_torch_are_not_opened(tmp_path, monkeypatch):

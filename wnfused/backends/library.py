@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 _KINDS = {"cpu": "C++", "cuda": "CUDA", "autograd": "C++ autograd"}
-_DECLARED = {"cpu": "ops.h", "cuda": "ops.h", "autograd": "autograd/*"}
+_DECLARED = {"cpu": ("ops.h",), "cuda": ("ops.h", "cuda/*"), "autograd": ("autograd/*",)}
 """The files of csrc/ that the signatures of each library stand in."""
 
 
@@ -27,7 +27,7 @@ def opened(name: str) -> str | None:
         return record.get("not_built", {}).get(name, otherwise)
     csrc = _PACKAGE.parent / "csrc"  # of a checkout that the library was built in
     declarations = record.get("declarations")
-    for source in sorted(csrc.glob(_DECLARED[name])):
+    for source in sorted(found for files in _DECLARED[name] for found in csrc.glob(files)):
         of_csrc = str(source.relative_to(csrc))
         declared = declarations.get(of_csrc) if isinstance(declarations, dict) else None
         if declared != hashlib.sha256(source.read_bytes()).hexdigest():
