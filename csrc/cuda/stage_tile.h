@@ -226,6 +226,7 @@ struct StageTile {
   WNFUSED_DEVICE void for_each_sign_word(int block, const Body& body) const {
     const int64_t image = static_cast<int64_t>(block) * params.images + block_index() * Config::kImages;
     uint8_t* signs = params.signs + image * kImageSigns + lane_index() * 4;
+    // Found again where sums and stream leave no registers for it; a backward asks for its words ahead.
     const int first = kBackward && !Config::kSplits ? warp.first_pixel : computed_again(warp.first_pixel);
 #pragma unroll
     for (int i = 0; i < Config::kTiles / kWordTiles; ++i)
