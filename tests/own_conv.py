@@ -51,44 +51,34 @@ def same3x3(images: int, inputs: int, outputs: int, *size: int) -> Case:
     return Case(images, inputs, outputs, size, (3,) * len(size), ones, ones, ones)
 
 
+def ways_of(case: Case, last: bool = False, **traits: bool) -> tuple[str, str]:
+    """Who multiplies the layer in that layout, forward and backward. ``traits``: as the op has them."""
+    maps = [case.images, case.inputs, case.outputs, *_three(case.size, 1)]
+    if case.transposed:
+        maps = [case.images, case.outputs, case.inputs, *_three(case.output_size, 1)]
+    window = (_three(case.kernel, 1), _three(case.stride, 1), _three(case.padding, 0), _three(case.dilation, 1))
+    asked = (maps, *window, case.groups, len(case.size), case.transposed, last, last)
+    return torch.ops.wnfused_native.cpu_conv_ways(*asked, **traits)
+
+
+def go_by(way: str, case: Case, last: bool = False) -> tuple[bool, bool]:
+    """Whether forward and backward do."""
+    forward, backward = ways_of(case, last)
+    return forward == way, backward == way
+
+
 def method_of(case: Case, bfloat16: bool = False) -> str:
-    """How the layer is multiplied, or "vendor"."""
-    asked = (_maps(case), *_window(case), case.groups, case.transposed, False, bfloat16)
-    return torch.ops.wnfused_native.cpu_conv_method(*asked)
-
-
-def unfolds(case: Case, last: bool = False) -> tuple[bool, bool]:
-    """Whether it is a linear layer of its windows instead, forward, and backward with the input's gradient."""
-    if case.groups > 1:
-        return False, False
-    one = {*case.kernel, *case.stride} == {1} and not any(case.padding)
-    planes, rows = len(case.size) == 2 and not last and not case.transposed, one and last and not case.transposed
-    window = (_maps(case), *_window(case), case.transposed)
-    return torch.ops.wnfused_native.cpu_conv_unfolds(*window, planes, rows)
-
-
-def goes_by_strips(case: Case, last: bool = False) -> tuple[bool, bool]:
-    """Whether it is vectorised over pixels, forward and backward."""
-    return torch.ops.wnfused_native.cpu_conv_strips(_maps(case), *_window(case), case.groups, case.transposed, last)
+    """How the kernels of ``csrc/cpu/conv_layer`` multiply the layer, or "vendor"."""
+    return ways_of(case, plain=True, bfloat16=bfloat16)[0]
 
 
 def way_of(case: Case) -> str:
-    """How the layer is multiplied in every layout, "vendor", or "unfolded" where it is that forward or backward."""
-    return "unfolded" if any(unfolds(case) + unfolds(case, last=True)) else method_of(case)
-
-
-def _maps(case: Case) -> list[int]:
-    if case.transposed:
-        return [case.images, case.outputs, case.inputs, *_three(case.output_size, 1)]
-    return [case.images, case.inputs, case.outputs, *_three(case.size, 1)]
+    """The same, or "unfolded" where it is that in some layout, forward or backward."""
+    return "unfolded" if "unfolded" in ways_of(case) + ways_of(case, last=True) else method_of(case)
 
 
 def _three(extents: Sequence[int], missing: int) -> list[int]:
     return [*[missing] * (3 - len(extents)), *extents]
-
-
-def _window(case: Case) -> tuple[list[int], ...]:
-    return _three(case.kernel, 1), _three(case.stride, 1), _three(case.padding, 0), _three(case.dilation, 1)
 
 
 def channels_last(t: Tensor, wanted: bool) -> Tensor:

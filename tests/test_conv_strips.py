@@ -20,7 +20,7 @@ from own_conv import (
     assert_zero_rows_and_gains,
     both,
     channels_last,
-    goes_by_strips,
+    go_by,
     sample,
 )
 
@@ -96,7 +96,7 @@ def products_of(case: Case) -> int:
 def test_every_geometry(isa, name):
     case = CASES[name]
     strips = isa not in ("portable", "amx-emulated")
-    assert goes_by_strips(case) == (strips and name not in VENDORS_FORWARD, strips)
+    assert go_by("strips", case) == (strips and name not in VENDORS_FORWARD, strips)
     assert_layouts_agree(case, sample(case), TOLERANCE)
 
 
@@ -104,30 +104,39 @@ def test_which_layers_go_this_way():
     if torch.ops.wnfused_native.cpu_isa() in ("portable", "amx-emulated"):
         pytest.skip("no kernels of strips")
     both_ways, neither, backward = (True, True), (False, False), (False, True)
-    assert goes_by_strips(layer(1, 3, 64, (224, 224), 7, stride=2, padding=3)) == both_ways
-    assert goes_by_strips(layer(1, 3, 64, (100, 100), 7, stride=2, padding=3)) == backward
-    assert goes_by_strips(layer(1, 64, 3, (32, 32), 3, padding=1)) == both_ways
-    assert goes_by_strips(layer(8, 128, 128, (32, 32), 3, padding=1, groups=32)) == both_ways
-    assert goes_by_strips(layer(1, 16, 16, (32, 32), 3, padding=1)) == neither
-    assert goes_by_strips(layer(64, 6, 16, (12, 12), 5)) == both_ways
-    assert goes_by_strips(layer(64, 3, 64, (16, 16), 14)) == neither  # nine windows among 256 places
-    assert goes_by_strips(layer(1, 1, 64, (9, 9), 5)) == both_ways  # 41 places, as nothing follows the last image
-    assert goes_by_strips(layer(64, 64, 4, (4, 4), 3, padding=1)) == neither  # short lines, and another way
-    assert goes_by_strips(layer(64, 64, 1, (4, 4), 3, padding=1)) == both_ways
-    assert goes_by_strips(layer(64, 64, 4, (3, 3), 1)) == both_ways  # all pixels of an image side by side
-    assert goes_by_strips(layer(64, 64, 4, (2, 2), 1)) == neither
-    assert goes_by_strips(layer(1, 3, 192, (224, 224), 16, stride=16)) == neither
-    assert goes_by_strips(layer(1, 64, 64, (32, 32), 3, padding=1, groups=64)) == neither
-    assert goes_by_strips(layer(1, 64, 64, (32, 32), 3, padding=1, groups=2)) == neither
-    assert goes_by_strips(layer(1, 3, 8, (4, 4, 4), 3, padding=1)) == neither
-    assert goes_by_strips(layer(0, 3, 8, (4, 4), 3, padding=1)) == neither
+    assert go_by("strips", layer(1, 3, 64, (224, 224), 7, stride=2, padding=3)) == both_ways
+    assert go_by("strips", layer(1, 3, 64, (100, 100), 7, stride=2, padding=3)) == backward
+    assert go_by("strips", layer(1, 64, 3, (32, 32), 3, padding=1)) == both_ways
+    assert go_by("strips", layer(8, 128, 128, (32, 32), 3, padding=1, groups=32)) == both_ways
+    assert go_by("strips", layer(1, 16, 16, (32, 32), 3, padding=1)) == neither
+    assert go_by("strips", layer(64, 6, 16, (12, 12), 5)) == both_ways
+    assert go_by("strips", layer(64, 3, 64, (16, 16), 14)) == neither  # nine windows among 256 places
+    assert go_by("strips", layer(1, 1, 64, (9, 9), 5)) == both_ways  # 41 places, as nothing follows the last image
+    assert go_by("strips", layer(64, 64, 4, (4, 4), 3, padding=1)) == neither  # short lines, and another way
+    assert go_by("strips", layer(64, 64, 1, (4, 4), 3, padding=1)) == both_ways
+    assert go_by("strips", layer(64, 64, 4, (3, 3), 1)) == both_ways  # all pixels of an image side by side
+    assert go_by("strips", layer(64, 64, 4, (2, 2), 1)) == neither
+    assert go_by("strips", layer(1, 3, 192, (224, 224), 16, stride=16)) == neither
+    assert go_by("strips", layer(1, 64, 64, (32, 32), 3, padding=1, groups=64)) == neither
+    assert go_by("strips", layer(1, 64, 64, (32, 32), 3, padding=1, groups=2)) == neither
+    assert go_by("strips", layer(1, 3, 8, (4, 4, 4), 3, padding=1)) == neither
+    assert go_by("strips", layer(0, 3, 8, (4, 4), 3, padding=1)) == neither
 
 
 def test_taps_further_apart_than_a_cache_is_large(isa):
     """Each strip would need all of the map: such a layer is another way's."""
     case = layer(1, 20, 1, (263_000,), 2, dilation=2**18)
-    assert all(goes_by_strips(case)) == (isa not in ("portable", "amx-emulated"))
+    assert all(go_by("strips", case)) == (isa not in ("portable", "amx-emulated"))
     assert_close(*both(case, sample(case)), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "case", [layer(1, 8500, 3, (5, 7), 1), transposed(1, 8500, 2, (3, 5), 2, stride=2)], ids=["one tap", "transposed"]
+)
+def test_more_channels_than_a_cache_has_room_for(isa, case):
+    """Of a single place: a strip is as wide as its kernels need all the same."""
+    assert all(go_by("strips", case)) == (isa not in ("portable", "amx-emulated"))
+    assert_close(*both(case, sample(case)), 4 * TOLERANCE)  # sums of 8,500 products
 
 
 BACKWARD_IN_CHANNELS_LAST = {"first layer", "first layer by 2", "columns alone", "rows alone, of narrow lines"}
@@ -142,7 +151,7 @@ ELSEWHERE_IN_CHANNELS_LAST = {
 def test_channels_last(isa, name):
     case = CASES[name]
     backward = isa not in ("portable", "amx-emulated") and name not in ELSEWHERE_IN_CHANNELS_LAST
-    assert goes_by_strips(case, last=True) == (backward and name not in BACKWARD_IN_CHANNELS_LAST, backward)
+    assert go_by("strips", case, last=True) == (backward and name not in BACKWARD_IN_CHANNELS_LAST, backward)
     assert_layouts_agree(case, sample(case, "last"), TOLERANCE)
 
 
@@ -245,7 +254,7 @@ def test_zero_rows_and_gains(isa, name):
 )
 def test_same_bits_with_any_number_of_threads(isa, name):
     case = CASES[name]
-    if not all(goes_by_strips(case)):
+    if not all(go_by("strips", case)):
         pytest.skip("no kernels of strips")
     assert products_of(case) >= 2**18  # below which one worker does it all
     assert_same_bits_by_threads(case)

@@ -19,10 +19,10 @@ from own_conv import (
     assert_zero_rows_and_gains,
     both,
     channels_last,
+    go_by,
     run,
     same3x3,
     sample,
-    unfolds,
 )
 
 import wnfused
@@ -71,10 +71,10 @@ CASES = {
 def test_every_window_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
-    assert unfolds(case, layout != "nchw")[1] == (isa not in ("portable", "amx-emulated"))
+    assert go_by("unfolded", case, layout != "nchw")[1] == (isa not in ("portable", "amx-emulated"))
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
-    if case.transposed and unfolds(case, layout != "nchw") == (True, True):
+    if case.transposed and go_by("unfolded", case, layout != "nchw") == (True, True):
         # Not composed of torch's convolution, in either direction.
         no_product = patch.object(torch, "convolution", side_effect=AssertionError)
         with no_product, patch.object(native_composed, "masked", None):
@@ -82,19 +82,23 @@ def test_every_window_and_layout(isa, case, layout):
 
 
 def test_wide_layers_on_few_pixels_go_this_way(fastest):
-    assert unfolds(same3x3(2, 512, 512, 2, 2)) == (True, True)
-    assert unfolds(same3x3(1, 512, 512, 4, 4)) == (True, True)
-    assert unfolds(same3x3(1, 512, 512, 7, 7)) == (False, True)
-    assert unfolds(same3x3(1, 640, 640, 9, 9)) == unfolds(same3x3(1, 640, 640, 9, 9), last=True) == (False, False)
-    assert unfolds(layer((1, 2048, 512), (7, 7), 1), last=True) == (False, True)
-    assert unfolds(layer((1, 3, 768), (224, 224), 16, 16)) == (False, True)
+    assert go_by("unfolded", same3x3(2, 512, 512, 2, 2)) == (True, True)
+    assert go_by("unfolded", same3x3(1, 512, 512, 4, 4)) == (True, True)
+    assert go_by("unfolded", same3x3(1, 512, 512, 7, 7)) == (False, True)
+    assert (
+        go_by("unfolded", same3x3(1, 640, 640, 9, 9))
+        == go_by("unfolded", same3x3(1, 640, 640, 9, 9), last=True)
+        == (False, False)
+    )
+    assert go_by("unfolded", layer((1, 2048, 512), (7, 7), 1), last=True) == (False, True)
+    assert go_by("unfolded", layer((1, 3, 768), (224, 224), 16, 16)) == (False, True)
 
 
 @pytest.mark.parametrize(
     "case", [same3x3(8, 64, 64, 8, 8), layer((8, 64, 64), (1024,), 3), layer((8, 3, 64), (224, 224), 7, 2, 3)], ids=str
 )
 def test_others_do_not(fastest, case):
-    assert unfolds(case) == unfolds(case, last=True) == (False, False)
+    assert go_by("unfolded", case) == go_by("unfolded", case, last=True) == (False, False)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from instruction_sets import ISAS
 from torch import nn
 
@@ -125,6 +126,18 @@ def test_convolutions_with_kernels_of_their_own_keep_them(layer, size):
             layer.weight_g.mul_(3)
             assert torch.equal(layer(x, residual=residual), expected)
         assert not torch.equal(layer(x, residual=residual), expected)
+
+
+def test_groups_of_few_channels_keep_their_kernels():
+    """The vendor's, on a plain weight, take several times as long."""
+    if native.instruction_set() not in ("avx2", "avx512", "avx512_bf16", "amx"):
+        pytest.skip("no kernels of strips")
+    layer, x = WNConv2d(24, 24, 3, padding=1, groups=4, activation="relu"), torch.randn(1, 24, 20, 20)
+    with torch.no_grad():
+        expected = layer(x)
+        with wnfused.frozen(layer):
+            assert isinstance(layer._frozen, WNConv2d)
+            assert torch.equal(layer(x), expected)
 
 
 def test_training_inside_still_has_gradients_and_runs_as_always():

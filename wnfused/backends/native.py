@@ -115,21 +115,14 @@ for _schema in (
     "set_cpu_poison(bool on) -> ()",
     # How the residual stage multiplies on maps of a shape: direct, winograd2, winograd4, lines or positions.
     "cpu_stage_method(int images, int channels, int height, int width, bool bfloat16) -> str",
-    # How a convolution multiplies: one of those, or "vendor". maps: images, inputs, outputs, levels, rows and columns
-    # of x, and three entries of the others. Of a transposed layer they are those of the convolution whose data gradient
-    # it is. kept: its weights do not change. bfloat16: so is x; a forward, or backward, then may be "pairs", too.
-    "cpu_conv_method(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "int groups, bool transposed, bool kept, bool bfloat16) -> str",
-    # Whether one without groups is a linear layer of its windows instead, forward and backward. planes: its output is
-    # in NCHW, over two dims; rows: x is its windows, a 1x1 layer's channels_last map.
-    "cpu_conv_unfolds(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "bool transposed, bool planes, bool rows) -> (bool, bool)",
-    # Whether a 1x1 one of maps in NCHW is products of v and each image as it lies, forward and backward.
-    "cpu_conv_planes(int images, int inputs, int outputs, int pixels) -> (bool, bool)",
-    # Whether one with few channels on a side, or in a group, is vectorised over pixels, forward and backward.
-    # last: y is in channels_last.
-    "cpu_conv_strips(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, "
-    "int groups, bool transposed, bool last) -> (bool, bool)",
+    # Who multiplies a convolution (csrc/cpu/choice/choice.h), forward and backward: planes, strips, unfolded, vendor,
+    # or the kernels of conv_layer/ by their method, one of those above, pieces or pairs. maps: images, inputs, outputs,
+    # levels, rows and columns of x, and three entries of the others. Of a transposed layer they are those of the
+    # convolution whose data gradient it is. dims: of the window; last: y is in channels_last; rows: x lies as rows of
+    # its channels; bfloat16: so is x; plain: v is the weight itself; kept: v does not change, which a forward asks.
+    "cpu_conv_ways(int[] maps, int[] kernel, int[] stride, int[] padding, int[] dilation, int groups, int dims, "
+    "bool transposed=False, bool last=False, bool rows=False, bool bfloat16=False, bool plain=False, bool kept=False) "
+    "-> (str, str)",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
     # What a line of memory takes from one core's cache to another's; NaN where there is one processor.
@@ -174,16 +167,17 @@ def takes_conv(
     reach = [d * (k - 1) + 1 for k, d in zip(triples[0], triples[3], strict=True)]
     size = [max(pair) for pair in zip({1: [1, 1, 256], 2: [1, 16, 16], 3: [4, 8, 8]}[dims], reach, strict=True)]
     maps = [2 if dims == 3 else 1, inputs * groups, outputs, *size]
-    return torch.ops.wnfused_native.cpu_conv_method(maps, *triples, groups, transposed, True, False) != "vendor"
+    forward, _ = torch.ops.wnfused_native.cpu_conv_ways(maps, *triples, groups, dims, transposed, kept=True)
+    return bool(forward != "vendor")
 
 
 KEPT_WEIGHTS = 1 << 16
 """Of a convolution, from how many on its packed weights may be worth keeping (``kWeights`` in
-``csrc/cpu/ops/kept_banks.cpp``)."""
+``csrc/cpu/choice/own.cpp``)."""
 
 FEW_PIXELS = 8
 """Of an output, of a transposed convolution the input: up to so many are rows of a linear layer (``kFewest`` in
-``csrc/cpu/ops/unfolding.cpp``)."""
+``csrc/cpu/choice/unfolding.cpp``)."""
 
 
 def takes_few_pixels(v: Tensor, groups: int, transposed: bool) -> bool:
@@ -193,7 +187,8 @@ def takes_few_pixels(v: Tensor, groups: int, transposed: bool) -> bool:
     outputs, inputs, *kernel = v.shape
     window = [*[1] * (3 - len(kernel)), *kernel]
     maps, one, none = [1, inputs, outputs, *window], [1, 1, 1], [0, 0, 0]
-    return torch.ops.wnfused_native.cpu_conv_unfolds(maps, window, one, none, one, transposed, False, False)[0]
+    ways = torch.ops.wnfused_native.cpu_conv_ways(maps, window, one, none, one, 1, len(kernel), transposed)
+    return bool(ways[0] == "unfolded")
 
 
 def takes_linear(v: Tensor) -> bool:

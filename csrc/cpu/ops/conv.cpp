@@ -1,5 +1,5 @@
-// conv: y = act(s conv(x, v) + b + residual) over 1 to 3 spatial dims, and its gradients, by the route that suits the
-// layer (conv_routes.h).
+// conv: y = act(s conv(x, v) + b + residual) over 1 to 3 spatial dims, and its gradients, by the way that is chosen for the
+// layer (choice.h).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"
@@ -14,7 +14,32 @@ using namespace cpu;
 
 namespace {
 
-// y and the norms. Kept banks are faster than any other way, on few pixels too, but for planes and strips.
+// Nothing where the vendor is asked.
+std::optional<Tensor> forward_by(const ConvChoice& choice, const ConvCall& call, const std::optional<Tensor>& residual,
+                                 float* norms, KeptBanks* banks) {
+  switch (choice.way) {
+    case ConvWay::kPlanes: return planes_conv(call, residual, norms);
+    case ConvWay::kStrips: return strips_conv(call, residual, norms);
+    case ConvWay::kUnfolded: return unfolded_conv(call, residual, norms);
+    case ConvWay::kOwn: return own_conv(call, choice.method, residual, norms, choice.keeps ? banks : nullptr);
+    case ConvWay::kVendor: break;
+  }
+  return std::nullopt;
+}
+
+std::optional<LayerGradients> backward_by(const ConvChoice& choice, const ConvCall& call, const Tensor& dy,
+                                          const Tensor& y, const float* norms, const ConvNeeds& needs, float* dgain) {
+  switch (choice.way) {
+    case ConvWay::kPlanes: return planes_conv_backward(call, dy, y, norms, needs, dgain);
+    case ConvWay::kStrips: return strips_conv_backward(call, dy, y, norms, needs, dgain);
+    case ConvWay::kUnfolded: return unfolded_conv_backward(call, dy, y, norms, needs, dgain);
+    case ConvWay::kOwn: return own_conv_backward(call, choice.method, dy, y, norms, needs, dgain);
+    case ConvWay::kVendor: break;
+  }
+  return std::nullopt;
+}
+
+// y and the norms.
 std::tuple<Tensor, Tensor> forward(
     const Tensor& x, const Tensor& v_given, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const Sliding& window, int64_t activation, double slope, KeptBanks* banks) {
@@ -25,16 +50,12 @@ std::tuple<Tensor, Tensor> forward(
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
   std::vector<float> held_gain, held_bias;
-  const ConvCall call{x, v, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr, window,
-                      static_cast<Activation>(activation), static_cast<float>(slope)};
-  std::optional<Tensor> y;
-  if (banks && !planes_outdo_banks(call) && !strips_outdo_banks(call)) y = own_conv(call, residual, norms, banks);
-  if (!y) y = planes_conv(call, residual, norms);
-  if (!y) y = strips_conv(call, residual, norms);
-  if (!y) y = unfolded_conv(call, residual, norms);
-  if (!y) y = own_conv(call, residual, norms);
-  if (!y) y = vendor_conv(call, bias, residual, norms);
-  return {*y, norm};
+  const ConvCall call{conv_shape(x, v, window), x, v, floats_of(g, held_gain),
+                      bias ? floats_of(*bias, held_bias) : nullptr, window, static_cast<Activation>(activation),
+                      static_cast<float>(slope)};
+  const ConvChoice choice = choose_forward(traits_of(call), {activation != 0 || residual, banks != nullptr});
+  const std::optional<Tensor> y = forward_by(choice, call, residual, norms, banks);
+  return {y ? *y : vendor_conv(call, bias, residual, norms), norm};
 }
 
 }  // namespace
@@ -69,16 +90,14 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   if (activation != 0) check_output(y, "y", x, v, window);
   check_norm(norm, v.size(0));
   std::vector<float> held;
-  const ConvCall call{x, v, floats_of(g, held), nullptr, window, static_cast<Activation>(activation),
-                      static_cast<float>(slope)};
+  const ConvCall call{conv_shape(x, v, window), x, v, floats_of(g, held), nullptr, window,
+                      static_cast<Activation>(activation), static_cast<float>(slope)};
   const float* norms = entries<float>(norm);
   const ConvNeeds needs(needs_given);
   std::optional<Rounded> gain_gradient;
   float* dgain = needs.v ? gain_gradient.emplace(sizes_of(g), g.scalar_type()).data() : nullptr;
-  std::optional<LayerGradients> made = planes_conv_backward(call, dy, y, norms, needs, dgain);
-  if (!made) made = strips_conv_backward(call, dy, y, norms, needs, dgain);
-  if (!made) made = unfolded_conv_backward(call, dy, y, norms, needs, dgain);
-  if (!made) made = own_conv_backward(call, dy, y, norms, needs, dgain);
+  const ConvChoice choice = choose_backward(traits_of(call), needs);
+  std::optional<LayerGradients> made = backward_by(choice, call, dy, y, norms, needs, dgain);
   if (!made) made = vendor_conv_backward(call, dy, y, norms, needs, dgain);
   return {made->dx, made->dv, needs.v ? Gradient(gain_gradient->tensor()) : Gradient(), made->dbias, made->dz};
 }

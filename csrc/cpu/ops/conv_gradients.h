@@ -3,7 +3,7 @@
 
 #include "cpu/conv_layer/conv_layer.h"
 #include "cpu/layer/formats.h"
-#include "cpu/ops/conv_routes.h"
+#include "cpu/ops/conv_call.h"
 
 namespace wnfused::cpu {
 

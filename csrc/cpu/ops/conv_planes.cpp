@@ -1,6 +1,4 @@
 // A 1x1 convolution of maps in NCHW as products of v and their planes (planes.h).
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
 #include "cpu/layer/gains.h"
@@ -15,8 +13,6 @@
 
 namespace wnfused::cpu {
 namespace {
-
-constexpr int64_t kStrided = int64_t{1} << 23;  // products that are worth a copy of the pixels that a stride meets
 
 int64_t products_of(const PlanesShape& shape) {
   return shape.images * shape.pixels * shape.inputs * shape.outputs;
@@ -46,38 +42,16 @@ template <class Run>
 auto without_stride(const ConvCall& conv, const Tensor& x, const Run& run) {
   const Extents ones(conv.at.stride.size(), 1);
   const Sliding dense{ones, conv.at.padding, conv.at.dilation, 1};
-  return run(ConvCall{x, conv.v, conv.gain, conv.bias, dense, conv.activation, conv.slope});
+  return run(ConvCall{conv_shape(x, conv.v, dense), x, conv.v, conv.gain, conv.bias, dense, conv.activation, conv.slope});
 }
 
-// A layer that may go this way: v is a matrix then. With a stride, the planes are those of the pixels that it meets.
-std::optional<PlanesShape> open_shape(const ConvCall& conv) {
-  const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
-  if (!shape || !conv.gain || !planes_kernels() || gives_channels_last(conv)) return std::nullopt;
-  const bool floats = conv.x.scalar_type() == ScalarType::Float && conv.v.scalar_type() == ScalarType::Float;
-  const bool padded = !(shape->padding == Triple{0, 0, 0});
-  if (!floats || shape->groups > 1 || shape->taps() > 1 || padded || !shape->is_sound()) return std::nullopt;
-  const PlanesShape planes{shape->images, shape->inputs, shape->outputs, shape->output_size().product()};
-  return has_stride(conv.at) && products_of(planes) < kStrided ? std::nullopt : std::optional(planes);
-}
-
-// Measured (bench/NOTES.md): few weights the kernels of conv_layer.h read and sum faster.
-bool suits_planes(const PlanesShape& shape, bool backward) {
-  constexpr int64_t kLeastChannels = 16, kLeastWeights = 1024, kCopied = int64_t{1} << 29;  // floats of x
-  if (backward && shape.inputs * shape.outputs < kLeastWeights) return false;
-  if (backward && shape.images * shape.pixels > kCopied / shape.inputs) return false;
-  return std::min(shape.inputs, shape.outputs) >= kLeastChannels && shape.pixels >= kLeastPlane && shape.images > 0;
+PlanesShape planes_of(const ConvShape& shape) {
+  return {shape.images, shape.inputs, shape.outputs, shape.output_size().product()};
 }
 
 ProductShape product_shape(const PlanesShape& shape, int64_t rows, int64_t depth) {
   constexpr int64_t kCopied = 4, kPackedFloats = int64_t{1} << 21;
   return {shape.blocks(), lane_blocks_in(kPackedFloats, depth), rows, kNarrowRows, kCopied};
-}
-
-// For the tests: whether a layer in NCHW goes this way, forward and backward.
-std::tuple<bool, bool> cpu_conv_planes(int64_t images, int64_t inputs, int64_t outputs, int64_t pixels) {
-  const PlanesShape shape{images, inputs, outputs, pixels};
-  const bool any = planes_kernels() != nullptr;
-  return {any && suits_planes(shape, false), any && suits_planes(shape, true)};
 }
 
 }  // namespace
@@ -90,31 +64,20 @@ const PlanesKernels* planes_kernels() {
   return nullptr;
 }
 
-bool planes_outdo_banks(const ConvCall& conv) {
-  constexpr int64_t kMany = 64;  // pixels that are worth packing v for
-  const std::optional<PlanesShape> shape = open_shape(conv);
-  return shape && suits_planes(*shape, false) && shape->images * shape->pixels > kMany;
-}
-
 std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
-  const std::optional<PlanesShape> shape = open_shape(conv);
-  if (!shape || !suits_planes(*shape, false)) return std::nullopt;
   if (has_stride(conv.at))
     return without_stride(conv, in_planes(met_pixels(conv.x, conv.at.stride)),
                           [&](const ConvCall& dense) { return planes_conv(dense, residual, norms); });
-  const Tensor& x = conv.x;
-  const Tensor maps = in_planes(x);
-  std::vector<int64_t> sizes = sizes_of(x);
-  sizes[1] = shape->outputs;
-  const Tensor y = empty_map(sizes, false, ScalarType::Float);
+  const PlanesShape shape = planes_of(conv.shape);
+  const Tensor maps = in_planes(conv.x), y = empty_output(conv, ScalarType::Float);
   check_residual(residual, y);
   const std::optional<Tensor> added = residual ? std::optional(in_planes(*residual)) : std::nullopt;
-  const int64_t workers = product_workers(products_of(*shape));
-  const ProductShares shares = share_products(product_shape(*shape, shape->outputs, shape->inputs), workers);
-  const int64_t packed = WideShape(shares.groups.largest() * kLanes, shape->inputs, {1}).size();
+  const int64_t workers = product_workers(products_of(shape));
+  const ProductShares shares = share_products(product_shape(shape, shape.outputs, shape.inputs), workers);
+  const int64_t packed = WideShape(shares.groups.largest() * kLanes, shape.inputs, {1}).size();
   const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks));
   const Workspace memory(workers * (packed + own));
-  const PlanesForward job{*shape,
+  const PlanesForward job{shape,
                           entries<float>(maps),
                           entries<float>(conv.v),
                           added ? entries<float>(*added) : nullptr,
@@ -133,8 +96,6 @@ std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tens
 
 std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const Tensor& dy_given, const Tensor& y_given,
                                                    const float* norms, const ConvNeeds& needs, float* dgain) {
-  const std::optional<PlanesShape> shape = needs.x || needs.v ? open_shape(conv) : std::nullopt;
-  if (!shape || !suits_planes(*shape, true)) return std::nullopt;
   if (has_stride(conv.at)) {
     std::optional<LayerGradients> made = without_stride(
         conv, in_planes(met_pixels(conv.x, conv.at.stride)),
@@ -147,6 +108,7 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
     }
     return made;
   }
+  const PlanesShape shape = planes_of(conv.shape);
   const bool masked = conv.activation != Activation::kNone;
   const Tensor dy = in_planes(dy_given), signs = masked ? in_planes(y_given) : dy, x = in_planes(conv.x);
   LayerGradients made = empty_gradients(conv, conv.v, dy, needs);
@@ -160,20 +122,20 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
              needs.bias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr);
   }
 
-  const int64_t workers = product_workers(products_of(*shape));
-  const PixelDepth depth(*shape);
-  const int64_t channels = divide_up(shape->inputs, kLanes);
-  const ProductShares shares = share_products(product_shape(*shape, shape->inputs, shape->outputs), workers);
-  const Cut row_blocks = cut(shape->outputs, kNarrowRows / kLanes, workers);
+  const int64_t workers = product_workers(products_of(shape));
+  const PixelDepth depth(shape);
+  const int64_t channels = divide_up(shape.inputs, kLanes);
+  const ProductShares shares = share_products(product_shape(shape, shape.inputs, shape.outputs), workers);
+  const Cut row_blocks = cut(shape.outputs, kNarrowRows / kLanes, workers);
   const Cut columns = cut_blocks(channels, kWideBlocks, divide_up(workers, row_blocks.parts));
-  const int64_t packed = needs.x ? WideShape(shares.groups.largest() * kLanes, shape->outputs, {1}).size() : 0;
+  const int64_t packed = needs.x ? WideShape(shares.groups.largest() * kLanes, shape.outputs, {1}).size() : 0;
   const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks));
   const int64_t copies = needs.v ? depth.chunks * channels * depth.units() * kLanes : 0;
   const int64_t weights = needs.v ? row_blocks.count * kLanes * row_stride(channels) : 0;
   const Workspace memory(copies + weights + workers * (packed + own));
   float* scratch = memory.data() + copies + weights;
-  const std::vector<float> scale = scales_of(conv.gain, norms, shape->outputs);
-  const PlanesBackward job{*shape,
+  const std::vector<float> scale = scales_of(conv.gain, norms, shape.outputs);
+  const PlanesBackward job{shape,
                            entries<float>(x),
                            entries<float>(conv.v),
                            entries<float>(dz ? *dz : dy),
@@ -195,7 +157,3 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
 }
 
 }  // namespace wnfused::cpu
-
-STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
-  m.impl("cpu_conv_planes", TORCH_BOX(&wnfused::cpu::cpu_conv_planes));
-}

@@ -1,23 +1,15 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
-// It is the data gradient of a convolution from y's map to x's (window.h), and goes one of these ways, tried in this order:
-//
-//      strips     few channels on a side: vectorised over pixels (strip_layer.h)
-//      unfolded   few pixels: a linear layer (conv_transpose_unfolded.h)
-//      own        the kernels of conv_layer.h
-//
-// Where the vendor is faster, or a value is not finite, the answer is nothing: the caller composes the layer of the row
-// norm and the vendor's product (wnfused/backends/native.py).
+// It is the data gradient of a convolution from y's map to x's (window.h), and goes the way that is chosen for it
+// (choice.h). Where that is the vendor's, or a value is not finite, the answer is nothing: the caller composes the layer
+// of the row norm and the vendor's product (wnfused/backends/native.py).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
 #include "cpu/layer/gains.h"
 #include "cpu/layer/tensor.h"
-#include "cpu/ops/conv_choice.h"
-#include "cpu/ops/conv_extents.h"
 #include "cpu/ops/conv_gradients.h"
-#include "cpu/ops/conv_routes.h"
 #include "cpu/ops/conv_transpose_unfolded.h"
 #include "cpu/ops/kept_banks.h"
 #include "cpu/ops/strip_layer.h"
@@ -71,24 +63,12 @@ std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const Tran
   return shape.output_size() == input ? std::optional(shape) : std::nullopt;
 }
 
-// In bfloat16: whether the vendor's products are the faster ones, though they are composed with other calls.
-bool is_vendors_bfloat16(const Tensor& x, const ConvShape& shape) {
-  constexpr int64_t kTimes = 4;
-  if (!is_bfloat16(x) || suits_pairs(shape, true, false) || meets_padding(shape)) return false;
-  return has_many_bfloat16_products(shape, kTimes);
-}
-
-// How this library multiplies the layer, if it does. kept: see conv_layer_method.
-std::optional<Method> method_for(const Tensor& x, const ConvShape& shape, bool kept = false) {
-  return is_bfloat16(x) && suits_pairs(shape, true, false) ? Method::kPairs : conv_layer_method(shape, true, kept);
-}
-
 bool gives_channels_last(const TransposedCall& call) {
   return suggests_channels_last(call.x) || suggests_channels_last(call.v);
 }
 
-bool goes_by_strips(const TransposedCall& call) {
-  return call.x.scalar_type() == ScalarType::Float && suits_strips(call.shape, true, gives_channels_last(call));
+ConvTraits traits_of(const TransposedCall& call) {
+  return {call.shape, true, call.v.dim() - 2, gives_channels_last(call), false, is_bfloat16(call.x), false};
 }
 
 Extents output_sizes(const TransposedCall& call) {
@@ -120,7 +100,6 @@ ConvLayer own_layer(const TransposedCall& call, Method method, const Tensor& x) 
 }
 
 std::optional<Tensor> strips_forward(const TransposedCall& call, const std::optional<Tensor>& residual, float* norms) {
-  if (!goes_by_strips(call)) return std::nullopt;
   const Tensor x = in_lines(call.x), y = empty_output(call, ScalarType::Float);
   check_residual(residual, y);
   const std::optional<Tensor> added = residual ? std::optional(laid_out_as(*residual, y)) : std::nullopt;
@@ -128,27 +107,34 @@ std::optional<Tensor> strips_forward(const TransposedCall& call, const std::opti
 }
 
 std::optional<Tensor> unfolded_forward(const TransposedCall& call, const std::optional<Tensor>& residual, float* norms) {
-  if (!suits_transposed_unfolding(call.shape)) return std::nullopt;
   const Tensor x = readable(call.x, ScalarType::Float), y = empty_output(call, ScalarType::Float);
   const std::optional<Tensor> added = readable(residual, ScalarType::Float);
   check_residual(added, y);
   return unfolded_conv_transpose(with_map(call, x), added, y, norms) ? std::optional(y) : std::nullopt;
 }
 
-// banks: see kept_banks.h; with them nothing, too, where none is worth keeping.
-std::optional<Tensor> own_forward(const TransposedCall& call, const std::optional<Tensor>& residual, float* norms,
-                                  KeptBanks* banks = nullptr) {
-  if (banks && !is_worth_keeping(call.shape, Method::kDirect)) return std::nullopt;
-  const std::optional<Method> method = method_for(call.x, call.shape, banks != nullptr);
-  if (!method || is_vendors_bfloat16(call.x, call.shape)) return std::nullopt;
+std::optional<Tensor> own_forward(const TransposedCall& call, Method method, const std::optional<Tensor>& residual,
+                                  float* norms, KeptBanks* banks) {
   const ScalarType dtype = call.x.scalar_type();
   const Tensor x = readable(call.x, dtype), y = empty_output(call, dtype);
   const std::optional<Tensor> added = readable(residual, dtype);
   check_residual(added, y);
-  return run_kept_layer(own_layer(call, *method, x), added, y, norms, banks) ? std::optional(y) : std::nullopt;
+  return run_kept_layer(own_layer(call, method, x), added, y, norms, banks) ? std::optional(y) : std::nullopt;
 }
 
-// y and the norms. Kept banks are faster than any other way, on few pixels too, but for strips.
+std::optional<Tensor> forward_by(const ConvChoice& choice, const TransposedCall& call,
+                                 const std::optional<Tensor>& residual, float* norms, KeptBanks* banks) {
+  switch (choice.way) {
+    case ConvWay::kStrips: return strips_forward(call, residual, norms);
+    case ConvWay::kUnfolded: return unfolded_forward(call, residual, norms);
+    case ConvWay::kOwn: return own_forward(call, choice.method, residual, norms, choice.keeps ? banks : nullptr);
+    case ConvWay::kPlanes:
+    case ConvWay::kVendor: break;
+  }
+  return std::nullopt;
+}
+
+// y and the norms.
 std::tuple<Gradient, Gradient> forward(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const TransposedSliding& at, int64_t activation, double slope,
@@ -164,11 +150,8 @@ std::tuple<Gradient, Gradient> forward(
                             static_cast<Activation>(activation), static_cast<float>(slope)};
   Tensor norm = empty({v.size(0)}, ScalarType::Float);
   float* norms = static_cast<float*>(norm.mutable_data_ptr());
-  std::optional<Tensor> y;
-  if (banks && !goes_by_strips(call)) y = own_forward(call, residual, norms, banks);
-  if (!y) y = strips_forward(call, residual, norms);
-  if (!y) y = unfolded_forward(call, residual, norms);
-  if (!y) y = own_forward(call, residual, norms);
+  const ConvChoice choice = choose_forward(traits_of(call), {activation != 0 || residual, banks != nullptr});
+  const std::optional<Tensor> y = forward_by(choice, call, residual, norms, banks);
   if (!y) return {};
   return {as_dtype(*y, x.scalar_type()), norm};
 }
@@ -193,7 +176,6 @@ LayerGradients empty_gradients(const TransposedCall& call, const Tensor& like, S
 }
 
 std::optional<LayerGradients> strips_backward(const TransposedCall& call, const Given& given) {
-  if (!goes_by_strips(call)) return std::nullopt;
   const bool masked = call.activation != Activation::kNone;
   const Tensor x = in_lines(call.x), y = in_lines(masked ? given.y : given.dy);
   const Tensor dy = masked ? laid_out_as(given.dy, y) : y;
@@ -203,8 +185,6 @@ std::optional<LayerGradients> strips_backward(const TransposedCall& call, const 
 }
 
 std::optional<LayerGradients> unfolded_backward(const TransposedCall& call, const Given& given) {
-  const std::optional<Method> own = conv_layer_method(call.shape, true);
-  if (!suits_transposed_unfolding_backward(call.shape, given.needs.x, own)) return std::nullopt;
   const bool masked = call.activation != Activation::kNone;
   const Tensor x = readable(call.x, ScalarType::Float), y = readable(masked ? given.y : given.dy, ScalarType::Float);
   const Tensor dy = masked ? readable(given.dy, ScalarType::Float) : y;
@@ -214,19 +194,26 @@ std::optional<LayerGradients> unfolded_backward(const TransposedCall& call, cons
   return done ? std::optional(made) : std::nullopt;
 }
 
-std::optional<LayerGradients> own_backward(const TransposedCall& call, const Given& given) {
-  // A bias gradient without that of the weight would need a pass of its own.
-  const bool ours = given.needs.v || !given.needs.bias;
-  const std::optional<Method> method = ours ? method_for(call.x, call.shape) : std::nullopt;
-  if (!method || is_vendors_bfloat16(call.x, call.shape)) return std::nullopt;
+std::optional<LayerGradients> own_backward(const TransposedCall& call, Method method, const Given& given) {
   const bool masked = call.activation != Activation::kNone;
   const ScalarType dtype = call.x.scalar_type();
   const Tensor x = readable(call.x, dtype), y = readable(masked ? given.y : given.dy, dtype);
   const Tensor dy = masked ? readable(given.dy, dtype) : y;
   const LayerGradients made = empty_gradients(call, y, dtype, given.needs);
   const ConvGradients gradients = to_fill(made, given.dgain);
-  const bool done = run_conv_layer_backward(own_layer(call, *method, x), dy, y, given.norms, gradients);
+  const bool done = run_conv_layer_backward(own_layer(call, method, x), dy, y, given.norms, gradients);
   return done ? std::optional(made) : std::nullopt;
+}
+
+std::optional<LayerGradients> backward_by(const ConvChoice& choice, const TransposedCall& call, const Given& given) {
+  switch (choice.way) {
+    case ConvWay::kStrips: return strips_backward(call, given);
+    case ConvWay::kUnfolded: return unfolded_backward(call, given);
+    case ConvWay::kOwn: return own_backward(call, choice.method, given);
+    case ConvWay::kPlanes:
+    case ConvWay::kVendor: break;
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -269,9 +256,7 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpos
   check_norm(norm, v.size(0));
   Rounded dgain(sizes_of(g), g.scalar_type());
   const Given given{dy, y, entries<float>(norm), needs, dgain.data()};
-  std::optional<LayerGradients> made = strips_backward(call, given);
-  if (!made) made = unfolded_backward(call, given);
-  if (!made) made = own_backward(call, given);
+  const std::optional<LayerGradients> made = backward_by(choose_backward(traits_of(call), needs), call, given);
   if (!made) return {};
   const auto rounded = [](const Gradient& found, const Tensor& like) {
     return found ? Gradient(as_dtype(*found, like.scalar_type())) : Gradient();

@@ -8,22 +8,10 @@ namespace wnfused::cpu {
 namespace {
 
 LinearShape linear_of(const ConvShape& shape) {
-  return {output_pixels(shape), shape.inputs * shape.taps(), shape.outputs};
+  return {shape.output_pixels(), shape.inputs * shape.taps(), shape.outputs};
 }
-
-// Rows are never written in the place of a map here: windows of y's are put together in every case.
-constexpr Layout kLayout{false, false};
 
 }  // namespace
-
-bool suits_transposed_unfolding(const ConvShape& shape) {
-  // A transposed window packs all of its weights at once.
-  return can_unfold(shape) && suits_unfolding(shape, kLayout, std::nullopt);
-}
-
-bool suits_transposed_unfolding_backward(const ConvShape& shape, bool input, const std::optional<Method>& own) {
-  return can_unfold(shape) && suits_unfolding_backward(shape, kLayout, input, own);
-}
 
 bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,
                              float* norms) {

@@ -20,10 +20,6 @@ struct TransposedCall {
   float slope;
 };
 
-// Whether it is the fastest way; own: kernels of this library take the layer otherwise.
-bool suits_transposed_unfolding(const ConvShape& shape);
-bool suits_transposed_unfolding_backward(const ConvShape& shape, bool input, const std::optional<Method>& own);
-
 // In float32. Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
 bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,
                              float* norms);

@@ -4,11 +4,8 @@
 //   backward   X once more               dX, dv, dg, db as of that layer; dx = the sum of dX where windows overlap
 //
 // Rows are in the order of a row of v. A 1x1 convolution of a channels_last map has X = x.
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
-#include "cpu/ops/conv_choice.h"
 #include "cpu/ops/conv_routes.h"
 #include "cpu/ops/linear_routes.h"
 #include "cpu/ops/unfolding.h"
@@ -16,61 +13,29 @@
 namespace wnfused::cpu {
 namespace {
 
-Layout layout_of(const ConvShape& shape, const ConvCall& conv) {
-  return {conv.v.dim() == 4 && !gives_channels_last(conv), is_pointwise(shape) && is_rows(conv.x)};
-}
-
-// The layer, if its weights are normalised and it can go this way. bfloat16 maps of few pixels are nothing beside the
-// weights, and the vendor's backward of patches takes twice as long as this in float32.
-std::optional<ConvShape> open_shape(const ConvCall& conv, bool backward) {
-  const std::optional<ConvShape> shape = conv_shape(conv.x, conv.v, conv.at);
-  if (!shape || !conv.gain || !can_unfold(*shape)) return std::nullopt;
-  constexpr int64_t kTimes = 4;
-  if (backward && is_patches(*shape)) return shape;
-  const bool many = output_pixels(*shape) > kFewPixels && has_many_bfloat16_products(*shape, kTimes);
-  return is_bfloat16(conv.x) && many ? std::nullopt : shape;
-}
-
 Tensor in_floats(const Tensor& t) { return as_dtype(t, ScalarType::Float); }
 
 std::optional<Tensor> as_bfloat16(const std::optional<Tensor>& t) {
   return t ? std::optional(as_dtype(*t, ScalarType::BFloat16)) : std::nullopt;
 }
 
-// For wnfused/frozen.py and the tests: whether a layer without groups goes this way, forward and backward with the
-// input's gradient; of a transposed one, the convolution whose data gradient it is. planes, rows: see Layout.
-std::tuple<bool, bool> cpu_conv_unfolds(const Extents& maps, const Extents& kernel, const Extents& stride,
-                                        const Extents& padding, const Extents& dilation, bool transposed, bool planes,
-                                        bool rows) {
-  const ConvShape shape = listed_shape(maps, kernel, stride, padding, dilation, 1);
-  const Layout layout{planes, rows};
-  if (!can_unfold(shape)) return {false, false};
-  const std::optional<Method> own = conv_layer_method(shape, transposed);
-  return {suits_unfolding(shape, layout, transposed ? std::nullopt : own),
-          suits_unfolding_backward(shape, layout, true, own)};
-}
-
 }  // namespace
 
 std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
-  const std::optional<ConvShape> shape = open_shape(conv, false);
-  if (!shape) return std::nullopt;
-  const std::optional<Method> own = conv_layer_method(*shape, false);
-  if (!suits_unfolding(*shape, layout_of(*shape, conv), own)) return std::nullopt;
+  const ConvShape& shape = conv.shape;
   const Tensor &x = conv.x, &v = conv.v;
   if (is_bfloat16(x)) {
     check_residual_dtype(residual, x);
     const std::optional<Tensor> added = residual ? std::optional(in_floats(*residual)) : std::nullopt;
     const Tensor wide = in_floats(x), weights = in_floats(v);
-    return as_bfloat16(
-        unfolded_conv({wide, weights, conv.gain, conv.bias, conv.at, conv.activation, conv.slope}, added, norms));
+    const ConvCall call{shape, wide, weights, conv.gain, conv.bias, conv.at, conv.activation, conv.slope};
+    return as_bfloat16(unfolded_conv(call, added, norms));
   }
-  const Tensor y = empty_map(map_sizes(shape->images, shape->outputs, shape->output_size(), v.dim()),
-                             gives_channels_last(conv), ScalarType::Float);
+  const Tensor y = empty_output(conv, ScalarType::Float);
   check_residual(residual, y);
   const ConvShape pixels = pointwise(y);
-  const Tensor rows = unfolded(x, *shape, order_of(v, shape->taps()));
-  const LinearShape linear{rows.size(0), rows.size(1), shape->outputs};
+  const Tensor rows = unfolded(x, shape, order_of(v, shape.taps()));
+  const LinearShape linear{rows.size(0), rows.size(1), shape.outputs};
   const LinearCall call{linear, rows, matrix_of(v, linear.features, linear.inner), conv.gain, conv.bias,
                         residual ? std::optional(rows_of(*residual)) : std::nullopt, conv.activation, conv.slope,
                         rows_to_fold(y, pixels), norms};
@@ -83,15 +48,12 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
 
 std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
                                                      const float* norms, const ConvNeeds& needs, float* dgain) {
-  const std::optional<ConvShape> shape = needs.x || needs.v ? open_shape(conv, true) : std::nullopt;
-  if (!shape) return std::nullopt;
-  const std::optional<Method> own = conv_layer_method(*shape, false);
-  if (!suits_unfolding_backward(*shape, layout_of(*shape, conv), needs.x, own)) return std::nullopt;
+  const ConvShape& shape = conv.shape;
   const Tensor &x = conv.x, &v = conv.v;
   const bool masked = conv.activation != Activation::kNone;
   if (is_bfloat16(x)) {
     const Tensor wide = in_floats(x), weights = in_floats(v), signs = masked ? in_floats(y) : y;
-    const ConvCall call{wide, weights, conv.gain, conv.bias, conv.at, conv.activation, conv.slope};
+    const ConvCall call{shape, wide, weights, conv.gain, conv.bias, conv.at, conv.activation, conv.slope};
     std::optional<LayerGradients> found = unfolded_conv_backward(call, in_floats(dy), signs, norms, needs, dgain);
     if (!found) return std::nullopt;
     found->dx = as_bfloat16(found->dx);
@@ -103,16 +65,16 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
     return found;
   }
   const Tensor gradients = rows_of(dy);
-  if (!all_finite(gradients) || !all_finite(conv.gain, norms, shape->outputs)) return std::nullopt;
-  const Order order = order_of(v, shape->taps());
+  if (!all_finite(gradients) || !all_finite(conv.gain, norms, shape.outputs)) return std::nullopt;
+  const Order order = order_of(v, shape.taps());
   LayerGradients made;
   std::optional<Tensor> rows, input;
   if (needs.x) {
     made.dx = empty_map(sizes_of(x), gives_channels_last(conv), ScalarType::Float);
-    input = rows_to_fold(*made.dx, *shape);
+    input = rows_to_fold(*made.dx, shape);
   }
-  if (needs.v) rows = unfolded(x, *shape, order);
-  const LinearShape linear{gradients.size(0), shape->inputs * shape->taps(), shape->outputs};
+  if (needs.v) rows = unfolded(x, shape, order);
+  const LinearShape linear{gradients.size(0), shape.inputs * shape.taps(), shape.outputs};
   // Without dv, x is not read.
   LinearGradient call{linear, rows ? *rows : *input, matrix_of(v, linear.features, linear.inner), conv.gain, norms,
                       input, std::nullopt, dgain};
@@ -122,12 +84,12 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
     made.dv = viewed_as(*call.dv, v);
   }
   if (needs.bias) {
-    made.dbias = empty({shape->outputs}, ScalarType::Float);
+    made.dbias = empty({shape.outputs}, ScalarType::Float);
     dbias = static_cast<float*>(made.dbias->mutable_data_ptr());
   }
   const std::optional<Tensor> dz = run_linear_backward(call, gradients, masked ? rows_of(y) : gradients,
                                                        conv.activation, conv.slope, needs.residual, dbias);
-  if (needs.x) fold(*call.dx, *shape, order, *made.dx);
+  if (needs.x) fold(*call.dx, shape, order, *made.dx);
   if (dz) {
     made.dz = empty_map(sizes_of(y), is_channels_last(y), ScalarType::Float);
     fold(*dz, pointwise(*made.dz), kPixels, *made.dz);
@@ -136,7 +98,3 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
 }
 
 }  // namespace wnfused::cpu
-
-STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
-  m.impl("cpu_conv_unfolds", TORCH_BOX(&wnfused::cpu::cpu_conv_unfolds));
-}

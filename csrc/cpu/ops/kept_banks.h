@@ -15,12 +15,7 @@ struct KeptBanks {
   std::optional<torch::stable::Tensor> added;
 };
 
-// Whether reading a kept bank is faster than packing it again, in a network whose banks come from memory
-// (bench/NOTES.md): smaller banks are packed into a cache, and read there.
-bool is_worth_keeping(const ConvShape& shape, Method method);
-
-// run_conv_layer; banks may be null, and are where nothing is worth keeping. With them the norms are filled only where a
-// bank is packed.
+// run_conv_layer; banks may be null. With them the norms are filled only where a bank is packed.
 bool run_kept_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
                     const torch::stable::Tensor& y, float* norms, KeptBanks* banks);
 

@@ -33,9 +33,10 @@ std::optional<Tensor> plain_conv(
   if (!are_ours(x, w, bias)) return std::nullopt;
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == w.size(0)), "conv: bias must have one entry a row");
   std::vector<float> held;
-  const ConvCall conv{x, w, nullptr, bias ? floats_of(*bias, held) : nullptr, window,
-                     static_cast<Activation>(activation), static_cast<float>(slope)};
-  return own_conv(conv, residual, nullptr);
+  const ConvCall conv{conv_shape(x, w, window), x, w, nullptr, bias ? floats_of(*bias, held) : nullptr, window,
+                      static_cast<Activation>(activation), static_cast<float>(slope)};
+  const ConvChoice choice = choose_forward(traits_of(conv), {activation != 0 || residual, false});
+  return choice.way == ConvWay::kOwn ? own_conv(conv, choice.method, residual, nullptr) : std::nullopt;
 }
 
 std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_backward(
@@ -47,8 +48,12 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_backward(
   if (!are_ours(x, w, std::nullopt)) return {};
   check_output(dy, "dy", x, w, window);
   if (activation != 0) check_output(y, "y", x, w, window);
-  const ConvCall conv{x, w, nullptr, nullptr, window, static_cast<Activation>(activation), static_cast<float>(slope)};
-  const std::optional<LayerGradients> found = own_conv_backward(conv, dy, y, nullptr, ConvNeeds(needs), nullptr);
+  const ConvCall conv{conv_shape(x, w, window), x, w, nullptr, nullptr, window, static_cast<Activation>(activation),
+                      static_cast<float>(slope)};
+  const ConvChoice choice = choose_backward(traits_of(conv), ConvNeeds(needs));
+  if (choice.way != ConvWay::kOwn) return {};
+  const std::optional<LayerGradients> found =
+      own_conv_backward(conv, choice.method, dy, y, nullptr, ConvNeeds(needs), nullptr);
   if (!found) return {};
   return {true, found->dx, found->dv, found->dbias, found->dz};
 }

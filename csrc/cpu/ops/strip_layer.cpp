@@ -1,14 +1,11 @@
 #include "cpu/ops/strip_layer.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/layer/formats.h"
 #include "cpu/layer/gains.h"
 #include "cpu/layer/passes.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/machine/workspace.h"
-#include "cpu/ops/conv_choice.h"
 #include "cpu/ops/conv_extents.h"
 #include "cpu/ops/product_shares.h"
 #include "cpu/strips/strips.h"
@@ -29,7 +26,7 @@ StripCut cut_for(const StripKernels& kernels, const Strips& strips, const StripL
   constexpr int64_t kFloats = 1 << 13, kCopies = 8;
   const int64_t targets = target.is_channels_last() && strips.targets > kFewTurned ? kLanes : kStripTargets;
   const int64_t reach = strips.high - strips.low;
-  const int64_t widest = std::max(kFloats / (strips.source_planes() + targets), reach);
+  const int64_t widest = std::max({kFloats / (strips.source_planes() + targets), reach, kernels.unit});
   const int64_t shared = std::max(divide_up(strips.places(), parts), reach / kCopies);
   return cut_strips(strips, round_up(std::min(widest, shared), kernels.unit), targets);
 }
@@ -94,62 +91,6 @@ Tensor masked_gradient(const StripLayer& layer, const Tensor& dy, const Tensor& 
   return dz;
 }
 
-// What follows was measured (bench/NOTES.md).
-constexpr int64_t kFewChannels = 6;
-
-// More channels than these fill the lanes of other kernels.
-bool has_few_channels(const ConvShape& shape) {
-  constexpr int64_t kGroup = 24, kStridedGroup = 15;
-  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  if (shape.groups == 1) return std::min(inputs, outputs) <= kFewChannels;
-  return shape.stride.product() > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
-}
-
-// Channels of y up to which it is as fast to turn as to sum them. Of more, of first layers alone, the vendor's gradient of
-// x takes so long that both are faster by strips.
-constexpr int64_t kTurned = 16, kTurnedBackward = 256;
-
-bool has_many_turned(const ConvShape& shape, bool last) { return last && shape.outputs > kTurned; }
-
-bool has_few_turned(const ConvShape& shape, bool transposed) {
-  if (shape.groups > 1) return false;
-  const int64_t inputs = transposed ? shape.outputs : shape.inputs, outputs = transposed ? shape.inputs : shape.outputs;
-  if (inputs <= kFewChannels) return outputs <= (transposed ? kTurned : kTurnedBackward);
-  const bool strided = shape.stride.product() > 1 && !transposed;
-  return outputs <= kFewChannels && shape.taps() > 1 && !strided;
-}
-
-// With large steps most of the time goes into copies of single pixels.
-bool has_large_steps(const ConvShape& shape) {
-  constexpr int64_t kStride = 16, kStridedTaps = 64;
-  const int64_t stride = shape.stride.product();
-  return stride > kStride || (stride > 1 && shape.taps() > kStridedTaps);
-}
-
-// Whether so few pixels lie side by side that most of the time goes into copies. Then other kernels are faster, where
-// there are some.
-bool has_short_lines(const ConvShape& shape) {
-  constexpr int64_t kShort = 4;
-  const bool whole = shape.taps() == 1 && shape.stride.product() == 1;
-  return (whole ? shape.size.product() : std::max(shape.size.column, shape.output_size().column)) <= kShort;
-}
-
-// Whether most of the places are pixels, or few channels are summed at the others.
-bool is_dense(const ConvShape& shape) {
-  constexpr double kPlaces = 3, kPlacesOfFew = 16;
-  return places_each(shape) <= (shape.outputs / shape.groups <= kFewChannels ? kPlacesOfFew : kPlaces);
-}
-
-// For the tests: whether a layer goes this way, forward and backward; of a transposed one, the convolution whose data
-// gradient it is.
-std::tuple<bool, bool> cpu_conv_strips(const Extents& maps, const Extents& kernel, const Extents& stride,
-                                       const Extents& padding, const Extents& dilation, int64_t groups, bool transposed,
-                                       bool last) {
-  const ConvShape shape = listed_shape(maps, kernel, stride, padding, dilation, groups);
-  const bool suits = suits_strips(shape, transposed, last);
-  return {suits && (transposed || !is_vendors_forward(shape, last)), suits};
-}
-
 }  // namespace
 
 const StripKernels* strip_kernels() {
@@ -159,22 +100,6 @@ const StripKernels* strip_kernels() {
 #endif
   return nullptr;
 }
-
-bool suits_strips(const ConvShape& shape, bool transposed, bool last) {
-  if (!strip_kernels() || !shape.is_sound() || !shape.has_one_level()) return false;
-  if (shape.is_depthwise() || has_large_steps(shape) || !is_dense(shape)) return false;
-  if (!(last ? has_few_turned(shape, transposed) : has_few_channels(shape))) return false;
-  return !has_short_lines(shape) || !conv_layer_method(shape, transposed);
-}
-
-bool is_vendors_forward(const ConvShape& shape, bool last) {
-  constexpr int64_t kManyTaps = 25, kShortLine = 64;
-  if (has_many_turned(shape, last)) return true;
-  const bool strided = shape.stride.product() > 1 && shape.taps() > kManyTaps && shape.groups == 1;
-  return strided && shape.output_size().column < kShortLine;
-}
-
-bool is_vendors_backward(const ConvShape& shape, bool last, bool input) { return has_many_turned(shape, last) && !input; }
 
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms) {
   const ConvShape& shape = layer.shape;
@@ -262,7 +187,3 @@ bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor
 }
 
 }  // namespace wnfused::cpu
-
-STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {
-  m.impl("cpu_conv_strips", TORCH_BOX(&wnfused::cpu::cpu_conv_strips));
-}

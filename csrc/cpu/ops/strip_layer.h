@@ -23,13 +23,6 @@ struct StripLayer {
   float slope;
 };
 
-// Whether strips are the fastest way for a layer of that shape; last: y is in channels_last.
-bool suits_strips(const ConvShape& shape, bool transposed, bool last);
-// But for passes of convolutions that the vendor runs as fast (bench/NOTES.md): forward with a stride and many taps, on
-// short lines, and with many channels to turn; these backward, too, unless the input's gradient is asked for.
-bool is_vendors_forward(const ConvShape& shape, bool last);
-bool is_vendors_backward(const ConvShape& shape, bool last, bool input);
-
 // Fills y and the norms; the residual lies as y does. False if it met a weight that is not finite, or would need too much
 // memory: then nothing of it counts.
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms);

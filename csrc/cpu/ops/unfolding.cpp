@@ -4,7 +4,6 @@
 
 #include "cpu/layer/gains.h"
 #include "cpu/linear/linear_layer.h"
-#include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/ops/conv_extents.h"
 
@@ -69,14 +68,6 @@ void for_taps(const Windows& windows, int64_t index, const Use& use) {
             window.place + i * step.level + j * step.row + k * step.column);
 }
 
-// Whether no pixel is in two windows.
-bool are_apart(const ConvShape& shape) {
-  const auto along = [&](int64_t Triple::*at) {
-    return shape.stride.*at > (shape.kernel.*at - 1) * (shape.dilation.*at);
-  };
-  return along(&Triple::level) && along(&Triple::row) && along(&Triple::column);
-}
-
 constexpr int64_t kBlock = 16;  // channels that are met together: in NCHW their lines serve several windows
 
 // Rows `rows` of a layer's windows, and the map.
@@ -90,7 +81,7 @@ struct Unfolding {
   Unfolding(const ConvShape& shape, const Tensor& map, const Tensor& rows, const Order& order)
       : shape(shape), windows(windows_of(shape, map)), rows(data_of(rows)), map(data_of(map)), order(order),
         channel_step(map.stride(1)), length(shape.inputs * shape.taps()),
-        count(output_pixels(shape)) {}
+        count(shape.output_pixels()) {}
 
   int64_t blocks() const { return divide_up(shape.inputs, kBlock); }
 
@@ -116,14 +107,6 @@ struct Unfolding {
 
 }  // namespace
 
-bool is_patches(const ConvShape& shape) { return shape.taps() > kMaxWindowTaps && are_apart(shape); }
-
-int64_t output_pixels(const ConvShape& shape) { return shape.images * shape.output_size().product(); }
-
-bool is_pointwise(const ConvShape& shape) {
-  return shape.taps() == 1 && shape.stride.product() == 1 && shape.padding == Triple{0, 0, 0};
-}
-
 bool is_rows(const Tensor& map) {
   const int64_t channels = map.size(1);
   const auto lies = [&](int64_t d, int64_t distance) { return map.size(d) == 1 || map.stride(d) == distance; };
@@ -138,45 +121,6 @@ ConvShape pointwise(const Tensor& map) {
   return {map.size(0), map.size(1), map.size(1), triple_of(map.sizes(), 2, 1), kOne, kOne, {0, 0, 0}, kOne, 1};
 }
 
-// What unfolding saves is reading and packing the weights anew and, from 32 MB on, fresh memory for them; what it costs is
-// to multiply by the padding and, forward, to put rows in the place of a map in NCHW.
-constexpr int64_t kFewest = 8, kMost = 256;  // pixels
-
-namespace {
-
-bool is_winograd(const std::optional<Method>& method) {
-  return method == Method::kWinograd2 || method == Method::kWinograd4;
-}
-
-}  // namespace
-
-bool suits_unfolding(const ConvShape& shape, const Layout& layout, const std::optional<Method>& own) {
-  constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
-  const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
-  if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
-  // These kernels pack weights group by group, in a cache.
-  const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
-  return pixels <= (packs || is_winograd(own) ? kFewPixels : kMost) && weights >= kWeightsAPixel * pixels &&
-         (!layout.planes || pixels <= (shape.taps() > 1 ? kPlanes : kFewPixels) || weights * shape.taps() >= kHeavy);
-}
-
-bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input,
-                              const std::optional<Method>& own) {
-  constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
-  constexpr int64_t kBesideWinograd = 50;
-  const int64_t pixels = output_pixels(shape), weights = shape.inputs * shape.outputs;
-  if (pixels <= kFewest || (pixels <= kFewPixels && weights >= kNarrow)) return true;
-  if (is_patches(shape)) return input || pixels <= kPatches;
-  if (layout.rows) return weights >= kInPlace * pixels;
-  if (pixels > (is_winograd(own) ? kBesideWinograd : kMost)) return false;
-  return weights >= kWeightsAPixel * pixels || (weights >= kBesideVendor * pixels && !own);
-}
-
-bool can_unfold(const ConvShape& shape) {
-  const bool sound = shape.is_sound() && shape.groups == 1 && shape.outputs > 1;
-  return sound && linear_kernels(false, output_pixels(shape));
-}
-
 Tensor empty_matrix(int64_t rows, int64_t columns) {
   const int64_t sizes[] = {rows, columns};
   if (rows * columns < kRecycled) return empty({rows, columns}, ScalarType::Float);
@@ -184,8 +128,8 @@ Tensor empty_matrix(int64_t rows, int64_t columns) {
 }
 
 Tensor unfolded(const Tensor& map, const ConvShape& shape, const Order& order) {
-  const int64_t count = output_pixels(shape), length = shape.inputs * shape.taps();
-  if (is_pointwise(shape) && is_rows(map)) return matrix_of(map, count, length);
+  const int64_t count = shape.output_pixels(), length = shape.inputs * shape.taps();
+  if (shape.is_pointwise() && is_rows(map)) return matrix_of(map, count, length);
   const Tensor rows = empty_matrix(count, length);
   const Unfolding job(shape, map, rows, order);
   for_rows(0, count, length, [&](int64_t begin, int64_t end) {
@@ -198,26 +142,26 @@ Tensor unfolded(const Tensor& map, const ConvShape& shape, const Order& order) {
 Tensor rows_of(const Tensor& map) { return unfolded(map, pointwise(map), kPixels); }
 
 Tensor rows_to_fold(const Tensor& map, const ConvShape& shape) {
-  const int64_t count = output_pixels(shape), length = shape.inputs * shape.taps();
-  return is_pointwise(shape) && is_rows(map) ? matrix_of(map, count, length) : empty_matrix(count, length);
+  const int64_t count = shape.output_pixels(), length = shape.inputs * shape.taps();
+  return shape.is_pointwise() && is_rows(map) ? matrix_of(map, count, length) : empty_matrix(count, length);
 }
 
 void fold(const Tensor& rows, const ConvShape& shape, const Order& order, const Tensor& map) {
   if (rows.const_data_ptr() == map.const_data_ptr()) return;
   const Unfolding job(shape, map, rows, order);
-  if (!is_pointwise(shape)) {
+  if (!shape.is_pointwise()) {
     Tensor target = map;
     torch::stable::zero_(target);
   }
   // By channels, which share no line of a map in NCHW; by windows where there are none to divide.
   const auto set = [](float& entry, float& pixel) { pixel = entry; };
   const auto add = [](float& entry, float& pixel) { pixel += entry; };
-  if (job.blocks() == 1 && are_apart(shape)) {
+  if (job.blocks() == 1 && shape.has_windows_apart()) {
     for_rows(0, job.count, job.length,
              [&](int64_t begin, int64_t end) { job.for_entries(begin, end, 0, job.blocks(), set); });
   } else {
     for_rows(0, job.blocks(), kBlock * shape.taps() * job.count, [&](int64_t begin, int64_t end) {
-      if (are_apart(shape)) job.for_entries(0, job.count, begin, end, set);
+      if (shape.has_windows_apart()) job.for_entries(0, job.count, begin, end, set);
       else job.for_entries(0, job.count, begin, end, add);
     });
   }

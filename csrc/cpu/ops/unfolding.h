@@ -12,32 +12,11 @@
 
 namespace wnfused::cpu {
 
-int64_t output_pixels(const ConvShape& shape);
-
-// Up to so many pixels the time of such a layer is that of its weights.
-constexpr int64_t kFewPixels = 16;
-
-// An image cut into patches, of more taps than the kernels of this library have.
-bool is_patches(const ConvShape& shape);
-
-// A 1x1 layer, whose windows are the pixels of its map.
-bool is_pointwise(const ConvShape& shape);
+// The 1x1 layer whose windows are the pixels of a map.
 ConvShape pointwise(const Tensor& map);
 
 // Whether the memory of a map is that of its pixels, one row of channels after the other.
 bool is_rows(const Tensor& map);
-
-// Whether there are kernels for the rows of a layer of one group; and whether this way is the fastest for it
-// (bench/NOTES.md has the measurements).
-struct Layout {
-  bool planes;  // the output is to be in NCHW, over two dims, which the vendor has kernels for
-  bool rows;    // x is its windows
-};
-
-bool can_unfold(const ConvShape& shape);
-// own: how the kernels of conv_layer.h take the layer otherwise; input: its gradient is asked for.
-bool suits_unfolding(const ConvShape& shape, const Layout& layout, const std::optional<Method>& own);
-bool suits_unfolding_backward(const ConvShape& shape, const Layout& layout, bool input, const std::optional<Method>& own);
 
 // From one entry of a row to the next channel's, and to the next tap's.
 struct Order {

@@ -106,7 +106,7 @@ WNFUSED_INLINE bool all_meet(const Window& window, const Units& units, const Tap
 }
 
 // Which units meet a pixel of the map at a tap, asked one by one. 32 bits hold every place in a map that is small enough
-// for these kernels (conv_choice.cpp).
+// for these kernels (choice/methods.cpp).
 class Meeting {
  public:
   Meeting(const Window& window, const Units& units, const Tap& tap)

@@ -130,6 +130,11 @@ bool ConvShape::is_sound() const {
          sound(&Triple::level) && sound(&Triple::row) && sound(&Triple::column);
 }
 
+bool ConvShape::has_windows_apart() const {
+  const auto along = [this](int64_t Triple::*at) { return stride.*at > (kernel.*at - 1) * (dilation.*at); };
+  return along(&Triple::level) && along(&Triple::row) && along(&Triple::column);
+}
+
 bool ConvShape::fits_window() const { return taps() <= kMaxWindowTaps && stride.product() <= kMaxGrids; }
 
 Triple ConvShape::output_size() const {

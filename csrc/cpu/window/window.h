@@ -56,8 +56,13 @@ struct ConvShape {
   int64_t groups;
 
   int64_t taps() const { return kernel.product(); }
+  int64_t output_pixels() const { return images * output_size().product(); }
   bool is_depthwise() const { return groups > 1 && groups == inputs && groups == outputs; }
   bool has_thin_input() const { return groups == 1 && inputs < kThin; }
+  // A 1x1 layer, whose windows are the pixels of its map.
+  bool is_pointwise() const { return taps() == 1 && stride.product() == 1 && padding == Triple{0, 0, 0}; }
+  // No pixel is in two windows.
+  bool has_windows_apart() const;
   // Two dims or fewer describe it: no tap, and no step, leads from its level.
   bool has_one_level() const {
     return size.level == 1 && kernel.level == 1 && padding.level == 0 && stride.level == 1;

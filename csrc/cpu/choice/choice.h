@@ -1,0 +1,58 @@
+// Who multiplies a convolution, y = act(s conv(x, v) + b + residual), forward and backward. This is the one place that
+// chooses; every bound in this folder was measured (bench/NOTES.md). Asked in this order:
+//
+//      planes     1x1 layers of maps in NCHW, as products of v with each image (ops/conv_planes.cpp)
+//      strips     few channels on a side, or in a group: vectorised over pixels (ops/strip_layer.h)
+//      unfolded   a linear layer whose rows are the windows of the map: wide layers on few pixels (ops/unfolding.h)
+//      own        the kernels of conv_layer/, by one of their methods
+//      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
+//
+// The first two take float32; the next two, bfloat16, too, which they multiply as float32 or as pairs (pair_layer.h). A
+// transposed layer has no planes, and what is the vendor's of it is composed in wnfused/backends/native_composed.py.
+#pragma once
+
+#include "cpu/conv3x3/geometry.h"
+#include "cpu/window/window.h"
+
+namespace wnfused::cpu {
+
+// A layer as the rules see it.
+struct ConvTraits {
+  ConvShape shape;  // of a transposed layer, the convolution whose data gradient it is
+  bool transposed;
+  int64_t dims;   // of the window
+  bool last;      // y and dx are in channels_last
+  bool rows;      // x lies as rows, a pixel's channels side by side
+  bool bfloat16;  // so is x; else all is float32
+  bool plain;     // v is the weight itself, which the kernels of conv_layer/ alone take
+
+  // The multiplications of one of the layer's products.
+  int64_t products() const {
+    return shape.output_pixels() * shape.outputs * (shape.inputs / shape.groups) * shape.taps();
+  }
+};
+
+// passes: an activation or a residual follows; kept: the weights are packed for many calls (kept_banks.h).
+struct ForwardAsks {
+  bool passes, kept;
+};
+
+// Which gradients are asked for, by the bits of the ops' `needs`.
+struct ConvNeeds {
+  bool x, v, bias, residual;
+
+  explicit ConvNeeds(int64_t needs) : x(needs & 1), v(needs & 2), bias(needs & 4), residual(needs & 8) {}
+};
+
+enum class ConvWay { kVendor, kPlanes, kStrips, kUnfolded, kOwn };
+
+struct ConvChoice {
+  ConvWay way = ConvWay::kVendor;
+  Method method = Method::kDirect;  // of kOwn
+  bool keeps = false;               // its bank, a forward of kOwn
+};
+
+ConvChoice choose_forward(const ConvTraits& layer, const ForwardAsks& asks);
+ConvChoice choose_backward(const ConvTraits& layer, const ConvNeeds& needs);
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,96 @@
+// By which of their methods the kernels of conv_layer/ take a layer in float32.
+#include "cpu/choice/rules.h"
+#include "cpu/depthwise/depthwise.h"
+#include "cpu/machine/isa.h"
+#include "cpu/pieces/pieces.h"
+
+namespace wnfused::cpu {
+namespace {
+
+// Groups whose outputs are whole blocks; their inputs, the data gradient's outputs, may be a half or a quarter of one. And
+// groups of four channels by pieces: all else that shares blocks of outputs has too many zeros among its products, and
+// the vendor is as fast.
+bool suits_groups(const ConvShape& shape) {
+  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  const bool shared = (inputs == 4 || inputs == 8) && shape.groups % (kLanes / inputs) == 0;
+  if (inputs % kLanes != 0 && !shared) return false;
+  return outputs % kLanes == 0 || (inputs == 4 && outputs == 4 && suits_pieces(shape));
+}
+
+// Whether the vendor sums over taps in three dims as fast as these kernels, and finds the weight gradient faster: so it
+// does with stride 1, one group and more taps than one (measured on Zen 4: these kernels have 1.0 and 0.8 to 0.95 of
+// its speed). A single small volume it unfolds, at a third of that speed.
+bool suits_vendor(const ConvShape& shape) {
+  constexpr int64_t kUnfolded = 20480;  // channels x levels x rows, torch's own bound
+  const bool unfolds = shape.images == 1 && shape.inputs * shape.size.level * shape.size.row <= kUnfolded;
+  return !shape.has_one_level() && shape.stride.product() == 1 && shape.taps() > 1 && shape.groups == 1 && !unfolds;
+}
+
+// At least a sixth of the products must not be padding.
+constexpr int64_t kPadding = 6;
+
+// Whether so many weights of a tap are worth packing for so many rows of products, tiles or pixels. Group by group
+// (divide_groups) they are for any number; without that, and by narrow vectors, packing is slower.
+bool is_worth_packing(int64_t weights, int64_t rows, bool winograd, bool grouped) {
+  const Isa isa = active_isa();
+  if (grouped && (isa == Isa::kAvx512 || (isa == Isa::kAvx2 && winograd))) return true;
+  return weights <= (isa == Isa::kAvx512 ? 8192 : 2048) * rows;
+}
+
+// Floats of a map with so wide a border on every side. No map is too large for a double.
+double map_floats(const MapShape& map, const Triple& size, const Triple& border) {
+  const auto extent = [&](int64_t Triple::*at) { return static_cast<double>(size.*at + 2 * (border.*at)); };
+  return extent(&Triple::level) * extent(&Triple::row) * extent(&Triple::column) * static_cast<double>(map.images) *
+         static_cast<double>(map.padded_channels);
+}
+
+}  // namespace
+
+bool takes_winograd(const ConvShape& shape) {
+  const auto is = [&](int64_t Triple::*at, int64_t kernel) {
+    return shape.kernel.*at == kernel && shape.stride.*at == 1 && shape.dilation.*at == 1 &&
+           2 * (shape.padding.*at) == kernel - 1;
+  };
+  return shape.groups == 1 && is(&Triple::row, 3) && is(&Triple::column, 3) &&
+         (is(&Triple::level, 1) || is(&Triple::level, kMaxLevelTaps));
+}
+
+double copied_floats(const ConvShape& shape, const Triple& border) {
+  constexpr Triple kNone{0, 0, 0};
+  const Triple size = shape.output_size();
+  return map_floats(map_of_size(shape.images, shape.inputs, shape.size), shape.size, border) +
+         map_floats(map_of_size(shape.images, shape.outputs, size), size, kNone);
+}
+
+std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool kept) {
+  if (!shape.fits_window() || (shape.groups > 1 && transposed)) return std::nullopt;
+  if (shape.is_depthwise())
+    return shape.has_one_level() && has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
+  if (shape.groups > 1 && !suits_groups(shape)) return std::nullopt;
+  const Triple size = shape.output_size();
+  const MapShape input = map_of_size(shape.images, shape.inputs, shape.size);
+  const MapShape output = map_of_size(shape.images, shape.outputs, size);
+  const int64_t weights = shape.inputs * shape.outputs / shape.groups;
+  const bool thin = !transposed && shape.has_thin_input();
+  const int64_t inputs = thin ? shape.inputs : input.padded_channels;
+  if (shape.groups == 1 && kPadding * weights < inputs * output.padded_channels) return std::nullopt;
+  if (2 * copied_floats(shape, thin ? shape.padding : Triple{0, 0, 0}) > kMostCopied) return std::nullopt;
+  if (!transposed && !thin && takes_winograd(shape)) {
+    const Method method = preferred_method(shape.images * shape.size.level, shape.size.row, shape.size.column);
+    if (method != Method::kDirect) {
+      const int64_t tile = method == Method::kWinograd4 ? 4 : 2;
+      const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
+      // Over three levels each tile meets three banks.
+      const bool one = shape.kernel.level == 1;
+      const int64_t rows = one ? tiles : tiles * 2 / 3;
+      return kept || is_worth_packing(weights, rows, true, one) ? std::optional(method) : std::nullopt;
+    }
+  }
+  const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
+  if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;
+  const bool grouped = method == Method::kDirect && !transposed && shape.groups == 1;
+  const bool packs = kept || is_worth_packing(weights, output.pixels(), false, grouped);
+  return packs ? std::optional(method) : std::nullopt;
+}
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,44 @@
+// What choice.cpp asks of each way: whether there are kernels for a layer, and whether they are the fastest. Every layer
+// is_sound(), and of a backward the gradient of x or that of v is asked for.
+#pragma once
+
+#include <optional>
+
+#include "cpu/choice/choice.h"
+
+namespace wnfused::cpu {
+
+bool suits_planes(const ConvTraits& layer);
+bool suits_planes_backward(const ConvTraits& layer);
+
+bool suits_strips(const ConvTraits& layer);
+bool suits_strips_backward(const ConvTraits& layer, const ConvNeeds& needs);
+
+bool suits_unfolding(const ConvTraits& layer);
+bool suits_unfolding_backward(const ConvTraits& layer, const ConvNeeds& needs);
+
+// How the kernels of conv_layer/ take a layer, where they are faster than the vendor's.
+std::optional<Method> own_method(const ConvTraits& layer, const ForwardAsks& asks);
+std::optional<Method> own_method_backward(const ConvTraits& layer, const ConvNeeds& needs);
+
+// How they take it in float32, be they faster or not.
+std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool kept = false);
+
+// 3x3 layers that keep the size of a map, and over three dims 3x3x3 and 1x3x3 ones.
+bool takes_winograd(const ConvShape& shape);
+
+// Floats of copies of x, with so wide a border, and of y, in the layout of the kernels; backward there are as many again.
+// The most, for all of them: 2 GB.
+double copied_floats(const ConvShape& shape, const Triple& border);
+constexpr double kMostCopied = 1 << 29;
+
+// Whether a layer in bfloat16 has so many products that the vendor's instructions for bfloat16 make up for `times` what
+// a call of the vendor's costs.
+bool has_many_bfloat16_products(const ConvTraits& layer, int64_t times = 1);
+
+// Whether reading a kept bank is faster than packing it again, in a network whose banks come from memory: smaller banks
+// are packed into a cache, and read there. And whether a layer's planes are faster than reading one.
+bool is_worth_keeping(const ConvShape& shape, Method method);
+bool planes_outdo_banks(const ConvTraits& layer);
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,86 @@
+// When a layer of few channels goes by strips.
+#include "cpu/choice/rules.h"
+#include "cpu/strips/strips.h"
+
+namespace wnfused::cpu {
+namespace {
+
+constexpr int64_t kFewChannels = 6;
+
+// More channels than these fill the lanes of other kernels.
+bool has_few_channels(const ConvShape& shape) {
+  constexpr int64_t kGroup = 24, kStridedGroup = 15;
+  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  if (shape.groups == 1) return std::min(inputs, outputs) <= kFewChannels;
+  return shape.stride.product() > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
+}
+
+// Channels of y up to which it is as fast to turn as to sum them. Of more, of first layers alone, the vendor's gradient of
+// x takes so long that both are faster by strips.
+constexpr int64_t kTurned = 16, kTurnedBackward = 256;
+
+bool has_many_turned(const ConvTraits& layer) {
+  return !layer.transposed && layer.last && layer.shape.outputs > kTurned;
+}
+
+bool has_few_turned(const ConvShape& shape, bool transposed) {
+  if (shape.groups > 1) return false;
+  const int64_t inputs = transposed ? shape.outputs : shape.inputs, outputs = transposed ? shape.inputs : shape.outputs;
+  if (inputs <= kFewChannels) return outputs <= (transposed ? kTurned : kTurnedBackward);
+  const bool strided = shape.stride.product() > 1 && !transposed;
+  return outputs <= kFewChannels && shape.taps() > 1 && !strided;
+}
+
+// With large steps most of the time goes into copies of single pixels.
+bool has_large_steps(const ConvShape& shape) {
+  constexpr int64_t kStride = 16, kStridedTaps = 64;
+  const int64_t stride = shape.stride.product();
+  return stride > kStride || (stride > 1 && shape.taps() > kStridedTaps);
+}
+
+// So many phases of channels, each met by a single tap, that a cache has room for a few places of them.
+bool has_narrow_strips(const ConvShape& shape, bool transposed) {
+  constexpr int64_t kPhases = 1024;
+  const bool single = !transposed && shape.groups == 1 && shape.stride.product() > 1 && shape.has_windows_apart();
+  return single && shape.inputs * shape.taps() > kPhases;
+}
+
+// Whether so few pixels lie side by side that most of the time goes into copies. Then other kernels are faster, where
+// there are some.
+bool has_short_lines(const ConvShape& shape) {
+  constexpr int64_t kShort = 4;
+  const bool whole = shape.taps() == 1 && shape.stride.product() == 1;
+  return (whole ? shape.size.product() : std::max(shape.size.column, shape.output_size().column)) <= kShort;
+}
+
+// Whether most of the places are pixels, or few channels are summed at the others.
+bool is_dense(const ConvShape& shape) {
+  constexpr double kPlaces = 3, kPlacesOfFew = 16;
+  return places_each(shape) <= (shape.outputs / shape.groups <= kFewChannels ? kPlacesOfFew : kPlaces);
+}
+
+bool has_strips(const ConvTraits& layer) {
+  const ConvShape& shape = layer.shape;
+  if (!strip_kernels() || layer.plain || layer.bfloat16 || !shape.has_one_level()) return false;
+  if (shape.is_depthwise() || has_large_steps(shape) || !is_dense(shape)) return false;
+  if (has_narrow_strips(shape, layer.transposed)) return false;
+  if (!(layer.last ? has_few_turned(shape, layer.transposed) : has_few_channels(shape))) return false;
+  return !has_short_lines(shape) || !float_method(shape, layer.transposed);
+}
+
+}  // namespace
+
+// Convolutions with a stride and many taps, on short lines, the vendor runs as fast, and those with many channels to turn.
+bool suits_strips(const ConvTraits& layer) {
+  constexpr int64_t kManyTaps = 25, kShortLine = 64;
+  const ConvShape& shape = layer.shape;
+  const bool strided = shape.stride.product() > 1 && shape.taps() > kManyTaps && shape.groups == 1;
+  const bool vendors = !layer.transposed && strided && shape.output_size().column < kShortLine;
+  return !vendors && !has_many_turned(layer) && has_strips(layer);
+}
+
+bool suits_strips_backward(const ConvTraits& layer, const ConvNeeds& needs) {
+  return (needs.x || !has_many_turned(layer)) && has_strips(layer);
+}
+
+}  // namespace wnfused::cpu

@@ -1,0 +1,68 @@
+// When a layer is a linear one of its windows. What unfolding saves is reading and packing the weights anew and, from
+// 32 MB on, fresh memory for them; what it costs is to multiply by the padding and, forward, to put rows in the place of a
+// map in NCHW.
+#include "cpu/choice/rules.h"
+#include "cpu/linear/linear_layer.h"
+#include "cpu/machine/isa.h"
+
+namespace wnfused::cpu {
+namespace {
+
+// Pixels. Up to kFew the time of such a layer is that of its weights.
+constexpr int64_t kFewest = 8, kFew = 16, kMost = 256;
+
+// An image cut into patches, of more taps than the kernels of conv_layer/ have.
+bool is_patches(const ConvShape& shape) { return shape.taps() > kMaxWindowTaps && shape.has_windows_apart(); }
+
+bool can_unfold(const ConvTraits& layer) {
+  const ConvShape& shape = layer.shape;
+  return !layer.plain && shape.groups == 1 && shape.outputs > 1 && linear_kernels(false, shape.output_pixels());
+}
+
+bool is_winograd(const std::optional<Method>& method) {
+  return method == Method::kWinograd2 || method == Method::kWinograd4;
+}
+
+// Maps in bfloat16 of few pixels are nothing beside the weights, but of many the vendor has faster products.
+bool is_vendors_bfloat16(const ConvTraits& layer) {
+  constexpr int64_t kTimes = 4;
+  if (!layer.bfloat16 || layer.transposed || layer.shape.output_pixels() <= kFew) return false;
+  return has_many_bfloat16_products(layer, kTimes);
+}
+
+}  // namespace
+
+bool suits_unfolding(const ConvTraits& layer) {
+  constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
+  if (!can_unfold(layer) || is_vendors_bfloat16(layer)) return false;
+  const ConvShape& shape = layer.shape;
+  const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
+  if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
+  // The output is to be in NCHW, over two dims, which the vendor has kernels for. Of a transposed layer windows of y are
+  // put together in every case.
+  const bool planes = layer.dims == 2 && !layer.last && !layer.transposed;
+  if (planes && pixels > (shape.taps() > 1 ? kPlanes : kFew) && weights * shape.taps() < kHeavy) return false;
+  // A method of conv_layer/ packs weights group by group, in a cache, but a transposed window all of them at once.
+  const std::optional<Method> own = layer.transposed ? std::nullopt : float_method(shape, false);
+  const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
+  return pixels <= (packs || is_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels;
+}
+
+bool suits_unfolding_backward(const ConvTraits& layer, const ConvNeeds& needs) {
+  constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
+  constexpr int64_t kBesideWinograd = 50;
+  const ConvShape& shape = layer.shape;
+  if (!can_unfold(layer)) return false;
+  // The vendor's backward of patches takes twice as long as this in float32.
+  const bool patches = is_patches(shape);
+  if (!patches && is_vendors_bfloat16(layer)) return false;
+  const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
+  if (pixels <= kFewest || (pixels <= kFew && weights >= kNarrow)) return true;
+  if (patches) return needs.x || pixels <= kPatches;
+  if (layer.rows && shape.is_pointwise() && !layer.transposed) return weights >= kInPlace * pixels;
+  const std::optional<Method> own = float_method(shape, layer.transposed);
+  if (pixels > (is_winograd(own) ? kBesideWinograd : kMost)) return false;
+  return weights >= kWeightsAPixel * pixels || (weights >= kBesideVendor * pixels && !own);
+}
+
+}  // namespace wnfused::cpu
