@@ -75,6 +75,86 @@ def _laid_out(outputs: Sequence[Tensor], models: Sequence[Tensor | None]) -> tup
     )
 
 
+class _Derivatives:
+    """What autograd does for an op; the arguments are those of ``differentiable``."""
+
+    def __init__(
+        self, op: torch._ops.OpOverload, reference: Callable[..., tuple[Tensor, ...]],
+        backward: Callable[..., Sequence[Tensor | None]], reads_output: Callable[[Sequence[Any]], bool],
+    ) -> None:  # fmt: skip
+        self.op, self._reference, self._backward, self._reads_output = op, reference, backward, reads_output
+        arguments = op._schema.arguments
+        self._arity = len(arguments)
+        # The tensors come first in every schema; an optional one that is not given is saved as None.
+        self._tensors = sum("Tensor" in str(argument.type) for argument in arguments)
+
+    def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+        y, *rest = output
+        tensors = inputs[: self._tensors]
+        ctx.mark_non_differentiable(*rest)
+        ctx.set_materialize_grads(False)
+        ctx.constants = inputs[self._tensors :]
+        ctx.backend = dispatch.requested()
+        ctx.save_for_backward(*tensors, y if self._reads_output(inputs) else None, *rest)
+        ctx.save_for_forward(*tensors)
+
+    def gradients(self, ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * self._arity
+        saved = ctx.saved_tensors
+        inputs = (*saved[: self._tensors], *ctx.constants)
+        # A call through the op's own registration leaves trailing arguments out where they have their defaults.
+        needs = (*ctx.needs_input_grad, *(False,) * (self._arity - len(ctx.needs_input_grad)))
+        if torch.is_grad_enabled() or is_transformed(dy):
+            return through_reference(self._reference, dy, inputs, needs)
+        with same_backend(ctx.backend):
+            found = self._backward(dy, inputs, saved[self._tensors :], needs)
+        return (*found, *(None,) * (self._arity - len(found)))
+
+    def derivative(self, ctx: Any, *tangents: Any) -> Any:
+        """In forward mode."""
+        inputs = (*ctx.saved_tensors[: self._tensors], *ctx.constants)
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        # Forward mode does not nest, so the product J t is taken as the transpose of the pullback.
+        y, pullback = _vjp(_as_function_of(self._reference, inputs, moving), [inputs[i] for i in moving])
+        _, pushforward = _vjp(pullback, [torch.zeros_like(y)])
+        (derivative,) = pushforward(tuple(tangents[i] for i in moving))
+        return (derivative, *(None,) * (len(self.op._schema.returns) - 1))
+
+    def functions(self) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+        """One for plain eager calls, and one for those under a ``torch.func`` transform, which asks for a separate
+        ``setup_context``: torch takes twice the time over a function that has one."""
+        rules = self
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> Any:
+                y, *rest = below_autograd(rules.op, arguments)
+                output = (no_view(y), *rest)
+                rules.setup_context(ctx, arguments, output)
+                return output
+
+            backward = staticmethod(rules.gradients)
+            jvp = staticmethod(rules.derivative)
+
+        class Transformed(Function):
+            @staticmethod
+            def forward(*arguments: Any) -> Any:
+                y, *rest = below_autograd(rules.op, arguments)
+                return no_view(y), *rest
+
+            @staticmethod
+            def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+                mapped = torch.vmap(rules._reference, in_dims=tuple(in_dims), randomness=info.randomness)
+                outputs = mapped(*arguments)
+                return outputs, (0,) * len(outputs)
+
+        Transformed.setup_context = staticmethod(rules.setup_context)  # type: ignore[method-assign]
+        for function in (Function, Transformed):
+            function.__name__ = function.__qualname__ = self.op._schema.name.rpartition("::")[2]
+        return Function, Transformed
+
+
 def differentiable(
     op: torch._ops.OpOverload,
     *,
@@ -91,75 +171,9 @@ def differentiable(
             where ``needs`` says so. ``outputs[0]`` is None unless ``reads_output(inputs)``.
         reads_output: whether the backward reads ``y``, which must then be kept.
     """
-    arity = len(op._schema.arguments)
-    # The tensors come first in every schema; an optional one that is not given is saved as None.
-    tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
-
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-        y, *rest = output
-        ctx.mark_non_differentiable(*rest)
-        ctx.set_materialize_grads(False)
-        ctx.constants = inputs[tensors:]
-        ctx.backend = dispatch.requested()
-        ctx.save_for_backward(*inputs[:tensors], y if reads_output(inputs) else None, *rest)
-        ctx.save_for_forward(*inputs[:tensors])
-
-    def gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return (None,) * arity
-        saved = ctx.saved_tensors
-        inputs = (*saved[:tensors], *ctx.constants)
-        # A call through the op's own registration leaves trailing arguments out where they have their defaults.
-        needs = (*ctx.needs_input_grad, *(False,) * (arity - len(ctx.needs_input_grad)))
-        if torch.is_grad_enabled() or is_transformed(dy):
-            return through_reference(reference, dy, inputs, needs)
-        with same_backend(ctx.backend):
-            found = backward(dy, inputs, saved[tensors:], needs)
-        return (*found, *(None,) * (arity - len(found)))
-
-    torch.library.register_autograd(op, gradients, setup_context=setup_context, lib=_library)
-
-    class Function(torch.autograd.Function):
-        """For plain eager calls: torch takes twice the time over a function with a separate ``setup_context``."""
-
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            y, *rest = below_autograd(op, arguments)
-            output = (no_view(y), *rest)
-            setup_context(ctx, arguments, output)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return gradients(ctx, *grads)
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            inputs = (*ctx.saved_tensors[:tensors], *ctx.constants)
-            moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-            # Forward mode does not nest, so the product J t is taken as the transpose of the pullback.
-            y, pullback = _vjp(_as_function_of(reference, inputs, moving), [inputs[i] for i in moving])
-            _, pushforward = _vjp(pullback, [torch.zeros_like(y)])
-            (derivative,) = pushforward(tuple(tangents[i] for i in moving))
-            return (derivative, *(None,) * (len(op._schema.returns) - 1))
-
-    class Transformed(Function):
-        """For calls under a ``torch.func`` transform, which asks for a separate ``setup_context``."""
-
-        @staticmethod
-        def forward(*arguments: Any) -> Any:
-            y, *rest = below_autograd(op, arguments)
-            return no_view(y), *rest
-
-        @staticmethod
-        def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-            mapped = torch.vmap(reference, in_dims=tuple(in_dims), randomness=info.randomness)
-            outputs = mapped(*arguments)
-            return outputs, (0,) * len(outputs)
-
-    Transformed.setup_context = staticmethod(setup_context)  # type: ignore[method-assign]
-    for function in (Function, Transformed):
-        function.__name__ = function.__qualname__ = op._schema.name.rpartition("::")[2]
+    rules = _Derivatives(op, reference, backward, reads_output)
+    torch.library.register_autograd(op, rules.gradients, setup_context=rules.setup_context, lib=_library)
+    function, transformed = rules.functions()
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...]
@@ -167,14 +181,14 @@ def differentiable(
             outputs = reference(*arguments)
         elif torch.compiler.is_compiling():
             # The op's own registration has derivatives of the first order in reverse mode alone.
-            transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-            outputs = reference(*arguments) if transformed else op(*arguments)
+            is_open = not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+            outputs = op(*arguments) if is_open else reference(*arguments)
         elif torch._C._are_functorch_transforms_active():
-            outputs = Transformed.apply(*arguments)
+            outputs = transformed.apply(*arguments)
         elif _nothing_to_record(arguments):
             outputs = below_autograd(op, arguments)
         else:
-            outputs = Function.apply(*arguments)
+            outputs = function.apply(*arguments)
         return outputs
 
     return call
