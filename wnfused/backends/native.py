@@ -156,7 +156,8 @@ def takes_conv(
 ) -> bool:
     """Whether convolutions with weights that do not change are multiplied here.
 
-    Asked of a map of 256 pixels, over three dims of two such volumes, or of larger ones where the window is.
+    Asked of a map of 256 pixels and of one of 64, where more weights are worth keeping; over three dims of two such
+    volumes, and of larger maps where the window is.
     """
     dims = v.dim() - 2
     if v.dtype != torch.float32 or not v.is_cpu:
@@ -165,10 +166,13 @@ def takes_conv(
     given = ((1, kernel), (1, stride), (0, padding), (1, dilation))
     triples = [[*[missing] * (3 - dims), *extents] for missing, extents in given]
     reach = [d * (k - 1) + 1 for k, d in zip(triples[0], triples[3], strict=True)]
-    size = [max(pair) for pair in zip({1: [1, 1, 256], 2: [1, 16, 16], 3: [4, 8, 8]}[dims], reach, strict=True)]
-    maps = [2 if dims == 3 else 1, inputs * groups, outputs, *size]
-    forward, _ = torch.ops.wnfused_native.cpu_conv_ways(maps, *triples, groups, dims, transposed, kept=True)
-    return bool(forward != "vendor")
+    for asked in {1: ([1, 1, 256], [1, 1, 64]), 2: ([1, 16, 16], [1, 8, 8]), 3: ([4, 8, 8], [2, 4, 4])}[dims]:
+        size = [max(pair) for pair in zip(asked, reach, strict=True)]
+        maps = [2 if dims == 3 else 1, inputs * groups, outputs, *size]
+        forward, _ = torch.ops.wnfused_native.cpu_conv_ways(maps, *triples, groups, dims, transposed, kept=True)
+        if forward not in ("vendor", "unfolded"):
+            return True
+    return False
 
 
 KEPT_WEIGHTS = 1 << 16
