@@ -332,6 +332,22 @@ def test_fold_warns_where_it_cannot_see_residuals(caplog):
     assert "the model does not trace" in caplog.text
 
 
+def test_fold_does_not_warn_of_residuals_that_torch_layers_never_took(caplog):
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) if x.sum() > 0 else x
+
+    model = wnfused.convert(Branching(), plain=True)
+    with caplog.at_level(logging.WARNING, "wnfused.fold"):
+        again = wnfused.convert(wnfused.fold(copy.deepcopy(model)), plain=True)
+        assert set(vars(wnfused.fold(again).layer)) == set(vars(nn.Linear(4, 4)))
+    assert not caplog.text
+
+
 def test_fold_leaves_what_has_no_shape(caplog):
     model = nn.Sequential(wnfused.nn.WNLazyLinear(4), wnfused.WNLinear(4, 4))
     wnfused.fold(model)

@@ -131,11 +131,13 @@ def _is_fusable(module: nn.Module) -> bool:
 def given_a_residual(model: nn.Module, logger: logging.Logger) -> set[nn.Module]:
     """The weight-normalised layers of user-defined modules that a trace sees called with ``residual``."""
     parents = [m for m in model.modules() if not type(m).__module__.startswith(("torch.", "wnfused.nn"))]
-    if not any(isinstance(child, WeightNormalised) for parent in parents for child in _inside(parent)):
+    layers = [child for parent in parents for child in _inside(parent) if isinstance(child, WeightNormalised)]
+    if not layers:
         return set()
     # Such a layer fails at its next call, far from here.
     lost = "a layer that is called with a residual takes none any more; whether one is could not be seen"
-    seen = calls(model, logger, lost, level=logging.WARNING)
+    level = logging.INFO if all(layer._converted for layer in layers) else logging.WARNING
+    seen = calls(model, logger, lost, level=level)
     return {
         layer
         for layer, nodes in seen.items()

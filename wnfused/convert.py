@@ -293,6 +293,7 @@ def _weight_normalised(
     stays = {"weight", "weight_v", "weight_g", "bias", "parametrizations"}
     layer = cast(WeightNormalised, twin(module, LAYERS[found.kind], known=found.known, without=stays))
     layer.__dict__.update(activation=None, negative_slope=0.01, gamma=None, init="orthogonal", dim=found.dim)
+    layer._converted = not isinstance(module, tuple(WITH_RESIDUAL.values()))
     others = dict(layer._parameters)
     layer._parameters.clear()
     layer._parameters.update(bias=bias, weight_g=g, weight_v=v, **others)

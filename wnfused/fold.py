@@ -106,7 +106,7 @@ def plain_layer(
     if weight is None:
         weight = layer.weight.detach().as_subclass(Tensor).clone()
     learns = layer.weight_v.requires_grad or layer.weight_g.requires_grad
-    own = {*OPTIONS, "_frozen", *OWN_PARAMETERS}
+    own = {*OPTIONS, "_frozen", "_converted", *OWN_PARAMETERS}
     plain = twin(layer, WITH_RESIDUAL[kind] if with_residual else kind, known=LAYERS[kind], without=own)
     others = dict(plain._parameters)
     plain._parameters.clear()

@@ -91,6 +91,8 @@ class WeightNormalised(nn.Module):
     gamma: float | None
     init: str
     dim: int | None
+    # Whether wnfused.convert put the layer in a torch layer's place: code that was written for that passes no residual.
+    _converted: bool = False
     # While wnfused.frozen lasts, what the layer runs in its place (wnfused/nn/_frozen.py): takes the same arguments.
     _frozen: nn.Module | None = None
 
