@@ -22,7 +22,7 @@ struct RowLength {
 template <class Job>
 void normalise_gradient(const Job& job, int64_t index, const RowLength& length, const float* weight_gradient,
                         const float* row, float factor, float* result) {
-  const auto [floats, padded] = length;
+  const int64_t floats = length.floats, padded = length.padded;  // no binding: a lambda of C++17 captures none
   const float norm = job.norm[index];
   float dg = 0.0f, scale = 0.0f;
   // <dW, v> could overflow where <dW, v / ||v||> does not.
@@ -93,7 +93,7 @@ template <class Job>
 void finish_rows(const Job& job, int64_t outputs, const RowLength& length, int64_t convolution, int64_t output_block,
                  float factor, float* gradients, const Parameter& dbias, const float* bias_gradient, int64_t slices,
                  float* scratch) {
-  const auto [floats, padded] = length;
+  const int64_t floats = length.floats, padded = length.padded;  // no binding: a lambda of C++17 captures none
   const int64_t padded_outputs = (outputs + kLanes - 1) / kLanes * kLanes;
   for (int64_t r = 0; r < kLanes && output_block * kLanes + r < outputs; ++r) {
     const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
