@@ -1,9 +1,10 @@
 """Builds the C++ libraries where a compiler and torch are at hand, and says why where they are not.
 
 The libraries use LibTorch's stable ABI (target 2.11) and no Python C API: one binary serves every supported
-Python and torch. Only that of the autograd nodes, which the stable ABI does not have, fits the torch that it was built
-with alone; with another, the nodes are Python's. A build that fails leaves a working pure-torch package; the reason is
-written to ``wnfused/_build.json``, which ``wnfused info`` prints.
+Python and torch. Two fit only the torch that they were built with: that of the autograd nodes, which the stable ABI
+does not have, and the one by which Python enters layers, of that Python alone, too. With others, Python does the same.
+A build that fails leaves a working pure-torch package; the reason is written to ``wnfused/_build.json``, which
+``wnfused info`` prints.
 
 ``WNFUSED_CUDA``: ``auto`` (default) builds the CUDA library where torch is a CUDA build and nvcc is found; ``0`` leaves
 it out; ``1`` requires it, also beside a CPU build of torch, which cannot load it: so every kernel is compiled and
@@ -70,6 +71,7 @@ def machine_code(architecture):
     return f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
 
 
+OPTIONAL = {"autograd": "the C++ autograd nodes", "python": "the C++ entry from Python"}
 reasons: dict[str, str] = {}
 
 
@@ -152,20 +154,24 @@ def extensions():
         return []
     headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h"))
 
-    def library(name, flags, optional=False):
+    def library(name, flags, optional=False, of_any_python=True):
         return CppExtension(
             f"wnfused._{name}",
             sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / name).rglob("*.cpp")),
             depends=headers,
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": CPU_FLAGS + DEBUG_FLAGS + flags},
-            py_limited_api=True,  # none of Python's API at all
+            py_limited_api=of_any_python,  # none of Python's API at all
             optional=optional,
         )
 
     # torch's own headers are C++20, and full of what these warnings find.
     with_torch = ["-std=c++20", "-Wno-unused-parameter", "-Wno-array-bounds"]
-    return [library("cpu", STABLE_ABI), library("autograd", with_torch, optional=True)]
+    return [
+        library("cpu", STABLE_ABI),
+        library("autograd", with_torch, optional=True),
+        library("python", with_torch, optional=True, of_any_python=False),
+    ]
 
 
 def build_ext_class():
@@ -202,10 +208,12 @@ def build_ext_class():
             except Exception as error:
                 if not extension.optional or os.environ.get("WNFUSED_REQUIRE_EXTENSIONS") == "1":
                     raise
-                reasons["autograd"] = f"the build of the C++ autograd nodes failed: {first_line(error)}"
-                self.warn(reasons["autograd"])
-                for path in (self.get_ext_fullpath(extension.name), ROOT / "wnfused" / "_autograd.abi3.so"):
-                    Path(path).unlink(missing_ok=True)  # one of another build would be loaded
+                name = extension.name.rpartition("._")[2]
+                reasons[name] = f"the build of {OPTIONAL[name]} failed: {first_line(error)}"
+                self.warn(reasons[name])
+                path = Path(self.get_ext_fullpath(extension.name))
+                for built in (path, ROOT / "wnfused" / path.name):
+                    built.unlink(missing_ok=True)  # one of another build would be loaded
 
         def run_cuda(self, library):
             library.unlink(missing_ok=True)  # one of another build would be loaded
@@ -253,7 +261,8 @@ def record(root: Path) -> None:
 def declarations():
     """What libraries built in place must have been built from: with another signature, a call would crash."""
     csrc = ROOT / "csrc"
-    files = [csrc / "ops.h", *sorted((csrc / "autograd").iterdir()), *sorted((csrc / "cuda").iterdir())]
+    folders = (csrc / name for name in ("autograd", "python", "cuda"))
+    files = [csrc / "ops.h", *(file for folder in folders for file in sorted(folder.iterdir()))]
     return {str(file.relative_to(csrc)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

@@ -1,15 +1,18 @@
 """The fast path from a layer to its C++ kernel: the same answers, errors and graph as the long one."""
 
 import inspect
+import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import wnfused
 from wnfused import dispatch
-from wnfused.backends import native_autograd
+from wnfused.backends import native_autograd, native_entry
 from wnfused.functional import (
     conv1d,
     conv2d,
@@ -51,9 +54,14 @@ LAYERS = {
 layers = pytest.mark.parametrize("name", LAYERS)
 
 
-@pytest.fixture(autouse=True, params=["C++", "Python"])
+@pytest.fixture(autouse=True, params=["C++ entry", "C++", "Python"])
 def nodes(request, monkeypatch):
-    """What layers are recorded by."""
+    """What layers are recorded by, and whether Python enters them in C++."""
+    if request.param == "C++ entry":
+        if native_entry.unavailable() is not None:
+            pytest.skip(native_entry.unavailable())
+        return request.param
+    monkeypatch.setattr(native_entry, "layer", lambda name: None)
     if request.param == "Python":
         monkeypatch.setattr(native_autograd, "unavailable", lambda: "a test does without")
     elif native_autograd.unavailable() is not None:
@@ -63,11 +71,23 @@ def nodes(request, monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Whether the calls of a test took the fast path."""
+    """Whether the calls of a test took the fast path; a refusal on it counts as taken."""
     answers = []
+
+    def observed(call):
+        def run(*arguments):
+            answers.append(True)
+            y = call(*arguments)
+            answers[-1] = y is not None
+            return y
+
+        return run
+
+    for module, name in (("linear", "_direct"), ("conv", "_direct"), ("conv", "_direct_transposed")):
+        module = sys.modules[f"wnfused.ops.{module}"]
+        monkeypatch.setattr(module, name, observed(getattr(module, name)))
     is_open = _direct.is_open
-    for module in ("_direct", "conv", "weight_norm"):
-        monkeypatch.setattr(f"wnfused.ops.{module}.is_open", lambda *a: answers.append(is_open(*a)) or answers[-1])
+    monkeypatch.setattr("wnfused.ops.weight_norm.is_open", lambda *a: answers.append(is_open(*a)) or answers[-1])
     return answers
 
 
@@ -156,6 +176,83 @@ def test_what_watches_a_call_takes_the_long_way(taken):
     assert taken == [False] * 6
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def dual(function, *inputs):
+    with forward_ad.dual_level():
+        return function(*inputs)
+
+
+def under(context):
+    def run(function, *inputs):
+        with context():
+            return function(*inputs)
+
+    return run
+
+
+CALLS = {
+    "plain": lambda f, x, *rest: f(x, *rest),
+    "bfloat16": lambda f, x, *rest: f(x.bfloat16(), *rest),
+    "float16": lambda f, x, *rest: f(x.half(), *rest),
+    "float64": lambda f, x, *rest: f(x.double(), *rest),
+    "ints": lambda f, x, *rest: f(x.long(), *rest),
+    "meta": lambda f, *inputs: f(*(t.to("meta") for t in inputs)),
+    "a list": lambda f, x, *rest: f(x.tolist(), *rest),
+    "a subclass": lambda f, x, *rest: f(x.as_subclass(Subclass), *rest),
+    "a subclass of v": lambda f, x, v, *rest: f(x, v.as_subclass(Subclass), *rest),
+    "a subclass of residual": lambda f, *inputs: f(*inputs[:4], inputs[4].as_subclass(Subclass)),
+    "vmap": lambda f, x, *rest: torch.func.vmap(lambda x: f(x, *rest))(x[None]),
+    "jvp": lambda f, x, *rest: torch.func.jvp(lambda x: f(x, *rest), (x,), (x,)),
+    "dual": dual,
+    "trace": lambda f, *inputs: torch.jit.trace(f, inputs, check_trace=False),
+    "dispatch mode": under(Mode),
+    "inference mode": under(torch.inference_mode),
+    "no gradients": under(torch.no_grad),
+    "autocast": under(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "autocast to float16": under(lambda: torch.autocast("cpu", torch.float16)),
+    "autocast of float64": lambda f, x, *rest: under(lambda: torch.autocast("cpu", torch.bfloat16))(
+        f, x.double(), *rest
+    ),
+    "autocast beside float16": lambda f, x, *rest: under(lambda: torch.autocast("cpu"))(
+        f, x, *(t.half() for t in rest)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_both_entries_are_open_to_the_same_calls(name, call, nodes):
+    """What is plain stands in Python and in C++."""
+    if nodes != "C++ entry":
+        pytest.skip("asks the entry in C++")
+    shapes = LAYERS[name][1]
+    inputs = [t.detach() for t in tensors(*shapes)]
+    constants = ((1, 1), (1, 1), (1, 1), 1, 1, 0.0) if name == "conv2d" else (1, 0.0)
+    entry = native_entry.layer(name.removesuffix("2d"))
+    asked = []
+
+    def ask(*tensors):
+        open_to_python = _direct.is_open_to_layers(*tensors)
+        try:
+            y = entry(*tensors, *constants)
+        except RuntimeError as refused:  # by the kernel: it was open
+            y = refused
+        asked.append((open_to_python, y is not None))
+        return tensors[0]
+
+    call(ask, *inputs)
+    ((in_python, in_cpp),) = asked
+    assert in_python == in_cpp
+
+
 STAGE = (residual_stage, ((2, 3, 5, 5), (2, 2, 3, 3, 3, 3), (2, 2, 3), (2, 2, 3)))
 
 
@@ -176,8 +273,8 @@ def test_autocast_casts_as_on_the_long_way(name, within, monkeypatch):
     y, found = run()
     node = type(y.grad_fn).__name__
     assert "Direct" in node or node == "CppFunction"
-    for module in ("_direct", "conv"):
-        monkeypatch.setattr(f"wnfused.ops.{module}.is_open", lambda *_: False)
+    monkeypatch.setattr(native_entry, "layer", lambda name: None)
+    monkeypatch.setattr(_direct, "is_open", lambda *_: False)
     long_y, wanted = run()
     assert y.dtype == long_y.dtype
     assert torch.equal(y, long_y)
@@ -247,11 +344,13 @@ def test_a_refusal_names_dtypes_residuals_and_geometry(taken):
         conv_transpose2d(x, v, g, None, *geometry, residual=torch.ones(1, 1, 1, 1))
     with pytest.raises(ValueError, match=r"bias: shape \[3\] does not fit; use \[4\]"):
         conv_transpose2d(x, v, g, g, *geometry)
-    with pytest.raises(TypeError, match=r"g: dtype torch.float64"):
-        conv_transpose2d(x, v, g.double(), None, *geometry)
     with pytest.raises(ValueError, match=r"negative_slope: -1.0 must be finite"):
         conv_transpose2d(x, v, g, None, *geometry, activation="leaky_relu", negative_slope=-1.0)
-    assert all(taken)
+    with pytest.raises(TypeError, match=r"g: dtype torch.float64"):
+        conv_transpose2d(x, v, g.double(), None, *geometry)
+    *others, double = taken
+    assert all(others)
+    assert not double  # the kernels of transposed layers are not asked
 
 
 @pytest.mark.parametrize("groups", [1, 2])

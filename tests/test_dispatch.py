@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from importlib.machinery import EXTENSION_SUFFIXES
 
 import pytest
 import torch
@@ -177,18 +178,24 @@ def test_kernels_for_cuda_of_other_sources_are_not_opened(tmp_path, monkeypatch)
     assert "was built from another csrc/cuda/residual_stage.cu; `make install`" in library.opened("cuda")
 
 
-def test_autograd_nodes_of_another_torch_are_not_opened(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "kind", "suffix"),
+    [("autograd", "C++ autograd", ".abi3.so"), ("python", "C++ entry", EXTENSION_SUFFIXES[0])],
+)
+def test_a_library_for_another_torch_is_not_opened(tmp_path, monkeypatch, name, kind, suffix):
     """torch's C++ interface changes from version to version; the record of an older build knows none."""
     package = tmp_path / "wnfused"
     package.mkdir()
     monkeypatch.setattr(library, "_PACKAGE", package)
-    assert "the C++ autograd library was not built; `pip install" in library.opened("autograd")
-    (package / "_autograd.abi3.so").write_bytes(b"not a library")
-    assert f"was built for torch None, this is {torch.__version__}" in library.opened("autograd")
+    (package / f"_{name}.cpython-39-of-another-python.so").write_bytes(b"a library")
+    assert f"the {kind} library was not built; `pip install" in library.opened(name)
+    (package / f"_{name}{suffix}").write_bytes(b"not a library")
+    assert f"was built for torch None, this is {torch.__version__}" in library.opened(name)
     (package / "_build.json").write_text('{"declarations": "of an older build", "torch": "2.12.0"}')
-    assert f"was built for torch 2.12.0, this is {torch.__version__}" in library.opened("autograd")
+    assert f"was built for torch 2.12.0, this is {torch.__version__}" in library.opened(name)
     (package / "_build.json").write_text(json.dumps({"torch": torch.__version__}))
-    assert "does not load" in library.opened("autograd")
-    (tmp_path / "csrc" / "autograd").mkdir(parents=True)
-    (tmp_path / "csrc" / "autograd" / "layers.cpp").write_text("// newer")
-    assert "has no record of its build; `make install`" in library.opened("autograd")
+    monkeypatch.setitem(sys.modules, f"wnfused._{name}", None)
+    assert "does not load" in library.opened(name)
+    (tmp_path / "csrc" / name).mkdir(parents=True)
+    (tmp_path / "csrc" / name / "layers.cpp").write_text("// newer")
+    assert "has no record of its build; `make install`" in library.opened(name)

@@ -373,7 +373,10 @@ def test_a_library_that_fails_to_build_leaves_none_of_an_older_build_in_place(bu
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_autograd_nodes_that_do_not_build_leave_the_others(build, monkeypatch, tmp_path, required):
+@pytest.mark.parametrize(("name", "what"), [("autograd", "C++ autograd nodes"), ("python", "C++ entry from Python")])
+def test_a_library_for_one_torch_that_does_not_build_leaves_the_others(
+    build, monkeypatch, tmp_path, name, what, required
+):
     """They are built with torch's own C++ interface, which a torch to come may change."""
     from setuptools.command.build_ext import build_ext
     from setuptools.dist import Distribution
@@ -387,18 +390,19 @@ def test_autograd_nodes_that_do_not_build_leave_the_others(build, monkeypatch, t
     monkeypatch.setitem(names, "reasons", reasons := {})
     monkeypatch.setattr(build_ext, "build_extension", fails)
     monkeypatch.setenv("WNFUSED_REQUIRE_EXTENSIONS", str(int(required)))
-    older = tmp_path / "wnfused" / "_autograd.abi3.so"
+    extensions = {extension.name: extension for extension in build["extensions"]()}
+    cpu, other = extensions["wnfused._cpu"], extensions[f"wnfused._{name}"]
+    made = command(Distribution({"ext_modules": [cpu, other]}))
+    made.finalize_options()
+    older = tmp_path / made.get_ext_filename(other.name)
     older.parent.mkdir()
     older.write_bytes(b"a library")
-    cpu, autograd = sorted(build["extensions"](), key=lambda extension: extension.optional)
-    made = command(Distribution({"ext_modules": [cpu, autograd]}))
-    made.finalize_options()
     with pytest.raises(RuntimeError, match="no luck"):
         made.build_extension(cpu)
     with pytest.raises(RuntimeError, match="no luck") if required else contextlib.nullcontext():
-        made.build_extension(autograd)
+        made.build_extension(other)
     assert older.exists() == required
-    expected = {"autograd": "the build of the C++ autograd nodes failed: Error compiling objects"}
+    expected = {name: f"the build of the {what} failed: Error compiling objects"}
     assert reasons == ({} if required else expected)
 
 

@@ -18,7 +18,8 @@ EXTRAS = ("lightning", "scikit-learn", "rich", "matplotlib", "triton")
 
 def collect() -> dict[str, Any]:
     """The facts. ``backends`` holds None for an available backend, otherwise the reason; ``autograd_nodes`` holds None
-    where layers record theirs in C++, otherwise why they are Python's."""
+    where layers record theirs in C++, otherwise why they are Python's; ``layer_calls`` None where Python calls
+    layers in C++, otherwise why by torch's op objects."""
     return {
         "wnfused": wnfused.__version__,
         "python": platform.python_version(),
@@ -29,6 +30,7 @@ def collect() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "backends": {**wnfused.backend_status(), "cuda": _cuda()},
         "autograd_nodes": backend_module("native_autograd").unavailable(),
+        "layer_calls": backend_module("native_entry").unavailable(),
         "requested_backend": requested(),
         "extras": {name: _version(name) for name in EXTRAS},
         "init_schemes": list(wnfused.init.schemes()),
@@ -52,6 +54,7 @@ def as_text(facts: dict[str, Any]) -> str:
     ]
     lines += [(f"backend {name}", reason or "available") for name, reason in facts["backends"].items()]
     lines.append(("layers' nodes", facts["autograd_nodes"] or "C++"))
+    lines.append(("layers' calls", facts["layer_calls"] or "C++"))
     if facts["requested_backend"]:
         lines.append(("WNFUSED_BACKEND", facts["requested_backend"]))
     lines += [(name, version or "not installed") for name, version in facts["extras"].items()]

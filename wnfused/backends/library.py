@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -11,15 +13,23 @@ import torch
 _PACKAGE = Path(__file__).parents[1]
 
 
-_KINDS = {"cpu": "C++", "cuda": "CUDA", "autograd": "C++ autograd"}
-_DECLARED = {"cpu": ("ops.h",), "cuda": ("ops.h", "cuda/*"), "autograd": ("autograd/*",)}
+_KINDS = {"cpu": "C++", "cuda": "CUDA", "autograd": "C++ autograd", "python": "C++ entry"}
+_DECLARED = {
+    "cpu": ("ops.h",),
+    "cuda": ("ops.h", "cuda/*"),
+    "autograd": ("autograd/*",),
+    "python": ("autograd/op.h", "python/*"),
+}
 """The files of csrc/ that the signatures of each library stand in."""
+
+_OF_ONE_TORCH = ("autograd", "python")
 
 
 def opened(name: str) -> str | None:
-    """Opens library ``_<name>``: ``"cpu"``, ``"cuda"`` or ``"autograd"``; the reason if there is none or it does not
-    load."""
-    library = next(iter(sorted(_PACKAGE.glob(f"_{name}*.so"))), None)
+    """Opens library ``_<name>``: ``"cpu"``, ``"cuda"``, ``"autograd"`` or ``"python"``; the reason if there is none for
+    this Python or it does not load."""
+    built = (_PACKAGE / f"_{name}{suffix}" for suffix in EXTENSION_SUFFIXES)
+    library = next((file for file in built if file.exists()), None)
     file = _PACKAGE / "_build.json"
     record = json.loads(file.read_text()) if file.exists() else {}
     if library is None:
@@ -33,13 +43,16 @@ def opened(name: str) -> str | None:
         if declared != hashlib.sha256(source.read_bytes()).hexdigest():
             known = "has no record of its build" if declared is None else f"was built from another csrc/{of_csrc}"
             return f"{library.name} {known}; `make install` builds it anew"
-    if name == "autograd" and record.get("torch") != torch.__version__:
+    if name in _OF_ONE_TORCH and record.get("torch") != torch.__version__:
         return (
             f"{library.name} was built for torch {record.get('torch')}, this is {torch.__version__}; "
             "`pip install --no-build-isolation .` builds it anew"
         )
     try:
-        torch.ops.load_library(str(library))
-    except OSError as error:
+        if name == "python":
+            importlib.import_module(f"wnfused._{name}")
+        else:
+            torch.ops.load_library(str(library))
+    except (ImportError, OSError) as error:
         return f"{library.name} does not load: {error}"
     return None

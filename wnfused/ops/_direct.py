@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from wnfused import dispatch
-from wnfused.backends import native, native_autograd, native_cuda
+from wnfused.backends import native, native_autograd, native_cuda, native_entry
 from wnfused.backends.triton import strategy
 from wnfused.ops._arguments import autocast, below_autocast
 from wnfused.ops._nodes import Gradients, python_node
@@ -48,9 +48,16 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
 def is_open_to_layers(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     """The same of linear layers and convolutions, which have a fast path for CUDA tensors, too."""
     if isinstance(x, Tensor) and x.is_cuda:
-        chosen = dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
-        return chosen and _is_plain_call(x, v, g, bias, residual) and native_cuda.takes_layer(_cast(x), x, v, g, bias)
+        plain = _is_chosen(x) and _is_plain_call(x, v, g, bias, residual)
+        return plain and native_cuda.takes_layer(_cast(x), x, v, g, bias)
     return is_open(x, v, g, bias, residual)
+
+
+def _is_chosen(x: Tensor) -> bool:
+    """Whether ``wnfused.dispatch`` and what else there is to choose leave a layer to the C++ libraries."""
+    if x.is_cuda:
+        return dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
+    return dispatch.prefers_native()
 
 
 def is_open_to_stages(x: Any, v: Any, g: Any, bias: Any) -> bool:
@@ -92,19 +99,23 @@ def _casts_to_open(*parameters: Any) -> bool:
 
 
 def layer(
-    name: str, reference: Callable[..., tuple[Tensor, ...]], kernels: tuple[Callable[..., Any], ...] = ()
-) -> Callable[..., Tensor]:
+    name: str,
+    reference: Callable[..., tuple[Tensor, ...]],
+    kernels: tuple[Callable[..., Any], ...] = (),
+    takes: Callable[..., bool] | None = None,
+) -> Callable[..., Tensor | None]:
     """The callable for an op's fast path.
 
     Args:
         name: of the kernel; it takes ``x, v, g, bias, residual``, the constants of the layer, the activation's number
             and slope. ``name_backward`` takes ``dy, y, x, v, g, norm, needs`` and the same constants.
         reference: the same function of the same arguments in plain torch, for second derivatives.
-        kernels: the two functions; those of the C++ library if there are none.
+        kernels: the two functions, for CPU tensors; those of the C++ library if there are none.
+        takes: whether the kernels take the five tensors of a call that is plain; any, if there is none.
 
     Returns:
-        A function of the kernel's arguments that gives ``y``, recorded for autograd where that is on. It raises
-        RuntimeError where the kernel refuses its arguments.
+        A function of the kernel's arguments that gives ``y``, recorded for autograd where that is on, or None where the
+        call may not take this path. It raises RuntimeError where the kernel refuses its arguments.
     """
     # The functions below torch.ops' own Python wrappers, which only hand over to them.
     names = () if kernels else (name, f"{name}_backward")
@@ -112,13 +123,22 @@ def layer(
     gradients = Gradients(name, kernel, kernel_backward, reference)
     record = python_node(name, gradients)
     record_natively = native_autograd.layer(name, gradients.of_native_node)
+    opens = is_open if kernels else is_open_to_layers
 
     def run(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return kernel(*arguments)[0]
         return record_natively(*arguments) if native_autograd.unavailable() is None else record(*arguments)
 
-    def call(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, *constants: Any) -> Any:
+    def call(x: Any, v: Any, g: Any, bias: Any, residual: Any, *constants: Any) -> Tensor | None:
+        if not torch.compiler.is_compiling() and type(x) in _PLAIN and _is_chosen(x):
+            entry = native_entry.layer(name)
+            y: Tensor | None = None if entry is None else entry(x, v, g, bias, residual, *constants)
+            if y is not None:
+                return y
+        tensors = (x, v, g, bias, residual)
+        if not opens(*tensors) or not (takes is None or takes(*tensors)):
+            return None
         if not torch._C._is_any_autocast_enabled():
             return run(x, v, g, bias, residual, *constants)
         residual = None if residual is None else autocast(residual)

@@ -16,7 +16,7 @@ from wnfused._numbers import plain_int
 from wnfused._spatial import Extent, extents, text_in_dims
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import CODES, FIRST_DIM, is_open, is_open_to_layers, layer
+from wnfused.ops._direct import CODES, FIRST_DIM, layer
 from wnfused.ops._registration import define, differentiable
 from wnfused.ops.linear import GRADIENTS_LIKE, fake_layer_gradients, layer_backward
 
@@ -98,12 +98,7 @@ def _direct_transposed_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
     return reference.conv(x, v, g, bias, residual, *geometry, 0, reference.ACTIVATIONS[code], slope)
 
 
-_direct_transposed = layer(
-    "conv_transpose", _direct_transposed_reference, (native.conv_transpose, native.conv_transpose_backward)
-)
-
-
-def _is_plain(v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+def _is_plain(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
     """Whether the parameters are as a layer has them: contiguous, in a dtype of the kernels, one gain a row."""
     tensors = (v, g) + (() if bias is None else (bias,)) + (() if residual is None else (residual,))
     rows = v.shape[0] if v.dim() else 0
@@ -113,6 +108,11 @@ def _is_plain(v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None
         and g.shape[0] == g.numel() == rows
         and all(t.dtype in native.FUSED_DTYPES and t.is_cpu for t in tensors)
     )
+
+
+_direct_transposed = layer(
+    "conv_transpose", _direct_transposed_reference, (native.conv_transpose, native.conv_transpose_backward), _is_plain
+)
 
 
 @arguments.quiet_in_a_trace
@@ -265,25 +265,26 @@ def _conv(
     except TypeError:  # a list, say; the check names it
         code = None
     # A layer's own attributes are tuples; anything else is put in order first.
-    if (
-        code is None
-        or dim is not FIRST_DIM
-        or not (type(stride) is type(padding) is type(dilation) is tuple)
-        or not is_open_to_layers(x, v, g, bias, residual)
-        or not (x.dim() == v.dim() == spatial + 2)
-    ):
-        tensors = (x, v, g, bias, residual)
-        if arguments.has_override(tensors):
-            given = (x, v, g, bias, stride, padding, dilation, groups)
-            return _handed_over("conv", spatial, tensors, given, activation, negative_slope, residual, dim)
-        return _run(x, _checked(spatial, False, x, v, g, bias, stride, *rest))
-    try:
-        return _direct(x, v, g, bias, residual, stride, padding, dilation, groups, code, negative_slope)
-    except (RuntimeError, TypeError):
-        given = _checked(spatial, False, x, v, g, bias, stride, *rest)
-        if _in_other_words(given, stride, padding, dilation, groups):
-            return _run(x, given)
-        raise
+    in_order = code is not None and dim is FIRST_DIM and type(stride) is type(padding) is type(dilation) is tuple
+    if in_order and _have_dims(x, v, spatial + 2):
+        try:
+            y = _direct(x, v, g, bias, residual, stride, padding, dilation, groups, code, negative_slope)
+        except (RuntimeError, TypeError):
+            given = _checked(spatial, False, x, v, g, bias, stride, *rest)
+            if _in_other_words(given, stride, padding, dilation, groups):
+                return _run(x, given)
+            raise
+        if y is not None:
+            return y
+    tensors = (x, v, g, bias, residual)
+    if arguments.has_override(tensors):
+        named = (x, v, g, bias, stride, padding, dilation, groups)
+        return _handed_over("conv", spatial, tensors, named, activation, negative_slope, residual, dim)
+    return _run(x, _checked(spatial, False, x, v, g, bias, stride, *rest))
+
+
+def _have_dims(x: Any, v: Any, dims: int) -> bool:
+    return isinstance(x, Tensor) and isinstance(v, Tensor) and x.dim() == v.dim() == dims
 
 
 def _conv_transpose(
@@ -310,33 +311,33 @@ def _conv_transpose(
     Source: Salimans & Kingma 2016, eq. 2, by rows as in ``torch.nn.utils.parametrizations.weight_norm``.
     """
     rest = (padding, dilation, output_padding, groups, activation, negative_slope, residual, dim)
-    tensors = (x, v, g, bias, residual)
     try:
         code = CODES.get(activation)
         slope_fits = 0 <= negative_slope < math.inf
     except (TypeError, ValueError, RuntimeError):  # a list, say; the check names it
         code = None
-    if (
-        code is None
-        or dim is not FIRST_DIM
-        or not (type(stride) is type(padding) is type(dilation) is type(output_padding) is tuple)
-        or not is_open(x, v, g, bias, residual)
-        or not (x.dim() == v.dim() == spatial + 2)
-        or not _is_plain(v, g, bias, residual)
-        or not slope_fits
-    ):
-        if arguments.has_override(tensors):
-            given = (x, v, g, bias, stride, padding, output_padding, groups, dilation)
-            return _handed_over("conv_transpose", spatial, tensors, given, activation, negative_slope, residual, dim)
-        return _run(x, _checked(spatial, True, x, v, g, bias, stride, *rest))
-    try:
-        geometry = (stride, padding, dilation, output_padding, groups)
-        return _direct_transposed(*tensors, *geometry, code, negative_slope)
-    except (RuntimeError, TypeError):
-        given = _checked(spatial, True, x, v, g, bias, stride, *rest)
-        if _in_other_words(given, stride, padding, dilation, output_padding, groups):
-            return _run(x, given)
-        raise
+    in_order = (
+        code is not None
+        and dim is FIRST_DIM
+        and type(stride) is type(padding) is type(dilation) is type(output_padding) is tuple
+        and slope_fits
+    )
+    if in_order and _have_dims(x, v, spatial + 2):
+        try:
+            geometry = (stride, padding, dilation, output_padding, groups)
+            y = _direct_transposed(x, v, g, bias, residual, *geometry, code, negative_slope)
+        except (RuntimeError, TypeError):
+            given = _checked(spatial, True, x, v, g, bias, stride, *rest)
+            if _in_other_words(given, stride, padding, dilation, output_padding, groups):
+                return _run(x, given)
+            raise
+        if y is not None:
+            return y
+    tensors = (x, v, g, bias, residual)
+    if arguments.has_override(tensors):
+        named = (x, v, g, bias, stride, padding, output_padding, groups, dilation)
+        return _handed_over("conv_transpose", spatial, tensors, named, activation, negative_slope, residual, dim)
+    return _run(x, _checked(spatial, True, x, v, g, bias, stride, *rest))
 
 
 def _in_other_words(given: tuple[Any, ...], *geometry: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function
 
 from wnfused import reference
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import CODES, FIRST_DIM, is_open_to_layers, layer
+from wnfused.ops._direct import CODES, FIRST_DIM, layer
 from wnfused.ops._registration import below_autograd, define, differentiable
 
 
@@ -133,19 +133,21 @@ def linear(
         code = CODES.get(activation)
     except TypeError:  # a list, say; the check names it
         code = None
-    if code is None or dim is not FIRST_DIM or not is_open_to_layers(x, v, g, bias, residual):
-        tensors = (x, v, g, bias, residual)
-        if arguments.has_override(tensors):
-            return handle_torch_function(
-                linear, tensors, x, v, g, bias,
-                activation=activation, negative_slope=negative_slope, residual=residual, dim=dim,
-            )  # fmt: skip
-        return _call(*_checked(x, v, g, bias, residual, dim, activation, negative_slope))[0]
-    try:
-        return _direct(x, v, g, bias, residual, code, negative_slope)
-    except (RuntimeError, TypeError):
-        _checked(x, v, g, bias, residual, dim, activation, negative_slope)
-        raise
+    if code is not None and dim is FIRST_DIM:
+        try:
+            y = _direct(x, v, g, bias, residual, code, negative_slope)
+        except (RuntimeError, TypeError):
+            _checked(x, v, g, bias, residual, dim, activation, negative_slope)
+            raise
+        if y is not None:
+            return y
+    tensors = (x, v, g, bias, residual)
+    if arguments.has_override(tensors):
+        return handle_torch_function(
+            linear, tensors, x, v, g, bias,
+            activation=activation, negative_slope=negative_slope, residual=residual, dim=dim,
+        )  # fmt: skip
+    return _call(*_checked(x, v, g, bias, residual, dim, activation, negative_slope))[0]
 
 
 @arguments.quiet_in_a_trace

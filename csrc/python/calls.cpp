@@ -1,0 +1,208 @@
+// wnfused._python: single layers called from Python, past the checks and the parsing of arguments that Python and torch's
+// op objects do. Those cost a layer of 64 features as much as its kernel.
+//
+// A function here gives None where the call is not a plain one, and wnfused/ops/_direct.py takes its slower way. What is
+// plain stands there (`_is_plain_call`, `is_open_to_layers`), and here once more: a test asks both.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "autograd/op.h"
+
+namespace wnfused {
+namespace {
+
+using at::IntArrayRef;
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+
+// Whether a mode or a transform would want to know of the call.
+bool is_watched() {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         torch::jit::tracer::isTracing() || torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+}
+
+// Exactly torch.Tensor or torch.nn.Parameter: a subclass may answer for itself.
+bool is_plain(PyObject* object) { return THPVariable_CheckExact(object); }
+
+// The tensors of a layer, and whether the kernels take them.
+class Inputs {
+ public:
+  // Of x, v, g, bias and residual, the last two None where there are none.
+  static std::optional<Inputs> read(PyObject* const* objects) {
+    for (size_t i = 0; i < 5; ++i) {
+      if (!is_plain(objects[i]) && (i < 3 || objects[i] != Py_None)) return std::nullopt;
+    }
+    Inputs given{tensor(objects[0]), tensor(objects[1]), tensor(objects[2]), optional(objects[3]), optional(objects[4])};
+    if (!given.are_open()) return std::nullopt;
+    return given;
+  }
+
+  // As autocast would have it; recorded, where gradients are.
+  void cast() {
+    if (!casts_) return;
+    x = x.to(dtype_);
+    if (residual && residual->is_floating_point() && residual->scalar_type() != at::kDouble)
+      residual = residual->to(dtype_);
+  }
+
+  Tensor x, v, g;
+  Optional bias, residual;
+
+ private:
+  Inputs(Tensor x, Tensor v, Tensor g, Optional bias, Optional residual)
+      : x(std::move(x)), v(std::move(v)), g(std::move(g)), bias(std::move(bias)), residual(std::move(residual)) {
+    const at::DeviceType device = this->x.device().type();
+    const bool has_autocast = this->x.is_cpu() || this->x.is_cuda();  // of others, torch raises an error where asked
+    dtype_ = this->x.scalar_type();
+    casts_ = has_autocast && dtype_ != at::kDouble && at::autocast::is_autocast_enabled(device);
+    if (casts_) dtype_ = at::autocast::get_autocast_dtype(device);
+  }
+
+  static const Tensor& tensor(PyObject* object) { return THPVariable_Unpack(object); }
+  static Optional optional(PyObject* object) { return object == Py_None ? Optional() : Optional(tensor(object)); }
+
+  bool are_open() const {
+    if (x.is_cpu()) {
+      const bool fit = !casts_ || (is_open_on_cpu(dtype_) && is_open_on_cpu(v.scalar_type()) &&
+                                   is_open_on_cpu(g.scalar_type()) && (!bias || is_open_on_cpu(bias->scalar_type())));
+      return is_open_on_cpu(x.scalar_type()) && fit;
+    }
+    if (!x.is_cuda() || x.numel() == 0 || v.numel() == 0) return false;
+    const auto known = [&](const Tensor& t) { return t.scalar_type() == dtype_ || t.scalar_type() == at::kFloat; };
+    const bool has_kernels = dtype_ == at::kFloat || dtype_ == at::kBFloat16 || dtype_ == at::kHalf;
+    return has_kernels && known(v) && g.scalar_type() == v.scalar_type() && (!bias || known(*bias));
+  }
+
+  static bool is_open_on_cpu(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kBFloat16; }
+
+  at::ScalarType dtype_;
+  bool casts_;
+};
+
+// The constants of a layer: exactly Python's own ints, floats and tuples, as torch would convert any other.
+template <class T>
+struct Constant;
+
+template <>
+struct Constant<int64_t> {
+  bool read(PyObject* object) {
+    if (!PyLong_CheckExact(object)) return false;
+    int overflow = 0;
+    value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    return overflow == 0;
+  }
+  int64_t value = 0;
+};
+
+template <>
+struct Constant<double> {
+  bool read(PyObject* object) {
+    if (!PyFloat_CheckExact(object)) return false;
+    value = PyFloat_AS_DOUBLE(object);
+    return true;
+  }
+  double value = 0;
+};
+
+template <>
+struct Constant<IntArrayRef> {
+  bool read(PyObject* object) {
+    if (!PyTuple_CheckExact(object) || PyTuple_GET_SIZE(object) > Py_ssize_t{kMostDims}) return false;
+    const size_t size = static_cast<size_t>(PyTuple_GET_SIZE(object));
+    for (size_t i = 0; i < size; ++i) {
+      Constant<int64_t> entry;
+      if (!entry.read(PyTuple_GET_ITEM(object, static_cast<Py_ssize_t>(i)))) return false;
+      entries[i] = entry.value;
+    }
+    value = IntArrayRef(entries, size);
+    return true;
+  }
+  static constexpr size_t kMostDims = 3;
+  int64_t entries[kMostDims];
+  IntArrayRef value;
+};
+
+struct LinearOps {
+  static constexpr const char* kForward = "wnfused_native::linear";
+  static constexpr const char* kRecorded = "wnfused_autograd::linear";
+};
+struct ConvOps {
+  static constexpr const char* kForward = "wnfused_native::conv";
+  static constexpr const char* kRecorded = "wnfused_autograd::conv";
+};
+
+template <class Ops, class... Constants>
+Tensor run(const Inputs& in, Constants... constants) {
+  using Tensors = std::tuple<Tensor, Tensor>;
+  if (!at::GradMode::is_enabled()) {
+    static const auto forward =
+        op<Tensors(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...)>(
+            Ops::kForward);
+    return std::get<0>(forward.call(in.x, in.v, in.g, in.bias, in.residual, constants...));
+  }
+  static const auto recorded =
+      op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...)>(
+          Ops::kRecorded);
+  return recorded.call(in.x, in.v, in.g, in.bias, in.residual, constants...);
+}
+
+// (x, v, g, bias, residual, *constants) -> y, or None
+template <class Ops, class... Constants, size_t... I>
+PyObject* layer(PyObject* const* objects, Py_ssize_t count, std::index_sequence<I...>) {
+  HANDLE_TH_ERRORS
+  constexpr size_t kTensors = 5;
+  if (count != kTensors + sizeof...(Constants) || is_watched()) Py_RETURN_NONE;
+  std::optional<Inputs> in = Inputs::read(objects);
+  std::tuple<Constant<Constants>...> constants;
+  if (!in || !(std::get<I>(constants).read(objects[kTensors + I]) && ...)) Py_RETURN_NONE;
+  Tensor y;
+  {
+    pybind11::gil_scoped_release no_gil;
+    in->cast();
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    y = run<Ops, Constants...>(*in, std::get<I>(constants).value...);
+    in.reset();
+  }
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
+template <class Ops, class... Constants>
+PyObject* function(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  return layer<Ops, Constants...>(objects, count, std::index_sequence_for<Constants...>());
+}
+
+// METH_FASTCALL's type of function, as the table of methods holds it.
+template <class Ops, class... Constants>
+PyCFunction entry() {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&function<Ops, Constants...>));
+}
+
+}  // namespace
+}  // namespace wnfused
+
+PyMODINIT_FUNC PyInit__python() {
+  using namespace wnfused;
+  static PyMethodDef methods[] = {
+      {"linear", entry<LinearOps, int64_t, double>(), METH_FASTCALL,
+       "(x, v, g, bias, residual, activation, negative_slope): y, or None where the call is no plain one."},
+      {"conv", entry<ConvOps, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(), METH_FASTCALL,
+       "(x, v, g, bias, residual, stride, padding, dilation, groups, activation, negative_slope): y, or None where the "
+       "call is no plain one."},
+      {nullptr, nullptr, 0, nullptr}};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_python", "Single layers, past Python's argument parsing.", -1, methods, nullptr, nullptr,
+      nullptr, nullptr};
+  return PyModule_Create(&definition);
+}
