@@ -71,14 +71,14 @@ WNFUSED_INLINE void small_norms(const SmallLinear& task, int64_t first, int64_t 
 // y of up to 16 features, for kTile rows of x from m on, from their sums. False if not all is finite.
 template <int kTile, class Y, class Move>
 WNFUSED_INLINE bool finish_features(const SmallLinear& task, int64_t first, int64_t m, const Move& move,
-                                    const Block& scale, const Block (&sums)[kTile][kLanes]) {
+                                    const Block& scale, const Block (&sums)[kTile]) {
   const Block bias = task.bias ? move.load(task.bias + first) : zero(), slope = splat(task.slope);
   Y* y = static_cast<Y*>(task.y.data);
   Block nothing = zero();  // NaN once a sum is not finite
   with_activation(task.activation, [&](auto activation) __attribute__((always_inline)) {
     WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) {
       const int64_t at = (m + t) * task.features + first;
-      Block z = multiply_add(sums_of(sums[t]), scale, bias);
+      Block z = multiply_add(sums[t], scale, bias);
       nothing = multiply_add(z, zero(), nothing);
       if (task.residual) z = z + move.load(task.residual + at);
       move.store(y + at, activate<activation.value>(z, slope));
@@ -111,9 +111,11 @@ WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t 
     scale[i] = task.gain[first + i] * inverse_or_zero(task.norm[first + i]);
     fits = fits && can_wait(scale[i]);
   }
+  Block products[kTile];
+  WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) products[t] = sums_of(sums[t]);
   const auto finish = [&](const auto& move) __attribute__((always_inline)) {
-    fits &= task.y.bfloat16 ? finish_features<kTile, uint16_t>(task, first, m, move, load(scale), sums)
-                            : finish_features<kTile, float>(task, first, m, move, load(scale), sums);
+    fits &= task.y.bfloat16 ? finish_features<kTile, uint16_t>(task, first, m, move, load(scale), products)
+                            : finish_features<kTile, float>(task, first, m, move, load(scale), products);
   };
   if (count == kLanes) finish(Whole{});
   else finish(Partial{count});

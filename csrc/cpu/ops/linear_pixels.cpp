@@ -22,15 +22,15 @@ bool has_tiles() {
 }  // namespace
 
 // Measured beside the products of AVX-512 and those of tiles (bench/NOTES.md): how many entries of v one row of x makes
-// worth packing.
+// worth packing. The forward of floats turns rows of v instead.
 bool are_pixels(const LinearShape& shape, const Tensor& x, const Tensor& v, const LinearKernels* products,
                 bool backward) {
-  constexpr int64_t kForward = 512, kBackward = 160, kPairs = 64;
+  constexpr int64_t kFloats = 160, kPairs = 64;
   if (!products || shape.is_empty()) return false;
   const int64_t weights = shape.inner * shape.features;
   if (is_bfloat16(x)) return has_tiles() && is_fused_dtype(v) && !backward && weights <= kPairs * shape.rows;
   const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
-  return active_isa() == Isa::kAvx512 && floats && weights <= (backward ? kBackward : kForward) * shape.rows;
+  return active_isa() == Isa::kAvx512 && floats && backward && weights <= kFloats * shape.rows;
 }
 
 bool linear_by_pixels(const LinearCall& call) {

@@ -70,8 +70,10 @@ const LinearKernels* split_products_for(const LinearShape& shape, const Tensor& 
 void run_linear(const LinearCall& call) {
   const LinearKernels* products = products_for(call.shape, call.x);
   const bool small = is_small(call, products);
-  if (small && small_linear(call, products)) return;
   const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
+  const bool turned = !split && is_turned(call, small);
+  if (turned && turned_linear(call)) return;
+  if (!turned && small && small_linear(call, products)) return;
   if (split && linear_by_products(*split, call)) return;
   if (!small && are_pixels(call.shape, call.x, call.v, products, false) && linear_by_pixels(call)) return;
   if (products) linear_by_products(*products, call);

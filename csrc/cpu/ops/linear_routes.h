@@ -1,5 +1,6 @@
 // The ways through a linear layer, y = act(s (x v^T) + b + residual), and what each is handed. run_linear chooses:
 //
+//      turned     floats: rows of v are turned 16 at a time, and nothing else is packed (turned.h)
 //      small      a handful of rows of x: v is read once (small.h)
 //      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
 //      split      on tiles, floats as three bfloat16 each (gemm_tiles.h)
@@ -13,10 +14,18 @@
 
 namespace wnfused::cpu {
 
+constexpr int64_t kTurnedCost = 6;  // of turning a row of v, in rows of x
+constexpr int64_t kTurnedTile = 8;  // rows of x that turned rows of v take at once
+
 struct LinearShape {
   int64_t rows, inner, features;
 
   bool is_empty() const { return rows == 0 || inner == 0 || features == 0; }
+
+  // Instructions for 16 features of a forward in floats, on vectors of 16: by sums along the rows of v (small.h), which
+  // are added up across a vector in the end, or by rows that are turned first. Measured (bench/NOTES.md).
+  int64_t summed_work() const { return (rows + 1) * (20 * divide_up(inner, kLanes) + 45); }
+  int64_t turned_work() const { return (rows + kTurnedCost) * inner; }
 };
 
 // y as the passes over it go, row by row.
@@ -59,6 +68,11 @@ void run_linear(const LinearCall& call);
 // and is not simply dy.
 std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y,
                                           Activation activation, float slope, bool keep_dz, float* dbias);
+
+// Whether turning is the fastest, beside the small kernels or, without them, beside all others but those of floats in
+// pieces. turned_linear says whether the range sufficed, as small_linear does.
+bool is_turned(const LinearCall& call, bool small);
+bool turned_linear(const LinearCall& call);
 
 // Whether the small kernels are the fastest, with `products` or without.
 bool is_small(const LinearCall& call, const LinearKernels* products);

@@ -57,8 +57,8 @@ bool small_linear(const LinearCall& call, const LinearKernels* products) {
       call.residual ? floats_of(*call.residual, held_residual) : nullptr, values_of(call.y), call.norms,
       call.activation, call.slope};
   std::atomic<bool> in_range{true};
-  // In cache an entry of v costs an eighth of what it does in the passes that kGrain is for.
-  for_rows(0, shape.features, shape.inner * std::max<int64_t>(shape.rows, 2) / 8, [&](int64_t begin, int64_t end) {
+  // In cache an instruction costs twice what an entry does in the passes that kGrain is for.
+  for_rows(0, shape.features, 2 * shape.summed_work() / kLanes, [&](int64_t begin, int64_t end) {
     if (!kernel(task, begin, end)) in_range = false;
   });
   if (shape.rows == 0) row_norms(call.v, call.norms, 0, shape.features);

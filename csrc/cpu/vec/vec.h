@@ -320,6 +320,28 @@ WNFUSED_INLINE void transpose(Block (&r)[kLanes]) {
     r[i].part[0] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
     r[i + 8].part[0] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
   }
+#elif WNFUSED_VECTOR_BITS == 256
+  // Four squares of eight by eight, of which two change places.
+  Block flipped[kLanes];
+  WNFUSED_UNROLL for (int square = 0; square < 4; ++square) {
+    const int top = square / 2 * 8, part = square % 2;
+    __m256 t[8], u[8];
+    WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
+      t[2 * i] = _mm256_unpacklo_ps(r[top + 2 * i].part[part], r[top + 2 * i + 1].part[part]);
+      t[2 * i + 1] = _mm256_unpackhi_ps(r[top + 2 * i].part[part], r[top + 2 * i + 1].part[part]);
+    }
+    WNFUSED_UNROLL for (int i = 0; i < 2; ++i) {
+      u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+      u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+      u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+      u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    WNFUSED_UNROLL for (int i = 0; i < 4; ++i) {
+      flipped[part * 8 + i].part[top / 8] = (Native)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+      flipped[part * 8 + i + 4].part[top / 8] = (Native)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+  }
+  WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) r[i] = flipped[i];
 #else
   float tile[kLanes][kLanes];
   for (int i = 0; i < kLanes; ++i) store(tile[i], r[i]);
