@@ -86,13 +86,6 @@ struct SmallLinear {
   float slope;
 };
 
-// A part of a small layer by turned rows of v (turned.h): all that has rows of x and features in these ranges. Those that
-// begin at row 0 store the norms. turned: room for 16 rows of v, of a length that is a multiple of 16.
-struct TurnedShare {
-  int64_t row_begin, row_end, feature_begin, feature_end;
-  float* turned;
-};
-
 // dx: of one share of the rows of v, added to; dx or dv may be null. `scratch`: room for kSmallTile rows of dw beside a
 // bfloat16 dv; a float dv is its own room.
 struct SmallLinearBackward {
@@ -121,7 +114,6 @@ struct LayerKernels {
   bool (*epilogue)(const Lines&, const Epilogue&);
   void (*mask)(const Lines&, const Mask&);
   bool (*small_linear)(const SmallLinear&, int64_t begin, int64_t end);
-  bool (*turned_linear)(const SmallLinear&, const TurnedShare&);
   void (*small_linear_backward)(const SmallLinearBackward&, int64_t begin, int64_t end);
   NormKernels<float, float> norms_of_floats;
   NormKernels<uint16_t, float> norms_of_bfloat16;

@@ -1,4 +1,5 @@
-// A linear layer on products of this library (gemm.h), for more rows of x than small.h takes.
+// A linear layer on products of this library (gemm.h), for more rows of x than small.h takes: of bfloat16, of floats in
+// pieces, and of floats that panel.h leaves. The jobs of the latter stand here, too.
 //
 //              product          wide, kept in cache       narrow, past it      depth    an item
 //   forward    y^T = w x^T      x    [M], transposed      rows of w            K        rows of x, rows of v
@@ -91,6 +92,34 @@ struct LinearBackward {
   std::atomic<bool>* out_of_range;
 };
 
+// A part of a forward of floats by panels (panel_forward.h): all that has rows of x and features in these ranges. Those that
+// begin at row 0 store the norms. panel: room for 16 rows of v, of a length that is a multiple of 16.
+struct PanelShare {
+  int64_t row_begin, row_end, feature_begin, feature_end;
+  float* panel;
+};
+
+// The backward of floats, by panels of 16 columns (panel_backward.h).
+struct PanelBackward {
+  static constexpr int64_t kDepth = 1024, kGroup = 4;  // of a panel, and so many at once: they stay in L2
+
+  int64_t rows, inner, features;
+  const float *x, *v, *dz, *gain, *norm, *scale;
+  float *dx, *dv, *dgain;
+  Cut input_rows, input_blocks;    // an item of dx has one of each: rows, blocks of columns
+  Cut weight_rows, weight_blocks;  // one of dv
+  float* turned;                   // room for dz^T, of turned_stride floats a row
+  int64_t turned_stride;
+  float* panels;  // worker by worker, room for a group
+  int64_t panel_floats;
+};
+
+// The forward says whether the range sufficed, as the small one does.
+struct PanelKernels {
+  bool (*forward)(const SmallLinear&, const PanelShare&);
+  void (*backward)(const PanelBackward&, Worker&);
+};
+
 struct LinearKernels {
   DepthUnit unit;
   bool tiles;  // the forward is that of tile_forward.h
@@ -103,12 +132,14 @@ struct LinearKernels {
 
 namespace avx512 {
 extern const LinearKernels linear_kernels;
+extern const PanelKernels panel_kernels;
 }
 namespace avx512_bf16 {
 extern const LinearKernels linear_kernels;
 }
 namespace avx2 {
 extern const LinearKernels linear_kernels;
+extern const PanelKernels panel_kernels;
 }
 namespace amx {
 extern const LinearKernels linear_kernels, split_linear_kernels;
@@ -116,6 +147,9 @@ extern const LinearKernels linear_kernels, split_linear_kernels;
 namespace amx_emulated {
 extern const LinearKernels linear_kernels, split_linear_kernels;
 }
+
+// Those of the instruction set in use; null without vectors of the processor's own.
+const PanelKernels* panel_kernels();
 
 // Those of floats in pieces, where there are tiles; else null.
 const LinearKernels* split_linear_kernels();

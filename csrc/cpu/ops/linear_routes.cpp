@@ -71,9 +71,9 @@ void run_linear(const LinearCall& call) {
   const LinearKernels* products = products_for(call.shape, call.x);
   const bool small = is_small(call, products);
   const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
-  const bool turned = !split && is_turned(call, small);
-  if (turned && turned_linear(call)) return;
-  if (!turned && small && small_linear(call, products)) return;
+  const bool panels = !split && are_panels(call, small);
+  if (panels && linear_by_panels(call)) return;
+  if (!panels && small && small_linear(call, products)) return;
   if (split && linear_by_products(*split, call)) return;
   if (!small && are_pixels(call.shape, call.x, call.v, products, false) && linear_by_pixels(call)) return;
   if (products) linear_by_products(*products, call);
@@ -88,11 +88,12 @@ std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tens
   const LinearKernels* products = products_for(call.shape, call.x);
   const bool small = is_small(call, products);
   const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
-  const bool vendor = !small && !products && !split;
+  const bool panels = !small && !split && are_panels(call, products);
+  const bool vendor = !small && !products && !split && !panels;
   keep_dz = keep_dz && masked;
   // A bias gradient without that of the weight would need a pass of its own.
   const bool together = asked && (call.dv || !dbias);
-  if (!small && !split && together && are_pixels(call.shape, call.x, call.v, products, true)) {
+  if (!small && !split && !panels && together && are_pixels(call.shape, call.x, call.v, products, true)) {
     std::optional<Tensor> dz;
     if (keep_dz) dz = empty_as(dy);
     if (linear_by_pixels_backward(call, dy, y, activation, slope, dz, dbias)) return dz;
@@ -103,6 +104,7 @@ std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tens
   const Masked made = mask(call, dy, y, activation, slope, scale_dz, keep_dz, dbias);
   if (asked) {
     if (small) small_linear_backward(call, *made.dz);
+    else if (panels) linear_by_panels_backward(call, *made.dz);
     else if (split && linear_by_products_backward(*split, call, *made.dz)) return keep_dz ? made.dz : std::nullopt;
     else if (products) linear_by_products_backward(*products, call, *made.dz);
     else vendor_linear_backward(call, made.dz, made.scaled, made.invertible);

@@ -1,6 +1,6 @@
 // The ways through a linear layer, y = act(s (x v^T) + b + residual), and what each is handed. run_linear chooses:
 //
-//      turned     floats: rows of v are turned 16 at a time, and nothing else is packed (turned.h)
+//      panels     floats: rows as they lie by 16 columns at a time, and nothing else is packed (panel.h)
 //      small      a handful of rows of x: v is read once (small.h)
 //      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
 //      split      on tiles, floats as three bfloat16 each (gemm_tiles.h)
@@ -14,8 +14,8 @@
 
 namespace wnfused::cpu {
 
-constexpr int64_t kTurnedCost = 6;  // of turning a row of v, in rows of x
-constexpr int64_t kTurnedTile = 8;  // rows of x that turned rows of v take at once
+constexpr int64_t kPanelCost = 6;  // of turning a row of v, in rows of x
+constexpr int64_t kPanelTile = 8;  // rows of x by a panel at once
 
 struct LinearShape {
   int64_t rows, inner, features;
@@ -23,9 +23,9 @@ struct LinearShape {
   bool is_empty() const { return rows == 0 || inner == 0 || features == 0; }
 
   // Instructions for 16 features of a forward in floats, on vectors of 16: by sums along the rows of v (small.h), which
-  // are added up across a vector in the end, or by rows that are turned first. Measured (bench/NOTES.md).
+  // are added up across a vector in the end, or by panels, for which rows are turned. Measured (bench/NOTES.md).
   int64_t summed_work() const { return (rows + 1) * (20 * divide_up(inner, kLanes) + 45); }
-  int64_t turned_work() const { return (rows + kTurnedCost) * inner; }
+  int64_t panel_work() const { return (rows + kPanelCost) * inner; }
 };
 
 // y as the passes over it go, row by row.
@@ -69,10 +69,12 @@ void run_linear(const LinearCall& call);
 std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y,
                                           Activation activation, float slope, bool keep_dz, float* dbias);
 
-// Whether turning is the fastest, beside the small kernels or, without them, beside all others but those of floats in
-// pieces. turned_linear says whether the range sufficed, as small_linear does.
-bool is_turned(const LinearCall& call, bool small);
-bool turned_linear(const LinearCall& call);
+// Whether panels are the fastest, beside the small kernels or, without them, beside all others but those of floats in
+// pieces. The forward says whether the range sufficed, as small_linear does.
+bool are_panels(const LinearCall& call, bool small);
+bool linear_by_panels(const LinearCall& call);
+bool are_panels(const LinearGradient& call, const LinearKernels* products);
+void linear_by_panels_backward(const LinearGradient& call, const Tensor& dz);
 
 // Whether the small kernels are the fastest, with `products` or without.
 bool is_small(const LinearCall& call, const LinearKernels* products);

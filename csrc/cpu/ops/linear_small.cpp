@@ -12,11 +12,18 @@ namespace {
 constexpr int64_t kHalfRows = 4, kRowsOfPairs = 16;
 
 // Up to so many rows of x, in floats, beside products of this library: short rows pay too much for the sums across a
-// vector, and long ones are read again for every eight rows of x. if_long: for those.
-int64_t most_rows(int64_t inner, int64_t if_long) {
+// vector, and long ones are read again for every eight rows of x.
+int64_t most_rows_forward(int64_t inner) {
   constexpr int64_t kTiny = 16, kShort = 96, kLong = 512, kMost = 24;
   static_assert(kMost <= kSmallRows);
-  return inner < kTiny ? 4 : inner < kShort ? 10 : inner <= kLong ? kMost : if_long;
+  return inner < kTiny ? 4 : inner < kShort ? 10 : inner <= kLong ? kMost : 12;
+}
+
+// The same beside panels: many short rows are worth dividing among workers, and long ones dx is added to again and again.
+int64_t most_rows_backward(int64_t inner, int64_t features) {
+  constexpr int64_t kShort = 96, kLong = 512, kMany = 256, kMost = 24;
+  if (inner < kShort) return features <= kMany ? kMost : 10;
+  return inner <= kLong ? 16 : 9;
 }
 
 // Products of pairs as they lie in memory.
@@ -34,14 +41,14 @@ bool is_small(const LinearCall& call, const LinearKernels* products) {
   const LinearShape& shape = call.shape;
   if (takes_pairs(call, products)) return true;
   if (call.is_half()) return shape.rows <= kHalfRows;
-  if (products) return shape.rows <= most_rows(shape.inner, 12);
+  if (products) return shape.rows <= most_rows_forward(shape.inner);
   return shape.rows <= kSmallRows / 2 || (shape.rows <= kSmallRows && shape.inner >= 128);
 }
 
 bool is_small(const LinearGradient& call, const LinearKernels* products) {
   const LinearShape& shape = call.shape;
   if (call.is_half()) return shape.rows <= (products ? kHalfRows / 2 : kHalfRows);
-  if (products) return shape.rows <= most_rows(shape.inner, 9);
+  if (products) return shape.rows <= most_rows_backward(shape.inner, shape.features);
   return shape.rows <= kSmallRows / 2 ||
          (shape.rows <= kSmallRows && shape.features * shape.inner <= (int64_t{1} << 18));
 }
@@ -80,7 +87,8 @@ void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
       floats_of(dz, held_dz), nullptr, dv, call.dgain, nullptr};
 
   const int64_t size = shape.rows * shape.inner;
-  const int64_t work = shape.features * shape.inner * std::max<int64_t>(shape.rows / 2, 1);
+  constexpr int64_t kRow = 128;  // what a row of v costs beside its entries, in entries
+  const int64_t work = shape.features * (shape.inner + kRow) * std::max<int64_t>(shape.rows / 2, 1);
   const int64_t worth = std::min(work / (2 * kGrain), shape.features / kLeastFeatures);
   const int64_t shares = std::clamp<int64_t>(worth, 1, kMostShares);
   const int64_t features = divide_up(shape.features, shares), room = dv.bfloat16 ? kSmallTile * shape.inner : 0;

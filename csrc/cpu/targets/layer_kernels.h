@@ -6,7 +6,9 @@
 #include "cpu/layer/layer.h"
 #include "cpu/layer/epilogue.h"
 #include "cpu/layer/rows.h"
-#include "cpu/linear/turned.h"
+#include "cpu/linear/small.h"
+#include "cpu/linear/panel_forward.h"
+#include "cpu/linear/panel_backward.h"
 #include "cpu/linear/driver.h"
 #include "cpu/planes/driver.h"
 #include "cpu/strips/driver.h"
@@ -15,10 +17,12 @@
 namespace wnfused::cpu::WNFUSED_ISA {
 
 const LayerKernels layer_kernels = {
-    norms, scaled, gradient, epilogue, mask, small_linear, kParts > 2 ? nullptr : turned_linear, small_linear_backward,
-    norm_kernels<float, float>(), norm_kernels<uint16_t, float>(), norm_kernels<double, double>()};
+    norms, scaled, gradient, epilogue, mask, small_linear, small_linear_backward, norm_kernels<float, float>(),
+    norm_kernels<uint16_t, float>(), norm_kernels<double, double>()};
 
 #if defined(__x86_64__) && WNFUSED_VECTOR_BITS > 128
+const PanelKernels panel_kernels = {panel_forward, panel_backward};
+
 const LinearKernels linear_kernels = {
     Singles::kUnit, false, nullptr, linear_forward<Singles, float>, linear_backward<Singles, float>};
 

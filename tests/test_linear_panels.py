@@ -1,4 +1,6 @@
-"""Linear layers of floats by rows of v that are turned (`csrc/cpu/linear/turned.h`): tiles, parts and chunks."""
+"""Linear layers of floats by panels of 16 columns (`csrc/cpu/linear/panel.h`): tiles, parts and chunks."""
+
+import itertools
 
 import pytest
 import torch
@@ -9,13 +11,15 @@ from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
-# (M, K, N): every last tile of x and every last block of features, a K about 16 and one that is not turned any more;
-# few features, so that workers share the rows of x; an x that is passed by in chunks.
+# (M, K, N): every last tile of rows and every last block of features, a K about 16 and one that is not turned any more;
+# few features, so that workers share the rows of x, and columns; more rows or features than a panel has; an x that is
+# passed by in chunks.
 SHAPES = [
     *((rows, 20, 33) for rows in (*range(1, 18), 23, 24)),
     *((19, 40, features) for features in (1, 2, 15, 16, 17, 31, 32, 47)),
-    *((40, inner, 21) for inner in (1, 2, 15, 16, 17, 31, 64, 65)),
-    (37, 4096, 18), (37, 4097, 18), (2000, 30, 10), (1999, 300, 17), (530, 3000, 20), (9, 8, 1000),
+    *((40, inner, 21) for inner in (2, 3, 15, 16, 17, 31, 64, 65)),
+    (37, 4096, 18), (37, 4097, 18), (2000, 30, 10), (1999, 300, 17), (530, 3000, 20), (9, 8, 1000), (40, 100, 1100),
+    (1030, 200, 70),
 ]  # fmt: skip
 
 
@@ -30,7 +34,12 @@ def threads():
 @pytest.mark.parametrize("activation", ["none", "leaky_relu"])
 def test_shapes_about_the_limits(isa, shape, activation):
     tensors = linear_sample(*shape)
-    assert_close(*both(tensors, (), activation, 0.2, needs=(False,) * 4), torch.float32)
+    assert_close(*both(tensors, (), activation, 0.2), torch.float32)
+
+
+@pytest.mark.parametrize("needs", itertools.product([True, False], repeat=4), ids=str)
+def test_gradients_that_are_not_needed(isa, needs):
+    assert_close(*both(linear_sample(40, 100, 37), (), "relu", needs=needs), torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(37, 100, 300), (2000, 30, 10), (1999, 300, 17), (530, 3000, 20)], ids=str)
@@ -43,9 +52,10 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(isa, shape, threads):
     for count in (1, 2, 3, 5):
         torch.set_num_threads(count)
         found.append(torch.ops.wnfused_native.linear(x, v, g, bias, residual, 1, 0.0))
-    for y, norm in found[1:]:
-        assert torch.equal(y, found[0][0])
-        assert torch.equal(norm, found[0][1])
+        y, norm = found[-1]
+        found[-1] += torch.ops.wnfused_native.linear_backward(residual, y, x, v, g, norm, 15, 1, 0.0)
+    for tensors in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(tensors, found[0], strict=True))
 
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)

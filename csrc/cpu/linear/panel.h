@@ -1,0 +1,54 @@
+// Rows of a matrix, read where they lie, times a panel: 16 columns of another, side by side.
+//
+//      rows[m][k] ->                      sum[m] += panel[k] rows[m][k]      one load of the panel, M scalars of rows
+//                                                                            M multiply-adds
+//      panel  k |----|----|  16 lanes
+//
+// A panel stays in L1 or L2 while the rows pass by, and no sum goes across a vector. What makes a panel, and what becomes
+// of the sums, is the caller's: turned.h, panel_backward.h.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/vec/runs.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Rows at once, and the least number of sums, so that none waits for the one before it.
+constexpr int kPanelRows = kParts == 1 ? 8 : 4, kPanelSums = 8 / kParts;
+
+// stride: from one row to the next.
+template <int kTile>
+WNFUSED_INLINE void panel_sums(const float* rows, int64_t stride, int64_t depth, const float* panel,
+                               Block (&result)[kTile]) {
+  constexpr int kChains = kPanelSums > kTile ? kPanelSums / kTile : 1;
+  Block sums[kChains][kTile];
+  WNFUSED_UNROLL for (int c = 0; c < kChains; ++c)
+    WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) sums[c][t] = zero();
+  const auto add = [&](int c, int64_t k) __attribute__((always_inline)) {
+    const Block column = load(panel + k * kLanes);
+    WNFUSED_UNROLL for (int t = 0; t < kTile; ++t)
+      sums[c][t] = multiply_add(splat(rows[t * stride + k]), column, sums[c][t]);
+  };
+  int64_t k = 0;
+  for (; k + kChains <= depth; k += kChains)
+    WNFUSED_UNROLL for (int c = 0; c < kChains; ++c) add(c, k + c);
+  for (; k < depth; ++k) add(0, k);
+  WNFUSED_UNROLL for (int width = kChains / 2; width > 0; width /= 2)
+    WNFUSED_UNROLL for (int c = 0; c < width; ++c)
+      WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) sums[c][t] = sums[c][t] + sums[c + width][t];
+  WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) result[t] = sums[0][t];
+}
+
+// tile(rows, m) for rows m, m + 1, ... of [begin, end), as many as fit, in the same tiles wherever a multiple of
+// kPanelRows begins.
+template <class Tile>
+WNFUSED_INLINE void for_tiles(int64_t begin, int64_t end, const Tile& tile) {
+  int64_t m = begin;
+  for (; m + kPanelRows <= end; m += kPanelRows) tile(std::integral_constant<int, kPanelRows>{}, m);
+  if (kPanelRows > 4 && m + 4 <= end) tile(std::integral_constant<int, 4>{}, m), m += 4;
+  if (m + 2 <= end) tile(std::integral_constant<int, 2>{}, m), m += 2;
+  if (m < end) tile(std::integral_constant<int, 1>{}, m);
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA

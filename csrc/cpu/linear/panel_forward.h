@@ -1,0 +1,75 @@
+// The forward of a linear layer of floats, by panels (panel.h) of 16 rows of v that are turned in registers, so that a
+// lane is a feature. Nothing else is packed, and the epilogue finds y in registers:
+//
+//      y[m] = act(sum[m] gain / sqrt(square) + bias),  square += panel[k]^2 while rows are turned
+#pragma once
+
+#include "cpu/linear/panel.h"
+#include "cpu/linear/small.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// Up to 16 rows of v, and the squares of their norms; lanes from count on are 0.
+WNFUSED_INLINE Block turn(const float* v, int64_t inner, int64_t count, float* turned) {
+  Block squares[4] = {zero(), zero(), zero(), zero()};
+  for_blocks(inner, [&](int64_t k, auto move) __attribute__((always_inline)) {
+    Block rows[kLanes];
+    if (count == kLanes) {
+      WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) rows[r] = move.load(v + r * inner + k);
+    } else {
+      for (int r = 0; r < kLanes; ++r) rows[r] = r < count ? move.load(v + r * inner + k) : zero();
+    }
+    transpose(rows);  // columns past the last one are 0
+    WNFUSED_UNROLL for (int c = 0; c < kLanes; ++c) {
+      store(turned + (k + c) * kLanes, rows[c]);
+      squares[c % 4] = multiply_add(rows[c], rows[c], squares[c % 4]);
+    }
+  });
+  return (squares[0] + squares[1]) + (squares[2] + squares[3]);
+}
+
+// The scales of features from `first` on. Whether they can wait.
+template <class Move>
+WNFUSED_INLINE bool panel_scales(const SmallLinear& task, int64_t first, const Move& move, Block norms, Block* scales) {
+  float norm[kLanes], scale[kLanes];
+  store(norm, norms);
+  store(scale, move.load(task.gain + first));
+  bool fits = true;
+  for (int i = 0; i < kLanes; ++i) scale[i] *= inverse_or_zero(norm[i]);
+  for (int i = 0; i < kLanes; ++i) fits &= can_wait(scale[i]);
+  *scales = load(scale);
+  return fits;
+}
+
+WNFUSED_INLINE Block square_roots(const Block& squares) {
+  float root[kLanes];
+  store(root, squares);
+  for (int i = 0; i < kLanes; ++i) root[i] = __builtin_sqrtf(root[i]);
+  return load(root);
+}
+
+// False if the range did not suffice.
+inline bool panel_forward(const SmallLinear& task, const PanelShare& share) {
+  bool in_range = true;
+  for (int64_t first = share.feature_begin; first < share.feature_end; first += kLanes) {
+    const int64_t count = smaller(kLanes, share.feature_end - first);
+    const float* v = static_cast<const float*>(task.v.data) + first * task.inner;
+    const Block norms = square_roots(turn(v, task.inner, count, share.panel));
+    const auto run = [&](const auto& move) __attribute__((always_inline)) {
+      Block scales;
+      in_range &= panel_scales(task, first, move, norms, &scales);
+      if (share.row_begin == 0) move.store(task.norm + first, norms);
+      for_tiles(share.row_begin, share.row_end, [&](auto rows, int64_t m) __attribute__((always_inline)) {
+        const float* x = static_cast<const float*>(task.x.data) + m * task.inner;
+        Block sums[rows.value];
+        panel_sums(x, task.inner, task.inner, share.panel, sums);
+        in_range &= finish_features<rows.value, float>(task, first, m, move, scales, sums);
+      });
+    };
+    if (count == kLanes) run(Whole{});
+    else run(Partial{count});
+  }
+  return in_range;
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA
