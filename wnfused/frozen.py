@@ -39,8 +39,8 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     keep copies of v and g instead. They also keep the packed weights, from their first call on, where reading those
     is faster than packing again: from 65,536 weights on, of 3x3 layers with stride 1 from 442,368 on and on maps of
     up to 128 pixels alone. That takes as much memory as v, by Winograd's method up to four times as much. Linear layers
-    keep copies from 65,536 weights on, since their kernels normalise while they read v; other convolutions keep them
-    beside their weights, for maps of up to eight pixels.
+    of more than one feature keep copies, too, since their kernels normalise while they read v (of bfloat16 from 65,536
+    weights on); other convolutions keep them beside their weights, for maps of up to eight pixels.
 
     Layers whose parameters are parametrised or pruned run as always. So do residual stages: they normalise and pack a
     weight while the convolution before it runs. Packed ahead, measured on the three stages of WRN-304, they would be 0

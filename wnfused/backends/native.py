@@ -8,6 +8,7 @@ torch carries, and what is ours beside them is the norm, the scale and the one p
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -196,17 +197,18 @@ def takes_few_pixels(v: Tensor, groups: int, transposed: bool) -> bool:
 
 
 def takes_linear(v: Tensor) -> bool:
-    """Whether a linear layer is multiplied here, and large enough to be faster than a plain one.
+    """Whether a linear layer is multiplied here, and faster than a plain one for any number of rows.
 
-    The instruction sets are those that ``linear_kernels()`` (``csrc/cpu/ops/linear_products.cpp``) has for any number
-    of rows.
+    The instruction sets are those of ``panel_kernels()`` (``csrc/cpu/ops/linear_panels.cpp``), up to the length of row
+    that they take, and for longer rows and bfloat16 of ``linear_kernels()`` (``linear_products.cpp``).
     """
-    if not v.is_cpu or v.numel() < 2**16:
+    if not v.is_cpu or v.shape[0] < 2:
         return False
     isa = instruction_set()
     if v.dtype == torch.bfloat16:
-        return isa == "avx512_bf16"
-    return v.dtype == torch.float32 and isa in ("amx", "avx512_bf16", "avx512")
+        return isa == "avx512_bf16" and v.numel() >= 2**16
+    longest = 2**12 if isa == "avx2" else math.inf
+    return v.dtype == torch.float32 and isa in ("amx", "avx512_bf16", "avx512", "avx2") and v.shape[1] <= longest
 
 
 def refusal(op: str, arguments: Sequence[Any]) -> str | None:

@@ -15,8 +15,10 @@ namespace {
 constexpr int64_t kMostInner = 4096;  // of a row, 16 of which fill a quarter of a megabyte: they stay in L2
 constexpr int64_t kMostOfX = int64_t{1} << 20;  // floats that every 16 rows of v pass by
 
-bool have_panels(const Tensor& x, const Tensor& v) {
-  return panel_kernels() && x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
+// A single feature would fill one lane of a vector: a matrix by a vector is the vendor's.
+bool have_panels(const LinearShape& shape, const Tensor& x, const Tensor& v) {
+  const bool floats = x.scalar_type() == ScalarType::Float && v.scalar_type() == ScalarType::Float;
+  return panel_kernels() && floats && !shape.is_empty() && shape.features > 1;
 }
 
 // How many parts rows of x and features are cut into, for as many workers: by the one or the other.
@@ -67,7 +69,7 @@ const PanelKernels* panel_kernels() {
 bool are_panels(const LinearCall& call, bool small) {
   constexpr int64_t kLeastFeatures = 8, kFewRows = 64;
   const LinearShape& shape = call.shape;
-  if (!have_panels(call.x, call.v) || shape.is_empty() || shape.inner > kMostInner) return false;
+  if (!have_panels(shape, call.x, call.v) || shape.inner > kMostInner) return false;
   if (small) return shape.panel_work() * round_up(shape.features, kLanes) < shape.summed_work() * shape.features;
   return active_isa() == Isa::kAvx512 || shape.features >= kLeastFeatures || shape.rows <= kFewRows;
 }
@@ -105,7 +107,7 @@ bool linear_by_panels(const LinearCall& call) {
 bool are_panels(const LinearGradient& call, const LinearKernels* products) {
   constexpr int64_t kFewColumns = 128, kFewFeatures = 64, kFewRows = 64;
   const LinearShape& shape = call.shape;
-  if (!have_panels(call.x, call.v) || shape.is_empty()) return false;
+  if (!have_panels(shape, call.x, call.v)) return false;
   if (active_isa() != Isa::kAvx512) return shape.features <= kFewFeatures || shape.rows <= kFewRows;
   return shape.inner >= kFewColumns || shape.features <= kLanes ||
          !are_pixels(shape, call.x, call.v, products, true);
