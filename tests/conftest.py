@@ -39,6 +39,14 @@ def forget_warnings():
     dispatch._warned.update(before)
 
 
+@pytest.fixture
+def threads():
+    """For tests that set torch's number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=ISAS)
 def isa(request):
     """Each instruction set in turn, in use while the test runs."""

@@ -90,7 +90,9 @@ def test_wide_layers_on_few_pixels_go_this_way(fastest):
         == go_by("unfolded", same3x3(1, 640, 640, 9, 9), last=True)
         == (False, False)
     )
-    assert go_by("unfolded", layer((1, 2048, 512), (7, 7), 1), last=True) == (False, True)
+    assert go_by("unfolded", layer((1, 2048, 512), (7, 7), 1)) == (False, False)
+    for channels in ((3, 64), (64, 16), (2048, 512)):
+        assert go_by("unfolded", layer((8, *channels), (28, 28), 1), last=True)[0]
     assert go_by("unfolded", layer((1, 3, 768), (224, 224), 16, 16)) == (False, True)
 
 
@@ -105,6 +107,17 @@ def test_others_do_not(fastest, case):
 def fastest():
     if torch.ops.wnfused_native.cpu_isa() not in ("avx512", "avx512_bf16", "amx"):
         pytest.skip("without AVX-512 fewer layers go this way")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_pixel_that_is_not_finite_stays_by_itself_where_pixels_are_rows(value):
+    x = torch.randn(2, 40, 5, 6).contiguous(memory_format=torch.channels_last)
+    x[1, 7, 2, 3] = value
+    v, g = torch.randn(33, 40, 1, 1), torch.rand(33, 1, 1, 1)
+    wanted = torch.nn.functional.conv2d(x, v * (g / v.norm(dim=1, keepdim=True)))
+    y = native.conv(x, v, g, None, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, 0, "none", 0.0)[0]
+    torch.testing.assert_close(y, wanted, equal_nan=True)
+    assert y.isfinite().sum() == y.numel() - 33
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)

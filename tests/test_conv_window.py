@@ -21,6 +21,7 @@ from own_conv import (
     assert_same_bits_by_threads,
     assert_zero_rows_and_gains,
     both,
+    method_of,
     sample,
     way_of,
     weight_shape,
@@ -118,7 +119,7 @@ SOME = [CASES[name] for name in NAMED]
 def test_every_window_and_layout(isa, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
-    assert way_of(case) == "direct"
+    assert method_of(case) == "direct"
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
 
@@ -266,7 +267,7 @@ def test_masks_nan_as_torch(isa, case):
     ],
 )
 def test_what_is_left_to_the_vendor(case):
-    assert way_of(case) == "vendor"
+    assert method_of(case) == "vendor"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -23,13 +23,6 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ["none", "leaky_relu"])
 def test_shapes_about_the_limits(isa, shape, activation):
@@ -37,7 +30,7 @@ def test_shapes_about_the_limits(isa, shape, activation):
     assert_close(*both(tensors, (), activation, 0.2), torch.float32)
 
 
-@pytest.mark.parametrize("needs", itertools.product([True, False], repeat=4), ids=str)
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=4)), ids=str)
 def test_gradients_that_are_not_needed(isa, needs):
     assert_close(*both(linear_sample(40, 100, 37), (), "relu", needs=needs), torch.float32)
 

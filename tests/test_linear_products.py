@@ -23,13 +23,6 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     ("of_x", "of_parameters"),

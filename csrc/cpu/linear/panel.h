@@ -17,10 +17,10 @@ namespace wnfused::cpu::WNFUSED_ISA {
 // Rows at once, and the least number of sums, so that none waits for the one before it.
 constexpr int kPanelRows = kParts == 1 ? 8 : 4, kPanelSums = 8 / kParts;
 
-// stride: from one row to the next.
+// stride: from one row to the next. ahead: from a row to one that is to be fetched, 0 for none.
 template <int kTile>
 WNFUSED_INLINE void panel_sums(const float* rows, int64_t stride, int64_t depth, const float* panel,
-                               Block (&result)[kTile]) {
+                               Block (&result)[kTile], int64_t ahead = 0) {
   constexpr int kChains = kPanelSums > kTile ? kPanelSums / kTile : 1;
   Block sums[kChains][kTile];
   WNFUSED_UNROLL for (int c = 0; c < kChains; ++c)
@@ -31,6 +31,11 @@ WNFUSED_INLINE void panel_sums(const float* rows, int64_t stride, int64_t depth,
       sums[c][t] = multiply_add(splat(rows[t * stride + k]), column, sums[c][t]);
   };
   int64_t k = 0;
+  for (; ahead && k + kLanes <= depth; k += kLanes) {
+    WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) __builtin_prefetch(rows + t * stride + k + ahead, 0, 3);
+    for (int i = 0; i < kLanes; i += kChains)
+      WNFUSED_UNROLL for (int c = 0; c < kChains; ++c) add(c, k + i + c);
+  }
   for (; k + kChains <= depth; k += kChains)
     WNFUSED_UNROLL for (int c = 0; c < kChains; ++c) add(c, k + c);
   for (; k < depth; ++k) add(0, k);

@@ -62,7 +62,9 @@ inline bool panel_forward(const SmallLinear& task, const PanelShare& share) {
       for_tiles(share.row_begin, share.row_end, [&](auto rows, int64_t m) __attribute__((always_inline)) {
         const float* x = static_cast<const float*>(task.x.data) + m * task.inner;
         Block sums[rows.value];
-        panel_sums(x, task.inner, task.inner, share.panel, sums);
+        // The first to read x fetches the next rows, which no prefetcher does across the ends of eight short ones.
+        const int64_t ahead = first == share.feature_begin ? kPanelRows * task.inner : 0;
+        panel_sums(x, task.inner, task.inner, share.panel, sums, ahead);
         in_range &= finish_features<rows.value, float>(task, first, m, move, scales, sums);
       });
     };

@@ -41,7 +41,7 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
                         rows_to_fold(y, pixels), norms};
   run_linear(call);
   // A tap that meets no pixel takes no part in the vendor's sums; in these it is multiplied by 0.
-  if (!all_finite(call.y)) return std::nullopt;
+  if (!shape.is_pointwise() && !all_finite(call.y)) return std::nullopt;
   fold(call.y, pixels, kPixels, y);
   return y;
 }
@@ -65,7 +65,8 @@ std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const
     return found;
   }
   const Tensor gradients = rows_of(dy);
-  if (!all_finite(gradients) || !all_finite(conv.gain, norms, shape.outputs)) return std::nullopt;
+  const auto are_finite = [&] { return all_finite(gradients) && all_finite(conv.gain, norms, shape.outputs); };
+  if (!shape.is_pointwise() && !are_finite()) return std::nullopt;
   const Order order = order_of(v, shape.taps());
   LayerGradients made;
   std::optional<Tensor> rows, input;

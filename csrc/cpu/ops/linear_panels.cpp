@@ -13,7 +13,8 @@ namespace wnfused::cpu {
 namespace {
 
 constexpr int64_t kMostInner = 4096;  // of a row, 16 of which fill a quarter of a megabyte: they stay in L2
-constexpr int64_t kMostOfX = int64_t{1} << 20;  // floats that every 16 rows of v pass by
+constexpr int64_t kMostOfX = int64_t{1} << 17;  // floats of rows of x that all of v passes by at a time: half of L2
+constexpr int64_t kLeastRows = 192;             // of them, beside which turning v again costs little
 
 // A single feature would fill one lane of a vector: a matrix by a vector is the vendor's.
 bool have_panels(const LinearShape& shape, const Tensor& x, const Tensor& v) {
@@ -31,7 +32,9 @@ Cuts cuts_for(const LinearShape& shape, int64_t workers) {
   const int64_t part = divide_up(tiles, workers) * kPanelTile;  // of the rows
   const int64_t by_features = divide_up(blocks, workers) * (shape.rows + kPanelCost);
   const int64_t by_rows = blocks * (part + kPanelCost);
-  return by_rows < by_features ? Cuts{std::min(workers, tiles), 1} : Cuts{1, std::min(workers, blocks)};
+  // A large x every worker would read from memory.
+  const bool divides_rows = by_rows < by_features || (shape.rows * shape.inner > kMostOfX && part > kLeastRows);
+  return divides_rows ? Cuts{std::min(workers, tiles), 1} : Cuts{1, std::min(workers, blocks)};
 }
 
 // Part `index` of `count` of so many entries, a multiple of `step` except for the last; and where the next one begins.
@@ -84,7 +87,7 @@ bool linear_by_panels(const LinearCall& call) {
   const int64_t workers = product_workers(shape.panel_work() * divide_up(shape.features, kLanes) * kLanes);
   const Cuts cuts = cuts_for(shape, workers);
   const int64_t room = round_up(shape.inner, kLanes) * kLanes, shares = cuts.rows * cuts.features;
-  const int64_t rows_at_once = std::max(kMostOfX / shape.inner / kPanelTile, int64_t{8}) * kPanelTile;
+  const int64_t rows_at_once = std::max(kMostOfX / shape.inner / kPanelTile * kPanelTile, kLeastRows);
   const Workspace memory(shares * room);
   std::atomic<bool> in_range{true};
   share_out(0, shares, 1, [&](int64_t begin, int64_t end) {
@@ -103,13 +106,13 @@ bool linear_by_panels(const LinearCall& call) {
   return in_range;
 }
 
-// Measured as above. Few columns of many rows are the fastest as pixels, unless one block has all features.
+// Measured as above. Few columns of many rows are the fastest as pixels, unless features do not fill a block.
 bool are_panels(const LinearGradient& call, const LinearKernels* products) {
-  constexpr int64_t kFewColumns = 128, kFewFeatures = 64, kFewRows = 64;
+  constexpr int64_t kFewColumns = 128, kFewFeatures = 64, kFewRows = 64, kManyRows = 1024;
   const LinearShape& shape = call.shape;
   if (!have_panels(shape, call.x, call.v)) return false;
   if (active_isa() != Isa::kAvx512) return shape.features <= kFewFeatures || shape.rows <= kFewRows;
-  return shape.inner >= kFewColumns || shape.features <= kLanes ||
+  return shape.inner >= kFewColumns || (shape.features < kLanes && shape.rows <= kManyRows) ||
          !are_pixels(shape, call.x, call.v, products, true);
 }
 
