@@ -55,7 +55,8 @@ ProductCuts product_cuts(int64_t rows, int64_t blocks, int64_t most_rows, int64_
   const int64_t by_rows = blocks * (divide_up(row_blocks, workers) * kLanes + kPanel);
   const int64_t by_blocks = divide_up(blocks, workers) * (rows + kPanel);
   const bool divides_rows = by_rows <= by_blocks;
-  return {cut_blocks(row_blocks, most, divides_rows ? workers : 1), cut_blocks(blocks, blocks, divides_rows ? 1 : workers)};
+  return {cut_blocks(row_blocks, most, divides_rows ? workers : 1),
+          cut_blocks(blocks, blocks, divides_rows ? 1 : workers)};
 }
 
 }  // namespace
@@ -120,17 +121,16 @@ void linear_by_panels_backward(const LinearGradient& call, const Tensor& dz) {
   constexpr int64_t kMostOfRows = int64_t{1} << 17, kMostOfGradient = int64_t{1} << 17;  // floats of a part
   const auto [rows, inner, features] = call.shape;
   const int64_t workers = product_workers(rows * inner * features), blocks = divide_up(inner, kLanes);
-  const ProductCuts input = product_cuts(rows, blocks, kMostOfRows / std::min(features, PanelBackward::kDepth), workers);
+  const auto most_rows = [](int64_t length) { return kMostOfRows / std::min(length, PanelBackward::kDepth); };
+  const ProductCuts input = product_cuts(rows, blocks, most_rows(features), workers);
   const ProductCuts weight =
-      product_cuts(features, blocks, std::min(kMostOfRows / std::min(rows, PanelBackward::kDepth), kMostOfGradient / inner), workers);
+      product_cuts(features, blocks, std::min(most_rows(rows), kMostOfGradient / inner), workers);
   const int64_t stride = row_stride(divide_up(rows, kLanes)), turned = call.dv ? features * stride : 0;
   const int64_t depth = std::min(PanelBackward::kDepth, std::max(call.dx ? features : 0, call.dv ? rows : 0));
   const int64_t panels = PanelBackward::kGroup * depth * kLanes;
   const Workspace memory(turned + workers * panels);
   const std::vector<float> scale = scales_of(call.gain, call.norms, features);
-  const auto out = [](const std::optional<Tensor>& t) {
-    return t ? static_cast<float*>(t->mutable_data_ptr()) : nullptr;
-  };
+  const auto out = [](std::optional<Tensor> t) { return t ? static_cast<float*>(t->mutable_data_ptr()) : nullptr; };
   const PanelBackward job{
       rows, inner, features, entries<float>(call.x), entries<float>(call.v), entries<float>(dz), call.gain, call.norms,
       scale.data(), out(call.dx), out(call.dv), call.dgain, input.rows, input.blocks, weight.rows, weight.blocks,
