@@ -161,7 +161,7 @@ def extensions():
             depends=headers,
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": CPU_FLAGS + DEBUG_FLAGS + flags},
-            py_limited_api=of_any_python,  # none of Python's API at all
+            py_limited_api=of_any_python,  # True: none of Python's API at all
             optional=optional,
         )
 

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,13 @@ def test_both_entries_are_open_to_the_same_calls(name, call, nodes):
     call(ask, *inputs)
     ((in_python, in_cpp),) = asked
     assert in_python == in_cpp
+
+
+def test_cuda_tensors_are_left_to_others_where_the_libraries_have_no_layers(monkeypatch):
+    x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+    for reason in (None, "no kernels for this device"):
+        monkeypatch.setattr(_direct.native_cuda, "layers_unavailable", lambda device, reason=reason: reason)
+        assert _direct._is_chosen(x) is (reason is None)
 
 
 STAGE = (residual_stage, ((2, 3, 5, 5), (2, 2, 3, 3, 3, 3), (2, 2, 3), (2, 2, 3)))

@@ -56,7 +56,8 @@ def is_open_to_layers(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
 def _is_chosen(x: Tensor) -> bool:
     """Whether ``wnfused.dispatch`` and what else there is to choose leave a layer to the C++ libraries."""
     if x.is_cuda:
-        return dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
+        chosen = dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
+        return chosen and native_cuda.layers_unavailable(x.device.index) is None
     return dispatch.prefers_native()
 
 
