@@ -13,11 +13,11 @@ namespace wnfused {
 
 using torch::stable::Tensor;
 
-// w_i = g_i v_i / ||v_i|| and the row norms. v: contiguous, or rows along dim 0 each in one run of memory; g: one number a
-// row; dim: the dim that numbers the rows, -1 for one row over the whole tensor.
+// w_i = g_i v_i / ||v_i|| and the row norms. g: one number a row; dim: the dim that numbers the rows, -1 for one row over
+// the whole tensor. w has the strides of v where that is dense.
 std::tuple<Tensor, Tensor> weight_norm(const Tensor& v, const Tensor& g, int64_t dim);
 
-// dv, dg from dw, which has v's strides and dtype; dg has g's shape.
+// dv, dg from dw; dg has g's shape.
 std::tuple<Tensor, Tensor> weight_norm_backward(
     const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim);
 
@@ -82,6 +82,15 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& w, int64_t needs,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
     int64_t groups, int64_t activation, double slope);
+
+Gradient plain_conv_transpose(
+    const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+    const std::vector<int64_t>& output_padding, int64_t groups, int64_t activation, double slope);
+std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_transpose_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& w, int64_t needs,
+    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+    const std::vector<int64_t>& output_padding, int64_t groups, int64_t activation, double slope);
 
 // Replaces each matrix of a [n, r, c], r <= c, by the Q with orthonormal rows of A = L Q, L lower triangular with a
 // positive diagonal; and says which were well-conditioned enough for it. The others stay as they are.

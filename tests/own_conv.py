@@ -87,8 +87,8 @@ def channels_last(t: Tensor, wanted: bool) -> Tensor:
 
 
 def weight_shape(case: Case) -> tuple[int, ...]:
-    channels = (case.inputs, case.outputs) if case.transposed else (case.outputs, case.inputs // case.groups)
-    return (*channels, *case.kernel)
+    first, second = (case.inputs, case.outputs) if case.transposed else (case.outputs, case.inputs)
+    return (first, second // case.groups, *case.kernel)
 
 
 def sample(case: Case, layout: str = "nchw", seed: int = 0) -> list[Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from own_conv import NAMES, Case, assert_close, channels_last, method_of, same3x3, sample
@@ -24,7 +26,29 @@ CASES = {
     "a position's": Case(2, 64, 64, (40,), (128,), (1,), (64,), (1,), groups=4),
     "depthwise": Case(2, 24, 24, (9, 10), (3, 3), (1, 1), (1, 1), (1, 1), groups=24),
     "the vendor's": Case(2, 16, 2, (9, 10), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "transposed": Case(2, 32, 16, (5, 6), (4, 4), (2, 2), (1, 1), (1, 1), True),
+    "transposed, three dims": Case(2, 24, 16, (3, 4, 5), (4, 3, 2), (2, 1, 2), (1, 1, 0), (1, 2, 1), True, (1, 0, 1)),
+    "transposed, few pixels": Case(2, 48, 20, (2, 2), (4, 4), (2, 2), (1, 1), (1, 1), True),
+    "transposed, few channels": Case(2, 24, 3, (9, 8), (4, 4), (2, 2), (1, 1), (1, 1), True),
+    "transposed, grouped": Case(2, 32, 32, (5, 6), (4, 4), (2, 2), (1, 1), (1, 1), True, groups=2),
 }
+
+
+def window_of(case: Case, *activation: float) -> tuple[Any, ...]:
+    """As the ops of a plain weight take it."""
+    stride, padding, dilation, _, output_padding, groups = case.geometry
+    extra = (output_padding,) if case.transposed else ()
+    return (stride, padding, dilation, *extra, groups, *(activation or (0, 0.0)))
+
+
+def plain(case: Case) -> Any:
+    ops = torch.ops.wnfused_native
+    return ops.plain_conv_transpose if case.transposed else ops.plain_conv
+
+
+def plain_backward(case: Case) -> Any:
+    ops = torch.ops.wnfused_native
+    return ops.plain_conv_transpose_backward if case.transposed else ops.plain_conv_backward
 
 
 def tensors_of(case: Case, dim: int | None, last: bool = False) -> list[torch.Tensor]:
@@ -61,34 +85,63 @@ def test_against_float64(isa, case, dim, activation):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernels_take_what_they_take_of_rows(case):
     x, v, _, bias, residual = tensors_of(case, None)
-    window = (list(case.stride), list(case.padding), list(case.dilation), case.groups)
-    found = torch.ops.wnfused_native.plain_conv(x, v, bias, residual, *window, 0, 0.0)
+    found = plain(case)(x, v, bias, residual, *window_of(case))
     assert (found is None) == (method_of(case) == "vendor")
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("case", [CASES["winograd"], CASES["window"], CASES["an image"]], ids=str)
-def test_what_is_not_finite_is_the_vendors(isa, case, value):
+@pytest.mark.parametrize(
+    "name", ["winograd", "window", "an image", "transposed", "transposed, few pixels", "transposed, few channels"]
+)
+def test_what_is_not_finite_is_the_vendors(isa, name, value):
+    case = CASES[name]
     x, v, _, bias, residual = tensors_of(case, None)
-    window = (list(case.stride), list(case.padding), list(case.dilation), case.groups)
+    window, first = window_of(case), x.view(-1)[7].item()
+    y = plain(case)(x, v, bias, residual, *window)
+    if y is None:
+        pytest.skip("the vendor's with this instruction set")
     x.view(-1)[7] = value
-    assert torch.ops.wnfused_native.plain_conv(x, v, bias, residual, *window, 0, 0.0) is None
-    x.view(-1)[7] = 1
-    y = torch.ops.wnfused_native.plain_conv(x, v, bias, residual, *window, 0, 0.0)
+    y_found = plain(case)(x, v, bias, residual, *window)
+    assert y_found is None or name == "transposed, few channels"  # strips meet no padding
+    x.view(-1)[7] = first
     dy = torch.ones_like(y)
     dy.view(-1)[3] = value
-    assert not torch.ops.wnfused_native.plain_conv_backward(dy, y, x, v, 7, *window, 0, 0.0)[0]
+    assert not plain_backward(case)(dy, y, x, v, 7, *window)[0]
+    dy.fill_(1)
+    v.view(-1)[5] = value
+    assert plain(case)(x, v, bias, residual, *window) is None
+    assert not plain_backward(case)(dy, y, x, v, 7, *window)[0]
 
 
+@pytest.mark.parametrize("name", ["window", "transposed", "transposed, few pixels", "transposed, few channels"])
 @pytest.mark.parametrize("needs", [1, 2, 3, 6, 7, 15])
-def test_only_what_is_needed(needs):
-    case = CASES["window"]
+def test_only_what_is_needed(needs, name):
+    case = CASES[name]
     x, v, _, bias, residual = tensors_of(case, None)
-    window = (list(case.stride), list(case.padding), list(case.dilation), case.groups, 1, 0.0)
-    y = torch.ops.wnfused_native.plain_conv(x, v, bias, residual, *window)
-    done, *found = torch.ops.wnfused_native.plain_conv_backward(torch.ones_like(y), y, x, v, needs, *window)
+    window = window_of(case, 1, 0.0)
+    y = plain(case)(x, v, bias, residual, *window)
+    if y is None:
+        pytest.skip("the vendor's with this instruction set")
+    done, *found = plain_backward(case)(torch.ones_like(y), y, x, v, needs, *window)
     assert done
     assert [gradient is not None for gradient in found] == [bool(needs & 1 << i) for i in range(4)]
+
+
+def test_wrong_arguments_of_transposed_ones_are_refused():
+    case = CASES["transposed"]
+    x, w, _, bias, residual = tensors_of(case, None)
+    window = window_of(case, 1, 0.0)
+    y = plain(case)(x, w, bias, residual, *window)
+    with pytest.raises(RuntimeError, match="bias"):
+        plain(case)(x, w, torch.ones(17), None, *window)
+    with pytest.raises(RuntimeError, match="residual"):
+        plain(case)(x, w, None, y[:1], *window)
+    with pytest.raises(RuntimeError, match="entries"):
+        plain(case)(x, w, None, None, [2], *window[1:])
+    with pytest.raises(RuntimeError, match="dy"):
+        plain_backward(case)(y[:, :8], y, x, w, 7, *window)
+    assert plain(case)(x.double(), w.double(), None, None, *window) is None
+    assert plain(case)(x, w.bfloat16(), None, None, *window) is None
 
 
 def test_wrong_arguments_are_refused():
@@ -109,15 +162,17 @@ def test_wrong_arguments_are_refused():
     assert ops.plain_conv(x.double(), v.double(), None, None, *window) is None
 
 
-def test_composed_layers_use_them(monkeypatch):
+@pytest.mark.parametrize("name", ["a position's", "transposed"])
+def test_composed_layers_use_them(monkeypatch, name):
     """Else the tests above would see the vendor's products."""
-    case = CASES["a position's"]
-    x, v, g, bias, residual = tensors_of(case, 2)
+    case, dim = CASES[name], 1 if name == "transposed" else 2
+    x, v, g, bias, residual = tensors_of(case, dim)
     monkeypatch.setattr(torch, "convolution", None)
-    y, norm = native_composed.conv(x, v, g, bias, residual, *case.geometry, 2, "none", 0.0)
+    y, norm = native_composed.conv(x, v, g, bias, residual, *case.geometry, dim, "none", 0.0)
+    native_composed.conv_backward(y, y, x, v, g, norm, [True] * 4, *case.geometry, dim, "none", 0.0)
     monkeypatch.undo()
     assert y.shape == residual.shape
-    assert norm.shape == (128,)
+    assert norm.shape == (v.shape[dim],)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -126,8 +181,7 @@ def test_a_gradient_by_the_weight_does_not_read_the_weight(isa, case, value):
     x, v, _, _, residual = tensors_of(case, None)
     v.view(-1)[5] = value
     dy = torch.randn(residual.shape)
-    window = (list(case.stride), list(case.padding), list(case.dilation), case.groups, 0, 0.0)
-    done, _, dw, _, _ = torch.ops.wnfused_native.plain_conv_backward(dy, dy, x, v, 2, *window)
+    done, _, dw, _, _ = plain_backward(case)(dy, dy, x, v, 2, *window_of(case))
     if done:
         given = (dy, x, torch.zeros_like(v), None, *case.geometry, [False, True, False])
         torch.testing.assert_close(dw, torch.ops.aten.convolution_backward(*given)[1], rtol=1e-4, atol=1e-3)

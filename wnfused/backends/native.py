@@ -62,6 +62,11 @@ for _schema in (
     "plain_conv_backward(Tensor dy, Tensor y, Tensor x, Tensor w, int needs, int[] stride, int[] padding, "
     "int[] dilation, int groups, int activation, float negative_slope) "
     "-> (bool done, Tensor? dx, Tensor? dw, Tensor? dbias, Tensor? dz)",
+    "plain_conv_transpose(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] stride, int[] padding, "
+    "int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) -> Tensor? y",
+    "plain_conv_transpose_backward(Tensor dy, Tensor y, Tensor x, Tensor w, int needs, int[] stride, int[] padding, "
+    "int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) "
+    "-> (bool done, Tensor? dx, Tensor? dw, Tensor? dbias, Tensor? dz)",
     "residual_stage(Tensor x, Tensor v, Tensor g, Tensor bias, float skip_scale, int recompute, bool save) "
     "-> (Tensor y, Tensor norm, Tensor maps)",
     "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "

@@ -8,6 +8,7 @@ it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,15 @@ ACTIVATION_NUMBERS = {name: number for number, name in enumerate(reference.ACTIV
 def effective_weight(v: Tensor, g: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     w, norm = weight_norm(v, g, dim)
     return w.to(dtype), norm
+
+
+def _weight_of_norm(v: Tensor, g: Tensor, norm: Tensor, dim: int | None) -> Tensor:
+    """The same weight once more, in the dtype of ``v``, from the norms that the forward has found."""
+    shape = [1] * v.dim()
+    if dim is not None:
+        shape[dim] = -1
+    scale = torch.where(norm == 0, 0.0, g.to(norm.dtype).reshape(norm.shape) / norm)
+    return (v * scale.reshape(shape)).to(v.dtype)
 
 
 def linear(
@@ -43,12 +53,25 @@ def linear_backward(
     rows = dz.reshape(-1, dz.shape[-1])
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
     if needs[0]:
-        dx = dz @ effective_weight(v, g, dim, x.dtype)[0]
+        dx = dz @ _weight_of_norm(v, g, norm, dim).to(x.dtype)
     if needs[1]:
         dv, dg = weight_norm_backward(rows.T @ x.reshape(-1, x.shape[-1]), v, g, norm, dim)
     if needs[2]:
         db = rows.sum(0, dtype=reference.wide(dy.dtype)).to(v.dtype)
     return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
+
+
+def _has_kernels_of_its_own(v: Tensor, transposed: bool, dim: int | None) -> bool:
+    """Whether a transposed convolution comes here because these kernels have declined it: its norm is that of rows."""
+    return transposed and (dim == 0 or dim == -v.dim())
+
+
+def _window(
+    transposed: bool, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    output_padding: Sequence[int], groups: int, activation: str, negative_slope: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    extra = (output_padding,) if transposed else ()
+    return stride, padding, dilation, *extra, groups, ACTIVATION_NUMBERS[activation], negative_slope
 
 
 def conv(
@@ -58,9 +81,11 @@ def conv(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     w, norm = weight_norm(v, g, dim)
     w = w.contiguous(memory_format=reference.suggest_memory_format(v))  # which the format of y follows
-    if not transposed:
-        window = (stride, padding, dilation, groups, ACTIVATION_NUMBERS[activation], negative_slope)
-        found = torch.ops.wnfused_native.plain_conv.default(x, w, bias, residual, *window)
+    if not _has_kernels_of_its_own(v, transposed, dim):
+        window = _window(transposed, stride, padding, dilation, output_padding, groups, activation, negative_slope)
+        native = torch.ops.wnfused_native
+        op = native.plain_conv_transpose if transposed else native.plain_conv
+        found = op.default(x, w, bias, residual, *window)
         if found is not None:
             return found, norm
     b = None if bias is None else bias.to(x.dtype)
@@ -73,11 +98,13 @@ def conv_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    w, _ = weight_norm(v, g, dim)
-    if not transposed:
-        window = (stride, padding, dilation, groups, ACTIVATION_NUMBERS[activation], negative_slope)
+    w = _weight_of_norm(v, g, norm, dim) if needs[0] else v  # whose shape alone the others read
+    if not _has_kernels_of_its_own(v, transposed, dim):
+        window = _window(transposed, stride, padding, dilation, output_padding, groups, activation, negative_slope)
+        native = torch.ops.wnfused_native
+        op = native.plain_conv_transpose_backward if transposed else native.plain_conv_backward
         wanted = sum(needed << i for i, needed in enumerate(needs))
-        done, *found = torch.ops.wnfused_native.plain_conv_backward.default(dy, y, x, w, wanted, *window)
+        done, *found = op.default(dy, y, x, w, wanted, *window)
         if done:
             dx, dw, db, dz = (dy.new_empty(0) if gradient is None else gradient for gradient in found)
             dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dw, dw)

@@ -32,15 +32,15 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tens
     dim = None if dim is None else dim % v.dim()
     if v.is_cuda:
         return native_cuda.weight_norm(dense_rows(v, dim), g, dim)
-    return torch.ops.wnfused_native.weight_norm(dense_rows(v, dim), g, -1 if dim is None else dim)
+    return torch.ops.wnfused_native.weight_norm(v, g, -1 if dim is None else dim)
 
 
 def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
     dim = None if dim is None else dim % v.dim()
-    v = dense_rows(v, dim)
     if v.is_cuda:
+        v = dense_rows(v, dim)
         return native_cuda.weight_norm_backward(laid_out_like(dw, v), v, g, norm, dim)
-    return torch.ops.wnfused_native.weight_norm_backward(laid_out_like(dw, v), v, g, norm, -1 if dim is None else dim)
+    return torch.ops.wnfused_native.weight_norm_backward(dw, v, g, norm, -1 if dim is None else dim)
 
 
 Tensors = Sequence[Tensor]
@@ -51,8 +51,7 @@ def weight_norm_many(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     if dim is not None and dim < 0:  # another dim of each tensor
         return reference.weight_norm_many(v, g, dim, weights)
-    rows = [dense_rows(t, dim) for t in v]
-    return torch.ops.wnfused_native.weight_norm_many(rows, g, -1 if dim is None else dim, weights)
+    return torch.ops.wnfused_native.weight_norm_many(v, g, -1 if dim is None else dim, weights)
 
 
 def weight_norm_many_backward(
@@ -60,6 +59,4 @@ def weight_norm_many_backward(
 ) -> tuple[list[Tensor], list[Tensor]]:
     if dim is not None and dim < 0:
         return reference.weight_norm_many_backward(dw, v, g, norm, dim)
-    rows = [dense_rows(t, dim) for t in v]
-    gradients = [laid_out_like(d, t) for d, t in zip(dw, rows, strict=True)]
-    return torch.ops.wnfused_native.weight_norm_many_backward(gradients, rows, g, norm, -1 if dim is None else dim)
+    return torch.ops.wnfused_native.weight_norm_many_backward(dw, v, g, norm, -1 if dim is None else dim)

@@ -8,7 +8,8 @@
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
 //
 // The first two take float32; the next two, bfloat16, too, which they multiply as float32 or as pairs (pair_layer.h). A
-// transposed layer has no planes, and what is the vendor's of it is composed in wnfused/backends/native_composed.py.
+// transposed layer has no planes, and what is the vendor's of it is composed in wnfused/backends/native_composed.py; so are
+// layers that are normalised along another dim than their rows, whose weight is then `plain`.
 #pragma once
 
 #include "cpu/conv3x3/geometry.h"
@@ -24,7 +25,10 @@ struct ConvTraits {
   bool last;      // y and dx are in channels_last
   bool rows;      // x lies as rows, a pixel's channels side by side
   bool bfloat16;  // so is x; else all is float32
-  bool plain;     // v is the weight itself, which the kernels of conv_layer/ alone take
+  bool plain;     // v is the weight itself
+
+  // Which the kernels of conv_layer/ alone take.
+  bool is_plain_conv() const { return plain && !transposed; }
 
   // The multiplications of one of the layer's products.
   int64_t products() const {

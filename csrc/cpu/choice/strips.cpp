@@ -61,7 +61,7 @@ bool is_dense(const ConvShape& shape) {
 
 bool has_strips(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
-  if (!strip_kernels() || layer.plain || layer.bfloat16 || !shape.has_one_level()) return false;
+  if (!strip_kernels() || layer.is_plain_conv() || layer.bfloat16 || !shape.has_one_level()) return false;
   if (shape.is_depthwise() || has_large_steps(shape) || !is_dense(shape)) return false;
   if (has_narrow_strips(shape, layer.transposed)) return false;
   if (!(layer.last ? has_few_turned(shape, layer.transposed) : has_few_channels(shape))) return false;

@@ -215,7 +215,7 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
     measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm, scratch + job.scratch.packing);
   };
   const auto pack_shared = [&](int64_t block) { Parts::pack(job, block, job.scratch.bank[0], job.norm, scratch); };
-  const int64_t norms_first = count_of(Parts::kTransposed && !job.is_packed(), row_blocks);
+  const int64_t norms_first = count_of(Parts::kTransposed && job.norm && !job.is_packed(), row_blocks);
   worker.phase({inputs, added, Parts::kTransposed ? norms_first : packs}, [&](int64_t item) {
     if (item < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own);
     if ((item -= inputs) < added) return read_map(job.output, job.residual.given, item, job.residual.own);

@@ -63,9 +63,10 @@ class Rounded {
   std::vector<float> held_;
 };
 
-// g / ||v|| a row; 0 for a zero row.
+// g / ||v|| a row; 0 for a zero row, and 1 where there is no g: v is the weight itself.
 inline std::vector<float> scales_of(const float* gain, const float* norm, int64_t rows) {
-  std::vector<float> scale(rows);
+  std::vector<float> scale(rows, 1.0f);
+  if (!gain) return scale;
   for (int64_t r = 0; r < rows; ++r) scale[r] = norm[r] == 0 ? 0.0f : gain[r] / norm[r];
   return scale;
 }

@@ -1,6 +1,8 @@
 // The passes that norm.h describes, for one instruction set.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/layer/norm.h"
 #include "cpu/layer/rows.h"
 
@@ -33,26 +35,41 @@ inline void combine_run(const Factors<T, W>& task, int64_t length) {
   });
 }
 
+// run(line, count) for lines 0, 1, ... of `lines`, several at a time, so that what goes with a column is read once for them.
+template <class Run>
+WNFUSED_INLINE void for_lines(int64_t lines, const Run& run) {
+  constexpr int kAtOnce = 4;
+  int64_t line = 0;
+  for (; line + kAtOnce <= lines; line += kAtOnce) run(line, std::integral_constant<int, kAtOnce>{});
+  for (; line < lines; ++line) run(line, std::integral_constant<int, 1>{});
+}
+
 template <class T, class W>
 inline void column_sums(const T* a, const T* b, int64_t lines, int64_t length, W* sums) {
-  for (int64_t line = 0; line < lines; ++line) {
+  for_lines(lines, [&](int64_t line, auto count) __attribute__((always_inline)) {
     const int64_t at = line * length;
     for_blocks(length, [&](int64_t i, auto move) __attribute__((always_inline)) {
-      move.store(sums + i, multiply_add(move.load(a + at + i), move.load(b + at + i), move.load(sums + i)));
+      auto sum = move.load(sums + i);
+      WNFUSED_UNROLL for (int l = 0; l < count.value; ++l)
+        sum = multiply_add(move.load(a + at + l * length + i), move.load(b + at + l * length + i), sum);
+      move.store(sums + i, sum);
     });
-  }
+  });
 }
 
 template <class T, class W>
 inline void column_combine(const Factors<T, W>& task, int64_t lines, int64_t length) {
-  for (int64_t line = 0; line < lines; ++line) {
-    const int64_t at = line * length;
+  for_lines(lines, [&](int64_t line, auto count) __attribute__((always_inline)) {
     for_blocks(length, [&](int64_t i, auto move) __attribute__((always_inline)) {
-      auto value = move.load(task.v + at + i);
-      if (task.a) value = move.load(task.a + at + i) - move.load(task.t + i) * value;
-      move.store(task.out + at + i, where_not_zero(move.load(task.norm + i), move.load(task.s + i) * value));
+      const auto s = move.load(task.s + i), t = move.load(task.t + i), norm = move.load(task.norm + i);
+      WNFUSED_UNROLL for (int l = 0; l < count.value; ++l) {
+        const int64_t at = (line + l) * length + i;
+        auto value = move.load(task.v + at);
+        if (task.a) value = move.load(task.a + at) - t * value;
+        move.store(task.out + at, where_not_zero(norm, s * value));
+      }
     });
-  }
+  });
 }
 
 template <class T, class W>

@@ -25,11 +25,9 @@ struct TransposedSliding {
   int64_t groups;
 };
 
-void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
-           const TransposedSliding& at) {
+void check(const Tensor& x, const Tensor& v, const std::optional<Tensor>& bias, const TransposedSliding& at) {
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(),
                   "conv_transpose: x and v must have 3, 4 or 5 dims");
-  check_parameters(x, v, g, std::nullopt);
   const size_t spatial = static_cast<size_t>(v.dim()) - 2;
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial &&
                       at.output_padding.size() == spatial,
@@ -50,6 +48,7 @@ void check(const Tensor& x, const Tensor& v, const Tensor& g, const std::optiona
 std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const TransposedSliding& at) {
   if (at.groups != 1 || x.size(1) != v.size(0) || !has_dense_rows(v) || !is_fused_dtype(x) || !is_fused_dtype(v))
     return std::nullopt;
+  if (is_bfloat16(v) && !is_bfloat16(x)) return std::nullopt;
   const Triple input = triple_of(x.sizes(), 2, 1), kernel = triple_of(v.sizes(), 2, 1);
   const Triple stride = triple_of(at.stride, 0, 1), padding = triple_of(at.padding, 0, 0);
   const Triple dilation = triple_of(at.dilation, 0, 1), extra = triple_of(at.output_padding, 0, 0);
@@ -68,7 +67,8 @@ bool gives_channels_last(const TransposedCall& call) {
 }
 
 ConvTraits traits_of(const TransposedCall& call) {
-  return {call.shape, true, call.v.dim() - 2, gives_channels_last(call), false, is_bfloat16(call.x), false};
+  return {call.shape,          true, call.v.dim() - 2, gives_channels_last(call), false, is_bfloat16(call.x),
+          call.gain == nullptr};
 }
 
 Extents output_sizes(const TransposedCall& call) {
@@ -134,22 +134,23 @@ std::optional<Tensor> forward_by(const ConvChoice& choice, const TransposedCall&
   return std::nullopt;
 }
 
-// y and the norms.
+// y and, unless v is the weight itself, without g, the norms.
 std::tuple<Gradient, Gradient> forward(
-    const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
+    const Tensor& x, const Tensor& v, const std::optional<Tensor>& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const TransposedSliding& at, int64_t activation, double slope,
     KeptBanks* banks) {
-  check(x, v, g, bias, at);
+  check(x, v, bias, at);
   check_residual_dtype(residual, x);  // whoever composes the layer does not
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
   const Tensor weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held_gain, held_bias;
-  const TransposedCall call{*shape, x, weights, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
-                            static_cast<Activation>(activation), static_cast<float>(slope)};
-  Tensor norm = empty({v.size(0)}, ScalarType::Float);
-  float* norms = static_cast<float*>(norm.mutable_data_ptr());
+  const TransposedCall call{*shape, x, weights, g ? floats_of(*g, held_gain) : nullptr,
+                            bias ? floats_of(*bias, held_bias) : nullptr, static_cast<Activation>(activation),
+                            static_cast<float>(slope)};
+  const Gradient norm = g ? Gradient(empty({v.size(0)}, ScalarType::Float)) : Gradient();
+  float* norms = norm ? static_cast<float*>(norm->mutable_data_ptr()) : nullptr;
   const ConvChoice choice = choose_forward(traits_of(call), {activation != 0 || residual, banks != nullptr});
   const std::optional<Tensor> y = forward_by(choice, call, residual, norms, banks);
   if (!y) return {};
@@ -216,12 +217,41 @@ std::optional<LayerGradients> backward_by(const ConvChoice& choice, const Transp
   return std::nullopt;
 }
 
+using Found = std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient>;
+
+// norms: of a layer with g.
+Found backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const std::optional<Tensor>& g,
+               const float* norms, const ConvNeeds& needs, const TransposedSliding& at, int64_t activation,
+               double slope) {
+  check(x, v, std::nullopt, at);
+  check_activation(activation, slope);
+  const std::optional<ConvShape> shape = needs.x || needs.v ? conv_shape(x, v, at) : std::nullopt;
+  if (!shape) return {};
+  const Tensor weights = as_dtype(v, ScalarType::Float);
+  std::vector<float> held;
+  const TransposedCall call{*shape, x, weights, g ? floats_of(*g, held) : nullptr, nullptr,
+                            static_cast<Activation>(activation), static_cast<float>(slope)};
+  check_gradient(dy, "dy", output_sizes(call), x);
+  if (activation != 0) check_gradient(y, "y", output_sizes(call), x);
+  std::optional<Rounded> dgain;
+  if (g) dgain.emplace(sizes_of(*g), g->scalar_type());
+  const Given given{dy, y, norms, needs, dgain ? dgain->data() : nullptr};
+  const std::optional<LayerGradients> made = backward_by(choose_backward(traits_of(call), needs), call, given);
+  if (!made) return {};
+  const auto rounded = [](const Gradient& found, const Tensor& like) {
+    return found ? Gradient(as_dtype(*found, like.scalar_type())) : Gradient();
+  };
+  return {true, rounded(made->dx, x), rounded(made->dv, v), dgain && needs.v ? Gradient(dgain->tensor()) : Gradient(),
+          rounded(made->dbias, v), rounded(made->dz, x)};
+}
+
 }  // namespace
 
 std::tuple<Gradient, Gradient> conv_transpose(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const Extents& stride, const Extents& padding, const Extents& dilation,
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
+  check_parameters(x, v, g, std::nullopt);
   const TransposedSliding at{stride, padding, dilation, output_padding, groups};
   return forward(x, v, g, bias, residual, at, activation, slope, nullptr);
 }
@@ -231,38 +261,39 @@ std::tuple<Gradient, Gradient> kept_conv_transpose(
     const std::optional<Tensor>& residual, const std::vector<Tensor>& known, const Extents& stride,
     const Extents& padding, const Extents& dilation, const Extents& output_padding, int64_t groups, int64_t activation,
     double slope) {
+  check_parameters(x, v, g, std::nullopt);
   const TransposedSliding at{stride, padding, dilation, output_padding, groups};
   KeptBanks banks{known, {}};
   const Gradient y = std::get<0>(forward(x, v, g, bias, residual, at, activation, slope, &banks));
   return {y, banks.added};
 }
 
-std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpose_backward(
+Found conv_transpose_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs_given, const Extents& stride, const Extents& padding, const Extents& dilation,
+    int64_t needs, const Extents& stride, const Extents& padding, const Extents& dilation,
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
-  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
-  check(x, v, g, std::nullopt, at);
-  check_activation(activation, slope);
-  const ConvNeeds needs(needs_given);
-  const std::optional<ConvShape> shape = needs.x || needs.v ? conv_shape(x, v, at) : std::nullopt;
-  if (!shape) return {};
-  const Tensor weights = as_dtype(v, ScalarType::Float);
-  std::vector<float> held;
-  const TransposedCall call{*shape, x, weights, floats_of(g, held), nullptr, static_cast<Activation>(activation),
-                            static_cast<float>(slope)};
-  check_gradient(dy, "dy", output_sizes(call), x);
-  if (activation != 0) check_gradient(y, "y", output_sizes(call), x);
+  check_parameters(x, v, g, std::nullopt);
   check_norm(norm, v.size(0));
-  Rounded dgain(sizes_of(g), g.scalar_type());
-  const Given given{dy, y, entries<float>(norm), needs, dgain.data()};
-  const std::optional<LayerGradients> made = backward_by(choose_backward(traits_of(call), needs), call, given);
-  if (!made) return {};
-  const auto rounded = [](const Gradient& found, const Tensor& like) {
-    return found ? Gradient(as_dtype(*found, like.scalar_type())) : Gradient();
-  };
-  return {true, rounded(made->dx, x), rounded(made->dv, v), needs.v ? Gradient(dgain.tensor()) : Gradient(),
-          rounded(made->dbias, v), rounded(made->dz, x)};
+  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
+  return backward(dy, y, x, v, g, entries<float>(norm), ConvNeeds(needs), at, activation, slope);
+}
+
+Gradient plain_conv_transpose(
+    const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+    const Extents& stride, const Extents& padding, const Extents& dilation, const Extents& output_padding,
+    int64_t groups, int64_t activation, double slope) {
+  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
+  return std::get<0>(forward(x, w, std::nullopt, bias, residual, at, activation, slope, nullptr));
+}
+
+std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_transpose_backward(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& w, int64_t needs, const Extents& stride,
+    const Extents& padding, const Extents& dilation, const Extents& output_padding, int64_t groups, int64_t activation,
+    double slope) {
+  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
+  auto [done, dx, dw, dg, dbias, dz] =
+      backward(dy, y, x, w, std::nullopt, nullptr, ConvNeeds(needs), at, activation, slope);
+  return {done, dx, dw, dbias, dz};
 }
 
 }  // namespace wnfused
@@ -271,4 +302,6 @@ STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CPU, library) {
   library.impl("conv_transpose", TORCH_BOX(&wnfused::conv_transpose));
   library.impl("kept_conv_transpose", TORCH_BOX(&wnfused::kept_conv_transpose));
   library.impl("conv_transpose_backward", TORCH_BOX(&wnfused::conv_transpose_backward));
+  library.impl("plain_conv_transpose", TORCH_BOX(&wnfused::plain_conv_transpose));
+  library.impl("plain_conv_transpose_backward", TORCH_BOX(&wnfused::plain_conv_transpose_backward));
 }

@@ -11,11 +11,11 @@
 
 namespace wnfused::cpu {
 
-// v in float32, with dense rows.
+// v in float32, with dense rows. gain null: v is the weight itself, without norms; bias may be null.
 struct TransposedCall {
   const ConvShape& shape;
   const Tensor &x, &v;
-  const float *gain, *bias;  // bias may be null
+  const float *gain, *bias;
   Activation activation;
   float slope;
 };

@@ -112,7 +112,7 @@ bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, 
   if (plan.room.size > kMostOfOne) return false;
   workers = workers_within(workers, plan.room.size);
   plan.offsets = strip_offsets(plan.strips, plan.cut);
-  row_norms(layer.v, norms, 0, shape.outputs);
+  if (layer.gain) row_norms(layer.v, norms, 0, shape.outputs);
   const std::vector<float> scale = scales_of(layer.gain, norms, shape.outputs);
   const Workspace memory(workers * plan.room.size);
 

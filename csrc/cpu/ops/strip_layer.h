@@ -18,7 +18,7 @@ struct StripLayer {
   const ConvShape& shape;
   bool transposed;
   const Tensor &x, &v;
-  const float *gain, *bias;  // bias may be null
+  const float *gain, *bias;  // gain null: v is the weight itself, without norms; bias may be null
   Activation activation;
   float slope;
 };

@@ -186,7 +186,7 @@ bool all_finite(const Tensor& t) {
 bool all_finite(const float* gain, const float* norms, int64_t rows) {
   const std::vector<float> scale = scales_of(gain, norms, rows);
   const auto finite = [](float value) { return std::isfinite(value); };
-  return std::all_of(scale.begin(), scale.end(), finite) && std::all_of(norms, norms + rows, finite);
+  return std::all_of(scale.begin(), scale.end(), finite) && (!gain || std::all_of(norms, norms + rows, finite));
 }
 
 }  // namespace wnfused::cpu

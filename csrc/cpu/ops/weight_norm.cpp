@@ -1,6 +1,6 @@
 // Row norm, forward and backward, of one tensor or of all tensors of a model in one call.
 //
-//   data     v [outer, rows, inner]: row r is the set of all v[o, r, i]
+//   data     v [outer, rows, inner], in the order of its memory: row r is the set of all v[o, r, i]
 //   runs     outer = 1, rows along dim 0: each row is one run of memory, and all rows of all tensors of a call are shared
 //            out among the threads in pieces of whole rows
 //   columns  outer > 1: lines of rows * inner entries, summed column by column in chunks of lines that the shape decides
@@ -11,8 +11,10 @@
 // Floor: forward v read and w written, backward dw and v read and dv written: memory's time, the arithmetic is free.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
+#include <memory>
 #include <type_traits>
 
 #include "cpu/layer/formats.h"
@@ -30,12 +32,32 @@ struct RowLayout {
   int64_t outer, rows, inner;
 };
 
+// The dims but for those of a single entry, from far apart in memory to side by side.
+std::vector<int64_t> order_of_memory(const Tensor& v) {
+  std::vector<int64_t> order;
+  for (int64_t d = 0; d < v.dim(); ++d)
+    if (v.size(d) != 1) order.push_back(d);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return v.stride(a) > v.stride(b); });
+  return order;
+}
+
+// Whether the entries are one run of memory, whatever the order of the dims.
+bool is_dense(const Tensor& v) {
+  if (v.is_contiguous()) return true;
+  const std::vector<int64_t> order = order_of_memory(v);
+  int64_t entries = 1;
+  for (auto d = order.rbegin(); d != order.rend(); entries *= v.size(*d++))
+    if (v.stride(*d) != entries) return false;
+  return true;
+}
+
 RowLayout rows_of(const Tensor& v, int64_t dim) {
   if (dim < 0) return {1, 1, v.numel()};
   STD_TORCH_CHECK(dim < v.dim(), "weight_norm: dim ", dim, " is out of range for a tensor of ", v.dim(), " dims");
+  if (v.size(dim) == 1) return {1, 1, v.numel()};
   int64_t outer = 1, inner = 1;
-  for (int64_t d = 0; d < dim; ++d) outer *= v.size(d);
-  for (int64_t d = dim + 1; d < v.dim(); ++d) inner *= v.size(d);
+  for (int64_t d : order_of_memory(v))
+    if (d != dim) (v.stride(d) > v.stride(dim) ? outer : inner) *= v.size(d);
   return {outer, v.size(dim), inner};
 }
 
@@ -99,11 +121,12 @@ void run_columns(const Task<T, W>& task) {
   const auto& on = kernels<T>();
   const int64_t outer = task.shape.outer, rows = task.shape.rows, inner = task.shape.inner;
   const int64_t length = rows * inner;  // rows without an entry have a norm, 0, too
-  constexpr int64_t kMaxChunks = 64;
-  const int64_t least = (outer + kMaxChunks - 1) / kMaxChunks;
+  constexpr int64_t kLeastChunks = 8, kMostChunks = 64, kMostSums = int64_t{1} << 14;
+  const int64_t most = std::clamp(kMostSums / std::max<int64_t>(length, 1), kLeastChunks, kMostChunks);
+  const int64_t least = divide_up(outer, most);
   const int64_t chunk = std::max<int64_t>({kGrain / std::max<int64_t>(length, 1), least, 1});
-  const int64_t chunks = std::max<int64_t>((outer + chunk - 1) / chunk, 1);
-  std::vector<double> sums(chunks * length, 0);
+  const int64_t chunks = std::max<int64_t>(divide_up(outer, chunk), 1);
+  const std::unique_ptr<double[]> sums(new double[chunks * length]);
   const auto in_chunks = [&](const auto& run) {
     for_rows(0, chunks, chunk * length, [&](int64_t begin, int64_t end) {
       for (int64_t c = begin; c < end; ++c) run(c, c * chunk * length, std::min(chunk, outer - c * chunk));
@@ -114,21 +137,24 @@ void run_columns(const Task<T, W>& task) {
   constexpr int64_t kRun = 64;
   in_chunks([&](int64_t c, int64_t at, int64_t lines) {
     std::vector<W> run(length);
+    double* into = sums.get() + c * length;
+    std::fill(into, into + length, 0);
     for (int64_t line = 0; line < lines; line += kRun, at += kRun * length) {
       std::fill(run.begin(), run.end(), W(0));
       on.column_sums(other + at, task.v + at, std::min(kRun, lines - line), length, run.data());
-      for (int64_t i = 0; i < length; ++i) sums[c * length + i] += run[i];
+      for (int64_t i = 0; i < length; ++i) into[i] += run[i];
     }
   });
-  for (int64_t c = 1; c < chunks; ++c)
-    for (int64_t i = 0; i < length; ++i) sums[i] += sums[c * length + i];
   std::vector<W> s(length), t(length), norm(length);
-  for (int64_t row = 0; row < rows; ++row) {
-    double sum = 0;
-    for (int64_t i = row * inner; i < (row + 1) * inner; ++i) sum += sums[i];
-    const RowFactors<T, W> found(task, row, static_cast<W>(sum));
-    for (int64_t i = row * inner; i < (row + 1) * inner; ++i) s[i] = found.s, t[i] = found.t, norm[i] = found.norm;
-  }
+  for_rows(0, rows, chunks * inner, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      double sum = 0;
+      for (int64_t c = 0; c < chunks; ++c)
+        for (int64_t i = row * inner; i < (row + 1) * inner; ++i) sum += sums[c * length + i];
+      const RowFactors<T, W> found(task, row, static_cast<W>(sum));
+      for (int64_t i = row * inner; i < (row + 1) * inner; ++i) s[i] = found.s, t[i] = found.t, norm[i] = found.norm;
+    }
+  });
   if (!task.w) return;
   in_chunks([&](int64_t, int64_t at, int64_t lines) {
     on.column_combine({task.backward() ? task.dw + at : nullptr, task.v + at, task.w + at, s.data(), t.data(), norm.data()},
@@ -188,8 +214,9 @@ class Batch {
   int64_t entries_ = 0;
 };
 
-// A tensor as the kernels read it: rows along dim 0 each in one run, or contiguous; float16 as float.
-Tensor readable(const Tensor& t) {
+// A tensor as the kernels read it: one run of memory, float16 as float.
+Tensor readable(const Tensor& given) {
+  const Tensor t = is_dense(given) ? given : torch::stable::contiguous(given);
   return t.scalar_type() == ScalarType::Half ? torch::stable::to(t, ScalarType::Float) : t;
 }
 
@@ -213,9 +240,8 @@ void with_types(const Tensor& v, const Visit& visit) {
 
 bool is_whole(int64_t dim) { return dim < 0; }
 
-void check_gain(const Tensor& g, const Tensor& v, const RowLayout& shape, int64_t dim) {
+void check_gain(const Tensor& g, const RowLayout& shape) {
   STD_TORCH_CHECK(g.numel() == shape.rows, "weight_norm: g has ", g.numel(), " entries for ", shape.rows, " rows");
-  STD_TORCH_CHECK(v.is_contiguous() || (dim <= 0 && has_dense_rows(v)), "weight_norm: v must be dense");
 }
 
 struct Forward {
@@ -223,11 +249,11 @@ struct Forward {
 };
 
 void add_forward(Batch& batch, Forward& f, const Tensor& given, const Tensor& g, int64_t dim, bool weights, bool scales) {
-  const RowLayout shape = rows_of(given, dim);
-  check_gain(g, given, shape, dim);
+  f.v = readable(given);
+  const RowLayout shape = rows_of(f.v, dim);
+  check_gain(g, shape);
   const ScalarType type = wide(given.scalar_type());
   const std::vector<int64_t> sizes = is_whole(dim) ? std::vector<int64_t>{} : std::vector<int64_t>{shape.rows};
-  f.v = readable(given);
   f.gain = torch::stable::contiguous(g.scalar_type() == type ? g : torch::stable::to(g, type));
   f.norm = empty(sizes, type);
   if (weights) f.w = empty_as(f.v);
@@ -250,15 +276,15 @@ struct Backward {
 
 void add_backward(Batch& batch, Backward& b, const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm,
                   int64_t dim) {
-  const RowLayout shape = rows_of(v, dim);
-  check_gain(g, v, shape, dim);
+  b.v = readable(v);
+  const RowLayout shape = rows_of(b.v, dim);
+  check_gain(g, shape);
   const ScalarType type = wide(v.scalar_type());
-  STD_TORCH_CHECK(dw.numel() == v.numel() && dw.scalar_type() == v.scalar_type() && same_layout(dw, v),
-                  "weight_norm_backward: dw must match v");
+  STD_TORCH_CHECK(std::equal(dw.sizes().begin(), dw.sizes().end(), v.sizes().begin(), v.sizes().end()),
+                  "weight_norm_backward: dw must have the shape of v");
   STD_TORCH_CHECK(norm.numel() == shape.rows && norm.is_contiguous() && norm.scalar_type() == type,
                   "weight_norm_backward: norm must match v");
-  b.dw = readable(dw);
-  b.v = readable(v);
+  b.dw = laid_out_as(as_dtype(dw, b.v.scalar_type()), b.v);
   b.gain = torch::stable::contiguous(g.scalar_type() == type ? g : torch::stable::to(g, type));
   b.norm = norm;
   b.dv = empty_as(b.v);

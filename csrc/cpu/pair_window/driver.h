@@ -47,7 +47,7 @@ void pair_window_forward(const ConvForward<PairWindow>& job, Worker& worker) {
   const int64_t inputs = count_of(job.x.is_copied(), map_items(job.input));
   const int64_t added = count_of(job.residual.is_copied(), map_items(job.output));
   const int64_t packs = count_of(!own && !job.is_packed(), window.output_blocks);
-  const int64_t norms_first = count_of(kTransposed && !job.is_packed(), rows.channel_blocks);
+  const int64_t norms_first = count_of(kTransposed && job.norm && !job.is_packed(), rows.channel_blocks);
   worker.phase({inputs, added, kTransposed ? norms_first : packs}, [&](int64_t item) {
     if (item < inputs) return read_item(job.input, job.x, item);
     if ((item -= inputs) < added) return read_item(job.output, job.residual, item);

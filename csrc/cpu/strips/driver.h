@@ -360,7 +360,7 @@ inline void gradient_slice(const StripGradient& job, int64_t group, int64_t slic
   }
 }
 
-// dv and dg of one row, from dw of all slices. Whether dw is finite.
+// dv and dg of one row, from dw of all slices; dv = dw where there is no g. Whether dw is finite.
 inline bool finish_gradient_row(const StripGradient& job, int64_t row) {
   const Strips& strips = job.plan->strips;
   const int64_t length = strips.sources * strips.channel_taps, rows = strips.targets * strips.groups;
@@ -372,7 +372,9 @@ inline bool finish_gradient_row(const StripGradient& job, int64_t row) {
     poison = multiply_add(sum, zero(), poison);
     move.store(dw + i, sum);
   });
-  job.dgain[row] = gradient_row(dw, job.v + row * length, job.dv + row * length, length, job.gain[row], job.norm[row]);
+  float* dv = job.dv + row * length;
+  if (job.gain) job.dgain[row] = gradient_row(dw, job.v + row * length, dv, length, job.gain[row], job.norm[row]);
+  else __builtin_memcpy(dv, dw, length * sizeof(float));
   return sum_of(poison) == 0;
 }
 

@@ -150,7 +150,7 @@ struct StripSums {
 struct StripGradient {
   const StripPlan* plan;
   StripSource x, dz;
-  const float *v, *gain, *norm;
+  const float *v, *gain, *norm;  // gain null: dv is dw
   float *dv, *dgain;      // dv null: nothing of it
   int64_t slices, depth;  // depth: entries of a row of dw, padded; so many offsets, too
   float* dw;              // [slices][rows][depth]
