@@ -228,7 +228,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", ["linear", "conv2d"])
+CONSTANTS = {
+    "linear": (1, 0.0),
+    "conv2d": ((1, 1), (1, 1), (1, 1), 1, 1, 0.0),
+    "conv_transpose2d": ((2, 2), (1, 1), (1, 1), (0, 0), 2, 1, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_both_entries_are_open_to_the_same_calls(name, call, nodes):
     """What is plain stands in Python and in C++."""
@@ -236,14 +243,13 @@ def test_both_entries_are_open_to_the_same_calls(name, call, nodes):
         pytest.skip("asks the entry in C++")
     shapes = LAYERS[name][1]
     inputs = [t.detach() for t in tensors(*shapes)]
-    constants = ((1, 1), (1, 1), (1, 1), 1, 1, 0.0) if name == "conv2d" else (1, 0.0)
     entry = native_entry.layer(name.removesuffix("2d"))
     asked = []
 
     def ask(*tensors):
-        open_to_python = _direct.is_open_to_layers(*tensors)
+        open_to_python = is_open_to_python(name, tensors)
         try:
-            y = entry(*tensors, *constants)
+            y = entry(*tensors, *CONSTANTS[name])
         except RuntimeError as refused:  # by the kernel: it was open
             y = refused
         asked.append((open_to_python, y is not None))
@@ -252,6 +258,50 @@ def test_both_entries_are_open_to_the_same_calls(name, call, nodes):
     call(ask, *inputs)
     ((in_python, in_cpp),) = asked
     assert in_python == in_cpp
+
+
+TRANSPOSED = {
+    "channels_last v": lambda x, v, *rest: (x, v.contiguous(memory_format=torch.channels_last), *rest),
+    "v in another order": lambda x, v, *rest: (x, v.mT.contiguous().mT, *rest),
+    "v of no dims": lambda x, v, *rest: (x, v.sum(), *rest),
+    "g of another size": lambda x, v, g, *rest: (x, v, g[:3], *rest),
+    "g of two dims": lambda x, v, g, *rest: (x, v, g[:, None], *rest),
+    "g in v's dims": lambda x, v, g, *rest: (x, v, g[:, None, None, None], *rest),
+    "bfloat16 parameters": lambda x, *rest: (x.bfloat16(), *(t.bfloat16() for t in rest)),
+    "a float64 v": lambda x, v, *rest: (x, v.double(), *rest),
+    "a float16 g": lambda x, v, g, *rest: (x, v, g.half(), *rest),
+    "a float64 bias": lambda *t: (*t[:3], t[3].double(), t[4]),
+    "a float64 residual": lambda *t: (*t[:4], t[4].double()),
+    "no bias": lambda *t: (*t[:3], None, t[4]),
+}
+
+
+@pytest.mark.parametrize("change", TRANSPOSED.values(), ids=TRANSPOSED)
+def test_both_entries_take_the_same_transposed_convolutions(change, nodes):
+    if nodes != "C++ entry":
+        pytest.skip("asks the entry in C++")
+    inputs = change(*(t.detach() for t in tensors(*LAYERS["conv_transpose2d"][1])))
+    try:
+        y = native_entry.layer("conv_transpose")(*inputs, *CONSTANTS["conv_transpose2d"])
+    except RuntimeError as refused:
+        y = refused
+    assert is_open_to_python("conv_transpose2d", inputs) == (y is not None)
+
+
+def is_open_to_python(name, tensors):
+    if name != "conv_transpose2d":
+        return _direct.is_open_to_layers(*tensors)
+    return _direct.is_open(*tensors) and sys.modules["wnfused.ops.conv"]._is_plain(*tensors)
+
+
+@pytest.mark.parametrize("extent", [1, [1, 1], (1, 1)], ids=str)
+def test_extents_of_any_form_take_it(extent, taken):
+    x, v, g, b = tensors((2, 3, 5, 5), (4, 3, 3, 3), (4,), (4,))
+    y = conv2d(x, v, g, b, extent, extent, extent)
+    torch.testing.assert_close(y, conv2d(x, v, g, b, (1, 1), (1, 1), (1, 1)))
+    z = conv_transpose2d(y, v, g, None, extent, extent, dilation=extent)
+    torch.testing.assert_close(z, conv_transpose2d(y, v, g, None, (1, 1), (1, 1), dilation=(1, 1)))
+    assert taken == [True] * 4
 
 
 def test_cuda_tensors_are_left_to_others_where_the_libraries_have_no_layers(monkeypatch):

@@ -133,6 +133,15 @@ struct Constant<IntArrayRef> {
   IntArrayRef value;
 };
 
+template <class Result, class... Constants>
+using Signature =
+    Result(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...);
+
+template <class Result, class... Constants>
+Result call(c10::TypedOperatorHandle<Signature<Result, Constants...>> op, const Inputs& in, Constants... constants) {
+  return op.call(in.x, in.v, in.g, in.bias, in.residual, constants...);
+}
+
 struct LinearOps {
   static constexpr const char* kForward = "wnfused_native::linear";
   static constexpr const char* kRecorded = "wnfused_autograd::linear";
@@ -142,52 +151,86 @@ struct ConvOps {
   static constexpr const char* kRecorded = "wnfused_autograd::conv";
 };
 
+// A kind of layer whose kernels take every call that is open.
 template <class Ops, class... Constants>
-Tensor run(const Inputs& in, Constants... constants) {
-  using Tensors = std::tuple<Tensor, Tensor>;
-  if (!at::GradMode::is_enabled()) {
-    static const auto forward =
-        op<Tensors(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...)>(
-            Ops::kForward);
-    return std::get<0>(forward.call(in.x, in.v, in.g, in.bias, in.residual, constants...));
+struct Layer {
+  static bool takes(const Inputs&) { return true; }
+
+  static Tensor forward(const Inputs& in, Constants... constants) {
+    static const auto native = op<Signature<std::tuple<Tensor, Tensor>, Constants...>>(Ops::kForward);
+    return std::get<0>(call(native, in, constants...));
   }
-  static const auto recorded =
-      op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...)>(
-          Ops::kRecorded);
-  return recorded.call(in.x, in.v, in.g, in.bias, in.residual, constants...);
-}
+  static Tensor recorded(const Inputs& in, Constants... constants) {
+    static const auto recorded = op<Signature<Tensor, Constants...>>(Ops::kRecorded);
+    return call(recorded, in, constants...);
+  }
+};
+
+struct ConvTransposeOps {
+  static constexpr const char* kForward = "wnfused_autograd::composed_conv_transpose";
+  static constexpr const char* kRecorded = "wnfused_autograd::conv_transpose";
+};
+
+// Kernels for CPU tensors take a part of them, with parameters as a layer has them; the others are composed.
+template <class... Constants>
+struct ConvTranspose : Layer<ConvTransposeOps, Constants...> {
+  static bool takes(const Inputs& in) {
+    const auto fits = [](const Tensor& t) {
+      return t.is_cpu() && (t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16);
+    };
+    const Tensor &v = in.v, &g = in.g;
+    const bool one_a_row = v.dim() > 0 && (g.dim() == 1 || g.dim() == v.dim()) && g.size(0) == v.size(0) &&
+                           g.numel() == v.size(0);
+    return in.x.is_cpu() && v.is_contiguous(v.suggest_memory_format()) && one_a_row && fits(v) && fits(g) &&
+           (!in.bias || fits(*in.bias)) && (!in.residual || fits(*in.residual));
+  }
+
+  static Tensor forward(const Inputs& in, Constants... constants) {
+    using Found = std::tuple<Optional, Optional>;
+    static const auto native = op<Signature<Found, Constants...>>("wnfused_native::conv_transpose");
+    const Optional y = std::get<0>(call(native, in, constants...));
+    return y ? *y : Layer<ConvTransposeOps, Constants...>::forward(in, constants...);
+  }
+};
 
 // (x, v, g, bias, residual, *constants) -> y, or None
-template <class Ops, class... Constants, size_t... I>
+template <class Run, class... Constants, size_t... I>
 PyObject* layer(PyObject* const* objects, Py_ssize_t count, std::index_sequence<I...>) {
   HANDLE_TH_ERRORS
   constexpr size_t kTensors = 5;
   if (count != kTensors + sizeof...(Constants) || is_watched()) Py_RETURN_NONE;
   std::optional<Inputs> in = Inputs::read(objects);
   std::tuple<Constant<Constants>...> constants;
-  if (!in || !(std::get<I>(constants).read(objects[kTensors + I]) && ...)) Py_RETURN_NONE;
+  if (!in || !Run::takes(*in)) Py_RETURN_NONE;
+  if (!(std::get<I>(constants).read(objects[kTensors + I]) && ...)) Py_RETURN_NONE;
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
     in->cast();
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    y = run<Ops, Constants...>(*in, std::get<I>(constants).value...);
+    y = at::GradMode::is_enabled() ? Run::recorded(*in, std::get<I>(constants).value...)
+                                   : Run::forward(*in, std::get<I>(constants).value...);
     in.reset();
   }
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }
 
-template <class Ops, class... Constants>
+template <class Run, class... Constants>
 PyObject* function(PyObject*, PyObject* const* objects, Py_ssize_t count) {
-  return layer<Ops, Constants...>(objects, count, std::index_sequence_for<Constants...>());
+  return layer<Run, Constants...>(objects, count, std::index_sequence_for<Constants...>());
 }
 
 // METH_FASTCALL's type of function, as the table of methods holds it.
-template <class Ops, class... Constants>
+template <template <class...> class Run, class... Constants>
 PyCFunction entry() {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&function<Ops, Constants...>));
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&function<Run<Constants...>, Constants...>));
 }
+
+template <class... Constants>
+using Linear = Layer<LinearOps, Constants...>;
+template <class... Constants>
+using Conv = Layer<ConvOps, Constants...>;
 
 }  // namespace
 }  // namespace wnfused
@@ -195,11 +238,16 @@ PyCFunction entry() {
 PyMODINIT_FUNC PyInit__python() {
   using namespace wnfused;
   static PyMethodDef methods[] = {
-      {"linear", entry<LinearOps, int64_t, double>(), METH_FASTCALL,
+      {"linear", entry<Linear, int64_t, double>(), METH_FASTCALL,
        "(x, v, g, bias, residual, activation, negative_slope): y, or None where the call is no plain one."},
-      {"conv", entry<ConvOps, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(), METH_FASTCALL,
+      {"conv", entry<Conv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(), METH_FASTCALL,
        "(x, v, g, bias, residual, stride, padding, dilation, groups, activation, negative_slope): y, or None where the "
        "call is no plain one."},
+      {"conv_transpose",
+       entry<ConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(),
+       METH_FASTCALL,
+       "(x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope): y, or "
+       "None where the call is no plain one."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, "_python", "Single layers, past Python's argument parsing.", -1, methods, nullptr, nullptr,

@@ -99,11 +99,12 @@ def _direct_transposed_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _is_plain(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Whether the parameters are as a layer has them: contiguous, in a dtype of the kernels, one gain a row."""
+    """Whether the parameters are as a layer has them: contiguous or channels_last, in a dtype of the kernels, one gain
+    a row."""
     tensors = (v, g) + (() if bias is None else (bias,)) + (() if residual is None else (residual,))
     rows = v.shape[0] if v.dim() else 0
     return (
-        v.is_contiguous()
+        v.is_contiguous(memory_format=reference.suggest_memory_format(v))
         and g.dim() in (1, v.dim())
         and g.shape[0] == g.numel() == rows
         and all(t.dtype in native.FUSED_DTYPES and t.is_cpu for t in tensors)
@@ -264,14 +265,16 @@ def _conv(
         code = CODES.get(activation)
     except TypeError:  # a list, say; the check names it
         code = None
-    # A layer's own attributes are tuples; anything else is put in order first.
-    in_order = code is not None and dim is FIRST_DIM and type(stride) is type(padding) is type(dilation) is tuple
+    window: tuple[Any, ...] = (stride, padding, dilation)
+    if not type(stride) is type(padding) is type(dilation) is tuple:
+        window = _in_tuples((stride, padding, dilation), spatial)
+    in_order = code is not None and bool(window) and dim is FIRST_DIM and type(groups) is int
     if in_order and _have_dims(x, v, spatial + 2):
         try:
-            y = _direct(x, v, g, bias, residual, stride, padding, dilation, groups, code, negative_slope)
+            y = _direct(x, v, g, bias, residual, *window, groups, code, negative_slope)
         except (RuntimeError, TypeError):
             given = _checked(spatial, False, x, v, g, bias, stride, *rest)
-            if _in_other_words(given, stride, padding, dilation, groups):
+            if _in_other_words(given, *window, groups):
                 return _run(x, given)
             raise
         if y is not None:
@@ -281,6 +284,20 @@ def _conv(
         named = (x, v, g, bias, stride, padding, dilation, groups)
         return _handed_over("conv", spatial, tensors, named, activation, negative_slope, residual, dim)
     return _run(x, _checked(spatial, False, x, v, g, bias, stride, *rest))
+
+
+def _in_tuples(window: tuple[Any, ...], spatial: int) -> tuple[Any, ...]:
+    """Extents as a layer has them, of ints, tuples and lists of ints; nothing where there is anything else, which the
+    checks read, or name."""
+    found = []
+    for extent in window:
+        if type(extent) is int:
+            found.append((extent,) * spatial)
+        elif type(extent) in (tuple, list) and all(type(n) is int for n in extent):
+            found.append(tuple(extent))
+        else:
+            return ()
+    return tuple(found)
 
 
 def _have_dims(x: Any, v: Any, dims: int) -> bool:
@@ -316,19 +333,16 @@ def _conv_transpose(
         slope_fits = 0 <= negative_slope < math.inf
     except (TypeError, ValueError, RuntimeError):  # a list, say; the check names it
         code = None
-    in_order = (
-        code is not None
-        and dim is FIRST_DIM
-        and type(stride) is type(padding) is type(dilation) is type(output_padding) is tuple
-        and slope_fits
-    )
+    window: tuple[Any, ...] = (stride, padding, dilation, output_padding)
+    if not type(stride) is type(padding) is type(dilation) is type(output_padding) is tuple:
+        window = _in_tuples((stride, padding, dilation, output_padding), spatial)
+    in_order = code is not None and slope_fits and bool(window) and dim is FIRST_DIM and type(groups) is int
     if in_order and _have_dims(x, v, spatial + 2):
         try:
-            geometry = (stride, padding, dilation, output_padding, groups)
-            y = _direct_transposed(x, v, g, bias, residual, *geometry, code, negative_slope)
+            y = _direct_transposed(x, v, g, bias, residual, *window, groups, code, negative_slope)
         except (RuntimeError, TypeError):
             given = _checked(spatial, True, x, v, g, bias, stride, *rest)
-            if _in_other_words(given, stride, padding, dilation, output_padding, groups):
+            if _in_other_words(given, *window, groups):
                 return _run(x, given)
             raise
         if y is not None:
