@@ -30,53 +30,63 @@ WNFUSED_INLINE Triple greatest(const Triple& a, const Triple& b) {
   return {greater(a.level, b.level), greater(a.row, b.row), greater(a.column, b.column)};
 }
 
+// Units [t, t + count) of the line of a grid that has position (d, i, j): all are as far apart.
+WNFUSED_INLINE void locate_line(const Window& window, const Grid& grid, const float* map, int64_t image, const Triple& at,
+                                int64_t t, int64_t count, Units& units) {
+  const Triple &step = window.source_step, &target_step = window.target_step;
+  const Triple first{at.level * step.level, at.row * step.row, at.column * step.column};
+  const float* source = map + (image * window.padded_pixels() + window.padded_offset(first)) * window.pixel;
+  const int64_t level = grid.origin.level + at.level * target_step.level;
+  const int64_t row = grid.origin.row + at.row * target_step.row;
+  const int64_t target = (image * window.target.height + level * window.target_size.row + row) * window.target.width +
+                         grid.origin.column + at.column * target_step.column;
+  for (int64_t k = 0; k < count; ++k) {
+    units.source[t + k] = source + k * step.column * window.pixel;
+    units.target[t + k] = target + k * target_step.column;
+    units.level[t + k] = static_cast<int32_t>(first.level);
+    units.row[t + k] = static_cast<int32_t>(first.row);
+    units.column[t + k] = static_cast<int32_t>(first.column + k * step.column);
+  }
+  units.low = least(units.low, first);
+  units.high = greatest(units.high, {first.level, first.row, first.column + (count - 1) * step.column});
+}
+
 inline void locate_units(const Window& window, const Grid& grid, const float* map, int64_t first, int64_t count,
                          Units& units) {
-  const int64_t pixel = window.pixel;
   units.count = count;
+  const Triple &step = window.source_step, &source_size = window.source_size, &size = grid.size;
   if (window.is_pointwise()) {
     for (int64_t t = 0; t < count; ++t) {
-      units.source[t] = map + (first + t) * pixel;
+      units.source[t] = map + (first + t) * window.pixel;
       units.target[t] = first + t;
     }
-    const Triple& size = window.source_size;
     units.low = {0, 0, 0};
-    units.high = {size.level - 1, size.row - 1, size.column - 1};
+    units.high = {source_size.level - 1, source_size.row - 1, source_size.column - 1};
   } else {
-    const Triple &size = grid.size, &step = window.source_step, &target_step = window.target_step;
     const int64_t images = window.target.images, positions = size.product();
-    int64_t image, position;
+    int64_t image = first / positions, position = first % positions;
     if (window.by_position) image = first % images, position = first / images;
-    else image = first / positions, position = first % positions;
-    const int64_t line0 = position / size.column;
-    int64_t d = line0 / size.row, i = line0 % size.row, j = position % size.column;
-    units.low = {d * step.level, i * step.row, j * step.column};
+    const int64_t line = position / size.column;
+    Triple at{line / size.row, line % size.row, position % size.column};
+    units.low = {at.level * step.level, at.row * step.row, at.column * step.column};
     units.high = units.low;
-    const auto next_position = [&] {
-      if (++j < size.column) return true;
-      j = 0;
-      if (++i < size.row) return true;
-      i = 0;
-      if (++d < size.level) return true;
-      d = 0;
+    const auto next_line = [&] {
+      at.column = 0;
+      if (++at.row < size.row) return true;
+      at.row = 0;
+      if (++at.level < size.level) return true;
+      at.level = 0;
       return false;
     };
-    for (int64_t t = 0; t < count; ++t) {
-      const Triple at{d * step.level, i * step.row, j * step.column};
-      units.source[t] = map + (image * window.padded_pixels() + window.padded_offset(at)) * pixel;
-      const int64_t level = grid.origin.level + d * target_step.level, row = grid.origin.row + i * target_step.row;
-      units.target[t] = (image * window.target.height + level * window.target_size.row + row) * window.target.width +
-                        grid.origin.column + j * target_step.column;
-      units.level[t] = static_cast<int32_t>(at.level);
-      units.row[t] = static_cast<int32_t>(at.row);
-      units.column[t] = static_cast<int32_t>(at.column);
-      units.low = least(units.low, at);
-      units.high = greatest(units.high, at);
+    for (int64_t t = 0; t < count;) {
+      const int64_t run = window.by_position ? 1 : smaller(size.column - at.column, count - t);
+      locate_line(window, grid, map, image, at, t, run, units);
+      t += run;
       if (window.by_position) {
         if (++image < images) continue;
         image = 0;
-        next_position();
-      } else if (!next_position()) {
+        if (++at.column == size.column) next_line();
+      } else if ((at.column += run) == size.column && !next_line()) {
         ++image;
       }
     }
