@@ -22,16 +22,17 @@ bool meets_padding(const ConvShape& shape) {
 // First layers, of images or signals, that the vendor's kernels run faster, measured on Zen 4: those whose output is more
 // than a call's cost, but for
 //
-//   forward    channels_last with an activation to gain from, and in one dim those with a stride; in NCHW these kernels
-//              write y by transposed panels
+//   forward    over two dims those with an activation to gain from, in NCHW where there are few taps; in one dim those
+//              with a stride
 //   backward   windows of several levels, without the input's gradient; with it, in NCHW over two dims, windows of one
 //              column and those with a stride of 1
 bool is_vendors_first_layer(const ConvTraits& layer, bool passes) {
-  constexpr int64_t kLargeMap = int64_t{1} << 18, kWide = 64;
+  constexpr int64_t kWide = 64;
   const ConvShape& shape = layer.shape;
-  if (!shape.has_thin_input() || shape.kernel.level > 1 || output_floats(shape) <= kLargeMap) return false;
+  if (!shape.has_thin_input() || shape.kernel.level > 1 || output_floats(shape) <= kLargeFirstLayer) return false;
   if (layer.dims == 1) return shape.stride.column == 1;
-  return !(layer.last && passes && shape.outputs >= kWide);
+  const bool fills = active_isa() == Isa::kAvx512 || shape.outputs >= kWide;
+  return !passes || !(layer.last ? fills : is_direct_first_layer(layer));
 }
 
 bool is_vendors_first_layer_backward(const ConvTraits& layer, bool input) {
@@ -97,6 +98,16 @@ bool is_vendors_bfloat16(const ConvTraits& layer, Method method) {
 }
 
 }  // namespace
+
+// Measured on AVX-512.
+bool is_direct_first_layer(const ConvTraits& layer) {
+  constexpr int64_t kFewTaps = 16;
+  const ConvShape& shape = layer.shape;
+  if (layer.transposed || layer.last || layer.dims != 2 || layer.bfloat16 || !shape.has_thin_input()) return false;
+  if (active_isa() != Isa::kAvx512 || shape.outputs < kLanes) return false;
+  if (shape.taps() > kFewTaps && output_floats(shape) > kLargeFirstLayer) return false;
+  return float_method(shape, false) == Method::kDirect;
+}
 
 bool has_many_bfloat16_products(const ConvTraits& layer, int64_t times) {
   // What a call of the vendor's costs beside its products, in multiply-adds of a worker.

@@ -24,6 +24,13 @@ std::optional<Method> own_method_backward(const ConvTraits& layer, const ConvNee
 // How they take it in float32, be they faster or not.
 std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool kept = false);
 
+// First layers over two dims, of images, in NCHW whose pixels the kernels of conv_layer/ take one after another, with y
+// written by transposed panels. The more taps, the more the vendor gains on large maps.
+bool is_direct_first_layer(const ConvTraits& layer);
+
+// Floats of y from which a first layer is large: its output is more than a call's cost.
+constexpr int64_t kLargeFirstLayer = int64_t{1} << 18;
+
 // 3x3 layers that keep the size of a map, and over three dims 3x3x3 and 1x3x3 ones.
 bool takes_winograd(const ConvShape& shape);
 

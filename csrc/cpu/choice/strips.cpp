@@ -72,6 +72,7 @@ bool has_strips(const ConvTraits& layer) {
 
 // Convolutions with a stride and many taps, on short lines, the vendor runs as fast, and those with many channels to turn.
 bool suits_strips(const ConvTraits& layer) {
+  if (is_direct_first_layer(layer)) return false;
   constexpr int64_t kManyTaps = 25, kShortLine = 64;
   const ConvShape& shape = layer.shape;
   const bool strided = shape.stride.product() > 1 && shape.taps() > kManyTaps && shape.groups == 1;

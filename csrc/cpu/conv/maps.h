@@ -118,7 +118,12 @@ WNFUSED_INLINE void read_entries(const MapShape& shape, const ExternalMap& sourc
     for (int64_t t = 0; t < count; t += kLanes) {
       t = smaller(t, count - kLanes);
       Block block[kLanes];
-      for (int i = 0; i < kLanes; ++i) block[i] = i < lanes ? load(corner + t + i * source.channel_stride) : zero();
+      const T* at = corner + t;
+      if (lanes == kLanes) {  // by constant indices, so that blocks stay in registers
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(at + i * source.channel_stride);
+      } else {
+        for (int i = 0; i < kLanes; ++i) block[i] = i < lanes ? load(at + i * source.channel_stride) : zero();
+      }
       transpose(block);
       WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(target + (t + i) * padded + channel0, block[i]);
     }
@@ -179,7 +184,12 @@ WNFUSED_INLINE void write_entries(const MapShape& shape, const float* source, co
       Block block[kLanes];
       WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(source + (t + i) * padded + channel0);
       transpose(block);
-      for (int i = 0; i < lanes; ++i) store(corner + t + i * target.channel_stride, block[i]);
+      T* at = corner + t;
+      if (lanes == kLanes) {  // by constant indices, so that blocks stay in registers
+        WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) store(at + i * target.channel_stride, block[i]);
+      } else {
+        for (int i = 0; i < lanes; ++i) store(at + i * target.channel_stride, block[i]);
+      }
     }
   }
   for (int64_t t = 0; t < count && !blocks; ++t, place.advance(), source += padded)
