@@ -140,6 +140,28 @@ def test_groups_of_few_channels_keep_their_kernels():
             assert torch.equal(layer(x), expected)
 
 
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("dim", [1, 2, None])
+@pytest.mark.parametrize(
+    "make", [lambda **o: wnfused.WNConvTranspose2d(64, 64, 4, 2, 1, **o), lambda **o: WNConv2d(64, 128, 3, 2, 1, **o)]
+)
+def test_convolutions_normalised_along_another_dim_keep_their_kernels(make, dim):
+    layer, x = make(dim=dim, activation="relu"), torch.randn(2, 64, 9, 9)
+    with torch.no_grad():
+        layer.weight_v.select(dim or 0, 1).zero_()
+        layer.weight_v[3].zero_()
+        wanted = layer(x)
+        state = copy.deepcopy(layer.state_dict())
+        with wnfused.frozen(layer):
+            torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-5)
+            assert type(layer._frozen).__name__ == "Kept"
+            layer.load_state_dict({name: 2 * entry for name, entry in state.items()})
+            inside = layer(x)
+        torch.testing.assert_close(inside, layer(x), rtol=1e-4, atol=1e-5)
+        assert layer.dim == dim
+        torch.testing.assert_close(layer.weight_v, 2 * state["weight_v"])
+
+
 def test_training_inside_still_has_gradients_and_runs_as_always():
     net, x = model(), torch.randn(2, 3, 6, 6)
     net(x).sum().backward()

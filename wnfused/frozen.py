@@ -36,11 +36,12 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
     Convolutions whose products the C++ kernels take themselves (float32 on the CPU, bfloat16 under autocast, mostly)
-    keep copies of v and g instead. They also keep the packed weights, from their first call on, where reading those
-    is faster than packing again: from 65,536 weights on, of 3x3 layers with stride 1 from 442,368 on and on maps of
-    up to 128 pixels alone. That takes as much memory as v, by Winograd's method up to four times as much. Linear layers
-    of more than one feature keep copies, too, since their kernels normalise while they read v (of bfloat16 from 65,536
-    weights on); other convolutions keep them beside their weights, for maps of up to eight pixels.
+    keep copies of v and g instead, normalised along another dim of the weight and the norms of its rows. They also
+    keep the packed weights, from their first call on, where reading those is faster than packing again: from 65,536
+    weights on, of 3x3 layers with stride 1 from 442,368 on and on maps of up to 128 pixels alone. That takes as much
+    memory as v, by Winograd's method up to four times as much. Linear layers of more than one feature keep copies,
+    too, since their kernels normalise while they read v (of bfloat16 from 65,536 weights on); other convolutions keep
+    them beside their weights, for maps of up to eight pixels.
 
     Layers whose parameters are parametrised or pruned run as always. So do residual stages: they normalise and pack a
     weight while the convolution before it runs. Packed ahead, measured on the three stages of WRN-304, they would be 0
@@ -91,6 +92,7 @@ def _refresh(layer: nn.Module, _: Any) -> None:
 def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
     """The layers' plain forms, or copies, with parameters of their own that record no gradient."""
     groups: dict[tuple[int | None, torch.device], list[int]] = {}
+    given, layers = layers, [_by_rows(layer) for layer in layers]
     for i, layer in enumerate(layers):
         if not _has_own_products(layer):
             groups.setdefault((layer.dim, layer.weight_v.device), []).append(i)
@@ -100,11 +102,29 @@ def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
         found = weight_norm_many([m.weight_v for m in chosen], [m.weight_g for m in chosen], dim)
         weights.update(zip(members, found, strict=True))
     forms = [_by_pixels(layer, weights[i]) if i in weights else _own(layer) for i, layer in enumerate(layers)]
-    for layer, form in zip(layers, forms, strict=True):
+    for layer, form in zip(given, forms, strict=True):
         # The forms are nobody's submodules: they stay as they are where the model is moved.
         form.__dict__["made_for"] = (layer.weight_v.dtype, layer.weight_v.device)
         form.__dict__["made_of"] = tuple(layer._parameters.values())
     return forms
+
+
+def _by_rows(layer: WeightNormalised) -> WeightNormalised:
+    """A convolution that is normalised along another dim, as one of rows where there are kernels for those: its ``v``
+    is the weight, ``g`` the norms of the weight's rows."""
+    if not isinstance(layer, _ConvNd) or layer.dim == 0:
+        return layer
+    rows = _copy(layer)
+    rows.dim = 0
+    if not _has_own_products(rows):
+        return layer
+    (weight,) = weight_norm_many([layer.weight_v], [layer.weight_g], layer.dim)
+    norms = torch.linalg.vector_norm(weight.flatten(1), dim=1).reshape(-1, *[1] * (weight.dim() - 1))
+    rows._parameters |= {
+        "weight_v": nn.Parameter(weight, requires_grad=False),
+        "weight_g": nn.Parameter(norms, requires_grad=False),
+    }
+    return rows
 
 
 def _by_pixels(layer: WeightNormalised, weight: Tensor) -> nn.Module:
@@ -150,7 +170,7 @@ def _own(layer: WeightNormalised) -> nn.Module:
     return Kept(copied) if keeps else copied
 
 
-def _copy(layer: WeightNormalised) -> nn.Module:
+def _copy(layer: WeightNormalised) -> WeightNormalised:
     copied = copy.copy(layer)
     copied._parameters = {
         name: None if p is None else nn.Parameter(p.detach().clone(), requires_grad=False)
