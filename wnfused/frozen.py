@@ -36,12 +36,12 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
     Convolutions whose products the C++ kernels take themselves (float32 on the CPU, bfloat16 under autocast, mostly)
-    keep copies of v and g instead, normalised along another dim of the weight and the norms of its rows. They also
-    keep the packed weights, from their first call on, where reading those is faster than packing again: from 65,536
-    weights on, of 3x3 layers with stride 1 from 442,368 on and on maps of up to 128 pixels alone. That takes as much
-    memory as v, by Winograd's method up to four times as much. Linear layers of more than one feature keep copies,
-    too, since their kernels normalise while they read v (of bfloat16 from 65,536 weights on); other convolutions keep
-    them beside their weights, for maps of up to eight pixels.
+    keep copies of v and g instead; where they are normalised along another dim than their rows, of the weight and the
+    norms of its rows. They also keep the packed weights, from their first call on, where reading those is faster than
+    packing again: from 65,536 weights on, of 3x3 layers with stride 1 from 442,368 on and on maps of up to 128 pixels
+    alone. That takes as much memory as v, by Winograd's method up to four times as much. Linear layers of more than
+    one feature keep copies, too, since their kernels normalise while they read v (of bfloat16 from 65,536 weights
+    on); other convolutions keep them beside their weights, for maps of up to eight pixels.
 
     Layers whose parameters are parametrised or pruned run as always. So do residual stages: they normalise and pack a
     weight while the convolution before it runs. Packed ahead, measured on the three stages of WRN-304, they would be 0

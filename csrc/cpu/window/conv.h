@@ -30,7 +30,7 @@ WNFUSED_INLINE Triple greatest(const Triple& a, const Triple& b) {
   return {greater(a.level, b.level), greater(a.row, b.row), greater(a.column, b.column)};
 }
 
-// Units [t, t + count) of the line of a grid that has position (d, i, j): all are as far apart.
+// Units [t, t + count), which are neighbours in a line of the grid, from position `at` on: equal steps apart.
 WNFUSED_INLINE void locate_line(const Window& window, const Grid& grid, const float* map, int64_t image, const Triple& at,
                                 int64_t t, int64_t count, Units& units) {
   const Triple &step = window.source_step, &target_step = window.target_step;
