@@ -14,8 +14,9 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Rows at once, and the least number of sums, so that none waits for the one before it.
-constexpr int kPanelRows = kParts == 1 ? 8 : 4, kPanelSums = 8 / kParts;
+// Rows at once, and the least number of sums, so that none waits for the one before it. A Block of AVX2 is two registers,
+// of which there are 16: 12 sums.
+constexpr int kPanelRows = kParts == 1 ? 8 : 6, kPanelSums = 8 / kParts;
 
 // stride: from one row to the next. ahead: from a row to one that is to be fetched, 0 for none.
 template <int kTile>
@@ -45,8 +46,8 @@ WNFUSED_INLINE void panel_sums(const float* rows, int64_t stride, int64_t depth,
   WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) result[t] = sums[0][t];
 }
 
-// tile(rows, m) for rows m, m + 1, ... of [begin, end), as many as fit, in the same tiles wherever a multiple of
-// kPanelRows begins.
+// tile(rows, m) for rows m, m + 1, ... of [begin, end), as many as fit: in the same tiles wherever it begins at a multiple of
+// kPanelRows.
 template <class Tile>
 WNFUSED_INLINE void for_tiles(int64_t begin, int64_t end, const Tile& tile) {
   int64_t m = begin;

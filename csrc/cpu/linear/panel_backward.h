@@ -39,14 +39,16 @@ WNFUSED_INLINE void panel_product(const float* rows, int64_t stride, int64_t dep
       for (int64_t b = group; b < group_end; ++b)
         at_columns(b * kLanes, width, [&](const auto& move) __attribute__((always_inline)) {
           const float* panel = panels + (b - group) * count * kLanes;
-          for_tiles(begin, end, [&](auto tile, int64_t m) __attribute__((always_inline)) {
+          const auto finish = [&](auto tile, int64_t m) __attribute__((always_inline)) {
             Block sums[tile.value];
             panel_sums(rows + m * stride + at, stride, count, panel, sums);
             WNFUSED_UNROLL for (int t = 0; t < tile.value; ++t) {
               float* target = out + (m + t) * width + b * kLanes;
               move.store(target, at == 0 ? sums[t] : sums[t] + move.load(target));
             }
-          });
+          };
+          // Parts begin at multiples of 16 rows: so do tiles, that sums are the same in any number of parts.
+          for (int64_t m = begin; m < end; m += kLanes) for_tiles(m, smaller(m + kLanes, end), finish);
         });
     }
   }

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kMostInner = 4096;  // of a row, 16 of which fill a quarter of a megabyte: they stay in L2
 constexpr int64_t kMostOfX = int64_t{1} << 17;  // floats of rows of x that all of v passes by at a time: half of L2
-constexpr int64_t kLeastRows = 192;             // of them, beside which turning v again costs little
+constexpr int64_t kLeastRows = 192;             // of them, a multiple of a tile, beside which turning v again costs little
 
 // A single feature would fill one lane of a vector: a matrix by a vector is the vendor's.
 bool have_panels(const LinearShape& shape, const Tensor& x, const Tensor& v) {
@@ -28,8 +28,9 @@ struct Cuts {
 };
 
 Cuts cuts_for(const LinearShape& shape, int64_t workers) {
-  const int64_t blocks = divide_up(shape.features, kLanes), tiles = divide_up(shape.rows, kPanelTile);
-  const int64_t part = divide_up(tiles, workers) * kPanelTile;  // of the rows
+  const int64_t tile = panel_kernels()->tile;
+  const int64_t blocks = divide_up(shape.features, kLanes), tiles = divide_up(shape.rows, tile);
+  const int64_t part = divide_up(tiles, workers) * tile;  // of the rows
   const int64_t by_features = divide_up(blocks, workers) * (shape.rows + kPanelCost);
   const int64_t by_rows = blocks * (part + kPanelCost);
   // A large x every worker would read from memory.
@@ -87,16 +88,19 @@ bool linear_by_panels(const LinearCall& call) {
       call.slope};
   const int64_t workers = product_workers(shape.panel_work() * divide_up(shape.features, kLanes) * kLanes);
   const Cuts cuts = cuts_for(shape, workers);
-  const int64_t room = round_up(shape.inner, kLanes) * kLanes, shares = cuts.rows * cuts.features;
-  const int64_t rows_at_once = std::max(kMostOfX / shape.inner / kPanelTile * kPanelTile, kLeastRows);
+  const int64_t panel = round_up(shape.inner, kLanes) * kLanes, shares = cuts.rows * cuts.features;
+  const int64_t room = panel + round_up(shape.features, kLanes);
+  const int64_t tile = panel_kernels()->tile;
+  const int64_t rows_at_once = std::max(kMostOfX / shape.inner / tile * tile, kLeastRows);
   const Workspace memory(shares * room);
   std::atomic<bool> in_range{true};
   share_out(0, shares, 1, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
-      const int64_t first = begin_of(shape.rows, kPanelTile, s % cuts.rows, cuts.rows);
-      const int64_t last = begin_of(shape.rows, kPanelTile, s % cuts.rows + 1, cuts.rows);
+      const int64_t first = begin_of(shape.rows, tile, s % cuts.rows, cuts.rows);
+      const int64_t last = begin_of(shape.rows, tile, s % cuts.rows + 1, cuts.rows);
       PanelShare share{0, 0, begin_of(shape.features, kLanes, s / cuts.rows, cuts.features),
-                        begin_of(shape.features, kLanes, s / cuts.rows + 1, cuts.features), memory.data() + s * room};
+                        begin_of(shape.features, kLanes, s / cuts.rows + 1, cuts.features), memory.data() + s * room,
+                        memory.data() + s * room + panel};
       for (int64_t m = first; m < last; m += rows_at_once) {
         share.row_begin = m;
         share.row_end = std::min(last, m + rows_at_once);

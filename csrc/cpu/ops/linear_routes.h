@@ -15,7 +15,6 @@
 namespace wnfused::cpu {
 
 constexpr int64_t kPanelCost = 6;  // of turning a row of v, in rows of x
-constexpr int64_t kPanelTile = 8;  // rows of x by a panel at once
 
 struct LinearShape {
   int64_t rows, inner, features;

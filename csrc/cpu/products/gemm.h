@@ -212,12 +212,16 @@ struct VectorProducts {
           c += three ? 3 : 2;
         }
     }
-    for (int64_t c = first; c < blocks; ++c)
-      for (int64_t r = 0; r < rows;) {
+    for (int64_t c = first; c < blocks; ++c) {
+      int64_t r = for_tall_tiles(rows, [&](auto tall, int64_t row) __attribute__((always_inline)) {
+        tile(product_tile<Units, tall.value, 1>, row, c);
+      });
+      while (r < rows) {
         const bool tall = r + kSingleRows <= rows;
         tile(tall ? product_tile<Units, kSingleRows, 1> : product_tile<Units, kPairRows, 1>, r, c);
         r += tall ? kSingleRows : kPairRows;
       }
+    }
   }
 };
 

@@ -6,9 +6,10 @@
 //      row r: a0 a1 .. a15           k: w0 .. w15
 //                \__ broadcast a_k  x  vector w_k  ->  accumulator [r][col]
 //
-//   AVX-512 holds 8 rows x 2 blocks (16 of 32 registers, 10 loads to 16 multiply-adds) or 16 x 1; AVX2 4 x 1 (a block
-//   is two registers there: 8 accumulators of 16); portable 128-bit vectors 2 x 1 (8 of 16). The last rows of a panel
-//   are taken 4 (portable 2) at a time, since a single small image fills no more.
+//   AVX-512 holds 8 rows x 2 blocks (16 of 32 registers, 10 loads to 16 multiply-adds) or 16 x 1; AVX2 6 x 1 (a block
+//   is two registers there: 12 accumulators of 16; the 8 of 4 rows are just as many as two ports of a latency of 4 have
+//   under way, and fell behind by a third); portable 128-bit vectors 2 x 1 (8 of 16). The last rows of a panel are taken
+//   4 (portable 2) at a time, since a single small image fills no more.
 //
 // outer_tile: panel transposed times gradient rows (weight gradient); the accumulators stay in registers over a panel
 //
@@ -17,6 +18,8 @@
 //
 // Floor: 16 lanes x 2 FMA ports a cycle on AVX-512, so C^2 x planes / 512 cycles a unit and convolution.
 #pragma once
+
+#include <type_traits>
 
 #include "cpu/vec/vec.h"
 
@@ -27,18 +30,32 @@ namespace wnfused::cpu::WNFUSED_ISA {
 constexpr int kCols = 2;
 constexpr int kPairRows = 8;
 constexpr int kSingleRows = 16;
+constexpr int kTallRows = 0;
 constexpr int kRowMultiple = 4;
 #elif WNFUSED_VECTOR_BITS == 256
 constexpr int kCols = 1;
 constexpr int kPairRows = 4;
 constexpr int kSingleRows = 4;
+constexpr int kTallRows = 6;  // two of them in place of three tiles
 constexpr int kRowMultiple = 4;
 #else
 constexpr int kCols = 1;
 constexpr int kPairRows = 2;
 constexpr int kSingleRows = 2;
+constexpr int kTallRows = 0;
 constexpr int kRowMultiple = 2;
 #endif
+
+// tile(kTallRows, r) for the tall tiles, as many pairs as `rows` have room for. Where the next tile begins.
+template <class Tile>
+WNFUSED_INLINE int64_t for_tall_tiles(int64_t rows, const Tile& tile) {
+  if constexpr (kTallRows > 0) {
+    const int64_t end = rows / (2 * kTallRows) * (2 * kTallRows);
+    for (int64_t r = 0; r < end; r += kTallRows) tile(std::integral_constant<int, kTallRows>{}, r);
+    return end;
+  }
+  return 0;
+}
 
 // A plane of the panel and the plane of the bank it meets; a product sums over one of them (Winograd) or several (the
 // taps of the direct method).
@@ -93,7 +110,10 @@ inline void rows_tile(const PlanePair* planes, int64_t plane_count, const Depth&
 template <int Rows, int Cols>
 inline void multiply_columns(const PlanePair* planes, int64_t plane_count, const Depth& depth, int64_t rows,
                              int64_t bank_offset, int64_t bank_col_stride, float* product, int64_t product_col_stride) {
-  int64_t r = 0;
+  int64_t r = for_tall_tiles(rows, [&](auto tall, int64_t row) __attribute__((always_inline)) {
+    rows_tile<tall.value, Cols>(planes, plane_count, depth, row * kLanes, bank_offset, bank_col_stride,
+                               product + row * kLanes, product_col_stride);
+  });
   for (; r + Rows <= rows; r += Rows)
     rows_tile<Rows, Cols>(planes, plane_count, depth, r * kLanes, bank_offset, bank_col_stride, product + r * kLanes,
                           product_col_stride);

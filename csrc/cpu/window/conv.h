@@ -281,11 +281,13 @@ WNFUSED_INLINE bool takes_pair(const Window& window, int64_t output_block, int64
   return blocks >= 2 && output_block % window.group_blocks + 2 <= window.group_blocks;
 }
 
-// A pointer to each row wants a register, so there are no taller tiles.
+// A pointer to each row wants a register, so there are no taller ones than these.
 template <int Cols>
 inline void window_columns(const PanelProducts& panel, int64_t count, int64_t block, PanelEnd& end) {
   const int64_t rows = round_up_rows(count);
-  int64_t r = 0;
+  int64_t r = for_tall_tiles(rows, [&](auto tall, int64_t row) __attribute__((always_inline)) {
+    window_tile<tall.value, Cols>(panel, row, block, end);
+  });
   for (; r + kPairRows <= rows; r += kPairRows) window_tile<kPairRows, Cols>(panel, r, block, end);
   for (; r < rows; r += kRowMultiple) window_tile<kRowMultiple, Cols>(panel, r, block, end);
 }
