@@ -112,15 +112,17 @@ def _stages(batch: int, recompute: int | None) -> None:
 
 
 def warpgroup() -> None:
-    """The stage by wgmma."""
+    """The stages by wgmma."""
     if torch.cuda.get_device_capability() != (9, 0):
         print("nothing ran: no device of capability 9.0", flush=True)
         return
     native_cuda.use_warpgroup_stage(True)
-    for batch, recompute in ((6, 2), (2, None)):
-        stage = wnfused.WNResidualStage(64, 64, 5, recompute=recompute).to("cuda", torch.bfloat16)
-        stage(torch.randn(batch, 64, 8, 8).to("cuda", torch.bfloat16)).sum().backward()
-        _ran(f"a stage by warpgroups, batch {batch}")
+    for channels, batch, recompute in ((64, 3, 2), (64, 2, None), (32, 3, None)):
+        for precision in ("bf16", "tf32"):
+            stage = wnfused.WNResidualStage(channels, channels, 5, recompute=recompute).to("cuda")
+            with _precision(precision):
+                stage(torch.randn(batch, channels, 512 // channels, 512 // channels).to("cuda")).sum().backward()
+            _ran(f"a stage of {channels} channels by warpgroups, batch {batch}, {precision}")
 
 
 def _ran(what: str) -> None:

@@ -63,19 +63,20 @@ def _stages() -> list[Workload]:
 
 
 def _warpgroup() -> list[Workload]:
-    """The other kernel for one of the stages, by itself."""
+    """The other kernels for some of the stages, beside those that run."""
     return [
         Stage(
             group="stage",
-            name=f"64 channels, 8x8, batch {batch}, 50 blocks, by warpgroups, bf16",
-            channels=64,
-            size=8,
+            name=f"{channels} channels, {size}x{size}, batch {batch}, 50 blocks, by warpgroups, {precision}",
+            channels=channels,
+            size=size,
             batch=batch,
             blocks=50,
-            ours=_peers("bf16", "native *"),
-            peers=_peers("bf16", "warpgroup *"),
+            ours=_peers(precision, "native *"),
+            peers=_peers(precision, "warpgroup *"),
         )
-        for batch in (128, 1024)
+        for channels, size, batch in ((64, 8, 128), (32, 16, 128), (64, 8, 1024))
+        for precision in ("bf16", "tf32")
     ]
 
 

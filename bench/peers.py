@@ -69,8 +69,10 @@ def _on_cuda() -> dict[str, Peer]:
                 key = f"cuda {name} {precision}" + " graph" * graph
                 text = f"{title}, {precision}" + ", captured as a CUDA graph" * graph
                 found[key] = Peer(form, text, backend, precision=precision, captured=graph, channels_last=True)
-    text = "this package, CUDA kernels, stages by wgmma, bf16"
-    found["cuda warpgroup bf16"] = Peer("ours", text, "native", precision="bf16", channels_last=True, warpgroup=True)
+    for precision in ("tf32", "bf16"):
+        text = f"this package, CUDA kernels, stages by wgmma, {precision}"
+        key = f"cuda warpgroup {precision}"
+        found[key] = Peer("ours", text, "native", precision=precision, channels_last=True, warpgroup=True)
     for precision in ("fp32", "tf32", "bf16"):
         text = f"this package, ReLUs in the vendor's products, {precision}"
         key = f"cuda epilogues {precision}"

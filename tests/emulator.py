@@ -88,7 +88,7 @@ class Tree:
             lines = texts[f"cuda/{table}.cu"].splitlines(keepends=True)
             texts[f"cuda/{table}.cu"] = "".join(
                 line for line in lines
-                if not re.match("    (stage|large)_entry<", line) or re.search(r'"(.*)"', line)[1] in entries  # type: ignore[index]
+                if not re.match("    (stage|large|warpgroup)_entry<", line) or re.search(r'"(.*)"', line)[1] in entries  # type: ignore[index]
             )  # fmt: skip
         lines = texts["emulation/small_linear.cpp"].splitlines(keepends=True)
         texts["emulation/small_linear.cpp"] = "".join(
@@ -141,7 +141,7 @@ class Tree:
 
 def _has_kernels(unit: str, text: str) -> bool:
     """Whether a planted bug may be in a header of the unit; those of the module itself have tests of their own."""
-    return re.search("    (stage|large)_entry<", text) is not None or unit in (
+    return re.search("    (stage|large|warpgroup)_entry<", text) is not None or unit in (
         "emulation/layer.cpp", "emulation/small_linear.cpp",
     )  # fmt: skip
 

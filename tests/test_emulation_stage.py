@@ -80,6 +80,8 @@ def test_emulation_matches_float64(module, name, reverse):
     [
         ("bfloat16 64x8x8", "bfloat16 64x8x8 large"),
         ("bfloat16 64x8x8 large", "bfloat16 64x8x8 sm_90a"),
+        ("bfloat16 32x16x16 sm_90a", "bfloat16 32x16x16"),
+        ("tf32 64x8x8 sm_90a", "tf32 64x8x8"),
         ("tf32 16x28x28", "float32 16x28x28"),
         ("float32 32x16x16", "tf32 32x16x16 large"),
         ("float32 16x8x8", "tf32 16x8x8"),
@@ -206,10 +208,19 @@ def test_emulation_huge_and_tiny_rows(module, row, gain):
     assert check(case, module) == []
 
 
-@pytest.mark.parametrize("images", [1, 4, 5])
-def test_emulation_warpgroups_fill_clusters_and_rings(module, images):
-    """Blocks without an image, and more chunks of weights than go round the ring three times."""
-    facts = entry(module, "bfloat16 64x8x8 sm_90a")
+@pytest.mark.parametrize(
+    ("name", "images"),
+    [
+        ("bfloat16 64x8x8 sm_90a", 1),
+        ("bfloat16 64x8x8 sm_90a", 4),
+        ("bfloat16 64x8x8 sm_90a", 5),
+        ("bfloat16 32x16x16 sm_90a", 3),
+        ("tf32 64x8x8 sm_90a", 3),
+    ],
+)
+def test_emulation_warpgroups_fill_clusters_and_rings(module, name, images):
+    """Blocks without an image, and more chunks of weights than go round the ring twice."""
+    facts = entry(module, name)
     case = Case(facts, images, blocks=5, parameters=False)
     assert check(case, module) == []
     expected = case.run(module)[0]

@@ -128,13 +128,24 @@ WARPGROUP_BUGS = {
         HOPPER, "(depth_stride >> 4) << 16 | static_cast<uint64_t>(row_stride >> 4) << 32",
         "(row_stride >> 4) << 16 | static_cast<uint64_t>(depth_stride >> 4) << 32",
     ),
-    "the stride of the weights is that of the operand": (
-        WARPGROUP, "Config::kChannels * 16, 128));", "Config::kChannels * 16, kRowBytes));",
+    "a descriptor moves by bytes": (HOPPER, "descriptor + (bytes >> 4)", "descriptor + bytes"),
+    "the stride of the weights is that of the operand": (WARPGROUP, "kWeightPlane, 128);", "kWeightPlane, kRowBytes);"),
+    "the k-step's plane is passed over": (
+        WARPGROUP, "pixels + 2 * depth * kPlaneBytes + i", "pixels + depth * kPlaneBytes + i",
     ),
-    "the k-step's plane is passed over": (WARPGROUP, "2 * depth * kPlaneBytes, kPlane", "depth * kPlaneBytes, kPlane"),
+    "the weights of a k-step are those of the one before": (
+        WARPGROUP, "+ 2 * depth * kWeightPlane);", "+ 2 * (depth / 2) * kWeightPlane);",
+    ),
+    "two rows of a pair are put together wrongly": (
+        WARPGROUP, "{upper[1], lower[0], upper[3], lower[2]}", "{upper[0], lower[0], upper[2], lower[2]}",
+    ),
+    "the taps of a column are turned round": (WARPGROUP, "ky == 0 ? upper : lower", "ky == 2 ? upper : lower"),
+    "a convolution adds to the sums of the one before": (
+        WARPGROUP, "group > 0 || depth > 0 || ky > 0", "true",
+    ),
     "channels of packed weights exchanged": (
-        WARPGROUP, "piece % kChannels, piece / kChannels % kPlanes * 8 + index % 8",
-        "piece / kChannels % kPlanes * 8 + index % 8, piece % kChannels",
+        WARPGROUP, "piece % kChannels, piece / kChannels % kPlanes * kVector + index % kVector",
+        "piece / kChannels % kPlanes * kVector + index % kVector, piece % kChannels",
     ),
     "the parity of a full slot does not flip": (
         WARPGROUP, "wait_for_phase(full(chunk), phase_of(chunk) % 2)", "wait_for_phase(full(chunk), 0)",
@@ -145,16 +156,18 @@ WARPGROUP_BUGS = {
     "a slot is filled again without waiting": (
         WARPGROUP, "if (index >= Config::kSlots) wait_for_phase", "if (0) wait_for_phase",
     ),
-    "nobody waits for a chunk": (WARPGROUP, "wait_for_phase(full(chunk), phase_of(chunk) % 2);", ""),
+    "nobody waits for a chunk": (WARPGROUP, "wait_for_phase(full(chunk), phase_of(chunk) % 2);", ";"),
     "a chunk is released before its products are done": (
-        WARPGROUP, "wait_products<1>();\n        release_chunk(chunk - 1);", "release_chunk(chunk - 1);",
+        WARPGROUP, "if (group > 0) wait_products<1>();", "if (group > 0) wait_products<2>();",
+    ),
+    "a chunk's products are those of the one before": (
+        WARPGROUP, "first_chunk + group / kChunkGroups;", "first_chunk + (group - 1) / kChunkGroups;",
     ),
     "sums are used before the products are done": (
-        WARPGROUP, "wait_products<0>();\n    release", "wait_products<1>();\n    release",
+        WARPGROUP, "wait_products<0>();\n    settle", "wait_products<1>();\n    settle",
     ),
     "products are never committed": (WARPGROUP, "commit_products();", ""),
     "sums are not fenced": (WARPGROUP, "begin_products();", ""),
-    "the operand is not published": (WARPGROUP, "publish_to_products();", ""),
     "the operand's barrier is missing": (WARPGROUP, "block_barrier();  // the operand is complete", ""),
     "a block expects its own share alone": (
         WARPGROUP, "arrive_expecting(full(index), Config::kChunkBytes)", "arrive_expecting(full(index), kShareBytes)",
@@ -242,7 +255,7 @@ MASK_BUGS = {
 CONFIGURATIONS = ("bfloat16 16x32x32", "bfloat16 32x4x4", "tf32 64x7x7", "bfloat16 16x8x8")
 
 
-# A whole cluster and a block of the next; the ring goes round four times.
+# Two whole clusters and a block of the next; the ring goes round four times.
 WARPGROUP_CONFIGURATION = "bfloat16 64x8x8 sm_90a"
 
 

@@ -20,4 +20,7 @@ WNFUSED_DEVICE uint64_t matrix_descriptor(const char* start, int depth_stride, i
          static_cast<uint64_t>(depth_stride >> 4) << 16 | static_cast<uint64_t>(row_stride >> 4) << 32;
 }
 
+// The same `bytes` further on.
+WNFUSED_DEVICE uint64_t moved(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
+
 }  // namespace wnfused::gpu

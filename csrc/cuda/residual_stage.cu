@@ -52,7 +52,7 @@ const StageEntry& entry_for(const Tensor& x, int64_t blocks, bool tf32) {
   const Precision precision = precision_of(x, tf32);
   const int architecture = architecture_of(device);
   const StageEntry* entry = nullptr;
-  if (warpgroup_stage && precision == Precision::kBfloat16 && architecture == 90) entry = find(stage_sm90a);
+  if (warpgroup_stage && architecture == 90) entry = find(warpgroup_stage_table(precision));
   if (!entry && architecture >= 90) entry = find(large_stage_table(precision));
   if (!entry) entry = find(stage_table(precision));
   STD_TORCH_CHECK(entry, "residual_stage: no CUDA kernel for ", x.size(1), " channels on ", x.size(2), " x ", x.size(3),
@@ -140,11 +140,16 @@ std::string stage_shapes(int64_t precision, int64_t device) {
   return shapes;
 }
 
-// Of the stage by wgmma, on the current device.
+// Of the stages by wgmma, on the current device: the fewest that run at once.
 int64_t warpgroup_clusters() {
-  int count = 0;
-  check(stage_sm90a[0].clusters(&count));
-  return count;
+  int fewest = 0;
+  for (const Precision precision : {Precision::kBfloat16, Precision::kTf32})
+    for (const StageEntry* entry = warpgroup_stage_table(precision); entry->name; ++entry) {
+      int count = 0;
+      check(entry->clusters(&count));
+      fewest = fewest == 0 ? count : std::min(fewest, count);
+    }
+  return fewest;
 }
 
 void set_warpgroup_stage(bool on) { warpgroup_stage = on; }

@@ -33,6 +33,7 @@ struct StageConfig {
   static constexpr int kColumns = kChannels / 8 / kWarpColumns;                     // and of 8 channels
   static constexpr bool kRagged = kPixels != kTiles * kWarpRows * 16;               // tiles reach past the last pixel
   static constexpr bool kEmptyBlocks = false;  // whether a launch may have blocks of threads past the last image
+  static constexpr bool kStartsSums = false;   // whether a convolution's first products do not add to what is in its sums
 
   // Bytes of the operand. A plane holds 16 bytes of every pixel and its border.
   static constexpr int kPlanes = kChannels / Precision::kVector;

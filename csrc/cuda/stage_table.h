@@ -75,7 +75,7 @@ constexpr StageEntry stage_entry(const char* name) {
 // A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each,
 // stage_large_from90.cu what those architectures take first, and stage_sm90a.cu what that one has besides.
 extern const StageEntry stage_bfloat16[], stage_tf32[], stage_float32[], stage_large_bfloat16[], stage_large_tf32[],
-    stage_sm90a[];
+    stage_warpgroup_bfloat16[], stage_warpgroup_tf32[];
 
 inline const StageEntry* stage_table(Precision precision) {
   const StageEntry* tables[] = {stage_bfloat16, stage_tf32, stage_float32};
@@ -85,6 +85,12 @@ inline const StageEntry* stage_table(Precision precision) {
 // Null where a precision has none.
 inline const StageEntry* large_stage_table(Precision precision) {
   const StageEntry* tables[] = {stage_large_bfloat16, stage_large_tf32, nullptr};
+  return tables[static_cast<int>(precision)];
+}
+
+// Likewise.
+inline const StageEntry* warpgroup_stage_table(Precision precision) {
+  const StageEntry* tables[] = {stage_warpgroup_bfloat16, stage_warpgroup_tf32, nullptr};
   return tables[static_cast<int>(precision)];
 }
 

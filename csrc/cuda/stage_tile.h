@@ -204,7 +204,7 @@ struct StageTile {
   // The value of a sum, which starts again from zero.
   WNFUSED_DEVICE float take(int i, int j, int k) {
     const float value = sums[i][j][k];
-    sums[i][j][k] = 0.0f;
+    if constexpr (!Config::kStartsSums) sums[i][j][k] = 0.0f;
     return value;
   }
 

@@ -1,21 +1,21 @@
-// The residual stage of 64 channels on 8 x 8 maps in bf16 by wgmma: sm_90a. One warpgroup has one image, whose 64 pixels
-// are the 64 rows of a product; a convolution is 9 taps of 4 products of 64 x 64 x 16, both operands in shared memory.
+// The residual stage of 32 and 64 channels by wgmma: sm_90a. Pixels are the rows of its products and stay in registers, as
+// fragments of mma, which are loaded once for the taps of a column that share them; weights are in shared memory, read
+// once for the 64 rows of a warpgroup. So a convolution reads less shared memory than by mma, and its products run while
+// their warps load the next ones' pixels and keep the operand.
 //
-//   a            the operand as stage_config.h has it, [8 planes][10][10][8]: 8 pixels of a row of the map are the 8 rows of
-//                16 bytes that wgmma reads, the next row of the map is the next 8, the next plane the next 8 values of k.
-//                A tap moves the start and nothing else
-//   b            packed weights [tap][8 planes][64 output channels][8], 8 kB a tap
-//   sums         32 registers, as 8 tiles of mma: StageTile's epilogues take them as they are
-//   weight ring  kSlots chunks of 3 taps, shared by a cluster of kCluster blocks: each block asks for its share of a chunk
-//                and the copy engine writes it to all of them, so the second-level cache is read once a cluster
+//   a            16 pixels a warp, tile and k-step: one row of a map of 16 x 16, two of a map of 8 x 8
+//   b            packed weights [tap][C / 8 planes][C output channels][8] bf16, or [C / 4]..[4] fp32
+//   sums         as kTiles x kColumns tiles of mma: StageTile's epilogues take them as they are
+//   weight ring  kSlots chunks of kChunkTaps taps, shared by a cluster of kCluster blocks: each block asks for its share
+//                of a chunk and the copy engine writes it to all of them, so the second-level cache is read once a cluster
 //
 // Two phase barriers a slot, in every block. `full`: the bytes of a chunk have come from all blocks; `empty`: every warp
 // of every block has multiplied by the chunk, and the slot may be written again. Chunk i uses slot i % kSlots in phase
 // i / kSlots of both. A chunk is asked for when the one before its slot's last one is done, so that a block that is a
 // chunk ahead of another does not wait for it.
 //
-// Weights are 74 kB a convolution and block, 1.2 us from the second-level cache at 64 bytes a clock; products are 4.7
-// MFLOP, 0.65 us at 1.75 GHz. The cluster takes the first to a quarter.
+// A convolution's products are issued in groups of one column of taps and kGroupDepths k-steps, of which two are under way
+// at a time: so many registers of pixels are in use.
 #pragma once
 
 #include "cuda/hopper.h"
@@ -25,37 +25,39 @@
 namespace wnfused::gpu {
 
 // Packed weights as wgmma reads b.
-template <int kChannels_>
+template <class Precision_, int kChannels_>
 struct PlaneWeights {
-  using Precision = Bfloat16;
+  using Precision = Precision_;
   static constexpr int kChannels = kChannels_;
 
   WNFUSED_DEVICE static PackedWeight at(int index) {
-    const int piece = index / 8;
-    return {piece % kChannels, piece / kChannels % kPlanes * 8 + index % 8, piece / (kChannels * kPlanes)};
+    const int piece = index / kVector;
+    return {piece % kChannels, piece / kChannels % kPlanes * kVector + index % kVector, piece / (kChannels * kPlanes)};
   }
 
   WNFUSED_DEVICE static int piece(int i, int group, bool by_input) {
+    constexpr int kGroupPlanes = 16 / kVector;
     if (!by_input) return i / 16 * kChannels + group * 16 + i % 16;
-    const int plane = group * 2 + i / kChannels % 2;
-    return (i / (2 * kChannels) * kPlanes + plane) * kChannels + i % kChannels;
+    const int plane = group * kGroupPlanes + i / kChannels % kGroupPlanes;
+    return (i / (kGroupPlanes * kChannels) * kPlanes + plane) * kChannels + i % kChannels;
   }
 
  private:
-  static constexpr int kPlanes = kChannels / 8;
+  static constexpr int kVector = Precision::kVector, kPlanes = kChannels / kVector;
 };
 
-template <int kSlots_, int kCluster_>
-struct WarpgroupConfig : StageConfig<Bfloat16, 64, 8, 8, 1, 4, 1, 3, kSlots_, 2> {
+template <class Precision, int kChannels, int kSide, int kWarps, int kChunkTaps, int kSlots, int kCluster_>
+struct WarpgroupConfig : StageConfig<Precision, kChannels, kSide, kSide, 1, kWarps, 1, kChunkTaps, kSlots, 2> {
   static constexpr int kCluster = kCluster_;
-  static constexpr bool kEmptyBlocks = kCluster > 1;
+  static constexpr bool kEmptyBlocks = kCluster > 1, kStartsSums = true;
 };
 
 template <class Config, bool kBackward>
 struct WarpgroupStageKernel : StageTile<Config, kBackward> {
   using Tile = StageTile<Config, kBackward>;
   using Params = StageParams;
-  using Weights = PlaneWeights<Config::kChannels>;
+  using Precision = typename Config::Precision;
+  using Weights = PlaneWeights<Precision, Config::kChannels>;
   static constexpr int kClusterBlocks = Config::kCluster;
   static constexpr int kSharedBytes = Config::kSharedBytes + 2 * Config::kSlots * kPhaseBarrierBytes;
 
@@ -73,13 +75,14 @@ struct WarpgroupStageKernel : StageTile<Config, kBackward> {
   }
 
  private:
-  using Tile::operand, Tile::params, Tile::shared, Tile::sums;
+  using Tile::operand, Tile::params, Tile::shared, Tile::sums, Tile::warp;
   static constexpr int kPlaneBytes = Config::kPlaneBytes, kRowBytes = Config::kPaddedWidth * 16;
   static constexpr int kShareBytes = Config::kChunkBytes / Config::kCluster;
-  static_assert(Config::kTiles == 1 && Config::kColumns == 8 && Config::kWarps == 4 && Config::kWidth == 8);
+  static_assert(Config::kReusesRows && Config::kWarpColumns == 1 && Config::kWarps % 4 == 0);
+  static_assert(Config::kWidth == 8 || Config::kWidth == 16);
   static_assert(Config::kChunkBytes % (16 * Config::kCluster) == 0);
 
-  int chunk = 0;  // of all convolutions, the one whose products are next
+  int first_chunk = 0;  // of the convolution whose turn it is, numbered through all of them
 
   WNFUSED_DEVICE WarpgroupStageKernel(const Params& params, char* shared) : Tile(params, shared) {}
 
@@ -121,41 +124,79 @@ struct WarpgroupStageKernel : StageTile<Config, kBackward> {
 
   // -------------------------------------------------------------------------------------------- convolutions
 
+  static constexpr int kDepths = Config::kChannels / Precision::kDepth;
+  static constexpr int kGroupDepths = Config::kWidth == 8 ? 4 : 2;
+  static constexpr int kColumnGroups = kDepths / kGroupDepths, kGroups = 3 * kColumnGroups;
+  static constexpr int kChunkGroups = Config::kChunkTaps / 3 * kColumnGroups;
+  static_assert(kDepths % kGroupDepths == 0);
+
   WNFUSED_DEVICE void convolve(int step) {
     const int conv = this->conv_of(step);
     const typename Tile::Ending ending = this->load_ending(step);  // ahead of its use
-    publish_to_products();
+    const char* pixels = shared + operand + lane_index() / 16 * kPlaneBytes + warp.window(0, lane_index() % 16) * 16;
     block_barrier();  // the operand is complete
-#pragma unroll 1
-    for (int part = 0; part < Config::kChunks; ++part, ++chunk) {
-      wait_for_phase(full(chunk), phase_of(chunk) % 2);
-      begin_products();
-      multiply(part);
-      commit_products();
-      if (part == 0) {
-        if (params.operands) this->keep_operand(conv);
-      } else {
-        wait_products<1>();
-        release_chunk(chunk - 1);
-      }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int column = group / kColumnGroups, depth = group % kColumnGroups * kGroupDepths;
+      const int chunk = first_chunk + group / kChunkGroups;
+      multiply(pixels + column * 16 + 2 * depth * kPlaneBytes, group, chunk);
+      if (group == 0 && params.operands) this->keep_operand(conv);
+      if (group > 0) wait_products<1>();
+      if (group > 0 && group % kChunkGroups == 0) release_chunk(chunk - 1);
     }
     wait_products<0>();
-    release_chunk(chunk - 1);
+    settle(sums);
+    first_chunk += Config::kChunks;
+    release_chunk(first_chunk - 1);
     this->finish(step, ending);
   }
 
-  // Starts the products of this chunk's taps.
-  WNFUSED_DEVICE void multiply(int part) {
-    const char *a = shared + operand + Config::tap_shift(part * Config::kChunkTaps) * 16, *b = slot_of(chunk);
+  // Starts the products of one group.
+  WNFUSED_DEVICE void multiply(const char* pixels, int group, int chunk) {
+    constexpr int kLoads = Config::kWidth == 8 ? Config::kTiles + 1 : Config::kTiles + 2;
+    constexpr int kLoadRows = Config::kWidth == 8 ? 2 : 1;
+    uint32_t loaded[kGroupDepths][kLoads][4];
 #pragma unroll
-    for (int tap = 0; tap < Config::kChunkTaps; ++tap)
+    for (int depth = 0; depth < kGroupDepths; ++depth)
 #pragma unroll
-      for (int depth = 0; depth < Config::kChannels / 16; ++depth)
-        multiply_warpgroup(
-            sums[0],
-            matrix_descriptor(a + Config::tap_shift(tap) * 16 + 2 * depth * kPlaneBytes, kPlaneBytes, kRowBytes),
-            matrix_descriptor(b + tap * Config::kTapBytes + 2 * depth * Config::kChannels * 16,
-                              Config::kChannels * 16, 128));
+      for (int i = 0; i < kLoads; ++i)
+        load_matrices(loaded[depth][i], pixels + 2 * depth * kPlaneBytes + i * kLoadRows * kRowBytes);
+    if (group % kChunkGroups == 0) wait_for_phase(full(chunk), phase_of(chunk) % 2);
+    const int in_chunk = group % kChunkGroups, tap = in_chunk / kColumnGroups * 3;
+    const int first_depth = in_chunk % kColumnGroups * kGroupDepths;
+    constexpr int kWeightPlane = Config::kChannels * 16;
+    const uint64_t weights =
+        matrix_descriptor(slot_of(chunk) + tap * Config::kTapBytes + 2 * first_depth * kWeightPlane, kWeightPlane, 128);
+    begin_products();
+#pragma unroll
+    for (int depth = 0; depth < kGroupDepths; ++depth)
+#pragma unroll
+      for (int ky = 0; ky < 3; ++ky)
+#pragma unroll
+        for (int tile = 0; tile < Config::kTiles; ++tile) {
+          const uint64_t b = moved(weights, ky * Config::kTapBytes + 2 * depth * kWeightPlane);
+          const bool adds = group > 0 || depth > 0 || ky > 0;
+          if constexpr (Config::kWidth == 8) {
+            const auto &upper = loaded[depth][tile], &lower = loaded[depth][tile + 1];
+            if (ky == 1) {
+              const uint32_t between[4] = {upper[1], lower[0], upper[3], lower[2]};
+              multiply_one(sums[tile], between, b, adds);
+            } else {
+              multiply_one(sums[tile], ky == 0 ? upper : lower, b, adds);
+            }
+          } else {
+            multiply_one(sums[tile], loaded[depth][tile + ky], b, adds);
+          }
+        }
+    commit_products();
+  }
+
+  WNFUSED_DEVICE static void multiply_one(float (&c)[Config::kColumns][4], const uint32_t (&a)[4], uint64_t b,
+                                          bool adds) {
+    if constexpr (Precision::kIsBfloat16)
+      multiply_warpgroup_bf16(c, a, b, adds);
+    else
+      multiply_warpgroup_tf32(c, a, b, adds);
   }
 };
 

@@ -1,6 +1,7 @@
 #include "emulation/hopper_primitives.h"
 
 #include <array>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -19,57 +20,91 @@ struct Matrix {
     if (descriptor >> 46 || descriptor >> 14 & 3 || descriptor >> 30 & 3)
       Machine::current().give_up("a descriptor with a swizzle, an offset, or strides of too many bits");
   }
-  // Where the 8 values of k from 8 `eight` on stand in row `row`.
-  std::size_t at(int row, int eight) const {
-    return start + row / 8 * row_stride + row % 8 * 16 + eight * depth_stride;
+  // Where piece `piece` of 16 bytes of row `row` stands.
+  std::size_t at(int row, int piece) const {
+    return start + row / 8 * row_stride + row % 8 * 16 + piece * depth_stride;
   }
 };
 
 struct Product {
   float (*c)[4];
-  uint64_t a, b;
+  const uint32_t* a;
+  uint64_t b;
+  bool adds;
+  int tiles, vector;
 };
 
-constexpr int kRows = 16, kColumns = 64, kEights = 2;  // of one warp
+constexpr int kRows = 16, kPieces = 2;  // of one warp; its depth are so many pieces
 
-void load_row(float* to, const char* from) {
-  uint16_t values[8];
-  std::memcpy(values, from, sizeof values);
-  for (int i = 0; i < 8; ++i) to[i] = float_of_bits(static_cast<uint32_t>(values[i]) << 16);
+// Two values of bf16, of which there are 8 in 16 bytes, or one of tf32, whose low bits products ignore.
+void widen(float* to, uint32_t word, int vector) {
+  if (vector == 8) {
+    to[0] = float_of_bits(word << 16);
+    to[1] = float_of_bits(word & 0xffff0000u);
+  } else {
+    to[0] = float_of_bits(word & ~0x1fffu);
+  }
 }
 
-void multiply(const std::array<float (*)[4], kLanes>& sums, const char* memory, const Matrix& x, const Matrix& y,
-              int first_row) {
-  float a[kRows][16], b[kColumns][16];
-  for (int eight = 0; eight < kEights; ++eight) {
-    for (int row = 0; row < kRows; ++row) load_row(a[row] + 8 * eight, memory + x.at(first_row + row, eight));
-    for (int column = 0; column < kColumns; ++column) load_row(b[column] + 8 * eight, memory + y.at(column, eight));
-  }
+using Rows = std::array<std::array<float, 16>, kRows>;
+
+// The rows of a that the lanes of a warp bring, as fragments of mma.
+Rows gather(void* const* all, int vector) {
+  Rows rows{};
+  const int per_register = vector / 4;
   for (int lane = 0; lane < kLanes; ++lane)
-    for (int tile = 0; tile < kColumns / 8; ++tile)
-      for (int i = 0; i < 4; ++i) {
-        const float *row = a[lane / 4 + i / 2 * 8], *column = b[8 * tile + lane % 4 * 2 + i % 2];
-        sums[lane][tile][i] = add_products(sums[lane][tile][i], row, column, 16);
+    for (int i = 0; i < 4; ++i) {
+      float* row = rows[lane / 4 + i % 2 * 8].data();
+      widen(row + (i / 2 * 4 + lane % 4) * per_register, static_cast<Product*>(all[lane])->a[i], vector);
+    }
+  return rows;
+}
+
+// What a warp's product takes until it is waited for. It has its place in memory: in the closure of a lambda g++ 12 clears
+// what it takes for padding, where the registers of a are, under -ftrivial-auto-var-init.
+struct Task {
+  std::array<float (*)[4], kLanes> sums;
+  Rows a;
+  Product product;
+  const char* memory;
+};
+
+void multiply(const Task& task) {
+  const auto& [sums, a, product, memory] = task;
+  const int tiles = product.tiles, vector = product.vector;
+  const Matrix y(product.b);
+  for (int column = 0; column < 8 * tiles; ++column) {
+    float b[16];
+    for (int piece = 0; piece < kPieces; ++piece) {
+      uint32_t words[4];
+      std::memcpy(words, memory + y.at(column, piece), sizeof words);
+      for (int i = 0; i < 4; ++i) widen(b + vector * piece + i * (vector / 4), words[i], vector);
+    }
+    for (int lane = column % 8 / 2; lane < kLanes; lane += 4)
+      for (int half = 0; half < 2; ++half) {
+        float& sum = sums[lane][column / 8][2 * half + column % 2];
+        sum = add_products(product.adds ? sum : 0.0f, a[lane / 4 + 8 * half].data(), b, kPieces * vector);
       }
+  }
 }
 
 void start(void* const* all) {
   Machine& machine = Machine::current();
   const Product& product = *static_cast<Product*>(all[0]);
-  std::array<float (*)[4], kLanes> sums;
+  const auto task = std::make_shared<Task>();
   for (int lane = 0; lane < kLanes; ++lane) {
     const Product& other = *static_cast<Product*>(all[lane]);
-    if (other.a != product.a || other.b != product.b) machine.give_up("the lanes of a warp name different operands");
-    sums[lane] = other.c;
+    if (other.b != product.b) machine.give_up("the lanes of a warp name different operands");
+    task->sums[lane] = other.c;
   }
-  const Matrix x(product.a), y(product.b);
-  const int first_row = machine.thread() / kLanes % 4 * kRows;
+  task->a = gather(all, product.vector);
+  task->product = product;
+  task->memory = machine.memory();
+  const Matrix y(product.b);
   std::vector<std::size_t> rows;
-  for (int eight = 0; eight < kEights; ++eight) {
-    for (int row = 0; row < kRows; ++row) rows.push_back(x.at(first_row + row, eight));
-    for (int column = 0; column < kColumns; ++column) rows.push_back(y.at(column, eight));
-  }
-  machine.start_product(std::move(rows), [=, memory = machine.memory()] { multiply(sums, memory, x, y, first_row); });
+  for (int piece = 0; piece < kPieces; ++piece)
+    for (int column = 0; column < 8 * product.tiles; ++column) rows.push_back(y.at(column, piece));
+  machine.start_product(std::move(rows), [task] { multiply(*task); });
 }
 
 }  // namespace
@@ -88,8 +123,8 @@ void wait_products(int pending) {
   });
 }
 
-void multiply_warpgroup(float (&c)[8][4], uint64_t a, uint64_t b) {
-  Product product{c, a, b};
+void multiply_warpgroup(float (*c)[4], int tiles, const uint32_t (&a)[4], uint64_t b, bool adds, int vector) {
+  Product product{c, a, b, adds, tiles, vector};
   Machine::current().collective("wgmma", &product, start);
 }
 

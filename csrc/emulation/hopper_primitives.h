@@ -26,7 +26,6 @@ inline void copy_to_blocks(char* shared, const void* global, int bytes, char* ba
   Machine::current().copy_to_blocks(shared, global, bytes, barrier, blocks);
 }
 
-inline void publish_to_products() { Machine::current().publish(); }
 void begin_products();
 void commit_products();
 void wait_products(int pending);
@@ -34,6 +33,18 @@ template <int kPending>
 void wait_products() {
   wait_products(kPending);
 }
-void multiply_warpgroup(float (&c)[8][4], uint64_t a, uint64_t b);
+template <int kTiles, int kColumns>
+void settle(float (&)[kTiles][kColumns][4]) {}
+
+// Values a 16-byte piece of an operand has, 8 of bf16 or 4 of tf32.
+void multiply_warpgroup(float (*c)[4], int tiles, const uint32_t (&a)[4], uint64_t b, bool adds, int vector);
+template <int kTiles>
+void multiply_warpgroup_bf16(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
+  multiply_warpgroup(c, kTiles, a, b, adds, 8);
+}
+template <int kTiles>
+void multiply_warpgroup_tf32(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
+  multiply_warpgroup(c, kTiles, a, b, adds, 4);
+}
 
 }  // namespace wnfused::gpu

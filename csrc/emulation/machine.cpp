@@ -46,7 +46,6 @@ bool Machine::run(int first, const std::function<void(char*)>& body) {
   for (Fiber& fiber : fibers_) {
     fiber.started = false;
     fiber.waits_at = nullptr;
-    fiber.published = 0;
     fiber.open.clear();
     fiber.groups.clear();
   }

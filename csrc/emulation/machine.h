@@ -15,7 +15,7 @@
 //
 // Copies to a cluster arrive as late as they may: when a warp of the block that they go to waits for their phase. So do
 // a warpgroup's products: they are done when their group is waited for, but a finding is reported already
-//   - where a product is started on cells that are not ready, or that their writer has not published;
+//   - where a product is started on cells that are not ready, or that a thread wrote and not a copy;
 //   - when a cell is written or copied over that a product under way has yet to read.
 #pragma once
 
@@ -76,7 +76,6 @@ class Machine {
   void copy_to_blocks(char* shared, const void* global, int bytes, const char* barrier, int blocks);
 
   // Products of a whole warp, called by its last lane: `rows` are where the 16 bytes stand, by offset, that one reads.
-  void publish();  // by each thread
   void begin_products();
   void start_product(std::vector<std::size_t> rows, std::function<void()> work);
   void commit_products();
@@ -94,7 +93,6 @@ class Machine {
   struct Cell {
     int32_t written = -1, read = -1;   // the epoch of the last write and read
     int16_t writer = -1, reader = -1;  // and by which thread; kMany for several readers
-    int32_t published = 0;             // how often the writer had published by then
     int16_t products = 0;              // under way that read it
     bool initialised = false, under_way = false;
   };

@@ -50,7 +50,6 @@ void Machine::touch_for_write(Cell& cell, std::size_t index) {
 void Machine::set_written(Cell& cell) {
   cell.writer = static_cast<int16_t>(thread());
   cell.written = spaces_[rank()].epoch;
-  cell.published = fibers_[thread_].published;
 }
 
 void Machine::write_shared(const char* address, std::size_t bytes) {

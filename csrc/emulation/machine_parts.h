@@ -33,7 +33,6 @@ struct Machine::Fiber {
   bool started = false;
   const char* waits_at = nullptr;  // the instruction this lane arrived at
   void* operands = nullptr;
-  int32_t published = 0;
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> groups;
 };

@@ -32,8 +32,10 @@ ExternalMap map_of(const py::array& array) {
   return {values_of(array), stride(0), stride(1), stride(2), stride(3)};
 }
 
-const StageEntry* const tables[] = {stage_bfloat16,       stage_tf32,       stage_float32,
-                                    stage_large_bfloat16, stage_large_tf32, stage_sm90a};
+const StageEntry* const tables[] = {stage_bfloat16,   stage_tf32,
+                                    stage_float32,    stage_large_bfloat16,
+                                    stage_large_tf32, stage_warpgroup_bfloat16,
+                                    stage_warpgroup_tf32};
 
 const StageEntry& entry_named(const std::string& name) {
   for (const StageEntry* table : tables)

@@ -135,11 +135,12 @@ def _shapes(precision: int, device: int) -> tuple[str, ...]:
 
 
 def use_warpgroup_stage(on: bool) -> None:
-    """Whether bfloat16 stages of 64 channels on 8 x 8 maps run by wgmma on devices of capability 9.0, in this process.
+    """Whether stages of 64 channels on 8 x 8 maps and of 32 on 16 x 16 run by wgmma on devices of capability 9.0, in
+    this process: those in bfloat16 and in tf32.
 
-    Off unless it is called: on an H100 that kernel takes 468 us where the other takes 209 (forward, 50 blocks, batch
-    128). Every other stage and device runs as before. Sums are rounded in another order, so results differ from the
-    other kernel's in that.
+    Off unless it is called: these kernels pass in emulation and compile, and have not run on a GPU yet. Every other
+    stage and device runs as before. Sums are rounded in another order, so results differ from the other kernels' in
+    that.
 
     Raises:
         TypeError: ``on`` is not True or False.
