@@ -87,6 +87,7 @@ def tables() -> dict[str, list[str]]:
     frozen = load("cpu-epyc-2core-frozen")
     users = [row for row in load("cpu-epyc-2core-converted") if row["group"] == "converted"]
     autocast = load("cpu-epyc-2core-autocast")
+    avx2 = load("cpu-epyc-2core-avx2")
     return {
         "networks": _networks(stages),
         "amx": _amx(load("cpu-xeon-2core-amx")),
@@ -94,6 +95,7 @@ def tables() -> dict[str, list[str]]:
         "layers": _both_passes(layers, LAYERS),
         "kinds": _kinds(layers, users, autocast),
         "kinds-shortly": _kinds(layers, users, autocast, named=2),
+        "kinds-avx2": _kinds(avx2, [row for row in avx2 if row["group"] == "converted"], []),
         "autocast": _single(autocast),
         "amx-layers": _single(load("cpu-xeon-2core-amx-layers")),
         "frozen": [
