@@ -22,6 +22,7 @@ from own_conv import (
     channels_last,
     go_by,
     sample,
+    ways_of,
 )
 
 from wnfused.backends import native
@@ -156,8 +157,9 @@ def test_channels_last(isa, name):
     case = CASES[name]
     backward = isa not in ("portable", "amx-emulated") and name not in ELSEWHERE_IN_CHANNELS_LAST
     assert go_by("strips", case, last=True) == (backward and name not in BACKWARD_IN_CHANNELS_LAST, backward)
-    # Some of these are the vendor's, whose sums by AVX2 leave 2.1e-6 in dg.
-    assert_layouts_agree(case, sample(case, "last"), 2 * TOLERANCE)
+    # The vendor's own gradient of the weight, by AVX2, is off by up to 1.5e-6, and dg from it by up to 2.1e-6.
+    is_vendors = ways_of(case, last=True)[1] == "vendor"
+    assert_layouts_agree(case, sample(case, "last"), TOLERANCE * (2 if is_vendors else 1))
 
 
 @pytest.mark.parametrize("layout", ["last map", "last weight"])
