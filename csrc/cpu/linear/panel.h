@@ -26,20 +26,24 @@ WNFUSED_INLINE void panel_sums(const float* rows, int64_t stride, int64_t depth,
   Block sums[kChains][kTile];
   WNFUSED_UNROLL for (int c = 0; c < kChains; ++c)
     WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) sums[c][t] = zero();
-  const auto add = [&](int c, int64_t k) __attribute__((always_inline)) {
-    const Block column = load(panel + k * kLanes);
+  // By pointers that step: an index into each would take as many instructions as it takes multiply-adds on AVX2.
+  const float *row = rows, *column = panel;
+  const auto add = [&](int c) __attribute__((always_inline)) {
+    const Block entries = load(column);
     WNFUSED_UNROLL for (int t = 0; t < kTile; ++t)
-      sums[c][t] = multiply_add(splat(rows[t * stride + k]), column, sums[c][t]);
+      sums[c][t] = multiply_add(splat(row[t * stride]), entries, sums[c][t]);
+    ++row;
+    column += kLanes;
   };
   int64_t k = 0;
   for (; ahead && k + kLanes <= depth; k += kLanes) {
-    WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) __builtin_prefetch(rows + t * stride + k + ahead, 0, 3);
+    WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) __builtin_prefetch(row + t * stride + ahead, 0, 3);
     for (int i = 0; i < kLanes; i += kChains)
-      WNFUSED_UNROLL for (int c = 0; c < kChains; ++c) add(c, k + i + c);
+      WNFUSED_UNROLL for (int c = 0; c < kChains; ++c) add(c);
   }
   for (; k + kChains <= depth; k += kChains)
-    WNFUSED_UNROLL for (int c = 0; c < kChains; ++c) add(c, k + c);
-  for (; k < depth; ++k) add(0, k);
+    WNFUSED_UNROLL for (int c = 0; c < kChains; ++c) add(c);
+  for (; k < depth; ++k) add(0);
   WNFUSED_UNROLL for (int width = kChains / 2; width > 0; width /= 2)
     WNFUSED_UNROLL for (int c = 0; c < width; ++c)
       WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) sums[c][t] = sums[c][t] + sums[c + width][t];

@@ -70,13 +70,16 @@ const PanelKernels* panel_kernels() {
   return nullptr;
 }
 
-// Measured beside small.h, the products of AVX-512, and those of the vendor held to AVX2 (bench/NOTES.md).
+// Measured beside small.h, the products of AVX-512, and those of the vendor held to AVX2 (bench/NOTES.md). On AVX2, where
+// the vendor's are at home, a panel of a long row does not stay in L1: but few sums are worth no packing.
 bool are_panels(const LinearCall& call, bool small) {
-  constexpr int64_t kLeastFeatures = 8, kFewRows = 64;
+  constexpr int64_t kLeastFeatures = 8, kFewRows = 64, kLong = 256, kFewSums = 8192;
   const LinearShape& shape = call.shape;
   if (!have_panels(shape, call.x, call.v) || shape.inner > kMostInner) return false;
   if (small) return shape.panel_work() * round_up(shape.features, kLanes) < shape.summed_work() * shape.features;
-  return active_isa() == Isa::kAvx512 || shape.features >= kLeastFeatures || shape.rows <= kFewRows;
+  if (active_isa() == Isa::kAvx512) return true;
+  if (shape.inner > kLong) return shape.rows * shape.features <= kFewSums;
+  return shape.features >= kLeastFeatures || shape.rows <= kFewRows;
 }
 
 bool linear_by_panels(const LinearCall& call) {
@@ -88,8 +91,7 @@ bool linear_by_panels(const LinearCall& call) {
       call.slope};
   const int64_t workers = product_workers(shape.panel_work() * divide_up(shape.features, kLanes) * kLanes);
   const Cuts cuts = cuts_for(shape, workers);
-  const int64_t panel = round_up(shape.inner, kLanes) * kLanes, shares = cuts.rows * cuts.features;
-  const int64_t room = panel + round_up(shape.features, kLanes);
+  const int64_t room = round_up(shape.inner, kLanes) * kLanes, shares = cuts.rows * cuts.features;
   const int64_t tile = panel_kernels()->tile;
   const int64_t rows_at_once = std::max(kMostOfX / shape.inner / tile * tile, kLeastRows);
   const Workspace memory(shares * room);
@@ -99,8 +101,7 @@ bool linear_by_panels(const LinearCall& call) {
       const int64_t first = begin_of(shape.rows, tile, s % cuts.rows, cuts.rows);
       const int64_t last = begin_of(shape.rows, tile, s % cuts.rows + 1, cuts.rows);
       PanelShare share{0, 0, begin_of(shape.features, kLanes, s / cuts.rows, cuts.features),
-                        begin_of(shape.features, kLanes, s / cuts.rows + 1, cuts.features), memory.data() + s * room,
-                        memory.data() + s * room + panel};
+                        begin_of(shape.features, kLanes, s / cuts.rows + 1, cuts.features), memory.data() + s * room};
       for (int64_t m = first; m < last; m += rows_at_once) {
         share.row_begin = m;
         share.row_end = std::min(last, m + rows_at_once);
