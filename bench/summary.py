@@ -87,9 +87,10 @@ def tables() -> dict[str, list[str]]:
     frozen = load("cpu-epyc-2core-frozen")
     users = [row for row in load("cpu-epyc-2core-converted") if row["group"] == "converted"]
     autocast = load("cpu-epyc-2core-autocast")
-    avx2 = load("cpu-epyc-2core-avx2")
+    avx2 = load("cpu-epyc-2core-avx2-linear", "cpu-epyc-2core-avx2-windows", "cpu-epyc-2core-avx2")
     return {
         "networks": _networks(stages),
+        "networks-avx2": _residual_networks(load("cpu-epyc-2core-avx2-networks")),
         "amx": _amx(load("cpu-xeon-2core-amx")),
         "users": _both_passes(users, NETWORKS),
         "layers": _both_passes(layers, LAYERS),
@@ -152,13 +153,18 @@ def _gpu(rows: list[tuple[str, Row]]) -> list[str]:
     return lines
 
 
-def _networks(rows: Rows) -> list[str]:
+def _residual_networks(rows: Rows) -> list[str]:
     lines = []
     for network, batch in (*(("WRN-304", batch) for batch in (1, 8, 32)), ("WRN-28-10", 1), ("WRN-28-10", 8)):
         for name, title in ((FORWARD, "forward"), (BACKWARD, "forward + backward")):
             row = _find(rows, f"{network}, batch {batch}", name, "network")
             first = (f"{network}, 32x32, batch {batch}" if batch == 1 else f"batch {batch}") if name == FORWARD else ""
             lines.append(f"| {first} | {title} | {_ratio(row, 'eager')} | {_ratio(row, 'plain cl')} |")
+    return lines
+
+
+def _networks(rows: Rows) -> list[str]:
+    lines = _residual_networks(rows)
     digits = "WRN-1000, 8x8, batch 64"
     lines.append(f"| WRN-1000, digits, batch 64 | training step | {_ratio(_find(rows, digits, STEP), 'eager')} | |")
     lines.append(f"| | epoch | {_ratio(_find(rows, digits, EPOCH), 'eager')} | |")
