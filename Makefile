@@ -3,11 +3,9 @@
 #   VENV=path   virtual environment to create and use (default .venv)
 #   VENV=       use the active environment, which must have torch >= 2.11
 #   TORCH=spec  what to install as torch (default torch==2.13.0)
-#   JOBS=n      processes that run tests (default 2)
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-JOBS ?= 2
 
 # The gate's tables hold for the registers that Triton 3.7 needs, and a CPU build of torch brings no Triton; any other torch
 # keeps the one that it asks for.
@@ -44,9 +42,8 @@ endif
 demo: install
 	$(PYTHON) -m wnfused demo
 
-# A file's tests stay in one process, which makes what they share once.
 test: install
-	$(PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(PYTHON) -m pytest
 
 bench: install
 	$(PYTHON) -m bench
