@@ -136,8 +136,8 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
       for (int j = 0; j < kPatch; ++j) columns[j] = ring[j];
       const auto put_column = [&](int64_t x, float* target) {
         const int64_t offset = x * channels + b * kLanes;
-        const Patch<M> column = x >= 0 && x < width ? input_column<M, Round>(lines, offset) : Patch<M>{};
-        WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) store(target + i * kLanes, column.at[i]);
+        if (x >= 0 && x < width) return input_column<M, Round>(lines, offset, target);
+        WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) store(target + i * kLanes, zero());
       };
       put_column(run.unit.x - 1, columns[0]);
       put_column(run.unit.x, columns[1]);
@@ -204,15 +204,14 @@ inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product,
     const float* source = product.at(0, b, row);
     int64_t pixel = pixel_index(geometry, run.unit), x = run.unit.x;
     for (int64_t t = 0; t < run.tiles; ++t, x += M, pixel += M, source += kLanes) {
-      Block tile[M][M];
-      output_transform<M>(source, plane_stride, tile);
-      WNFUSED_UNROLL for (int i = 0; i < M; ++i) {
+      output_transform<M>(source, plane_stride, [&](int i, const Block (&line)[M]) __attribute__((always_inline)) {
+        if (i >= lines) return;
         WNFUSED_UNROLL for (int j = 0; j < M; ++j) {
-          if (i >= lines || x + j >= geometry.width) continue;
-          finish_pixel<kEnding>(geometry, epilogue, pixel + i * geometry.width + j, channel_block, tile[i][j], bias,
-                                poison);
+          const int64_t place = pixel + i * geometry.width + j;
+          if (x + j < geometry.width)
+            finish_pixel<kEnding>(geometry, epilogue, place, channel_block, line[j], bias, poison);
         }
-      }
+      });
     }
     row += run.tiles;
   }

@@ -90,10 +90,11 @@ inline void fetch_unit(const Parameter& v, const Shape& shape, int64_t convoluti
 // Filters in the bank: plane p of one (depth, output block) at target + p * plane_stride.
 template <class TapAt>
 WNFUSED_INLINE void put_filter(const Geometry& geometry, const TapAt& tap, float* target) {
+  const auto part_of_tap = [&](int k, int part) { return tap(k).part[part]; };
   if (geometry.method == Method::kWinograd4) {
-    filter_transform<4>(tap, target, geometry.plane_stride);
+    filter_transform<4>(part_of_tap, target, geometry.plane_stride);
   } else if (geometry.method == Method::kWinograd2) {
-    filter_transform<2>(tap, target, geometry.plane_stride);
+    filter_transform<2>(part_of_tap, target, geometry.plane_stride);
   } else {
     WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) store(target + k * geometry.plane_stride, tap(k));
   }

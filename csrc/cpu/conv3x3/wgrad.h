@@ -27,26 +27,25 @@ inline void gather_tile_gradients(const Geometry& geometry, const float* map, in
   const int64_t channels = geometry.padded_outputs;
   for (int64_t b = 0; b < blocks; ++b) {
     const float* source = map + (first_block + b) * kLanes;
-    Block sum = zero();
+    alignas(64) float sum[kLanes] = {};
     Unit unit = unit_at(geometry, first);
     for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
       const int64_t lines = geometry.height - unit.y, columns = geometry.width - unit.x;
       const float* corner = source + pixel_index(geometry, unit) * channels;
-      Block tile[M][M];
-      WNFUSED_UNROLL for (int i = 0; i < M; ++i) {
-        Block line = zero();
-        WNFUSED_UNROLL for (int j = 0; j < M; ++j) {
-          tile[i][j] = i < lines && j < columns ? load(corner + (i * geometry.width + j) * channels) : zero();
-          if constexpr (Round) tile[i][j] = round_to_bfloat16(tile[i][j]);
-          line = line + tile[i][j];
-        }
-        sum = sum + line;
-      }
-      gradient_transform<M>(tile, panel.at(0, b, t), panel.plane_stride);
+      const auto transform = [&](auto whole) __attribute__((always_inline)) {
+        const auto pixel = [&](int i, int j, int part) __attribute__((always_inline)) {
+          if (!whole.value && (i >= lines || j >= columns)) return Native{};
+          const Native value = load_native(corner + (i * geometry.width + j) * channels + part);
+          return Round ? native_round_to_bfloat16(value) : value;
+        };
+        gradient_transform<M>(pixel, panel.at(0, b, t), panel.plane_stride, sum);
+      };
+      if (lines >= M && columns >= M) transform(std::true_type());
+      else transform(std::false_type());
     }
     if (!bias_gradient) continue;
     float* target = bias_gradient + (first_block + b) * kLanes;
-    store(target, load(target) + sum);
+    store(target, load(target) + load(sum));
   }
 }
 

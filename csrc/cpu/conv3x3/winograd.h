@@ -1,4 +1,5 @@
-// Winograd's F(MxM, 3x3) for M = 2 and 4 and its transposes, on Blocks (16 channels at a time).
+// Winograd's F(MxM, 3x3) for M = 2 and 4 and its transposes, on one native vector of channels at a time: a patch of
+// six and what becomes of it are all that fits the registers where a Block is two vectors.
 //
 //   Y  = A' [ (G g G') . (B' d B) ] A        an MxM output tile from an (M+2)x(M+2) input patch d and a 3x3 filter g
 //   dg = G' [ (A y A') . (B' d B) ] G        the same trilinear form read for the filter: the weight gradient of an
@@ -23,9 +24,26 @@
 namespace wnfused::cpu::WNFUSED_ISA {
 
 template <int N>
-struct Blocks {
-  Block at[N];
+struct Vectors {
+  Native at[N];
 };
+
+// Vector i at source + i * stride, and the other way.
+template <int N>
+WNFUSED_INLINE Vectors<N> load_vectors(const float* source, int64_t stride) {
+  Vectors<N> vectors;
+  WNFUSED_UNROLL for (int i = 0; i < N; ++i) vectors.at[i] = load_native(source + i * stride);
+  return vectors;
+}
+
+template <int N>
+WNFUSED_INLINE void store_vectors(float* target, int64_t stride, const Vectors<N>& vectors) {
+  WNFUSED_UNROLL for (int i = 0; i < N; ++i) store_native(target + i * stride, vectors.at[i]);
+}
+
+WNFUSED_INLINE Native times_add(float factor, const Native& a, const Native& b) {
+  return native_multiply_add(native_splat(factor), a, b);
+}
 
 template <int M>
 struct Winograd;
@@ -34,28 +52,26 @@ template <>
 struct Winograd<2> {
   static constexpr int kPatch = 4;
 
-  static WNFUSED_INLINE Blocks<4> input(const Blocks<4>& d) {
+  static WNFUSED_INLINE Vectors<4> input(const Vectors<4>& d) {
     return {{d.at[0] - d.at[2], d.at[1] + d.at[2], d.at[2] - d.at[1], d.at[1] - d.at[3]}};
   }
 
-  static WNFUSED_INLINE Blocks<2> output(const Blocks<4>& m) {
+  static WNFUSED_INLINE Vectors<2> output(const Vectors<4>& m) {
     return {{m.at[0] + (m.at[1] + m.at[2]), (m.at[1] - m.at[2]) - m.at[3]}};
   }
 
-  static WNFUSED_INLINE Blocks<4> filter(const Blocks<3>& g) {
-    const Block half = splat(0.5f);
-    const Block even = (g.at[0] + g.at[2]) * half, odd = g.at[1] * half;
+  static WNFUSED_INLINE Vectors<4> filter(const Vectors<3>& g) {
+    const Native even = (g.at[0] + g.at[2]) * 0.5f, odd = g.at[1] * 0.5f;
     return {{g.at[0], even + odd, even - odd, g.at[2]}};
   }
 
-  static WNFUSED_INLINE Blocks<4> gradient(const Blocks<2>& y) {
+  static WNFUSED_INLINE Vectors<4> gradient(const Vectors<2>& y) {
     return {{y.at[0], y.at[0] + y.at[1], y.at[0] - y.at[1], -y.at[1]}};
   }
 
-  static WNFUSED_INLINE Blocks<3> filter_gradient(const Blocks<4>& m) {
-    const Block half = splat(0.5f);
-    const Block sum = (m.at[1] + m.at[2]) * half;
-    return {{m.at[0] + sum, (m.at[1] - m.at[2]) * half, sum + m.at[3]}};
+  static WNFUSED_INLINE Vectors<3> filter_gradient(const Vectors<4>& m) {
+    const Native sum = (m.at[1] + m.at[2]) * 0.5f;
+    return {{m.at[0] + sum, (m.at[1] - m.at[2]) * 0.5f, sum + m.at[3]}};
   }
 };
 
@@ -70,119 +86,129 @@ struct Winograd<4> {
   static constexpr float kScaleP = 1.0f / (2.0f * kP2 * (kP2 - kQ2));
   static constexpr float kScaleQ = 1.0f / (2.0f * kQ2 * (kQ2 - kP2));
 
-  static WNFUSED_INLINE Block times_add(float factor, const Block& a, const Block& b) {
-    return multiply_add(splat(factor), a, b);
-  }
-
-  static WNFUSED_INLINE Blocks<6> input(const Blocks<6>& d) {
-    const Block even_p = times_add(-kQ2, d.at[2], d.at[4]), odd_p = times_add(-kQ2, d.at[1], d.at[3]);
-    const Block even_q = times_add(-kP2, d.at[2], d.at[4]), odd_q = times_add(-kP2, d.at[1], d.at[3]);
+  static WNFUSED_INLINE Vectors<6> input(const Vectors<6>& d) {
+    const Native even_p = times_add(-kQ2, d.at[2], d.at[4]), odd_p = times_add(-kQ2, d.at[1], d.at[3]);
+    const Native even_q = times_add(-kP2, d.at[2], d.at[4]), odd_q = times_add(-kP2, d.at[1], d.at[3]);
     return {{times_add(kP2 * kQ2, d.at[0], times_add(-(kP2 + kQ2), d.at[2], d.at[4])),
              times_add(kP, odd_p, even_p), times_add(-kP, odd_p, even_p),
              times_add(kQ, odd_q, even_q), times_add(-kQ, odd_q, even_q),
              times_add(kP2 * kQ2, d.at[1], times_add(-(kP2 + kQ2), d.at[3], d.at[5]))}};
   }
 
-  static WNFUSED_INLINE Blocks<4> output(const Blocks<6>& m) {
-    const Block sum_p = m.at[1] + m.at[2], difference_p = m.at[1] - m.at[2];
-    const Block sum_q = m.at[3] + m.at[4], difference_q = m.at[3] - m.at[4];
+  static WNFUSED_INLINE Vectors<4> output(const Vectors<6>& m) {
+    const Native sum_p = m.at[1] + m.at[2], difference_p = m.at[1] - m.at[2];
+    const Native sum_q = m.at[3] + m.at[4], difference_q = m.at[3] - m.at[4];
     return {{m.at[0] + (sum_p + sum_q),
-             times_add(kQ, difference_q, difference_p * splat(kP)),
-             times_add(kQ2, sum_q, sum_p * splat(kP2)),
+             times_add(kQ, difference_q, difference_p * kP),
+             times_add(kQ2, sum_q, sum_p * kP2),
              times_add(kQ2 * kQ, difference_q, times_add(kP2 * kP, difference_p, m.at[5]))}};
   }
 
-  static WNFUSED_INLINE Blocks<6> filter(const Blocks<3>& g) {
-    const Block even_p = times_add(kP2, g.at[2], g.at[0]) * splat(kScaleP), odd_p = g.at[1] * splat(kScaleP * kP);
-    const Block even_q = times_add(kQ2, g.at[2], g.at[0]) * splat(kScaleQ), odd_q = g.at[1] * splat(kScaleQ * kQ);
-    return {{g.at[0] * splat(kScale0), even_p + odd_p, even_p - odd_p, even_q + odd_q, even_q - odd_q, g.at[2]}};
+  static WNFUSED_INLINE Vectors<6> filter(const Vectors<3>& g) {
+    const Native even_p = times_add(kP2, g.at[2], g.at[0]) * kScaleP, odd_p = g.at[1] * (kScaleP * kP);
+    const Native even_q = times_add(kQ2, g.at[2], g.at[0]) * kScaleQ, odd_q = g.at[1] * (kScaleQ * kQ);
+    return {{g.at[0] * kScale0, even_p + odd_p, even_p - odd_p, even_q + odd_q, even_q - odd_q, g.at[2]}};
   }
 
-  static WNFUSED_INLINE Blocks<6> gradient(const Blocks<4>& y) {
-    const Block even_p = times_add(kP2, y.at[2], y.at[0]), odd_p = times_add(kP2, y.at[3], y.at[1]);
-    const Block even_q = times_add(kQ2, y.at[2], y.at[0]), odd_q = times_add(kQ2, y.at[3], y.at[1]);
+  static WNFUSED_INLINE Vectors<6> gradient(const Vectors<4>& y) {
+    const Native even_p = times_add(kP2, y.at[2], y.at[0]), odd_p = times_add(kP2, y.at[3], y.at[1]);
+    const Native even_q = times_add(kQ2, y.at[2], y.at[0]), odd_q = times_add(kQ2, y.at[3], y.at[1]);
     return {{y.at[0], times_add(kP, odd_p, even_p), times_add(-kP, odd_p, even_p),
              times_add(kQ, odd_q, even_q), times_add(-kQ, odd_q, even_q), y.at[3]}};
   }
 
-  static WNFUSED_INLINE Blocks<3> filter_gradient(const Blocks<6>& m) {
-    const Block sum_p = (m.at[1] + m.at[2]) * splat(kScaleP), sum_q = (m.at[3] + m.at[4]) * splat(kScaleQ);
+  static WNFUSED_INLINE Vectors<3> filter_gradient(const Vectors<6>& m) {
+    const Native sum_p = (m.at[1] + m.at[2]) * kScaleP, sum_q = (m.at[3] + m.at[4]) * kScaleQ;
     return {{times_add(kScale0, m.at[0], sum_p + sum_q),
-             times_add(kScaleP * kP, m.at[1] - m.at[2], (m.at[3] - m.at[4]) * splat(kScaleQ * kQ)),
+             times_add(kScaleP * kP, m.at[1] - m.at[2], (m.at[3] - m.at[4]) * (kScaleQ * kQ)),
              times_add(kP2, sum_p, times_add(kQ2, sum_q, m.at[5]))}};
   }
 };
 
 template <int M>
-using Patch = Blocks<Winograd<M>::kPatch>;
+using Patch = Vectors<Winograd<M>::kPatch>;
 
 // One column of B' d: d is 16 channels of the patch's pixels one below the other, a line each.
 template <int M, bool Round>
-WNFUSED_INLINE Patch<M> input_column(const float* const (&lines)[M + 2], int64_t offset) {
-  Patch<M> column;
-  WNFUSED_UNROLL for (int i = 0; i < M + 2; ++i) {
-    column.at[i] = load(lines[i] + offset);
-    if constexpr (Round) column.at[i] = round_to_bfloat16(column.at[i]);
+WNFUSED_INLINE void input_column(const float* const (&lines)[M + 2], int64_t offset, float* column) {
+  for (int part = 0; part < kLanes; part += kNativeLanes) {
+    Patch<M> pixels;
+    WNFUSED_UNROLL for (int i = 0; i < M + 2; ++i) {
+      pixels.at[i] = load_native(lines[i] + offset + part);
+      if constexpr (Round) pixels.at[i] = native_round_to_bfloat16(pixels.at[i]);
+    }
+    store_vectors(column + part, kLanes, Winograd<M>::input(pixels));
   }
-  return Winograd<M>::input(column);
 }
 
 // Row i of (B' d) B from the columns of B' d; a position goes to the next multiple of the stride.
 template <int M>
 WNFUSED_INLINE void input_transform_row(float* const (&columns)[M + 2], int64_t i, float* target, int64_t stride) {
-  Patch<M> row;
-  WNFUSED_UNROLL for (int j = 0; j < M + 2; ++j) row.at[j] = load(columns[j] + i * kLanes);
-  row = Winograd<M>::input(row);
-  WNFUSED_UNROLL for (int j = 0; j < M + 2; ++j) store(target + j * stride, row.at[j]);
-}
-
-// A' m A: the output tile of a product, position p at source + p * stride; tile[row][column].
-template <int M>
-WNFUSED_INLINE void output_transform(const float* source, int64_t stride, Block (&tile)[M][M]) {
-  constexpr int kPatch = M + 2;
-  Blocks<M> columns[kPatch];
-  WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) {
-    Patch<M> column;
-    WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) column.at[i] = load(source + (kPatch * i + j) * stride);
-    columns[j] = Winograd<M>::output(column);
-  }
-  WNFUSED_UNROLL for (int i = 0; i < M; ++i) {
+  for (int part = 0; part < kLanes; part += kNativeLanes) {
     Patch<M> row;
-    WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) row.at[j] = columns[j].at[i];
-    const Blocks<M> out = Winograd<M>::output(row);
-    WNFUSED_UNROLL for (int j = 0; j < M; ++j) tile[i][j] = out.at[j];
+    WNFUSED_UNROLL for (int j = 0; j < M + 2; ++j) row.at[j] = load_native(columns[j] + i * kLanes + part);
+    store_vectors(target + part, stride, Winograd<M>::input(row));
   }
 }
 
-// G g G'. tap(k) is the Block of tap k = 3 * row + column.
+// A' m A: the output tile of a product, position p at source + p * stride. finish(y, row) takes it row by row. Unrolled,
+// the rows would all be under way at once, and spilled, and sixteen epilogues be more code than a first-level cache holds.
+template <int M, class Finish>
+WNFUSED_INLINE void output_transform(const float* source, int64_t stride, const Finish& finish) {
+  constexpr int kPatch = M + 2;
+  alignas(64) float columns[M][kPatch * kLanes];
+  WNFUSED_ROLLED for (int j = 0; j < kPatch; ++j) {
+    WNFUSED_ROLLED for (int part = 0; part < kLanes; part += kNativeLanes)
+      store_vectors(columns[0] + j * kLanes + part, kPatch * kLanes,
+                    Winograd<M>::output(load_vectors<kPatch>(source + j * stride + part, kPatch * stride)));
+  }
+  WNFUSED_ROLLED for (int y = 0; y < M; ++y) {
+    Block row[M];
+    WNFUSED_FOR_PARTS {
+      const Vectors<M> out = Winograd<M>::output(load_vectors<kPatch>(columns[y] + i * kNativeLanes, kLanes));
+      WNFUSED_UNROLL for (int j = 0; j < M; ++j) row[j].part[i] = out.at[j];
+    }
+    finish(y, row);
+  }
+}
+
+// G g G'. tap(k, part) is that part of the Block of tap k = 3 * row + column.
 template <int M, class TapAt>
 WNFUSED_INLINE void filter_transform(const TapAt& tap, float* target, int64_t stride) {
   constexpr int kPatch = M + 2;
-  Patch<M> columns[3];
-  WNFUSED_UNROLL for (int j = 0; j < 3; ++j)
-    columns[j] = Winograd<M>::filter(Blocks<3>{{tap(j), tap(3 + j), tap(6 + j)}});
-  WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) {
-    const Patch<M> row =
-        Winograd<M>::filter(Blocks<3>{{columns[0].at[i], columns[1].at[i], columns[2].at[i]}});
-    WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) store(target + (kPatch * i + j) * stride, row.at[j]);
+  WNFUSED_FOR_PARTS {
+    Patch<M> columns[3];
+    WNFUSED_UNROLL for (int j = 0; j < 3; ++j)
+      columns[j] = Winograd<M>::filter(Vectors<3>{{tap(j, i), tap(3 + j, i), tap(6 + j, i)}});
+    WNFUSED_UNROLL for (int y = 0; y < kPatch; ++y)
+      store_vectors(target + i * kNativeLanes + kPatch * y * stride, stride,
+                    Winograd<M>::filter(Vectors<3>{{columns[0].at[y], columns[1].at[y], columns[2].at[y]}}));
   }
 }
 
-// A y A'
-template <int M>
-WNFUSED_INLINE void gradient_transform(const Block (&y)[M][M], float* target, int64_t stride) {
+// A y A', and the sum of y to `sum`. pixel(row, column, lane) is a native vector of y from that lane on.
+template <int M, class PixelAt>
+WNFUSED_INLINE void gradient_transform(const PixelAt& pixel, float* target, int64_t stride, float* sum) {
   constexpr int kPatch = M + 2;
-  Patch<M> columns[M];
-  WNFUSED_UNROLL for (int j = 0; j < M; ++j) {
-    Blocks<M> column;
-    WNFUSED_UNROLL for (int i = 0; i < M; ++i) column.at[i] = y[i][j];
-    columns[j] = Winograd<M>::gradient(column);
-  }
-  WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) {
-    Blocks<M> row;
-    WNFUSED_UNROLL for (int j = 0; j < M; ++j) row.at[j] = columns[j].at[i];
-    const Patch<M> out = Winograd<M>::gradient(row);
-    WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) store(target + (kPatch * i + j) * stride, out.at[j]);
+  for (int part = 0; part < kLanes; part += kNativeLanes) {
+    Patch<M> columns[M];
+    Native lines[M] = {};
+    WNFUSED_UNROLL for (int j = 0; j < M; ++j) {
+      Vectors<M> column;
+      WNFUSED_UNROLL for (int y = 0; y < M; ++y) {
+        column.at[y] = pixel(y, j, part);
+        lines[y] = lines[y] + column.at[y];
+      }
+      columns[j] = Winograd<M>::gradient(column);
+    }
+    Native total = load_native(sum + part);
+    WNFUSED_UNROLL for (int y = 0; y < M; ++y) total = total + lines[y];
+    store_native(sum + part, total);
+    WNFUSED_UNROLL for (int y = 0; y < kPatch; ++y) {
+      Vectors<M> row;
+      WNFUSED_UNROLL for (int j = 0; j < M; ++j) row.at[j] = columns[j].at[y];
+      store_vectors(target + part + kPatch * y * stride, stride, Winograd<M>::gradient(row));
+    }
   }
 }
 
@@ -190,17 +216,16 @@ WNFUSED_INLINE void gradient_transform(const Block (&y)[M][M], float* target, in
 template <int M>
 WNFUSED_INLINE void filter_gradient(const float* source, int64_t source_stride, float* target, int64_t stride) {
   constexpr int kPatch = M + 2;
-  Blocks<3> columns[kPatch];
-  WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) {
-    Patch<M> column;
-    WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) column.at[i] = load(source + (kPatch * i + j) * source_stride);
-    columns[j] = Winograd<M>::filter_gradient(column);
-  }
-  WNFUSED_UNROLL for (int i = 0; i < 3; ++i) {
-    Patch<M> row;
-    WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) row.at[j] = columns[j].at[i];
-    const Blocks<3> taps = Winograd<M>::filter_gradient(row);
-    WNFUSED_UNROLL for (int j = 0; j < 3; ++j) store(target + (3 * i + j) * stride, taps.at[j]);
+  for (int part = 0; part < kLanes; part += kNativeLanes) {
+    Vectors<3> columns[kPatch];
+    WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j)
+      columns[j] = Winograd<M>::filter_gradient(
+          load_vectors<kPatch>(source + part + j * source_stride, kPatch * source_stride));
+    WNFUSED_UNROLL for (int k = 0; k < 3; ++k) {
+      Patch<M> row;
+      WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) row.at[j] = columns[j].at[k];
+      store_vectors(target + part + 3 * k * stride, stride, Winograd<M>::filter_gradient(row));
+    }
   }
 }
 

@@ -107,11 +107,12 @@ inline bool gather_patches(const Pieces& geometry, const float* map, const float
     const float* pixels[kPlanes];
     for (int j = 0; j < kPlanes; ++j) pixels[j] = places[j] < 0 ? zeros : map + places[j] * channels;
     for (int64_t b = 0; b < blocks.count; ++b) {
-      Blocks<kPlanes> patch;
-      WNFUSED_UNROLL for (int j = 0; j < kPlanes; ++j) patch.at[j] = load(pixels[j] + b * kLanes);
-      patch = PieceTransform<Taps>::input(patch);
       float* target = panel.at(0, b, t);
-      WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p) store(target + p * plane_stride, patch.at[p]);
+      for (int part = 0; part < kLanes; part += kNativeLanes) {
+        Vectors<kPlanes> patch;
+        WNFUSED_UNROLL for (int j = 0; j < kPlanes; ++j) patch.at[j] = load_native(pixels[j] + b * kLanes + part);
+        store_vectors(target + part, plane_stride, PieceTransform<Taps>::input(patch));
+      }
     }
   }
   clear_rows(panel, kPlanes, blocks.count, present, panel.rows);
@@ -132,12 +133,15 @@ inline bool scatter_outputs(const Pieces& geometry, const Panel& product, int64_
     locate_pixels(geometry, geometry.target.width, unit.line, first_output(geometry, unit), pixels);
     for (int64_t b = 0; b < blocks; ++b) {
       const Block bias = epilogue.bias ? load(epilogue.bias + (first_block + b) * kLanes) : zero();
-      Blocks<kPlanes> sums;
-      WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p) sums.at[p] = load(product.at(p, b, t));
-      const Blocks<kPieceOutputs> outputs = PieceTransform<Taps>::output(sums);
+      Block outputs[kPieceOutputs];
+      WNFUSED_FOR_PARTS {
+        const float* source = product.at(0, b, t) + i * kNativeLanes;
+        const auto sums = PieceTransform<Taps>::output(load_vectors<kPlanes>(source, product.plane_stride));
+        WNFUSED_UNROLL for (int j = 0; j < kPieceOutputs; ++j) outputs[j].part[i] = sums.at[j];
+      }
       WNFUSED_UNROLL for (int j = 0; j < kPieceOutputs; ++j)
         if (pixels[j] >= 0)
-          finish_pixel<Ending::kLayer>(geometry, epilogue, pixels[j], first_block + b, outputs.at[j], bias, poison);
+          finish_pixel<Ending::kLayer>(geometry, epilogue, pixels[j], first_block + b, outputs[j], bias, poison);
     }
   }
   return sum_of(poison) == 0.0f;

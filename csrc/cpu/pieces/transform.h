@@ -1,5 +1,5 @@
-// Winograd's method over one dim: F(4, Taps) and its transposes, on Blocks (16 channels at a time). Four outputs of a
-// filter of `Taps` taps cost Taps + 3 multiplications instead of 4 Taps.
+// Winograd's method over one dim: F(4, Taps) and its transposes, on one native vector of channels at a time. Four outputs
+// of a filter of `Taps` taps cost Taps + 3 multiplications instead of 4 Taps.
 //
 //   Y  = A' [ (G g) . (B' d) ]        four outputs from the inputs d and the taps g
 //   dg = G' [ (A y) . (B' d) ]        the same trilinear form read for the filter
@@ -49,37 +49,33 @@ class ThreePairs {
     }
   };
 
-  static WNFUSED_INLINE Block times_add(float factor, const Block& a, const Block& b) {
-    return multiply_add(splat(factor), a, b);
-  }
-
   // (x^2 - q^2) (x^2 - r^2) by the coefficients a, b, c, q and r being the points other than i.
-  static WNFUSED_INLINE Block others(const Squares& at, int i, const Block& a, const Block& b, const Block& c) {
+  static WNFUSED_INLINE Native others(const Squares& at, int i, const Native& a, const Native& b, const Native& c) {
     return times_add(at.other_product(i), a, times_add(-at.other_sum(i), b, c));
   }
 
   // (x^2 - p^2) (x^2 - q^2) (x^2 - r^2) by the coefficients a, b, c, d.
-  static WNFUSED_INLINE Block all(const Squares& at, const Block& a, const Block& b, const Block& c, const Block& d) {
+  static WNFUSED_INLINE Native all(const Squares& at, const Native& a, const Native& b, const Native& c, const Native& d) {
     return times_add(-at.product(), a, times_add(at.pairs(), b, times_add(-at.sum(), c, d)));
   }
 
   // Four outputs of the pairs' products, which begin at `m`; infinity's is added to the last one.
-  static WNFUSED_INLINE Blocks<4> pair_outputs(const Squares& at, const Block* m, const Block& infinite) {
-    Block sum[kPairs], difference[kPairs];
+  static WNFUSED_INLINE Vectors<4> pair_outputs(const Squares& at, const Native* m, const Native& infinite) {
+    Native sum[kPairs], difference[kPairs];
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
       sum[i] = m[2 * i] + m[2 * i + 1];
-      difference[i] = (m[2 * i] - m[2 * i + 1]) * splat(at.point[i]);
+      difference[i] = (m[2 * i] - m[2 * i + 1]) * at.point[i];
     }
     return {{sum[0] + (sum[1] + sum[2]), difference[0] + (difference[1] + difference[2]),
-             times_add(at.of(2), sum[2], times_add(at.of(1), sum[1], sum[0] * splat(at.of(0)))),
+             times_add(at.of(2), sum[2], times_add(at.of(1), sum[1], sum[0] * at.of(0))),
              times_add(at.of(2), difference[2],
                        times_add(at.of(1), difference[1], times_add(at.of(0), difference[0], infinite)))}};
   }
 
   // A y of the pairs, to `target`.
-  static WNFUSED_INLINE void pair_gradients(const Squares& at, const Blocks<4>& y, Block* target) {
+  static WNFUSED_INLINE void pair_gradients(const Squares& at, const Vectors<4>& y, Native* target) {
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
-      const Block even = times_add(at.of(i), y.at[2], y.at[0]), odd = times_add(at.of(i), y.at[3], y.at[1]);
+      const Native even = times_add(at.of(i), y.at[2], y.at[0]), odd = times_add(at.of(i), y.at[3], y.at[1]);
       target[2 * i] = times_add(at.point[i], odd, even);
       target[2 * i + 1] = times_add(-at.point[i], odd, even);
     }
@@ -90,10 +86,10 @@ template <>
 struct PieceTransform<4> : ThreePairs {
   static constexpr Squares kAt = {{0.25f, 0.875f, 2.0f}};
 
-  static WNFUSED_INLINE Blocks<7> input(const Blocks<7>& d) {
-    Blocks<7> result;
+  static WNFUSED_INLINE Vectors<7> input(const Vectors<7>& d) {
+    Vectors<7> result;
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
-      const Block odd = others(kAt, i, d.at[1], d.at[3], d.at[5]), even = others(kAt, i, d.at[0], d.at[2], d.at[4]);
+      const Native odd = others(kAt, i, d.at[1], d.at[3], d.at[5]), even = others(kAt, i, d.at[0], d.at[2], d.at[4]);
       result.at[2 * i] = times_add(kAt.point[i], even, odd);
       result.at[2 * i + 1] = times_add(-kAt.point[i], even, odd);
     }
@@ -101,14 +97,14 @@ struct PieceTransform<4> : ThreePairs {
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<4> output(const Blocks<7>& m) { return pair_outputs(kAt, m.at, m.at[6]); }
+  static WNFUSED_INLINE Vectors<4> output(const Vectors<7>& m) { return pair_outputs(kAt, m.at, m.at[6]); }
 
-  static WNFUSED_INLINE Blocks<7> filter(const Blocks<4>& g) {
-    Blocks<7> result;
+  static WNFUSED_INLINE Vectors<7> filter(const Vectors<4>& g) {
+    Vectors<7> result;
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
       const float scale = kAt.scale(i);
-      const Block even = times_add(kAt.of(i), g.at[2], g.at[0]) * splat(scale);
-      const Block odd = times_add(kAt.of(i), g.at[3], g.at[1]) * splat(scale * kAt.point[i]);
+      const Native even = times_add(kAt.of(i), g.at[2], g.at[0]) * scale;
+      const Native odd = times_add(kAt.of(i), g.at[3], g.at[1]) * (scale * kAt.point[i]);
       result.at[2 * i] = odd + even;
       result.at[2 * i + 1] = odd - even;
     }
@@ -116,19 +112,19 @@ struct PieceTransform<4> : ThreePairs {
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<7> gradient(const Blocks<4>& y) {
-    Blocks<7> result;
+  static WNFUSED_INLINE Vectors<7> gradient(const Vectors<4>& y) {
+    Vectors<7> result;
     pair_gradients(kAt, y, result.at);
     result.at[6] = y.at[3];
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<4> filter_gradient(const Blocks<7>& m) {
-    Blocks<4> result{{zero(), zero(), zero(), m.at[6]}};
+  static WNFUSED_INLINE Vectors<4> filter_gradient(const Vectors<7>& m) {
+    Vectors<4> result{{{}, {}, {}, m.at[6]}};
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
       const float scale = kAt.scale(i);
-      const Block even = (m.at[2 * i] - m.at[2 * i + 1]) * splat(scale);
-      const Block odd = (m.at[2 * i] + m.at[2 * i + 1]) * splat(scale * kAt.point[i]);
+      const Native even = (m.at[2 * i] - m.at[2 * i + 1]) * scale;
+      const Native odd = (m.at[2 * i] + m.at[2 * i + 1]) * (scale * kAt.point[i]);
       result.at[0] = result.at[0] + even;
       result.at[1] = result.at[1] + odd;
       result.at[2] = times_add(kAt.of(i), even, result.at[2]);
@@ -142,10 +138,10 @@ template <>
 struct PieceTransform<5> : ThreePairs {
   static constexpr Squares kAt = {{0.5f, 1.0f, 2.0f}};
 
-  static WNFUSED_INLINE Blocks<8> input(const Blocks<8>& d) {
-    Blocks<8> result;
+  static WNFUSED_INLINE Vectors<8> input(const Vectors<8>& d) {
+    Vectors<8> result;
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
-      const Block even = others(kAt, i, d.at[2], d.at[4], d.at[6]), odd = others(kAt, i, d.at[1], d.at[3], d.at[5]);
+      const Native even = others(kAt, i, d.at[2], d.at[4], d.at[6]), odd = others(kAt, i, d.at[1], d.at[3], d.at[5]);
       result.at[2 * i] = times_add(kAt.point[i], odd, even);
       result.at[2 * i + 1] = times_add(-kAt.point[i], odd, even);
     }
@@ -154,42 +150,42 @@ struct PieceTransform<5> : ThreePairs {
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<4> output(const Blocks<8>& m) {
-    Blocks<4> result = pair_outputs(kAt, m.at, m.at[7]);
+  static WNFUSED_INLINE Vectors<4> output(const Vectors<8>& m) {
+    Vectors<4> result = pair_outputs(kAt, m.at, m.at[7]);
     result.at[0] = result.at[0] + m.at[6];
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<8> filter(const Blocks<5>& g) {
-    Blocks<8> result;
+  static WNFUSED_INLINE Vectors<8> filter(const Vectors<5>& g) {
+    Vectors<8> result;
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
       const float scale = kAt.scale(i);
-      const Block even = times_add(kAt.of(i), times_add(kAt.of(i), g.at[4], g.at[2]), g.at[0]);
-      const Block odd = times_add(kAt.of(i), g.at[3], g.at[1]) * splat(scale);
-      const Block scaled = even * splat(scale / kAt.point[i]);
+      const Native even = times_add(kAt.of(i), times_add(kAt.of(i), g.at[4], g.at[2]), g.at[0]);
+      const Native odd = times_add(kAt.of(i), g.at[3], g.at[1]) * scale;
+      const Native scaled = even * (scale / kAt.point[i]);
       result.at[2 * i] = scaled + odd;
       result.at[2 * i + 1] = scaled - odd;
     }
-    result.at[6] = g.at[0] * splat(-1.0f / kAt.product());
+    result.at[6] = g.at[0] * (-1.0f / kAt.product());
     result.at[7] = g.at[4];
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<8> gradient(const Blocks<4>& y) {
-    Blocks<8> result;
+  static WNFUSED_INLINE Vectors<8> gradient(const Vectors<4>& y) {
+    Vectors<8> result;
     pair_gradients(kAt, y, result.at);
     result.at[6] = y.at[0];
     result.at[7] = y.at[3];
     return result;
   }
 
-  static WNFUSED_INLINE Blocks<5> filter_gradient(const Blocks<8>& m) {
-    Blocks<5> result{{m.at[6] * splat(-1.0f / kAt.product()), zero(), zero(), zero(), m.at[7]}};
+  static WNFUSED_INLINE Vectors<5> filter_gradient(const Vectors<8>& m) {
+    Vectors<5> result{{m.at[6] * (-1.0f / kAt.product()), Native{}, Native{}, Native{}, m.at[7]}};
     WNFUSED_UNROLL for (int i = 0; i < kPairs; ++i) {
       const float scale = kAt.scale(i);
-      const Block even = (m.at[2 * i] + m.at[2 * i + 1]) * splat(scale / kAt.point[i]);
-      const Block odd = (m.at[2 * i] - m.at[2 * i + 1]) * splat(scale);
-      const Block squared = even * splat(kAt.of(i));
+      const Native even = (m.at[2 * i] + m.at[2 * i + 1]) * (scale / kAt.point[i]);
+      const Native odd = (m.at[2 * i] - m.at[2 * i + 1]) * scale;
+      const Native squared = even * kAt.of(i);
       result.at[0] = result.at[0] + even;
       result.at[1] = result.at[1] + odd;
       result.at[2] = result.at[2] + squared;

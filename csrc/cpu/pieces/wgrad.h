@@ -27,12 +27,14 @@ inline void gather_output_gradients(const Pieces& geometry, const float* map, in
     int64_t pixels[kPieceOutputs];
     locate_pixels(geometry, geometry.target.width, unit.line, first_output(geometry, unit), pixels);
     for (int64_t b = 0; b < blocks; ++b) {
-      Blocks<kPieceOutputs> tile;
-      WNFUSED_UNROLL for (int j = 0; j < kPieceOutputs; ++j)
-        tile.at[j] = pixels[j] >= 0 ? load(map + pixels[j] * channels + (first_block + b) * kLanes) : zero();
-      sum[b] = sum[b] + ((tile.at[0] + tile.at[1]) + (tile.at[2] + tile.at[3]));
-      const Blocks<kPlanes> planes = PieceTransform<Taps>::gradient(tile);
-      WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p) store(panel.at(p, b, t), planes.at[p]);
+      WNFUSED_FOR_PARTS {
+        const int64_t lane = (first_block + b) * kLanes + i * kNativeLanes;
+        Vectors<kPieceOutputs> tile;
+        WNFUSED_UNROLL for (int j = 0; j < kPieceOutputs; ++j)
+          tile.at[j] = pixels[j] >= 0 ? load_native(map + pixels[j] * channels + lane) : Native{};
+        sum[b].part[i] = sum[b].part[i] + ((tile.at[0] + tile.at[1]) + (tile.at[2] + tile.at[3]));
+        store_vectors(panel.at(0, b, t) + i * kNativeLanes, panel.plane_stride, PieceTransform<Taps>::gradient(tile));
+      }
     }
   }
   for (int64_t b = 0; b < blocks; ++b) bias[b] = bias[b] + sum[b];
@@ -50,12 +52,10 @@ inline void reduce_pieces(const Pieces& geometry, const float* sums, int64_t sli
     for (int64_t b = 0; b < blocks; ++b) {
       float* target = banks + geometry.gradient_offset(first_block + b, slice) +
                       (i / geometry.pieces * row_taps + first_tap) * stride;
-      for (int64_t k = 0; k < floats; k += kLanes) {
-        Blocks<kPlanes> planes;
-        WNFUSED_UNROLL for (int p = 0; p < kPlanes; ++p)
-          planes.at[p] = load(sums + p * geometry.sums_stride + b * floats + k);
-        const Blocks<Taps> gradient = PieceTransform<Taps>::filter_gradient(planes);
-        for (int64_t r = 0; r < taps; ++r) store(target + r * stride + k, gradient.at[r]);
+      for (int64_t k = 0; k < floats; k += kNativeLanes) {
+        const auto planes = load_vectors<kPlanes>(sums + b * floats + k, geometry.sums_stride);
+        const Vectors<Taps> gradient = PieceTransform<Taps>::filter_gradient(planes);
+        for (int64_t r = 0; r < taps; ++r) store_native(target + r * stride + k, gradient.at[r]);
       }
     }
   }

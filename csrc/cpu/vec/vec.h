@@ -16,6 +16,7 @@
 
 #define WNFUSED_INLINE inline __attribute__((always_inline))
 #define WNFUSED_UNROLL _Pragma("GCC unroll 16")
+#define WNFUSED_ROLLED _Pragma("GCC unroll 1")
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
@@ -54,16 +55,26 @@ WNFUSED_INLINE Native native_multiply_add(Native a, Native b, Native c) {
 #endif
 }
 
+WNFUSED_INLINE Native load_native(const float* source) {
+  Native vector;
+  __builtin_memcpy(&vector, source, sizeof vector);
+  return vector;
+}
+
+WNFUSED_INLINE void store_native(float* target, const Native& vector) {
+  __builtin_memcpy(target, &vector, sizeof vector);
+}
+
 #define WNFUSED_FOR_PARTS WNFUSED_UNROLL for (int i = 0; i < kParts; ++i)
 
 WNFUSED_INLINE Block load(const float* source) {
   Block block;
-  WNFUSED_FOR_PARTS __builtin_memcpy(&block.part[i], source + i * kNativeLanes, sizeof(Native));
+  WNFUSED_FOR_PARTS block.part[i] = load_native(source + i * kNativeLanes);
   return block;
 }
 
 WNFUSED_INLINE void store(float* target, const Block& block) {
-  WNFUSED_FOR_PARTS __builtin_memcpy(target + i * kNativeLanes, &block.part[i], sizeof(Native));
+  WNFUSED_FOR_PARTS store_native(target + i * kNativeLanes, block.part[i]);
 }
 
 WNFUSED_INLINE bool is_aligned(const float* target) { return reinterpret_cast<uintptr_t>(target) % sizeof(Block) == 0; }
@@ -152,15 +163,17 @@ WNFUSED_INLINE Block leaky_mask(const Block& activation, const Block& gradient, 
 }
 
 // Nearest bfloat16, ties to even, still held as fp32; NaN stays a (quiet) NaN.
+WNFUSED_INLINE Native native_round_to_bfloat16(const Native& a) {
+  const NativeBits bits = (NativeBits)a;
+  const NativeBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+  const NativeBits quiet = (bits | 0x00400000u) & 0xffff0000u;
+  const NativeInt is_number = a == a;
+  return is_number ? (Native)rounded : (Native)quiet;
+}
+
 WNFUSED_INLINE Block round_to_bfloat16(const Block& a) {
   Block result;
-  WNFUSED_FOR_PARTS {
-    const NativeBits bits = (NativeBits)a.part[i];
-    const NativeBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-    const NativeBits quiet = (bits | 0x00400000u) & 0xffff0000u;
-    const NativeInt is_number = a.part[i] == a.part[i];
-    result.part[i] = is_number ? (Native)rounded : (Native)quiet;
-  }
+  WNFUSED_FOR_PARTS result.part[i] = native_round_to_bfloat16(a.part[i]);
   return result;
 }
 
