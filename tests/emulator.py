@@ -36,7 +36,9 @@ MACHINE = (
     "primitives",
     "hopper_primitives",
     "layer",
+    "layer_kernels",
     "small_linear",
+    "small_linear_kernels",
     "module",
 )
 UNITS = (
@@ -68,6 +70,7 @@ class Tree:
     """The sources, as they are or changed: path below csrc -> text."""
 
     texts: dict[str, str]
+    planted_in: Tree | None = None  # what it was before a bug
 
     @staticmethod
     @functools.cache
@@ -79,7 +82,7 @@ class Tree:
         """With ``old`` replaced by ``new``; ``old`` must be there, exactly once."""
         count = self.texts[file].count(old)
         assert count == 1, f"{file} has {count} times, not once: {old!r}"
-        return Tree({**self.texts, file: self.texts[file].replace(old, new)})
+        return Tree({**self.texts, file: self.texts[file].replace(old, new)}, self.planted_in or self)
 
     def only(self, entries: set[str]) -> Tree:
         """With those configurations alone, and of the layers of few samples one kind: quicker to compile."""
@@ -90,10 +93,12 @@ class Tree:
                 line for line in lines
                 if not re.match("    (stage|large|warpgroup)_entry<", line) or re.search(r'"(.*)"', line)[1] in entries  # type: ignore[index]
             )  # fmt: skip
-        lines = texts["emulation/small_linear.cpp"].splitlines(keepends=True)
-        texts["emulation/small_linear.cpp"] = "".join(
-            line for line in lines if "return body(" not in line or "  if" not in line
-        )
+        for file, others in (
+            ("emulation/small_linear.cpp", "  if .* return body"),
+            ("emulation/small_linear_kernels.cpp", r"WNFUSED_SMALL_LINEAR\((?!Bfloat16, float)"),
+        ):
+            lines = texts[file].splitlines(keepends=True)
+            texts[file] = "".join(line for line in lines if not re.match(others, line))
         return Tree(texts)
 
     def includes(self, unit: str) -> dict[str, str]:
@@ -108,10 +113,10 @@ class Tree:
         return dict(sorted(found.items()))
 
     def build(self) -> Path:
-        """The module's library. Units without kernels, unless changed themselves, are those of the original."""
-        original = Tree.original()
-        changed = [_has_kernels(u, self.texts[u]) or self.texts[u] != original.texts[u] for u in UNITS]
-        trees = [self if own else original for own in changed]
+        """The module's library. Units without kernels, unless changed themselves, are as they were before the bug."""
+        before = self.planted_in or self
+        changed = [_has_kernels(u, self.texts[u]) or self.texts[u] != before.texts[u] for u in UNITS]
+        trees = [self if own else before for own in changed]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(Tree.compiled, trees, UNITS))
         library = CACHE / _digest(*(o.name for o in objects)) / "wnfused_emulation.so"
@@ -142,7 +147,7 @@ class Tree:
 def _has_kernels(unit: str, text: str) -> bool:
     """Whether a planted bug may be in a header of the unit; those of the module itself have tests of their own."""
     return re.search("    (stage|large|warpgroup)_entry<", text) is not None or unit in (
-        "emulation/layer.cpp", "emulation/small_linear.cpp",
+        "emulation/layer_kernels.cpp", "emulation/small_linear_kernels.cpp",
     )  # fmt: skip
 
 

@@ -1,8 +1,6 @@
 // The kernels beside the vendor's product of a layer, for the tests. uint16 arrays are bfloat16.
-#include "cuda/layer_epilogue.h"
-#include "cuda/layer_mask.h"
-#include "cuda/layer_weight.h"
 #include "emulation/arrays.h"
+#include "emulation/kernels.h"
 
 namespace wnfused::gpu {
 namespace {
@@ -36,13 +34,13 @@ std::vector<std::string> layer_weight(const py::array& v, const py::array& g, co
         params.dbias = static_cast<T*>(pointer_of(py::cast<py::array>(dbias)));
       }
       Run run = run_on(reverse, {v, g, dw, norm, partial}, {w, bias_out, dbias});
-      return findings_of(run, enqueue_layer_weight<true>(params, &run));
+      return findings_of(run, emulated::layer_weight<true>(params, &run));
     }
     params.w = static_cast<N*>(pointer_of(w));
     params.bias = bias.is_none() ? nullptr : static_cast<float*>(pointer_of(py::cast<py::array>(bias)));
     params.bias_out = static_cast<N*>(pointer_of(bias_out));
     Run run = run_on(reverse, {v, g, bias}, {w, norm, bias_out});
-    return findings_of(run, enqueue_layer_weight<false>(params, &run));
+    return findings_of(run, emulated::layer_weight<false>(params, &run));
   };
   const bool backward = !dw.is_none();
   const py::array product = backward ? py::cast<py::array>(dw) : w;
@@ -59,7 +57,7 @@ std::vector<std::string> layer_epilogue(const py::array& y, const py::object& bi
       return array.is_none() ? nullptr : static_cast<N*>(pointer_of(py::cast<py::array>(array)));
     };
     Run run = run_on(reverse, {bias, residual}, {y});
-    const Status status = enqueue_layer_epilogue(
+    const Status status = emulated::layer_epilogue(
         LayerEpilogueParams<N>{pointer(y), pointer(bias), pointer(residual), y.size(), channels, inner, activates, slope},
         &run);
     return findings_of(run, status);
@@ -85,9 +83,9 @@ std::vector<std::string> layer_mask(const py::array& dy, const py::object& y, co
     params.channels = channels;
     params.inner = inner;
     params.slope = slope;
-    params.shares = partial.is_none() ? layer_mask_shares(params) : py::cast<py::array>(partial).shape(0);
+    params.shares = partial.is_none() ? emulated::mask_shares(params) : py::cast<py::array>(partial).shape(0);
     Run run = run_on(reverse, {dy, y}, {dz, partial});
-    return findings_of(run, enqueue_layer_mask(params, &run));
+    return findings_of(run, emulated::layer_mask(params, &run));
   };
   return dy.itemsize() == 2 ? call(BFloat{}) : call(float{});
 }

@@ -1,10 +1,7 @@
 // The linear layers of few samples on the host. bfloat16 arrays are passed as uint16; `kind`: of the product, "bfloat16",
 // "tf32" or "float32".
-#include "cuda/small_linear.h"
-
-#include "cuda/small_linear_backward.h"
-#include "cuda/small_linear_forward.h"
 #include "emulation/arrays.h"
+#include "emulation/kernels.h"
 
 namespace wnfused::gpu {
 namespace {
@@ -52,7 +49,7 @@ std::vector<std::string> forward(const std::string& kind, const py::array& x, co
     params.bias = optional_pointer<void>(bias);
     params.bias_is_float = is_float(bias);
     Run run = run_on(reverse, {x, v, g, bias, residual}, {y, norm});
-    return findings_of(run, enqueue_small_linear<decltype(product)>(params, &run));
+    return findings_of(run, emulated::small_linear<decltype(product)>(params, &run));
   });
 }
 
@@ -74,7 +71,7 @@ std::vector<std::string> backward(const std::string& kind, const py::array& dy, 
     params.dbias = optional_pointer<void>(dbias);
     params.bias_is_float = is_float(dbias);
     Run run = run_on(reverse, {dy, y, x, v, g, norm}, {dx, dv, dg, dbias});
-    return findings_of(run, enqueue_small_linear_backward<decltype(product)>(params, &run));
+    return findings_of(run, emulated::small_linear_backward<decltype(product)>(params, &run));
   });
 }
 
