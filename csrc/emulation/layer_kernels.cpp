@@ -1,3 +1,4 @@
+// See kernels.h.
 #include "emulation/kernels.h"
 
 namespace wnfused::gpu::emulated {

@@ -1,3 +1,4 @@
+// See kernels.h.
 #include "cuda/small_linear_backward.h"
 #include "cuda/small_linear_forward.h"
 #include "emulation/kernels.h"
