@@ -92,7 +92,7 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
     unit = v.to(norm.dtype) * inverse
     dw = torch.where(zero, 0.0, dw.to(norm.dtype))  # a zero row has no gradient, be it NaN
     dgain = _row_sum(dw * unit, spans)
-    scale = g.to(norm.dtype).reshape(broadcast) * inverse
+    scale = torch.where(zero, 0.0, g.to(norm.dtype).reshape(broadcast)) * inverse  # 0, be the gain infinite
     dv = scale * (dw - unit * dgain)
     return dv.to(v.dtype), dgain.reshape(g.shape).to(g.dtype)
 
@@ -102,8 +102,12 @@ def weight_norm_many(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """``weight_norm`` of each pair: the weights (none unless asked for), norms and scales ``s = g / ||v||``."""
     w, norm = (list(found) for found in zip(*map(weight_norm, v, g, [dim] * len(v)), strict=True)) if v else ([], [])
-    scale = [torch.where(n == 0, 0.0, a.to(n.dtype).reshape(n.shape) / n) for a, n in zip(g, norm, strict=True)]
-    return w if weights else [], norm, scale
+    return w if weights else [], norm, list(map(row_scale, g, norm))
+
+
+def row_scale(g: Tensor, norm: Tensor) -> Tensor:
+    """``s = g / ||v||`` in the dtype of the norms; 0 of a zero row."""
+    return torch.where(norm == 0, 0.0, g.to(norm.dtype).reshape(norm.shape) / norm)
 
 
 def weight_norm_many_backward(

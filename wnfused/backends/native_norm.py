@@ -49,8 +49,10 @@ Tensors = Sequence[Tensor]
 def weight_norm_many(
     v: Tensors, g: Tensors, dim: int | None = 0, weights: bool = True
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    if dim is not None and dim < 0:  # another dim of each tensor
-        return reference.weight_norm_many(v, g, dim, weights)
+    if dim is not None and dim < 0:  # another dim of each tensor: one by one
+        found = [weight_norm(*tensors, dim) for tensors in zip(v, g, strict=True)]
+        norm = [n for _, n in found]
+        return [w for w, _ in found] if weights else [], norm, list(map(reference.row_scale, g, norm))
     return torch.ops.wnfused_native.weight_norm_many(v, g, -1 if dim is None else dim, weights)
 
 
@@ -58,5 +60,6 @@ def weight_norm_many_backward(
     dw: Tensors, v: Tensors, g: Tensors, norm: Tensors, dim: int | None = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
     if dim is not None and dim < 0:
-        return reference.weight_norm_many_backward(dw, v, g, norm, dim)
+        found = [weight_norm_backward(*tensors, dim) for tensors in zip(dw, v, g, norm, strict=True)]
+        return [dv for dv, _ in found], [dg for _, dg in found]
     return torch.ops.wnfused_native.weight_norm_many_backward(dw, v, g, norm, -1 if dim is None else dim)

@@ -26,8 +26,8 @@ WNFUSED_INLINE auto dot(const A* a, const B* b, int64_t length) {
   return sum_of((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// A zero row has no direction: its inverse norm counts as 0.
-WNFUSED_INLINE float inverse_or_zero(float norm) { return norm == 0 ? 0.0f : 1.0f / norm; }
+// g / ||v||. A zero row has no direction: its scale is 0, also where the gain is infinite.
+WNFUSED_INLINE float row_scale(float gain, float norm) { return norm == 0 ? 0.0f : gain * (1.0f / norm); }
 
 inline void norms(const RowRange& rows, Values v, float* norm) {
   with_entries(v, [&](auto* entries) __attribute__((always_inline)) {

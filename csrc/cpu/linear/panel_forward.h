@@ -35,7 +35,7 @@ WNFUSED_INLINE bool panel_scales(const SmallLinear& task, int64_t first, const M
   store(norm, norms);
   store(scale, move.load(task.gain + first));
   bool fits = true;
-  for (int i = 0; i < kLanes; ++i) scale[i] *= inverse_or_zero(norm[i]);
+  for (int i = 0; i < kLanes; ++i) scale[i] = row_scale(scale[i], norm[i]);
   for (int i = 0; i < kLanes; ++i) fits &= can_wait(scale[i]);
   *scales = load(scale);
   return fits;

@@ -108,7 +108,7 @@ WNFUSED_INLINE bool small_features(const SmallLinear& task, const V* v, int64_t 
   float scale[kLanes] = {};
   bool fits = true;
   for (int64_t i = 0; i < count; ++i) {
-    scale[i] = task.gain[first + i] * inverse_or_zero(task.norm[first + i]);
+    scale[i] = row_scale(task.gain[first + i], task.norm[first + i]);
     fits = fits && can_wait(scale[i]);
   }
   Block products[kTile];
@@ -150,7 +150,7 @@ template <int kRows, bool kInput, bool kParameters, class V>
 WNFUSED_INLINE void small_gradient(const SmallLinearBackward& task, const V* all, int64_t first) {
   float weight[kSmallRows][kRows], scaled[kSmallRows][kRows];
   for (int r = 0; r < kRows; ++r) {
-    const float scale = task.gain[first + r] * inverse_or_zero(task.norm[first + r]);
+    const float scale = row_scale(task.gain[first + r], task.norm[first + r]);
     for (int64_t m = 0; m < task.rows; ++m) {
       weight[m][r] = task.dz[m * task.features + first + r];
       scaled[m][r] = scale * weight[m][r];
