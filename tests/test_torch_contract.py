@@ -321,3 +321,28 @@ def test_forward_over_reverse_without_a_graph(make, shape, dual, dtype):
         assert (a is None) == (b is None)
         if b is not None:
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
+
+
+LAYERS_AND_INPUTS = {
+    "linear": (lambda: WNLinear(3, 4, activation="relu"), (2, 3)),
+    "conv1d": (lambda: wnfused.WNConv1d(3, 4, 3), (2, 3, 9)),
+    "conv2d": (lambda: WNConv2d(3, 4, 3, stride=(2, 1), padding=1, groups=1), (2, 3, 8, 9)),
+    "conv3d": (lambda: wnfused.WNConv3d(2, 4, 3, groups=2), (1, 2, 5, 5, 5)),
+    "transposed": (lambda: wnfused.WNConvTranspose2d(3, 4, 3, 2, output_padding=1), (2, 3, 5, 5)),
+    "stage": (lambda: WNResidualStage(8, 8, 2), (2, 8, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS_AND_INPUTS)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compiled_autograd_runs_the_backward(kind):
+    """The forward is eager: what its nodes keep must be something that the compiler can hash."""
+    make, shape = LAYERS_AND_INPUTS[kind]
+    layer, x = make(), torch.randn(shape, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x).square().sum(), leaves)
+    loss = layer(x).square().sum()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda loss: loss.backward(), backend="eager")(loss)
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=0, atol=0)

@@ -153,14 +153,24 @@ bool is_general(const Tensor& dy) {
          (!keys.has(c10::DispatchKey::Python) && may_be_zero_gradient(dy));
 }
 
-// What a constant is kept as between the passes.
+// What a constant is kept as between the passes: a tuple in the place of a list, which compiled autograd could not hash.
 template <class T>
 struct Kept {
   using Type = T;
+  static c10::IValue of(T constant) { return constant; }
+  static T from(const c10::IValue& kept) { return kept.to<T>(); }
 };
 template <>
 struct Kept<IntArrayRef> {
   using Type = std::vector<int64_t>;
+  static c10::IValue of(IntArrayRef constant) {
+    return c10::ivalue::Tuple::create(std::vector<c10::IValue>(constant.begin(), constant.end()));
+  }
+  static Type from(const c10::IValue& kept) {
+    Type constant;
+    for (const c10::IValue& extent : kept.toTupleRef().elements()) constant.push_back(extent.toInt());
+    return constant;
+  }
 };
 
 // The two passes of torch::autograd::Function.
@@ -189,7 +199,7 @@ struct Passes {
     if (bias) leaves += 8 * bias->is_leaf();
     if (residual) leaves += 16 * residual->is_leaf();
     ctx->saved_data[kLeaves] = leaves;
-    ctx->saved_data[kKept] = c10::ivalue::Tuple::create({c10::IValue(constants)...});
+    ctx->saved_data[kKept] = c10::ivalue::Tuple::create({Kept<Constants>::of(constants)...});
     return y;
   }
 
@@ -245,8 +255,7 @@ struct Passes {
   static Gradients gradients_of(
       const Tensor& dy, const variable_list& saved, const Tensor& w, int64_t needs, int64_t leaves, const Elements& kept,
       std::index_sequence<I...>) {
-    const std::tuple<typename Kept<Constants>::Type...> constants{
-        kept[I].template to<typename Kept<Constants>::Type>()...};
+    const std::tuple<typename Kept<Constants>::Type...> constants{Kept<Constants>::from(kept[I])...};
     const Tensor &x = saved[0], &v = saved[1], &g = saved[2], &y = saved[5], &norm = saved[6];
     if (is_general(dy)) {
       return Run::general(
