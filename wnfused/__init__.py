@@ -13,7 +13,9 @@ wnfused.use_backend, wnfused.backend_status      which kernels run, and why
 wnfused.empty_cache                              gives back CPU memory that is kept for the next step
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
 from wnfused import functional, init, models, nn, regularize
 from wnfused.checkpoints import state_dict_from_torch, state_dict_to_torch
@@ -39,6 +41,16 @@ try:
     __version__ = version("wnfused")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
+
+_WHEN_ASKED_FOR = ("diagnostics", "train")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Subpackages that layers do without, imported when they are first used."""
+    if name in _WHEN_ASKED_FOR:
+        return import_module(f"wnfused.{name}")
+    raise AttributeError(f"module 'wnfused' has no attribute {name!r}")
+
 
 __all__ = [
     "BackendUnavailableError",

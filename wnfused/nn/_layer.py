@@ -65,6 +65,9 @@ class _Refuses(nn.ModuleDict):
             raise AttributeError("parametrizations.weight: there is none; this layer has weight_v and weight_g itself")
         return super().__getattr__(name)
 
+    def _get_name(self) -> str:  # torch.func.functional_call has its own words for the error above, and this in them
+        return "a layer that has weight_v and weight_g itself, and no parametrizations,"
+
 
 _REFUSES = _Refuses()
 

@@ -41,6 +41,7 @@ class _WNConvTranspose(WeightNormalised):
         assert not isinstance(self.padding, str)
         extra: Extent = self.output_padding
         if output_size is not None:
+            _check_output_size(output_size)
             extra = self._output_padding(
                 input, output_size, list(self.stride), list(self.padding), list(self.kernel_size),
                 len(self.kernel_size), list(self.dilation),
@@ -51,6 +52,13 @@ class _WNConvTranspose(WeightNormalised):
             self.dilation, activation=self.activation, negative_slope=self.negative_slope, residual=residual,
             dim=self.dim,
         )  # fmt: skip
+
+
+def _check_output_size(output_size: object) -> None:
+    """torch's own errors speak of anything but the argument."""
+    if isinstance(output_size, (Tensor, int)):
+        hint = "; give a residual by its name, residual=..." if isinstance(output_size, Tensor) else ""
+        raise TypeError(f"output_size: expected a list of ints, got {type(output_size).__name__}{hint}")
 
 
 class WNConvTranspose1d(_WNConvTranspose, nn.ConvTranspose1d):
