@@ -454,3 +454,87 @@ def test_a_gamma_that_was_stated_for_a_tied_layer_counts():
     second.weight_v, second.weight_g = first.weight_v, first.weight_g
     initialize(nn.Sequential(first, nn.ReLU(), second), gammas={"2": 0.25})
     torch.testing.assert_close(first.weight_g, torch.full_like(first.weight_g, 0.5))
+
+
+class Derivative(nn.Module):
+    """Computes with a derivative by its input: a distance field, a force field. ``on``: it records gradients itself."""
+
+    def __init__(self, on):
+        super().__init__()
+        self.net, self.on = nn.Sequential(wnfused.WNLinear(3, 32), nn.Softplus(), wnfused.WNLinear(32, 1)), on
+
+    def forward(self, x):
+        x = x.detach().requires_grad_(True)
+        with torch.set_grad_enabled(self.on or torch.is_grad_enabled()):
+            y = self.net(x)
+            return torch.autograd.grad(y.sum(), x, create_graph=True)[0] + y
+
+
+class WithoutDerivative(nn.Module):
+    """Uses its layers for the same: none of them is a head."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        y = self.net(x)
+        return torch.ones_like(y) * y.sum() + y
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("scheme", DATA_DEPENDENT)
+def test_a_model_that_takes_derivatives(scheme, on):
+    model, x = Derivative(on), sample(64, 3)
+    without = WithoutDerivative(copy.deepcopy(model.net))
+    initialize(model, scheme, sample=x, generator=generator(0))
+    initialize(without, scheme, sample=x, generator=generator(0))
+    for parameter, expected in zip(model.parameters(), without.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+        assert parameter.requires_grad
+
+
+class Experts(nn.Module):
+    """One of two experts gets no rows, nor does a stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.stage = nn.Linear(8, 8), nn.Linear(8, 8), wnfused.WNResidualStage(2, 2, 1)
+
+    def forward(self, x):
+        rows = x[:, 0] > 1e9
+        self.stage(x[rows].view(-1, 2, 2, 2))
+        return torch.cat([self.a(x[rows]), self.b(x[~rows])])
+
+
+@pytest.mark.parametrize("scheme", DATA_DEPENDENT)
+@pytest.mark.filterwarnings("error")
+def test_a_layer_without_any_rows_is_not_reached(scheme):
+    model = Experts()
+    report = initialize(model, scheme, sample=sample(64, 8))
+    assert [entry.layer for entry in report.entries] == ["b"]
+    assert (
+        "not reached by the sample, left as they started: stage.weight_v[:, 0], stage.weight_v[:, 1], a" in report.notes
+    )
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+class OnAVector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.condition, self.z = nn.Linear(8, 8), nn.Linear(4, 8), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return self.a(x) + self.condition(self.z)
+
+
+@pytest.mark.parametrize("scheme", DATA_DEPENDENT)
+def test_a_linear_layer_on_a_vector(scheme):
+    report = initialize(OnAVector(), scheme, sample=sample(64, 8))
+    assert [entry.layer for entry in report.entries] == ["a", "condition"]
+
+
+@pytest.mark.parametrize("wrong", [{"x": torch.ones(2, 8)}, [torch.ones(2, 8)], (torch.ones(2, 8), "x")])
+def test_a_sample_of_another_kind_is_named(wrong):
+    with pytest.raises(TypeError, match=r"sample: expected a batch .*, got (dict|list|str)$"):
+        initialize(OnAVector(), "salimans2016", sample=wrong)

@@ -45,6 +45,7 @@ class Context:
         sample: a batch of inputs, or None.
         repeated: layers whose weight is another unit's; only their biases are their own.
         notes: what goes into the report beside the entries.
+        recorded: whether the model runs where gradients are recorded alone.
         together: ``together(x, solve)`` is this model's part of ``solve([x, ...])``, with the x of every model of a
             population that stands at the same layer; of this one alone otherwise.
     """
@@ -55,6 +56,7 @@ class Context:
     generator: torch.Generator | None
     repeated: list[Unit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    recorded: bool = False
     together: Together = _alone
 
     @property
@@ -175,15 +177,15 @@ def prepared(
     if looks:
         _check_sample(scheme, sample)
     _materialise(model, sample)
-    if looks:
-        try_sample(model, sample, settle=True)
+    recorded = looks and try_sample(model, sample, settle=True)
     restore_sums_(model)
     found = find_roles(model)
     units = _stated([unit for role in found for unit in units_of(role)], *stated)
     units, repeated = once(units)
     for unit in units:
         draws_on(unit.v.device, generator=generator)
-    context = Context(model, units, sample, generator, [other for _, others in repeated for other in others])
+    same = [other for _, others in repeated for other in others]
+    context = Context(model, units, sample, generator, same, recorded=recorded)
     for first, others in repeated:
         names = ", ".join(other.name for other in others)
         context.notes.append(f"{first.name}: its weight is that of {names} too, and is initialised for {first.name}")
@@ -237,8 +239,10 @@ def _materialise(model: nn.Module, sample: Tensor | tuple[Tensor, ...] | None) -
 
 def _check_sample(scheme: str, sample: Tensor | tuple[Tensor, ...] | None) -> None:
     for argument in arguments_of(sample):
-        if not isinstance(argument, Tensor):
+        if argument is None:
             raise ValueError(f"sample: scheme {scheme!r} looks at data; give a batch of inputs, of 64 or more")
+        if not isinstance(argument, Tensor):
+            raise TypeError(f"sample: expected a batch of inputs or a tuple of them, got {type(argument).__name__}")
         if argument.dim() == 0 or argument.shape[0] == 0:
             raise ValueError(f"sample: shape {list(argument.shape)} has no input in it")
         if argument.layout is not torch.strided:

@@ -18,22 +18,31 @@ from wnfused.init.skip_scale import put_sums_back_, sums_of
 Sample = Tensor | tuple[Tensor, ...] | None
 
 
-def try_sample(model: nn.Module, sample: Sample, *, settle: bool) -> None:
+def try_sample(model: nn.Module, sample: Sample, *, settle: bool) -> bool:
     """Runs the model on the sample. Lazy layers take their shapes; buffers, modes and random state stay.
 
     Args:
         settle: whether batch norms take the sample's statistics, as they do where a scheme looks at data.
 
+    Returns:
+        Whether it runs where gradients are recorded alone: ``forward`` takes derivatives itself.
+
     Raises:
         ValueError: the model does not run on it; the cause is the model's own error.
     """
-    with forked(model), evaluating(model, settle=settle), torch.no_grad():
-        try:
-            model(*arguments_of(sample))
-        except BackendUnavailableError:
-            raise
-        except Exception as error:  # it is the user's own code that runs, which may raise anything
-            raise ValueError(f"sample: the model does not run on it: {error}") from error
+    failed: Exception | None = None
+    with forked(model), evaluating(model, settle=settle):
+        for recorded in (False, True):
+            try:
+                with torch.set_grad_enabled(recorded):
+                    model(*arguments_of(sample))
+            except BackendUnavailableError:
+                raise
+            except Exception as error:  # it is the user's own code that runs, which may raise anything
+                failed = error
+            else:
+                return recorded
+    raise ValueError(f"sample: the model does not run on it: {failed}") from failed
 
 
 def arguments_of(sample: Sample) -> tuple[Tensor | None, ...]:

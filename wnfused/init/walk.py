@@ -34,7 +34,12 @@ def walk(context: Context, visit: Visit) -> list[Entry]:
     """
     entries: list[Entry] = []
     torch.clear_autocast_cache()
-    with evaluating(context.model, settle=True), _stops(context.units, visit, entries) as reached:
+    visit = torch.no_grad()(visit)  # the model's own code may record gradients
+    with (
+        evaluating(context.model, settle=True),
+        _stops(context.units, visit, entries) as reached,
+        torch.set_grad_enabled(context.recorded),
+    ):
         context.model(*arguments_of(context.sample))
     unreached = [unit.name for unit in context.units if id(unit) not in reached]
     if unreached:
@@ -52,8 +57,10 @@ def _stops(units: list[Unit], visit: Visit, entries: list[Entry]) -> Iterator[se
         def before(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             if id(unit) in reached:
                 return
-            reached.add(id(unit))
             x, run = _call(module, arguments, keywords)
+            if not x.numel():
+                return
+            reached.add(id(unit))
             entries.append(visit(replace(unit, run=run if computes_its_own_way(module) else None), x))
             _refresh(module)
 
@@ -105,8 +112,9 @@ def _block_by_block(
     def forward(x: Tensor) -> Tensor:
         if stage.transition is not None:
             x = stage.transition(x)
-        first_time = id(stacks[0]) not in reached
-        reached.update(map(id, stacks))
+        first_time = id(stacks[0]) not in reached and x.numel() > 0
+        if first_time:
+            reached.update(map(id, stacks))
         for block, before, last in zip(stage.blocks(), *(unit.layers() for unit in stacks), strict=True):
             if first_time:
                 entries.append(visit(before, x))
