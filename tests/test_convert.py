@@ -273,7 +273,7 @@ def test_zero_rows_survive():
 
 def test_no_layer_is_looked_for_among_all_others():
     """A model is walked a few times in all, however many layers it has."""
-    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(200)))
     walks = []
     walk = nn.Module.named_modules
 
@@ -283,7 +283,7 @@ def test_no_layer_is_looked_for_among_all_others():
 
     with patch.object(nn.Module, "named_modules", counted):
         wnfused.fold(wnfused.convert(model, plain=True))
-    assert sum(module is model for module in walks) < 30
+    assert sum(module is model for module in walks) < 60
 
 
 def test_what_is_no_module_is_refused():

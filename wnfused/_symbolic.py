@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import random
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wnfused._reachable import MUTABLE, Container, containers, is_class_of_a_user
@@ -56,13 +58,21 @@ class _Tracer(fx.Tracer):
         return isinstance(module, self.leaves) or super().is_leaf_module(module, qualified_name)
 
 
+_WRAPPERS = (nn.DataParallel, AveragedModel)
+"""Modules that call their child ``module`` with whatever they are called with, which ``torch.fx`` cannot follow."""
+
+
 def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training: bool | None = None) -> fx.Graph:
     """What ``forward`` computes. It is the user's own code, and may raise anything.
 
     Args:
-        leaves: modules of these classes, and torch's own, are nodes; the run goes through all others.
+        leaves: modules of these classes, and torch's own, are nodes, also where ``forward`` of one is called by name;
+            the run goes through all others.
         training: the mode that all modules are in meanwhile; None for that of each.
     """
+    root, path = model, ""
+    while isinstance(root, _WRAPPERS):
+        root, path = root.module, path + "module."
     tracer = _Tracer(leaves)
     with warnings.catch_warnings(), _without(tracer.proxies, model), _untouched(model):
         warnings.simplefilter("ignore")
@@ -70,9 +80,22 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
             # Hooks may keep what they see, outside of the model.
             module.__dict__.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
             module.training = module.training if training is None else training
-        if "forward" in vars(model):  # torch.fx runs the class's
+        if "forward" in vars(root):  # torch.fx runs the class's
             raise TypeError("forward was replaced on the model itself, and cannot be traced")
-        return tracer.trace(model)
+        for module in root.modules():
+            if module is not root and tracer.is_leaf_module(module, ""):
+                module.__dict__["forward"] = functools.partial(_as_called, tracer, module, module.forward)
+        graph = tracer.trace(root)
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            node.target = f"{path}{node.target}"
+    return graph
+
+
+def _as_called(
+    tracer: fx.Tracer, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any
+) -> Any:
+    return tracer.call_module(module, forward, arguments, keywords)
 
 
 def argument(node: fx.Node, name: str, position: int) -> Any:

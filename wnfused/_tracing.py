@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx, nn
 
 from wnfused._modules import class_of
@@ -17,56 +20,103 @@ from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
 _LEAVES = (*LAYERS, WNResidualBlock, WNResidualStage)
 
 
-def calls(
-    model: nn.Module, logger: logging.Logger, wanted: str, training: bool | None = None, level: int = logging.INFO
-) -> dict[nn.Module, list[fx.Node]]:
-    """Every call of a submodule that a symbolic run sees; empty where the model allows none, which is logged.
+@dataclass(frozen=True)
+class Look:
+    """What one symbolic run showed.
+
+    Attributes:
+        calls: every call of a submodule.
+        steps: what is called, with what, and what is returned; the same of two models whose ``forward`` goes one way.
+            Parameters, other tensors of the model's own, and what is made of these alone count as one.
+    """
+
+    calls: dict[nn.Module, list[fx.Node]]
+    steps: list[tuple[object, ...]]
+
+
+def look(
+    model: nn.Module, logger: logging.Logger, wanted: str, training: bool | None = None, level: int = logging.INFO,
+    leaves: tuple[type[nn.Module], ...] = (),
+) -> Look | None:  # fmt: skip
+    """None where the model allows no symbolic run, which is logged.
 
     Args:
         wanted: what cannot be done without a trace, for the log.
         training: the mode of the run; None for the model's own.
         level: of that log.
+        leaves: modules of these classes are not looked into.
     """
     try:
-        graph = symbolic_run(model, _LEAVES, training)
+        graph = symbolic_run(model, (*_LEAVES, *leaves), training)
     except Exception as reason:  # the run is of the user's own code, which may raise anything
         logger.log(level, "%s: the model does not trace (%s)", wanted, reason)
-        return {}
+        return None
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_module":
             found.setdefault(modules[str(node.target)], []).append(node)
-    return found
+    return Look(found, _steps(graph))
 
 
-def fusable_activations(model: nn.Module, logger: logging.Logger) -> dict[nn.Module, nn.Module]:
-    """Each layer whose only use is the activation module next to it in an ``nn.Sequential``; empty without a trace.
+def looks(
+    model: nn.Module, logger: logging.Logger, wanted: str, level: int = logging.INFO,
+    leaves: tuple[type[nn.Module], ...] = (),
+) -> list[Look]:  # fmt: skip
+    """In training and in evaluation; empty where one of them does not trace: it may do anything."""
+    found = [look(model, logger, wanted, training, level, leaves) for training in (True, False)]
+    return [each for each in found if each is not None] if all(found) else []
 
-    One trace shows one way through a model. Neighbours in a sequence are a pair in nearly all of them; a layer and an
-    activation that a ``forward`` calls one by one may part ways under a flag, or in another method. That the two stay
-    together is asked for in training and in evaluation.
-    """
-    neighbours = {
+
+def _steps(graph: fx.Graph) -> list[tuple[object, ...]]:
+    steps: list[tuple[object, ...]] = []
+    places: dict[fx.Node, int] = {}
+
+    def seen(value: Any) -> object:
+        if isinstance(value, fx.Node):
+            return places.get(value)
+        if isinstance(value, (tuple, list)):
+            return [seen(part) for part in value]
+        if isinstance(value, dict):
+            return [(key, seen(part)) for key, part in value.items()]
+        if isinstance(value, slice):
+            return ["slice", seen(value.start), seen(value.stop), seen(value.step)]
+        return repr(value) if isinstance(value, _COMPARED) else type(value)
+
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        is_made_of_parameters = (
+            node.op in ("call_function", "call_method") and inputs and not any(n in places for n in inputs)
+        )
+        if node.op != "get_attr" and not is_made_of_parameters:
+            steps.append((node.op, node.target, seen(node.args), seen(node.kwargs)))
+            places[node] = len(steps)
+    return steps
+
+
+_COMPARED = (bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+def neighbours(model: nn.Module) -> set[tuple[nn.Module, nn.Module]]:
+    """Layers and the activation modules next to them in an ``nn.Sequential``, neither of them with hooks."""
+    return {
         (before, after)
         for sequence in model.modules()
         if isinstance(sequence, nn.Sequential) and type(sequence).forward is nn.Sequential.forward
         for before, after in itertools.pairwise(sequence)
         if class_of(before) in LAYERS and _is_fusable(after) and not has_hooks(before) and not has_hooks(after)
     }
-    if not neighbours:
-        return {}
-    runs = [calls(model, logger, "activations are not fused", training) for training in (True, False)]
-    if not all(runs):  # a mode that does not trace may do anything
-        return {}
-    return {layer: activation for layer, activation in neighbours if _stay_together(layer, activation, runs)}
 
 
-def not_called(model: nn.Module, layers: Collection[nn.Module], logger: logging.Logger) -> set[nn.Module]:
-    """Those of a model's layers that no trace sees called; all of them where the model does not trace."""
-    runs = [calls(model, logger, "activations are not fused", training) for training in (True, False)]
-    seen = set[nn.Module]().union(*runs) if all(runs) else set[nn.Module]()
-    return set(layers) - seen
+def fusable_activations(pairs: set[tuple[nn.Module, nn.Module]], runs: list[Look]) -> dict[nn.Module, nn.Module]:
+    """Of neighbours, each layer whose only use is the activation; none without a look.
+
+    One trace shows one way through a model. Neighbours in a sequence are a pair in nearly all of them; a layer and an
+    activation that a ``forward`` calls one by one may part ways under a flag, or in another method. That the two stay
+    together is asked for in training and in evaluation.
+    """
+    seen = [run.calls for run in runs]
+    return {layer: activation for layer, activation in pairs if seen and _stay_together(layer, activation, seen)}
 
 
 def _stay_together(layer: nn.Module, activation: nn.Module, runs: list[dict[nn.Module, list[fx.Node]]]) -> bool:
@@ -137,10 +187,10 @@ def given_a_residual(model: nn.Module, logger: logging.Logger) -> set[nn.Module]
     # Such a layer fails at its next call, far from here.
     lost = "a layer that is called with a residual takes none any more; whether one is could not be seen"
     level = logging.INFO if all(layer._converted for layer in layers) else logging.WARNING
-    seen = calls(model, logger, lost, level=level)
+    seen = look(model, logger, lost, level=level)
     return {
         layer
-        for layer, nodes in seen.items()
+        for layer, nodes in (seen.calls.items() if seen else ())
         if isinstance(layer, WeightNormalised)
         and any(argument(node, "residual", layer.residual_position) is not None for node in nodes)
     }

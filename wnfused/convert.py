@@ -29,7 +29,7 @@ from wnfused._surgery import (
     static_methods,
     twin,
 )  # fmt: skip
-from wnfused._tracing import fusable_activations, not_called
+from wnfused._tracing import Look, fusable_activations, looks, neighbours
 from wnfused.nn import PlainResidualBlock, WeightNormalised
 from wnfused.nn._layer import row_norm, with_directions
 from wnfused.nn.plain import WITH_RESIDUAL, apply_activation, detach_activation
@@ -100,9 +100,10 @@ def convert(
         filter: ``filter(name, module)`` says which of them to take; all if None.
         fuse_activation: let a layer apply the ReLU or LeakyReLU module that follows it in an ``nn.Sequential``, where
             symbolic runs of ``forward`` in training and in evaluation show that this is the layer's only use and the
-            activation's only input, and neither has hooks. Called without its activation afterwards, by a method that
-            is not ``forward``, under another flag, or from a sequence that was cut, such a layer still applies it, and
-            what is put in the activation's place comes on top: convert with False where a model is used in such ways.
+            activation's only input, that neither has hooks, and that ``forward`` goes the same way afterwards: one that
+            asks for modules' classes may not, which is warned of. Called without its activation afterwards, by a method
+            that is not ``forward``, under another flag, or from a sequence that was cut, such a layer still applies it,
+            and what is put in the activation's place comes on top: convert with False a model that is used so.
 
     Returns:
         ``model``; or the new layer, where ``model`` itself is one.
@@ -130,7 +131,8 @@ def convert(
     if not candidates and not left and filter is None:
         _warn_of_nothing(model, plain)
     _leave_tied_to_others(model, candidates)
-    fusable = fusable_activations(model, logger) if fuse_activation else {}
+    before = _looks(model, candidates) if fuse_activation else []
+    fusable = fusable_activations(neighbours(model), before)
     gains: dict[tuple[int, int | None], nn.Parameter] = {}
     replaced: dict[nn.Module, nn.Module] = {}
     fused: dict[nn.Module, FusedActivation] = {}
@@ -145,18 +147,54 @@ def convert(
             logger.info("%s: now %s", name, layer)
     converted = replace(model, replaced)
     _note_sequences(converted)
-    _part_where_lost(converted, fused)
+    if before and replaced:
+        _check_the_way(converted, before, fused)
     return converted
 
 
-def _part_where_lost(model: nn.Module, fused: dict[nn.Module, FusedActivation]) -> None:
-    """Gives back the activation of a layer that is called where its replacement could not be put: in a closure, say."""
-    lost = not_called(model, fused, logger) if fused else set()
-    for name, layer in named(model) if lost else ():
-        if layer in lost:
+def _looks(model: nn.Module, candidates: dict[nn.Module, _Candidate]) -> list[Look]:
+    """How ``forward`` goes, if there is something to learn from that; of a single layer there is not."""
+    if model in candidates:
+        return []
+    if neighbours(model):
+        return looks(model, logger, "activations are not fused")
+    if any(type(module) in LAYERS for module in candidates):
+        return looks(model, logger, "its forward is not compared with that of the converted model", logging.DEBUG)
+    return []
+
+
+def _check_the_way(model: nn.Module, before: list[Look], fused: dict[nn.Module, FusedActivation]) -> None:
+    """Parts layers and activations where ``forward`` goes another way for them, and warns if it still does then.
+
+    It may ask for the class or an attribute of a module, or call a layer that was replaced from a closure, say.
+    """
+
+    def goes_as_before() -> tuple[bool, set[nn.Module]]:
+        after = looks(model, logger, "the converted model", leaves=(FusedActivation,))
+        called = set[nn.Module]().union(*(run.calls for run in after))
+        return [run.steps for run in after] == [run.steps for run in before], called
+
+    same, called = goes_as_before()
+    lost = set(fused) - called
+    if lost:
+        reason = "the layer that it replaced is still called, from where convert cannot see it"
+        _part(model, fused, lost, reason)
+    elif not same and fused:
+        _part(model, fused, set(fused), "forward goes another way where its activation is fused")
+    if not same and not lost and not goes_as_before()[0]:
+        logger.warning(
+            "the model: forward goes another way than before, so what it computes may have changed; does it ask for a "
+            "layer's class, or for an attribute?"
+        )
+
+
+def _part(model: nn.Module, fused: dict[nn.Module, FusedActivation], layers: set[nn.Module], reason: str) -> None:
+    """Gives back the activations of some layers."""
+    for name, layer in named(model):
+        if layer in layers:
             layer.activation = None  # type: ignore[assignment]
-            logger.warning("%s: the layer that it replaced is still called, from where convert cannot see it", name)
-    replace(model, {fused[layer]: fused[layer].activation for layer in lost})
+            logger.warning("%s: %s", name, reason)
+    replace(model, {fused[layer]: fused[layer].activation for layer in layers})
 
 
 def _note_sequences(model: nn.Module) -> None:
