@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -17,6 +17,9 @@ Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
 MUTABLE = (list, deque, dict, set)
 _IMMUTABLE = (tuple, frozenset)
 _NO_HOLDERS = (nn.Module, Tensor, type, ModuleType, FunctionType)
+_NOTHING_HELD = {type(None), bool, int, float, str, Tensor, nn.Parameter}
+_MAY_BE_EMPTY = {dict, OrderedDict, list, tuple, set}
+"""Both are most of what a model's modules have among their attributes."""
 
 
 def containers(values: Iterable[Any]) -> Iterator[Container]:
@@ -28,9 +31,11 @@ def containers(values: Iterable[Any]) -> Iterator[Container]:
     pending, seen = list(values), set[int]()
     while pending:
         value = pending.pop()
+        if type(value) in _NOTHING_HELD:
+            continue
         if type(value) in weakref.ProxyTypes:  # passes for an instance of what it stands for, and is not hashable
             continue
-        held = list(_held(value))
+        held = [] if type(value) in _MAY_BE_EMPTY and not value else list(_held(value))
         if not held and not isinstance(value, MUTABLE):
             continue
         if id(value) not in seen:

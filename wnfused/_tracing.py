@@ -64,8 +64,13 @@ def looks(
     leaves: tuple[type[nn.Module], ...] = (),
 ) -> list[Look]:  # fmt: skip
     """In training and in evaluation; empty where one of them does not trace: it may do anything."""
-    found = [look(model, logger, wanted, training, level, leaves) for training in (True, False)]
-    return [each for each in found if each is not None] if all(found) else []
+    found: list[Look] = []
+    for training in (True, False):
+        one = look(model, logger, wanted, training, level, leaves)
+        if one is None:
+            return []
+        found.append(one)
+    return found
 
 
 def _steps(graph: fx.Graph) -> list[tuple[object, ...]]:
