@@ -36,6 +36,7 @@ else
 	assert v >= (2, 11), f"wnfused needs torch >= 2.11, the active environment has {torch.__version__}"'
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check "setuptools>=77" ninja
 endif
+	@echo "installing, and compiling C++ for five to ten minutes on two cores"
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[train,test]"
 	@mkdir -p $(@D) && touch $@
 

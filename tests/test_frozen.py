@@ -251,6 +251,22 @@ def test_a_state_loaded_inside_is_seen(assign):
     assert not any(m._load_state_dict_post_hooks for m in net.modules())
 
 
+def test_what_is_folded_inside_loads_states():
+    net, x = model(), torch.randn(2, 3, 6, 6)
+    with torch.no_grad(), wnfused.frozen(net):
+        expected = net(x)
+        inside = wnfused.fold(copy.deepcopy(net))
+        inside.load_state_dict(inside.state_dict())
+        twin = copy.deepcopy(net)
+    for plain in (inside, wnfused.fold(twin), pickle.loads(pickle.dumps(inside))):
+        state = {name: value.clone() for name, value in plain.state_dict().items()}
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.zero_()
+        plain.load_state_dict(state)
+        torch.testing.assert_close(plain(x), expected)
+
+
 @pytest.mark.parametrize("layer", [WNLinear(64, 64), WNLinear(256, 256), WNConv2d(16, 16, 3)], ids=str)
 def test_a_model_that_is_moved_inside_runs_as_always(layer):
     x = torch.randn(2, 16, 5, 5) if isinstance(layer, WNConv2d) else torch.randn(3, layer.in_features)

@@ -169,12 +169,19 @@ def test_integers_of_any_kind(kind):
         (lambda: mlp(0), "depth: 0 must be"),
         (lambda: wrn(10, num_classes=2.5), "num_classes: 2.5 must be an int"),
         (lambda: wrn(10, recompute=0), "recompute: 0 must be"),
+        (lambda: wrn(10, recompute=2, stack=False), "recompute: 2 is for stacked blocks; stack=False has no stage"),
         (lambda: wrn(10, norm="batch", recompute=2), "recompute: 2 is for norm='weight'; norm='batch' has no stage"),
     ],
 )
 def test_bad_arguments(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("make", [lambda: wrn(10), lambda: resnet(8), lambda: cnn(2, 8)], ids=["wrn", "resnet", "cnn"])
+def test_an_image_without_a_batch(make):
+    net, image = make(), torch.randn(3, 8, 8)
+    torch.testing.assert_close(net(image), net(image[None])[0])
 
 
 def test_a_flag_is_true_or_false():

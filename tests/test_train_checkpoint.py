@@ -38,6 +38,16 @@ def test_a_truncated_file_is_refused(saved: Path, kept: float) -> None:
         checkpoint.load(saved)
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_is_begun_again_only_by_what_is_left(saved: Path, begun: bool) -> None:
+    saved.write_bytes(b"")
+    if begun:
+        saved.with_name("config.json").touch()
+    with pytest.raises(checkpoint.CorruptCheckpointError) as refused:
+        checkpoint.load(saved)
+    assert ("Delete it to begin that run again" in str(refused.value)) == begun
+
+
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.6, 0.95])
 def test_one_changed_byte_is_noticed(saved: Path, where: float) -> None:
     content = bytearray(saved.read_bytes())

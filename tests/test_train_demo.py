@@ -35,6 +35,8 @@ def test_epochs_are_given_up_before_depths(budget: float, depths: list[int], epo
     assert plan.seconds == pytest.approx(seconds)
     full = (depths, epochs) == ([40, 202, 1000], [4, 4, 4])
     assert (plan.note == "") == full
+    if epochs == [3, 3, 3]:
+        assert plan.note.endswith(": 3 instead of 4 epochs for 40 and 202 and 1,000 layers")
     for depth in {40, 202, 1000} - set(depths):
         assert f"{depth:,} layers left out" in plan.note
 

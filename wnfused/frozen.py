@@ -82,9 +82,9 @@ def _can_be_frozen(layer: WeightNormalised) -> bool:
 
 
 def _refresh(layer: nn.Module, _: Any) -> None:
-    """After ``load_state_dict``. A copy of a frozen layer has this hook too, but nothing to bring up to date."""
-    assert isinstance(layer, WeightNormalised)
-    if layer._frozen is not None:
+    """After ``load_state_dict``. Copies of a frozen layer have this hook, too, and what ``fold`` makes of it, but
+    nothing to bring up to date."""
+    if isinstance(layer, WeightNormalised) and layer._frozen is not None:
         object.__setattr__(layer, "_frozen", _constants([layer])[0])
 
 

@@ -32,7 +32,7 @@ class CNN(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x).mean((2, 3)))
+        return self.head(self.layers(x).mean((-2, -1)))
 
 
 def cnn(depth: int, width: int = 512, num_classes: int = 10, in_channels: int = 3, norm: str = "weight") -> CNN:

@@ -78,6 +78,8 @@ class ResNet(nn.Module):
             if norm != "weight":
                 right = f"is for norm='weight'; norm={norm!r} has no stage to recompute"
                 raise ValueError(f"recompute: {recompute} {right}")
+            if not stack:
+                raise ValueError(f"recompute: {recompute} is for stacked blocks; stack=False has no stage to recompute")
         if norm == "weight":
             self.stem: nn.Module = WNConv2d(in_channels, STEM_CHANNELS, 3, padding=1, gamma=1.0)
         elif norm == "fixup":
@@ -106,7 +108,7 @@ class ResNet(nn.Module):
             self.head = nn.Sequential(ScalarBias(), self.head)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.stages(self.stem(x)).mean((2, 3)))
+        return self.head(self.stages(self.stem(x)).mean((-2, -1)))
 
 
 _BLOCKS: dict[str, Any] = {"batch": BatchNormBlock, "none": PlainResidualBlock, "fixup": FixupBlock}

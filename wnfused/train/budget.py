@@ -73,11 +73,11 @@ def fit(recipes: Sequence[Recipe], step_seconds: Sequence[float], images: int, r
 
 
 def _note(recipes: Sequence[Recipe], chosen: Sequence[Recipe], left_out: list[int], budget: float) -> str:
-    changes = [
-        f"{new.epochs} instead of {old.epochs} epochs for {old.depth:,} layers"
-        for old, new in zip(recipes, chosen, strict=False)
-        if old.epochs != new.epochs
-    ]
+    depths: dict[str, list[str]] = {}
+    for old, new in zip(recipes, chosen, strict=False):
+        if old.epochs != new.epochs:
+            depths.setdefault(f"{new.epochs} instead of {old.epochs} epochs", []).append(f"{old.depth:,}")
+    changes = [f"{epochs} for {' and '.join(which)} layers" for epochs, which in depths.items()]
     changes += [f"{depth:,} layers left out" for depth in reversed(left_out)]
     return f"scaled to {budget:.0f} s of training: {', '.join(changes)}" if changes else ""
 

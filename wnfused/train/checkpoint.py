@@ -25,7 +25,8 @@ class CorruptCheckpointError(RuntimeError):
     """The file is truncated, was changed, or is no checkpoint of this package. Nothing was loaded."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        right = " Delete it to begin that run again" if Path(path).name == "last.ckpt" else ""
+        begins = Path(path).name == "last.ckpt" and Path(path).with_name("config.json").exists()
+        right = " Delete it to begin that run again" if begins else ""
         super().__init__(f"checkpoint {path}: {reason}; nothing was changed.{right}")
 
 
