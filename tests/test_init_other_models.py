@@ -534,6 +534,12 @@ def test_a_linear_layer_on_a_vector(scheme):
     assert [entry.layer for entry in report.entries] == ["a", "condition"]
 
 
+def test_a_layer_of_no_outputs_is_no_error():
+    layer = nn.Sequential(nn.Linear(8, 0, bias=False), nn.Linear(0, 4))
+    initialize(layer, "salimans2016", sample=sample(64, 8))
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+
+
 @pytest.mark.parametrize("wrong", [{"x": torch.ones(2, 8)}, [torch.ones(2, 8)], (torch.ones(2, 8), "x")])
 def test_a_sample_of_another_kind_is_named(wrong):
     with pytest.raises(TypeError, match=r"sample: expected a batch .*, got (dict|list|str)$"):

@@ -47,7 +47,7 @@ def standardise_(unit: Unit, x: Tensor) -> int:
     """``g <- g / sigma``, ``b <- (b - mu) / sigma``; how many units have no variance, and are only shifted."""
     y = unit.pre_activation(x)
     channel = y.dim() - 1 if isinstance(unit.module, torch.nn.Linear) else y.dim() - len(unit.kernel) - 1
-    y = y.movedim(channel, 0).reshape(y.shape[channel], -1).double()
+    y = y.movedim(channel, 0).unsqueeze(-1).flatten(1).double()
     variance, mean = torch.var_mean(y, dim=1, correction=0)
     # What rounding leaves of a constant is no variance to scale by.
     rounding = torch.finfo(x.dtype).eps * y.abs().amax(1)
