@@ -52,7 +52,7 @@ struct Geometry : MapShape, Division {
   bool wgrad_positions;  // the weight gradient's method, which need not be the convolution's; else lines
   // Whether its tiles have outputs as rows and inputs as lanes (pair_wgrad.h); elements of the depth that taps reach, and
   // images of a chunk.
-  bool wgrad_turned;
+  bool wgrad_turned, wgrad_by_images;
   int64_t wgrad_span, wgrad_images;
 
   bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
@@ -74,7 +74,7 @@ struct Geometry : MapShape, Division {
     return rows * padded_channels + pair_slack();
   }
   int64_t wgrad_inputs() const {
-    if (wgrad_turned) return 2 * wgrad_images * padded_channels * wgrad_span;
+    if (wgrad_turned) return wgrad_segments() * wgrad_span * kLanes;
     return padded_channels * (wgrad_positions ? wgrad_run : wgrad_plane);
   }
   int64_t wgrad_gradients() const {
@@ -83,7 +83,7 @@ struct Geometry : MapShape, Division {
   // Of a plane of sums (wgrad.h).
   int64_t sums_stride() const { return wgrad_group_blocks * padded_channels * kLanes + kLanes; }
   int64_t wgrad_segments() const {
-    if (wgrad_turned) return wgrad_images;
+    if (wgrad_turned) return wgrad_by_images ? (wgrad_images + 1) / 2 : wgrad_images;
     return wgrad_positions ? height * width : wgrad_lines;
   }
 };

@@ -107,17 +107,30 @@ WNFUSED_INLINE uint16_t* filters_of(const Geometry& geometry, uint16_t* bank, in
   return bank + (block * geometry.row_pixels + pixel) * geometry.segment_depth * kLanes;
 }
 
+// Where each tap's filters of one output block lie in a bank of pairs, from the first depth on. Other banks have none.
+struct TapFilters {
+  uint16_t* of[2][kTaps];  // of a row's pixels
+
+  TapFilters(const Geometry& geometry, uint16_t* bank, int64_t output_block) {
+    if (!geometry.is_pairs()) return;
+    const bool lines = geometry.method == Method::kLines;
+    for (int k = 0; k < kTaps; ++k)
+      for (int64_t p = 0; p < geometry.row_pixels; ++p) {
+        const int64_t pixels = p + (lines ? k % 3 : 0);
+        of[p][k] = filters_of(geometry, bank, lines ? k / 3 : k, output_block, p) +
+                   pixels * geometry.padded_channels * kLanes;
+      }
+  }
+};
+
 // The filters of depth `depth` and `depth` + 1 in a bank of pairs.
 template <class TapAt>
-WNFUSED_INLINE void put_filter_pair(const Geometry& geometry, const TapAt& even, const TapAt& odd, uint16_t* bank,
-                                    int64_t output_block, int64_t depth) {
-  const bool lines = geometry.method == Method::kLines;
-  for (int k = 0; k < kTaps; ++k) {
-    const int64_t segment = lines ? k / 3 : k, offset = lines ? k % 3 * geometry.padded_channels + depth : depth;
+WNFUSED_INLINE void put_filter_pair(const TapFilters& filters, bool two_pixels, const TapAt& even, const TapAt& odd,
+                                    int64_t depth) {
+  WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
     const Block pairs = rounded_pairs(even(k), odd(k));
-    for (int64_t p = 0; p < geometry.row_pixels; ++p)
-      store_bits(filters_of(geometry, bank, segment, output_block, p) + (offset + p * geometry.padded_channels) * kLanes,
-                 pairs);
+    store_bits(filters.of[0][k] + depth * kLanes, pairs);
+    if (two_pixels) store_bits(filters.of[1][k] + depth * kLanes, pairs);
   }
 }
 
@@ -148,6 +161,8 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
   float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
   if (geometry.is_pairs()) clear_padding(geometry, pairs, output_block);
+  const TapFilters filters(geometry, pairs, output_block);
+  const bool two_pixels = geometry.is_pairs() && geometry.row_pixels == 2;
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
     const UnitRows rows = unit_rows(job.v, shape, convolution, row0, input_block, staging);
     if (input_block + 1 < geometry.channel_blocks) fetch_unit(job.v, shape, convolution, row0, input_block + 1);
@@ -166,7 +181,7 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
     };
     if (geometry.is_pairs()) {
       for (int i = 0; i < kLanes; i += 2)
-        put_filter_pair(geometry, filter(i), filter(i + 1), pairs, output_block, input_block * kLanes + i);
+        put_filter_pair(filters, two_pixels, filter(i), filter(i + 1), input_block * kLanes + i);
     } else {
       for (int64_t l = 0; l < kLevelTaps; ++l)
         for (int i = 0; i < kLanes; ++i)
@@ -206,6 +221,8 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
   const WeightShape<kLevelTaps> shape{geometry.channels, geometry.outputs};
   uint16_t* pairs = reinterpret_cast<uint16_t*>(bank.weights);
   if (geometry.is_pairs()) clear_padding(geometry, pairs, input_block);
+  const TapFilters filters(geometry, pairs, input_block);
+  const bool two_pixels = geometry.is_pairs() && geometry.row_pixels == 2;
   float* target = bank.weights + input_block * geometry.padded_channels * kLanes;
   for (int64_t output_block = 0; output_block < geometry.channel_blocks; ++output_block) {
     const UnitRows rows = unit_rows(job.v, shape, convolution, output_block * kLanes, input_block, scratch);
@@ -228,7 +245,7 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
             row_filters<decltype(order)::taps_first>(rows, r + i, shape.taps, first, scale[r + i], job.round_operands,
                                                      filter[i]);
           if (geometry.is_pairs()) {
-            put_filter_pair(geometry, turned(0), turned(1), pairs, input_block, output_block * kLanes + r);
+            put_filter_pair(filters, two_pixels, turned(0), turned(1), output_block * kLanes + r);
           } else {
             float* level = target + l * geometry.level_bank();
             put_filter(geometry, turned(0), level);

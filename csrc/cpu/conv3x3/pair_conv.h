@@ -147,7 +147,7 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
 // Item `item` of a convolution: one chunk, one group of output blocks.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const uint16_t* map, bool, const float*,
-                             const float* bank, const ConvEpilogue<uint16_t>& epilogue, const Ahead& ahead,
+                             const float* bank, const ConvEpilogue<uint16_t>& epilogue, Ahead ahead,
                              float* scratch, std::atomic<bool>& poisoned, bool = false) {
   const auto [part, group] = geometry.conv_item(item);
   const int64_t first_block = group * geometry.conv_group_blocks;

@@ -46,12 +46,13 @@ WNFUSED_INLINE void finish_run(const ConvEpilogue<uint16_t>& epilogue, int64_t f
 template <Ending kEnding>
 class Finisher {
  public:
-  // `sums` has room for kTileSums floats.
-  Finisher(const Geometry& geometry, const ConvEpilogue<uint16_t>& epilogue, const Ahead& ahead, int64_t first_block,
+  // `sums` has room for kTileSums floats; `ahead` lives as long as this.
+  Finisher(const Geometry& geometry, const ConvEpilogue<uint16_t>& epilogue, Ahead& ahead, int64_t first_block,
            float* sums)
       : geometry_(geometry),
         epilogue_(epilogue),
         full_(geometry.channels == geometry.padded_channels && !epilogue.saved.data),
+        fetches_maps_(full_ && Pairs::kTile.flat && geometry.channel_blocks <= kFewBlocks),
         first_block_(first_block),
         sums_(sums),
         fetch_(ahead) {
@@ -66,11 +67,19 @@ class Finisher {
     if (pixels.rows == pixels.width) pixels_.rows = pixels_.width = pixels.count;
   }
 
-  WNFUSED_INLINE TileSums place(int64_t, int64_t groups, int64_t, int64_t) const {
+  TileSums place(int64_t group, int64_t groups, int64_t col, int64_t cols) {
+    if (fetches_maps_) {
+      const RowPlace row = place_of(group);
+      target_ = {(pixels_.first + row.inside * pixels_.step) * geometry_.channel_blocks + block_of(col), cols,
+                 smaller(groups * geometry_.pair_rows, pixels_.count - row.inside)};
+    }
     return {sums_, groups * geometry_.pair_rows * kLanes};
   }
 
-  WNFUSED_INLINE void meanwhile() { fetch_.step(); }
+  WNFUSED_INLINE void meanwhile() {
+    fetch_.step();
+    fetch_target();
+  }
 
   void ready(const TileSums& sums, int64_t group, int64_t groups, int64_t col, int64_t cols) {
     for (int64_t c = 0; c < cols; c += 2)
@@ -84,16 +93,44 @@ class Finisher {
   }
 
  private:
+  // Up to so many blocks of outputs, what the epilogue reads and writes is fetched while the products are summed: of more
+  // of them the bank needs the first-level cache itself.
+  static constexpr int64_t kFewBlocks = 3;
+
+  // Where a row is: in its line, and how many pixels of the map lie before it.
+  struct RowPlace {
+    int64_t x, inside;
+  };
+
+  RowPlace place_of(int64_t group) const {
+    const int64_t row = first_row_ + group * geometry_.pair_rows, line = row / pixels_.rows;
+    const int64_t x = row - line * pixels_.rows;
+    return {x, line * pixels_.width + smaller(x, pixels_.width)};
+  }
+
+  // `row_pixels` output blocks of the product are one of the map, for neighbouring pixels.
+  int64_t block_of(int64_t col) const { return first_block_ + col / geometry_.row_pixels; }
+
+  // Lines that a store would wait for otherwise, and with it all stores behind it, those of the next panel among them,
+  // which tiles in turn wait for.
+  WNFUSED_INLINE void fetch_target() {
+    constexpr int64_t kRows = 4;
+    const int64_t step = pixels_.step * geometry_.channel_blocks;
+    for (int64_t i = 0; i < kRows && target_.rows > 0; ++i, --target_.rows, target_.block += step) {
+      const int64_t at = target_.block * kLanes;
+      for (int64_t c = 0; !is_operand(kEnding) && c < target_.cols; ++c) prefetch_for_writing(epilogue_.out + at + c * kLanes);
+      prefetch_for_writing(epilogue_.operand + at);
+    }
+  }
+
   // One or two.
   void finish_columns(TileSums sums, int64_t group, int64_t groups, int64_t col, int64_t cols) {
-    // `row_pixels` output blocks of the product are one of the map, for neighbouring pixels.
-    const int64_t pixels = geometry_.row_pixels, block = first_block_ + col / pixels;
+    const int64_t block = block_of(col);
     Block bias[2] = {zero(), zero()};
     for (int64_t c = 0; epilogue_.bias && c < cols; ++c)
-      bias[c] = load(epilogue_.bias + (block + (pixels == 1 ? c : 0)) * kLanes);
-    const int64_t row = first_row_ + group * geometry_.pair_rows, line = row / pixels_.rows;
-    int64_t rows = groups * geometry_.pair_rows, x = row - line * pixels_.rows;
-    int64_t inside = line * pixels_.width + smaller(x, pixels_.width);
+      bias[c] = load(epilogue_.bias + (block + (geometry_.row_pixels == 1 ? c : 0)) * kLanes);
+    auto [x, inside] = place_of(group);
+    int64_t rows = groups * geometry_.pair_rows;
     while (rows > 0 && inside < pixels_.count) {
       const bool in_map = x < pixels_.width;
       const int64_t run = smaller(rows, (in_map ? pixels_.width : pixels_.rows) - x);
@@ -126,12 +163,16 @@ class Finisher {
 
   const Geometry& geometry_;
   const ConvEpilogue<uint16_t> epilogue_;
-  const bool full_;
+  const bool full_, fetches_maps_;
   const int64_t first_block_;
   float* const sums_;
   FetchBySteps fetch_;
   RowPixels pixels_{};
   int64_t first_row_ = 0;
+  // Blocks of the map that are still to be fetched: the first one of a row, how many side by side, and rows.
+  struct {
+    int64_t block, cols, rows;
+  } target_{};
   Block poison_[2] = {zero(), zero()};
 };
 

@@ -93,22 +93,25 @@ void lay_out_gradient_positions(const PairTile& tile, Geometry& geometry) {
 
 void lay_out_gradient_lines(const PairTile& tile, Geometry& geometry) {
   const int64_t height = geometry.height, width = geometry.width;
-  geometry.wgrad_lines = std::clamp<int64_t>((tile.flat ? 4 : 2) * kChunkPixels / width, 1, height);
-  geometry.wgrad_line_pixels = round_up(width + 2, 2);
+  geometry.wgrad_turned = tile.flat;
+  geometry.wgrad_by_images = tile.flat && geometry.images > 1;
+  const int64_t together = geometry.wgrad_by_images ? 2 : 1;
+  const int64_t pixels = (tile.flat && geometry.channel_blocks == 1 ? 4 : 2) * kChunkPixels;
+  geometry.wgrad_lines = std::clamp<int64_t>(pixels / (together * width), 1, height);
+  geometry.wgrad_line_pixels = geometry.wgrad_by_images ? 2 * (width + 2) : round_up(width + 2, 2);
   const int64_t run = geometry.wgrad_lines * geometry.wgrad_line_pixels;
   geometry.wgrad_depth = tile.flat ? round_up(run, tile.depth) : round_up(width, 2);
   geometry.wgrad_run = tile.flat ? geometry.wgrad_depth : run;
   // The last tap is two lines and two pixels further on. Channels lie an odd number of cache lines apart, so that they do
   // not share sets.
   constexpr int64_t kLine = 32;
-  const int64_t reach = geometry.wgrad_run + 2 * geometry.wgrad_line_pixels + 2;
-  geometry.wgrad_turned = tile.flat;
+  const int64_t reach = geometry.wgrad_run + 2 * geometry.wgrad_line_pixels + 2 * together;
   geometry.wgrad_span = round_up(reach, 2);
   const bool whole = geometry.wgrad_turned && geometry.wgrad_lines == height;
   const int64_t fit = kInputs / (geometry.padded_channels * geometry.wgrad_span);
   const int64_t few = std::min(2 * kChunkPixels / (height * width), fit);
-  geometry.wgrad_images = whole ? std::clamp<int64_t>(few, 1, kMaxImages) : 1;
-  const int64_t plane = geometry.wgrad_turned ? geometry.wgrad_images * geometry.wgrad_depth : reach;
+  geometry.wgrad_images = whole ? std::clamp<int64_t>(few, together, kMaxImages) : together;
+  const int64_t plane = geometry.wgrad_turned ? geometry.wgrad_segments() * geometry.wgrad_depth : reach;
   geometry.wgrad_plane = round_up(plane, 2 * kLine) + kLine;
   geometry.wgrad_chunks = divide_up(geometry.images, geometry.wgrad_images) * divide_up(height, geometry.wgrad_lines);
 }

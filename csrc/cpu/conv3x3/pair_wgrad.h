@@ -2,14 +2,16 @@
 //
 //   lines       inputs     [channel][lines + 2][W + 2]            a channel's pixels are a run; a tap shifts it
 //               gradients  [output block][line][pixel / 2][16][2]
-//   turned      gradients  [output][image][lines][W + 2]          for tiles, which sum over all lines of an image's chunk
-//               inputs     [image][2][input block][pixel / 2][16][2]   as one run; border pixels have gradients of zero
+//   turned      gradients  [output][lines][W + 2]                 for tiles, which sum over all lines of a chunk as one
+//               inputs     [pixel / 2][16][2]                     run; border pixels have gradients of zero
+//   by images   gradients  [output][image / 2][lines][W + 2][2]   turned, of two images at a time
+//               inputs     [image / 2][pixel][16][2]
 //   positions   inputs     [pixel][channel][images]               a tap is another pixel
 //               gradients  [output block][pixel][image / 2][16][2]
 //
 // A tile is slow to load from rows that do not begin a cache line. So `turned` has the gradients as rows, which no tap
-// shifts, and the inputs as pairs, which a tap shifts by whole rows of 64 bytes: there are two copies, of pairs that begin
-// at even pixels and at odd ones.
+// shifts, and the inputs as pairs, which a tap shifts by whole rows of 64 bytes. Pairs of pixels take two copies of a block
+// in turn, of those that begin at even pixels and at odd ones; a pixel of two images one.
 //
 // A slice is a run of chunks, summed in order into its own bank, [tap][output block][input][16 outputs], turned
 // [tap][input block][output][16 inputs], which is finished like any other's (pack.h).
@@ -32,32 +34,37 @@ WNFUSED_INLINE Block pairs_of(const uint16_t* even, const uint16_t* odd, int64_t
   return load_pairs(values[0], values[1]);
 }
 
-// 16 channels of up to 32 pixels, one channel's pixels side by side: run[c] are the 32 of channel c, as bits. Pixels
-// beyond `count` are zero. Adds up the pixels in `sum`.
-WNFUSED_INLINE void transpose_pixels(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t pixel_step,
-                                     int64_t count, int64_t channel_block, Block (&run)[kLanes], Block& sum) {
-  const int64_t lanes = lanes_of_block(geometry, channel_block), step = pixel_step * geometry.channels;
-  const uint16_t* source = map + pixel * geometry.channels + channel_block * kLanes;
-  Block total = sum;
-  if (lanes == kLanes && count >= kRun) {
-    WNFUSED_UNROLL for (int64_t i = 0; i < kLanes; ++i, source += 2 * step) {
-      run[i] = load_pairs(source, source + step);
-      total = total + sum_of_pairs(run[i]);
-    }
+// Up to 16 pairs of pixels of one block of 16 channels, each channel's side by side: run[c] are the 32 of channel c, as
+// bits. Pair i is the pixels `i` steps on from `even` and `odd`; there are `evens` and `odds` of them, and zeros beyond.
+// Adds up the pixels in `sum`.
+struct PixelPairs {
+  const uint16_t *even, *odd;
+  int64_t step, evens, odds;  // elements; pairs
+};
+
+WNFUSED_INLINE void transpose_pairs(const PixelPairs& pairs, int64_t lanes, Block (&run)[kLanes], Block& sum) {
+  const uint16_t *even = pairs.even, *odd = pairs.odd;
+  if (lanes == kLanes && pairs.evens >= kLanes && pairs.odds >= kLanes) {
+    WNFUSED_UNROLL for (int64_t i = 0; i < kLanes; ++i, even += pairs.step, odd += pairs.step)
+      run[i] = load_pairs(even, odd);
   } else {
-    for (int64_t i = 0; i < kLanes; ++i, source += 2 * step) {
-      run[i] = pairs_of(2 * i < count ? source : nullptr, 2 * i + 1 < count ? source + step : nullptr, lanes);
-      total = total + sum_of_pairs(run[i]);
-    }
+    for (int64_t i = 0; i < kLanes; ++i, even += pairs.step, odd += pairs.step)
+      run[i] = pairs_of(i < pairs.evens ? even : nullptr, i < pairs.odds ? odd : nullptr, lanes);
   }
-  sum = total;
+  Block sums[4] = {zero(), zero(), zero(), zero()};  // a single one would be a chain of sixteen additions
+  WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) sums[i % 4] = sums[i % 4] + sum_of_pairs(run[i]);
+  sum = sum + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
   transpose(run);
 }
 
+// `count` pixels of a map, `pixel_step` apart, as pairs of neighbours.
 WNFUSED_INLINE void transpose_pixels(const Geometry& geometry, const uint16_t* map, int64_t pixel, int64_t pixel_step,
                                      int64_t count, int64_t channel_block, Block (&run)[kLanes]) {
+  const int64_t step = pixel_step * geometry.channels;
+  const uint16_t* first = map + pixel * geometry.channels + channel_block * kLanes;
   Block unused = zero();
-  transpose_pixels(geometry, map, pixel, pixel_step, count, channel_block, run, unused);
+  transpose_pairs({first, first + step, 2 * step, (count + 1) / 2, count / 2}, lanes_of_block(geometry, channel_block), run,
+                  unused);
 }
 
 // The first `count` of a run.
@@ -73,7 +80,7 @@ struct Cut {
   int64_t piece, at[kRun];
 
   Cut(int64_t p, int64_t count, int64_t width, int64_t line)
-      : piece(width % kRun == 0 ? kRun : width % 8 == 0 ? 8 : 1) {
+      : piece(width % kRun == 0 ? kRun : width % kLanes == 0 ? kLanes : width % 8 == 0 ? 8 : 1) {
     int64_t y = p / width, x = p - y * width;
     for (int64_t i = 0; i * piece < count; ++i) {
       at[i] = y * line + x;
@@ -86,7 +93,10 @@ struct Cut {
     if (piece == kRun) return store_bits(target + at[0], run);
     uint16_t values[kRun];
     store_bits(values, run);
-    if (piece == 8) {
+    if (piece == kLanes) {
+      for (int64_t i = 0; i * kLanes < count; ++i)
+        __builtin_memcpy(target + at[i], values + kLanes * i, kLanes * sizeof(uint16_t));
+    } else if (piece == 8) {
       for (int64_t i = 0; i * 8 < count; ++i) __builtin_memcpy(target + at[i], values + 8 * i, 8 * sizeof(uint16_t));
     } else {
       for (int64_t i = 0; i < count; ++i) target[at[i]] = values[i];
@@ -193,58 +203,99 @@ inline void line_gradients(const Geometry& geometry, int64_t item, const uint16_
   }
 }
 
-// Lines [begin - 1, end + 1) of an image as pairs, those that begin at even pixels of a line and those at odd ones.
-inline void gather_input_pairs(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
-                               uint16_t* panel) {
+// One line of one block of channels as pairs of pixels. Element e of it is pixel e - 1, and the pairs begin at its element
+// `odd`. kFull: the block has 16 channels.
+template <bool kFull>
+WNFUSED_INLINE void gather_pixel_pairs(const uint16_t* line, int64_t width, int64_t channels, int64_t lanes, int64_t odd,
+                                       int64_t pairs, uint16_t* target) {
   constexpr int64_t kPair = 2 * kLanes;
-  const int64_t width = geometry.width, pairs = geometry.wgrad_line_pixels / 2, all = geometry.wgrad_span / 2;
-  const int64_t channels = geometry.channels;
-  for (int64_t odd = 0; odd < 2; ++odd)
-    for (int64_t b = 0; b < geometry.channel_blocks; ++b, panel += all * kPair) {
-      const int64_t lanes = lanes_of_block(geometry, b);
-      uint16_t* target = panel;
-      for (int64_t y = begin - 1; y < end + 1; ++y, target += pairs * kPair) {
-        if (y < 0 || y >= geometry.height) {
-          clear_elements(target, pairs * kPair);
-          continue;
-        }
-        // Element e of a line is pixel e - 1.
-        const uint16_t* source = map + (image * geometry.height + y) * width * channels + b * kLanes;
-        const auto pair = [&](int64_t i, bool even, bool odd_one) {
-          const uint16_t* first = source + (2 * i + odd - 1) * channels;
-          store_bits(target + i * kPair, pairs_of(even ? first : nullptr, odd_one ? first + channels : nullptr, lanes));
-        };
-        const int64_t inside = (width - odd + 1) / 2;  // pairs up to here end inside the line
-        if (odd == 0) pair(0, false, true);
-        for (int64_t i = 1 - odd; i < inside; ++i) pair(i, true, true);
-        for (int64_t i = inside; i < pairs; ++i) pair(i, 2 * i + odd - 1 < width, false);
-      }
-      clear_elements(target, all * kPair - (target - panel));
-    }
+  const auto pair_of = [&](const uint16_t* even, const uint16_t* next) {
+    return kFull ? load_pairs(even, next) : pairs_of(even, next, lanes);
+  };
+  const int64_t inside = (width - odd + 1) / 2;  // pairs up to here end inside the line
+  const uint16_t* source = line + (odd == 0 ? channels : 0);
+  if (odd == 0) store_bits(target, pair_of(nullptr, line));
+  for (int64_t i = 1 - odd; i < inside; ++i, source += 2 * channels)
+    store_bits(target + i * kPair, pair_of(source, source + channels));
+  for (int64_t i = inside; i < pairs; ++i, source += 2 * channels)
+    store_bits(target + i * kPair, 2 * i + odd - 1 < width ? pair_of(source, nullptr) : zero());
 }
 
-// Gradients of lines [begin, end) of an image, each output's as a run; `target` is the first one's.
-inline void gather_gradient_rows(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin,
-                                 int64_t end, int64_t channel_block, uint16_t* target, Block& bias_gradient) {
-  const int64_t width = geometry.width, line = geometry.wgrad_line_pixels, plane = geometry.wgrad_plane;
+// The same line of two images, pixel by pixel; `other` may be null.
+template <bool kFull>
+WNFUSED_INLINE void gather_image_pairs(const uint16_t* line, const uint16_t* other, int64_t width, int64_t channels,
+                                       int64_t lanes, uint16_t* target) {
+  constexpr int64_t kPair = 2 * kLanes;
+  store_bits(target, zero());
+  target += kPair;
+  for (int64_t x = 0; x < width; ++x, line += channels, target += kPair) {
+    const uint16_t* second = other ? other + x * channels : nullptr;
+    store_bits(target, kFull ? load_pairs(line, second) : pairs_of(line, second, lanes));
+  }
+  store_bits(target, zero());
+}
+
+// The lines of a chunk, `images` of one image or two.
+struct GradientLines {
+  int64_t image, images, begin, end;
+};
+
+// Inputs of the lines, those above and below, of one block of channels; by pixels, of the pairs that begin at element `odd`.
+inline void gather_input_pairs(const Geometry& geometry, const uint16_t* map, const GradientLines& lines,
+                               int64_t channel_block, int64_t odd, uint16_t* panel) {
+  constexpr int64_t kPair = 2 * kLanes;
+  const int64_t width = geometry.width, pairs = geometry.wgrad_line_pixels / 2, channels = geometry.channels;
+  const int64_t lanes = lanes_of_block(geometry, channel_block), plane = geometry.height * width * channels;
+  uint16_t* target = panel;
+  for (int64_t y = lines.begin - 1; y < lines.end + 1; ++y, target += pairs * kPair) {
+    if (y < 0 || y >= geometry.height) {
+      clear_elements(target, pairs * kPair);
+      continue;
+    }
+    const uint16_t* line = map + lines.image * plane + y * width * channels + channel_block * kLanes;
+    const uint16_t* other = lines.images > 1 ? line + plane : nullptr;
+    if (geometry.wgrad_by_images) {
+      if (lanes == kLanes) gather_image_pairs<true>(line, other, width, channels, lanes, target);
+      else gather_image_pairs<false>(line, other, width, channels, lanes, target);
+    } else {
+      if (lanes == kLanes) gather_pixel_pairs<true>(line, width, channels, lanes, odd, pairs, target);
+      else gather_pixel_pairs<false>(line, width, channels, lanes, odd, pairs, target);
+    }
+  }
+  clear_elements(target, geometry.wgrad_span / 2 * kPair - (target - panel));
+}
+
+// Gradients of the lines, each output's as a run; `target` is the first one's.
+inline void gather_gradient_rows(const Geometry& geometry, const uint16_t* map, const GradientLines& lines,
+                                 int64_t channel_block, uint16_t* target, Block& bias_gradient) {
+  const bool by_images = geometry.wgrad_by_images;
+  const int64_t line = geometry.wgrad_line_pixels, plane = geometry.wgrad_plane, channels = geometry.channels;
+  const int64_t image = geometry.height * geometry.width, width = by_images ? 2 * geometry.width : geometry.width;
+  const int64_t count = lines.end - lines.begin, lanes = lanes_of_block(geometry, channel_block);
   Block sum = bias_gradient;  // in registers
-  const int64_t first = (image * geometry.height + begin) * width, pixels = (end - begin) * width;
-  // Zeros between lines, two or three, and behind the last one: up to a run further than the depth, where the next image's
-  // gradients are written later.
+  // Zeros between lines and behind the last one: up to a run further than the depth, where the next images' gradients are
+  // written later.
   for (int64_t c = 0; c < kLanes; ++c) {
     uint16_t* row = target + c * plane;
-    for (int64_t y = 1; y <= end - begin; ++y) {
-      row[y * line - 2] = row[y * line - 1] = 0;
-      if (line - width == 3) row[y * line - 3] = 0;
+    for (uint16_t *gap = row + width, *end = row + count * line; gap < end; gap += line) {
+      __builtin_memset(gap, 0, 2 * sizeof(uint16_t));
+      if (line - width > 2) __builtin_memset(gap + line - width - 2, 0, 2 * sizeof(uint16_t));
     }
-    for (int64_t i = (end - begin) * line; i < geometry.wgrad_depth; i += kRun) store_bits(row + i, zero());
+    for (int64_t i = count * line; i < geometry.wgrad_depth; i += kRun) store_bits(row + i, zero());
   }
-  for (int64_t p = 0; p < pixels; p += kRun) {
-    const int64_t count = smaller(kRun, pixels - p);
+  const uint16_t* source = map + (lines.image * image + lines.begin * geometry.width) * channels + channel_block * kLanes;
+  for (int64_t p = 0; p < count * width; p += kRun) {
+    const int64_t left = smaller(kRun, count * width - p), even = (left + 1) / 2, odd = left / 2;
     Block run[kLanes];
-    transpose_pixels(geometry, map, first + p, 1, count, channel_block, run, sum);
-    const Cut cut(p, count, width, line);
-    for (int64_t c = 0; c < kLanes; ++c) cut.store(target + c * plane, run[c], count);
+    if (by_images) {
+      const uint16_t* first = source + p / 2 * channels;
+      transpose_pairs({first, first + image * channels, channels, even, lines.images > 1 ? odd : 0}, lanes, run, sum);
+    } else {
+      const uint16_t* first = source + p * channels;
+      transpose_pairs({first, first + channels, 2 * channels, even, odd}, lanes, run, sum);
+    }
+    const Cut cut(p, left, width, line);
+    for (int64_t c = 0; c < kLanes; ++c) cut.store(target + c * plane, run[c], left);
   }
   bias_gradient = sum;
 }
@@ -255,28 +306,36 @@ inline void turned_gradients(const Geometry& geometry, int64_t item, const uint1
   const int64_t image = item / chunks * geometry.wgrad_images, begin = item % chunks * geometry.wgrad_lines;
   const int64_t end = smaller(begin + geometry.wgrad_lines, geometry.height);
   const int64_t images = smaller(geometry.wgrad_images, geometry.images - image);
-  const int64_t block = geometry.wgrad_span * kLanes, parity = geometry.channel_blocks * block;
-  for (int64_t i = 0; i < images; ++i) {
-    gather_input_pairs(geometry, x, image + i, begin, end, chunk.inputs + 2 * i * parity);
+  const int64_t together = geometry.wgrad_by_images ? 2 : 1, segments = (images + together - 1) / together;
+  const auto lines = [&](int64_t segment) {
+    const int64_t first = segment * together;
+    return GradientLines{image + first, smaller(together, images - first), begin, end};
+  };
+  for (int64_t i = 0; i < segments; ++i)
     for (int64_t b = 0; b < chunk.blocks; ++b)
-      gather_gradient_rows(geometry, dy, image + i, begin, end, chunk.first_block + b,
+      gather_gradient_rows(geometry, dy, lines(i), chunk.first_block + b,
                            chunk.gradients + b * kLanes * geometry.wgrad_plane + i * geometry.wgrad_depth,
                            bias_gradient[b]);
-  }
   int64_t offsets[kMaxGroupBlocks];
   for (int64_t b = 0; b < chunk.blocks; ++b) offsets[b] = b * kLanes * geometry.wgrad_plane;
-  // Where there is one block of inputs, the columns of a product are the taps of a filter's column.
-  const int64_t line_pairs = geometry.wgrad_line_pixels / 2 * 2 * kLanes, lines = geometry.channel_blocks > 1 ? 3 : 1;
-  const int64_t next = lines == 1 ? line_pairs : block, cols = lines == 1 ? 3 : geometry.channel_blocks;
-  const int64_t next_sums = lines == 1 ? 3 * geometry.gradient_stride : geometry.block_floats();
-  for (int64_t x = 0; x < 3; ++x)
-    for (int64_t y = 0; y < lines; ++y) {
-      for (int64_t i = 0; i < images; ++i)
-        chunk.segments[i] = {chunk.gradients + i * geometry.wgrad_depth,
-                             chunk.inputs + (2 * i + x % 2) * parity + y * line_pairs + x / 2 * 2 * kLanes};
-      PlainSink sink{chunk.bank + (3 * y + x) * geometry.gradient_stride, next_sums, geometry.pair_rows};
-      Pairs::multiply({chunk.segments, images, geometry.wgrad_depth, geometry.wgrad_plane, next, chunk.accumulate, false},
-                      offsets, chunk.blocks, cols, sink);
+  // One copy of one block of inputs at a time stays, with the gradients, in the first-level cache. The columns of a product
+  // are the three taps of a filter's column.
+  const int64_t panel = geometry.wgrad_span * kLanes, line_pairs = geometry.wgrad_line_pixels / 2 * 2 * kLanes;
+  const int64_t copies = geometry.wgrad_by_images ? 1 : 2;
+  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block)
+    for (int64_t copy = 0; copy < copies; ++copy) {
+      for (int64_t i = 0; i < segments; ++i)
+        gather_input_pairs(geometry, x, lines(i), input_block, copy, chunk.inputs + i * panel);
+      for (int64_t column = copy; column < 3; column += copies) {
+        for (int64_t i = 0; i < segments; ++i)
+          chunk.segments[i] = {chunk.gradients + i * geometry.wgrad_depth,
+                               chunk.inputs + i * panel + column / copies * 2 * kLanes};
+        PlainSink sink{chunk.bank + column * geometry.gradient_stride + input_block * geometry.block_floats(),
+                       3 * geometry.gradient_stride, geometry.pair_rows};
+        Pairs::multiply({chunk.segments, segments, geometry.wgrad_depth, geometry.wgrad_plane, line_pairs,
+                         chunk.accumulate, false},
+                        offsets, chunk.blocks, 3, sink);
+      }
     }
 }
 

@@ -62,22 +62,23 @@ struct Ahead {
   }
 };
 
-// The same by steps.
+// The same by steps, from the caller's own: a copy in whole vectors would wait until all stores before it have left the
+// core.
 class FetchBySteps {
  public:
-  explicit FetchBySteps(const Ahead& ahead) : left_{ahead.weights, ahead.map} {}
+  explicit FetchBySteps(Ahead& left) : left_(left) {}
 
-  WNFUSED_INLINE void step() { left_[left_[0].bytes > 0 ? 0 : 1].step(); }
+  WNFUSED_INLINE void step() { (left_.weights.bytes > 0 ? left_.weights : left_.map).step(); }
 
   void finish() {
-    for (Upcoming& left : left_) {
-      left.prefetch();
-      left.bytes = 0;
+    for (Upcoming* left : {&left_.weights, &left_.map}) {
+      left->prefetch();
+      left->bytes = 0;
     }
   }
 
  private:
-  Upcoming left_[2];
+  Ahead& left_;
 };
 
 // Fetches a line for this core alone. Processors without the instruction do nothing.
