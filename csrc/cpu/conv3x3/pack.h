@@ -125,12 +125,10 @@ struct TapFilters {
 
 // The filters of depth `depth` and `depth` + 1 in a bank of pairs.
 template <class TapAt>
-WNFUSED_INLINE void put_filter_pair(const TapFilters& filters, bool two_pixels, const TapAt& even, const TapAt& odd,
-                                    int64_t depth) {
+WNFUSED_INLINE void put_filter_pair(const TapFilters& filters, bool two_pixels, const TapAt& pairs, int64_t depth) {
   WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
-    const Block pairs = rounded_pairs(even(k), odd(k));
-    store_bits(filters.of[0][k] + depth * kLanes, pairs);
-    if (two_pixels) store_bits(filters.of[1][k] + depth * kLanes, pairs);
+    store_bits(filters.of[0][k] + depth * kLanes, pairs(k));
+    if (two_pixels) store_bits(filters.of[1][k] + depth * kLanes, pairs(k));
   }
 }
 
@@ -180,8 +178,10 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
       return [taps = lanes + (input * shape.taps + level * kTaps) * kLanes](int k) { return load(taps + k * kLanes); };
     };
     if (geometry.is_pairs()) {
-      for (int i = 0; i < kLanes; i += 2)
-        put_filter_pair(filters, two_pixels, filter(i), filter(i + 1), input_block * kLanes + i);
+      for (int i = 0; i < kLanes; i += 2) {
+        const auto pairs_of_tap = [even = filter(i), odd = filter(i + 1)](int k) { return rounded_pairs(even(k), odd(k)); };
+        put_filter_pair(filters, two_pixels, pairs_of_tap, input_block * kLanes + i);
+      }
     } else {
       for (int64_t l = 0; l < kLevelTaps; ++l)
         for (int i = 0; i < kLanes; ++i)
@@ -213,6 +213,29 @@ WNFUSED_INLINE void row_filters(const UnitRows& rows, int64_t r, int64_t taps, i
   }
 }
 
+// Rows r and r + 1 of a unit, scaled and rounded: filter[k] are pairs of tap k of 16 inputs.
+template <bool kTapsFirst>
+WNFUSED_INLINE void row_filter_pairs(const UnitRows& rows, int64_t r, const Block& even, const Block& odd,
+                                     Block (&filter)[kLanes]) {
+  const float *first = rows.data + r * rows.stride, *second = first + rows.stride;
+  if constexpr (kTapsFirst) {
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+      const int64_t at = k * rows.tap_stride;
+      filter[k] = rounded_pairs(load(first + at) * even, load(second + at) * odd);
+    }
+  } else {
+    // The last input's load passes the end.
+    uint16_t entries[(kTaps + 1) * 2 * kLanes];
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+      const int64_t at = k * kLanes;
+      store_pairs(entries + 2 * at, load(first + at) * even, load(second + at) * odd);
+    }
+    store_bits(entries + kTaps * 2 * kLanes, zero());
+    WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) filter[i] = load_bits(entries + i * 2 * kTaps);
+    transpose(filter);
+  }
+}
+
 // One block of 16 inputs of one convolution, the outputs of its data gradient, whose geometry is given. `scratch`: a
 // unit.
 template <int kLevelTaps, class Job>
@@ -233,6 +256,17 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
     }
     if (output_block + 1 < geometry.channel_blocks)
       fetch_unit(job.v, shape, convolution, (output_block + 1) * kLanes, input_block);
+    if (geometry.is_pairs()) {
+      with_order(job.v, [&](auto order) __attribute__((always_inline)) {
+        for (int64_t r = 0; r < kLanes; r += 2) {
+          Block filter[kLanes];
+          row_filter_pairs<decltype(order)::taps_first>(rows, r, scale[r], scale[r + 1], filter);
+          put_filter_pair(filters, two_pixels, [&filter](int k) { return filter[kTaps - 1 - k]; },
+                          output_block * kLanes + r);
+        }
+      });
+      continue;
+    }
     Block filter[2][kLanes];
     const auto turned = [&filter](int which) {
       return [&taps = filter[which]](int k) { return taps[kTaps - 1 - k]; };
@@ -244,13 +278,9 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
           WNFUSED_UNROLL for (int i = 0; i < 2; ++i)
             row_filters<decltype(order)::taps_first>(rows, r + i, shape.taps, first, scale[r + i], job.round_operands,
                                                      filter[i]);
-          if (geometry.is_pairs()) {
-            put_filter_pair(filters, two_pixels, turned(0), turned(1), output_block * kLanes + r);
-          } else {
-            float* level = target + l * geometry.level_bank();
-            put_filter(geometry, turned(0), level);
-            put_filter(geometry, turned(1), level + kLanes);
-          }
+          float* level = target + l * geometry.level_bank();
+          put_filter(geometry, turned(0), level);
+          put_filter(geometry, turned(1), level + kLanes);
         }
       }
     });
@@ -268,19 +298,63 @@ inline void sum_slices(const Geometry& geometry, const float* bank, float* targe
   }
 }
 
-// The same of a bank whose blocks have outputs as rows and inputs as lanes, at the first input's target.
-template <int kLevelTaps>
-inline void sum_turned_slices(const Geometry& geometry, const float* bank, float* target) {
-  for (int k = 0; k < kLevelTaps * kTaps; ++k) {
-    const float* tap = bank + k * geometry.gradient_stride;
-    Block block[kLanes];
-    for (int r = 0; r < kLanes; ++r) {
-      block[r] = load(tap + r * kLanes);
-      for (int64_t s = 1; s < geometry.wgrad_slices; ++s)
-        block[r] = block[r] + load(tap + s * geometry.gradient_size() + r * kLanes);
+// Nine taps of 16 inputs, [tap][input] with `stride` floats from one tap to the next, as [input][tap].
+WNFUSED_INLINE void interleave_taps(const float* taps, int64_t stride, float* target) {
+#if WNFUSED_VECTOR_BITS == 512
+  // Four inputs at a time. Loads put four taps side by side, so that one permutation turns a square of them.
+  const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i first_two = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i last_two = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  // Of [0: first two or last two][16: the ninth tap]; and from the second input's end to the fourth one's middle.
+  const __m512i begin = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 16, 8, 9, 10, 11, 12, 13, 14);
+  const __m512i middle = _mm512_setr_epi32(15, 0, 16, 17, 18, 19, 20, 21, 22, 23, 0, 24, 25, 26, 27, 28);
+  const __m512i ninth = _mm512_setr_epi32(0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0);
+  const __m512i end = _mm512_setr_epi32(13, 14, 15, 19, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  WNFUSED_UNROLL for (int i = 0; i < kLanes; i += 4, target += 4 * kTaps) {
+    const auto four_taps = [&](int tap) {
+      const float* at = taps + tap * stride + i;
+      __m512 lanes = _mm512_castps128_ps512(_mm_loadu_ps(at));
+      lanes = _mm512_mask_broadcast_f32x4(lanes, 0x00f0, _mm_loadu_ps(at + stride));
+      lanes = _mm512_mask_broadcast_f32x4(lanes, 0x0f00, _mm_loadu_ps(at + 2 * stride));
+      lanes = _mm512_mask_broadcast_f32x4(lanes, 0xf000, _mm_loadu_ps(at + 3 * stride));
+      return _mm512_permutexvar_ps(turn, lanes);
+    };
+    const __m512 low = four_taps(0), high = four_taps(4);
+    const __m512 last = _mm512_castps128_ps512(_mm_loadu_ps(taps + 8 * stride + i));
+    const __m512 two = _mm512_permutex2var_ps(low, first_two, high), more = _mm512_permutex2var_ps(low, last_two, high);
+    _mm512_storeu_ps(target, _mm512_permutex2var_ps(two, begin, last));
+    const __m512 across = _mm512_permutex2var_ps(two, middle, more);
+    _mm512_storeu_ps(target + kLanes, _mm512_mask_permutexvar_ps(across, 0x0402, ninth, last));
+    _mm_storeu_ps(target + 2 * kLanes, _mm512_castps512_ps128(_mm512_permutex2var_ps(more, end, last)));
+  }
+#else
+  Block block[kLanes];
+  WNFUSED_UNROLL for (int k = 0; k < kLanes; ++k) block[k] = k < kTaps ? load(taps + k * stride) : zero();
+  transpose(block);
+  float last[kLanes];
+  WNFUSED_UNROLL for (int i = 0; i < kLanes - 1; ++i) store(target + i * kTaps, block[i]);
+  store(last, block[kLanes - 1]);
+  __builtin_memcpy(target + (kLanes - 1) * kTaps, last, kTaps * sizeof(float));
+#endif
+}
+
+// The same of a bank whose blocks have outputs as rows and inputs as lanes, as rows of [16][taps] or, taps first, taps that
+// lie `tap_stride` apart. `staging` holds nine Blocks.
+template <bool kTapsFirst>
+inline void sum_turned_slices(const Geometry& geometry, const float* bank, float* target, int64_t row_stride,
+                              int64_t tap_stride, float* staging) {
+  for (int r = 0; r < kLanes; ++r, bank += kLanes, target += row_stride) {
+    const bool single = geometry.wgrad_slices == 1;
+    for (int k = 0; k < (single && !kTapsFirst ? 0 : kTaps); ++k) {
+      const float* tap = bank + k * geometry.gradient_stride;
+      Block sum = load(tap);
+      for (int64_t s = 1; s < geometry.wgrad_slices; ++s) sum = sum + load(tap + s * geometry.gradient_size());
+      store(kTapsFirst ? target + k * tap_stride : staging + k * kLanes, sum);
     }
-    transpose(block);
-    for (int i = 0; i < kLanes; ++i) store(target + (i * kLevelTaps * kTaps + k) * kLanes, block[i]);
+    if constexpr (!kTapsFirst) {
+      if (single) interleave_taps(bank, geometry.gradient_stride, target);
+      else interleave_taps(staging, kLanes, target);
+    }
   }
 }
 
@@ -302,12 +376,16 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
     const int64_t input0 = input_block * kLanes;
     if (geometry.wgrad_turned) {
       const float* source = bank + (input_block * geometry.padded_channels + output_block * kLanes) * kLanes;
-      sum_turned_slices<kLevelTaps>(geometry, source, lanes);
-    } else {
-      const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
-      for (int i = 0; i < kLanes; ++i)
-        sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
+      with_order(job.v, [&](auto order) {
+        constexpr bool kTapsFirst = decltype(order)::taps_first;
+        float* target = gradients + (kTapsFirst ? input0 : input0 * shape.taps);
+        sum_turned_slices<kTapsFirst>(geometry, source, target, row_floats, geometry.channels, lanes);
+      });
+      continue;
     }
+    const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
+    for (int i = 0; i < kLanes; ++i)
+      sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       float* target = gradients + (order.taps_first ? input0 : input0 * shape.taps);
       for (int64_t k = 0; k < shape.taps; ++k) {

@@ -52,7 +52,8 @@ class Finisher {
       : geometry_(geometry),
         epilogue_(epilogue),
         full_(geometry.channels == geometry.padded_channels && !epilogue.saved.data),
-        fetches_maps_(full_ && Pairs::kTile.flat && geometry.channel_blocks <= kFewBlocks),
+        fetches_sums_(full_ && Pairs::kTile.flat && geometry.channel_blocks <= kFewBlocks),
+        fetches_operand_(fetches_sums_ || (full_ && Pairs::kTile.flat && epilogue.fresh)),
         first_block_(first_block),
         sums_(sums),
         fetch_(ahead) {
@@ -68,7 +69,7 @@ class Finisher {
   }
 
   TileSums place(int64_t group, int64_t groups, int64_t col, int64_t cols) {
-    if (fetches_maps_) {
+    if (fetches_operand_) {
       const RowPlace row = place_of(group);
       target_ = {(pixels_.first + row.inside * pixels_.step) * geometry_.channel_blocks + block_of(col), cols,
                  smaller(groups * geometry_.pair_rows, pixels_.count - row.inside)};
@@ -93,8 +94,8 @@ class Finisher {
   }
 
  private:
-  // Up to so many blocks of outputs, what the epilogue reads and writes is fetched while the products are summed: of more
-  // of them the bank needs the first-level cache itself.
+  // Up to so many blocks of outputs, what the epilogue reads and writes is fetched while the products are summed. Of more of
+  // them the bank needs the first-level cache itself, and only what no cache holds is fetched.
   static constexpr int64_t kFewBlocks = 3;
 
   // Where a row is: in its line, and how many pixels of the map lie before it.
@@ -114,12 +115,13 @@ class Finisher {
   // Lines that a store would wait for otherwise, and with it all stores behind it, those of the next panel among them,
   // which tiles in turn wait for.
   WNFUSED_INLINE void fetch_target() {
-    constexpr int64_t kRows = 4;
+    constexpr int64_t kRows = 4, kLine = 2;  // blocks of an operand's line
     const int64_t step = pixels_.step * geometry_.channel_blocks;
     for (int64_t i = 0; i < kRows && target_.rows > 0; ++i, --target_.rows, target_.block += step) {
       const int64_t at = target_.block * kLanes;
-      for (int64_t c = 0; !is_operand(kEnding) && c < target_.cols; ++c) prefetch_for_writing(epilogue_.out + at + c * kLanes);
-      prefetch_for_writing(epilogue_.operand + at);
+      for (int64_t c = 0; !is_operand(kEnding) && fetches_sums_ && c < target_.cols; ++c)
+        prefetch_for_writing(epilogue_.out + at + c * kLanes);
+      if (fetches_sums_ || target_.block % kLine == 0) prefetch_for_writing(epilogue_.operand + at);
     }
   }
 
@@ -163,7 +165,7 @@ class Finisher {
 
   const Geometry& geometry_;
   const ConvEpilogue<uint16_t> epilogue_;
-  const bool full_, fetches_maps_;
+  const bool full_, fetches_sums_, fetches_operand_;
   const int64_t first_block_;
   float* const sums_;
   FetchBySteps fetch_;

@@ -52,7 +52,7 @@ WNFUSED_INLINE void transpose_pairs(const PixelPairs& pairs, int64_t lanes, Bloc
       run[i] = pairs_of(i < pairs.evens ? even : nullptr, i < pairs.odds ? odd : nullptr, lanes);
   }
   Block sums[4] = {zero(), zero(), zero(), zero()};  // a single one would be a chain of sixteen additions
-  WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) sums[i % 4] = sums[i % 4] + sum_of_pairs(run[i]);
+  WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) sums[i % 4] = add_pairs(sums[i % 4], run[i]);
   sum = sum + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
   transpose(run);
 }
@@ -88,19 +88,27 @@ struct Cut {
     }
   }
 
-  // `run`: a channel's pixels.
-  WNFUSED_INLINE void store(uint16_t* target, const Block& run, int64_t count) const {
-    if (piece == kRun) return store_bits(target + at[0], run);
-    uint16_t values[kRun];
-    store_bits(values, run);
-    if (piece == kLanes) {
-      for (int64_t i = 0; i * kLanes < count; ++i)
-        __builtin_memcpy(target + at[i], values + kLanes * i, kLanes * sizeof(uint16_t));
-    } else if (piece == 8) {
-      for (int64_t i = 0; i * 8 < count; ++i) __builtin_memcpy(target + at[i], values + 8 * i, 8 * sizeof(uint16_t));
-    } else {
-      for (int64_t i = 0; i < count; ++i) target[at[i]] = values[i];
+  // run[c]: the pixels of channel c, whose lines lie `plane` after those of the channel before.
+  WNFUSED_INLINE void store(uint16_t* target, int64_t plane, const Block (&run)[kLanes], int64_t count) const {
+    if (piece == kRun) {
+      target += at[0];
+      WNFUSED_UNROLL for (int c = 0; c < kLanes; ++c) store_bits(target + c * plane, run[c]);
+      return;
     }
+    uint16_t values[kLanes][kRun];
+    WNFUSED_UNROLL for (int c = 0; c < kLanes; ++c) store_bits(values[c], run[c]);
+    for (int c = 0; c < kLanes; ++c, target += plane) {
+      if (piece == kLanes) store_pieces<kLanes>(target, values[c], count);
+      else if (piece == 8) store_pieces<8>(target, values[c], count);
+      else store_pieces<1>(target, values[c], count);
+    }
+  }
+
+ private:
+  template <int kPiece>
+  WNFUSED_INLINE void store_pieces(uint16_t* target, const uint16_t* values, int64_t count) const {
+    for (int64_t i = 0; i * kPiece < count; ++i)
+      __builtin_memcpy(target + at[i], values + kPiece * i, kPiece * sizeof(uint16_t));
   }
 };
 
@@ -118,7 +126,7 @@ inline void gather_input_lines(const Geometry& geometry, const uint16_t* map, in
       Block run[kLanes];
       transpose_pixels(geometry, map, first + p, 1, count, b, run);
       const Cut cut(p, count, width, line);
-      for (int64_t c = 0; c < kLanes; ++c) cut.store(panel + c * plane, run[c], count);
+      cut.store(panel, plane, run, count);
     }
 }
 
@@ -295,7 +303,7 @@ inline void gather_gradient_rows(const Geometry& geometry, const uint16_t* map, 
       transpose_pairs({first, first + channels, 2 * channels, even, odd}, lanes, run, sum);
     }
     const Cut cut(p, left, width, line);
-    for (int64_t c = 0; c < kLanes; ++c) cut.store(target + c * plane, run[c], left);
+    cut.store(target, plane, run, left);
   }
   bias_gradient = sum;
 }

@@ -111,14 +111,19 @@ WNFUSED_INLINE Block rounded_run(const Block& first, const Block& second) {
 }
 #endif
 
-// Even plus odd elements.
-WNFUSED_INLINE Block sum_of_pairs(const Block& pairs) {
-  Block sum;
+// `sum` plus even plus odd elements.
+WNFUSED_INLINE Block add_pairs(const Block& sum, const Block& pairs) {
+#if defined(WNFUSED_CONVERTS_BFLOAT16)
+  const __m512i ones = _mm512_set1_epi16(0x3f80);
+  return {(Native)_mm512_dpbf16_ps((__m512)sum.part[0], (__m512bh)(__m512i)pairs.part[0], (__m512bh)ones)};
+#else
+  Block added;
   WNFUSED_FOR_PARTS {
     const NativeBits bits = (NativeBits)pairs.part[i];
-    sum.part[i] = (Native)(bits << 16) + (Native)(bits & 0xffff0000u);
+    added.part[i] = sum.part[i] + ((Native)(bits << 16) + (Native)(bits & 0xffff0000u));
   }
-  return sum;
+  return added;
+#endif
 }
 
 WNFUSED_INLINE Block load_bits(const uint16_t* source) {

@@ -88,9 +88,8 @@ class Forward {
 
   // A map that is written into saved memory. Lines that workers share are called back when they are needed, not before:
   // another worker may not have read them yet.
-  float* fresh(Operand* map, bool saved) const {
-    if constexpr (is_pair<Operand>()) return nullptr;
-    else return saved && job_.saved.in_place && !geometry_.weights_stay ? map : nullptr;
+  Operand* fresh(Operand* map, bool saved) const {
+    return saved && job_.saved.in_place && !geometry_.weights_stay ? map : nullptr;
   }
 
   // Whether a row is packed by one worker and once: it is measured then, too. Nothing is packed for an empty batch.
