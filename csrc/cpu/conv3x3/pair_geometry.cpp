@@ -127,7 +127,7 @@ void divide_pair_gradient(const PairTile& tile, Geometry& geometry) {
     const int64_t panel = geometry.padded_channels * geometry.wgrad_run;
     const int64_t positions = pixels_inside(geometry) * geometry.wgrad_chunks * geometry.wgrad_rows;
     const int64_t lines = kTaps * geometry.images * round_up(geometry.height * (geometry.width + 2), tile.depth);
-    geometry.wgrad_positions = panel <= most && 10 * positions < 12 * lines;
+    geometry.wgrad_positions = panel <= most && 10 * positions < 11 * lines;
   }
   if (!geometry.wgrad_positions) lay_out_gradient_lines(tile, geometry);
   const int64_t slices = std::clamp<int64_t>(geometry.pixels() / (4 * geometry.padded_channels), 1, kMaxSlices);
