@@ -23,10 +23,9 @@ struct Upcoming {
 
   // A few lines at a time, for loops that leave the memory idle. Lines that come from afar one behind the other hold up
   // what a processor executes after them.
-  WNFUSED_INLINE void step() {
-    constexpr int64_t kLines = 4;
+  WNFUSED_INLINE void step(int64_t lines = 4) {
     if (bytes <= 0) return;
-    const Upcoming next{data, bytes < 64 * kLines ? bytes : 64 * kLines};
+    const Upcoming next{data, bytes < 64 * lines ? bytes : 64 * lines};
     next.prefetch();
     data += next.bytes;
     bytes -= next.bytes;
@@ -68,7 +67,12 @@ class FetchBySteps {
  public:
   explicit FetchBySteps(Ahead& left) : left_(left) {}
 
-  WNFUSED_INLINE void step() { (left_.weights.bytes > 0 ? left_.weights : left_.map).step(); }
+  // Weights of a small map are many lines to few products: what no step fetched is fetched at the end, where all waits.
+  WNFUSED_INLINE void step() {
+    constexpr int64_t kWeightLines = 16;
+    if (left_.weights.bytes > 0) left_.weights.step(kWeightLines);
+    else left_.map.step();
+  }
 
   void finish() {
     for (Upcoming* left : {&left_.weights, &left_.map}) {
