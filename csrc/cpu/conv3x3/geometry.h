@@ -50,8 +50,8 @@ struct Geometry : MapShape, Division {
   int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
   int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
   bool wgrad_positions;  // the weight gradient's method, which need not be the convolution's; else lines
-  // Whether its tiles have outputs as rows and inputs as lanes (pair_wgrad.h); elements of the depth that taps reach, and
-  // images of a chunk.
+  // Whether its tiles have outputs as rows and inputs as lanes, and then whether a pair is one pixel of two images
+  // (pair_wgrad.h); elements of the depth that taps reach, and images of a chunk.
   bool wgrad_turned, wgrad_by_images;
   int64_t wgrad_span, wgrad_images;
 
