@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        parser().error(f"--out {options.out}: is a file; name a folder")
     except OSError as error:
         parser().error(f"--out {options.out}: cannot be written: {error.strerror}")
     if options.threads is not None:

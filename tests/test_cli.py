@@ -87,6 +87,13 @@ def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp
     assert f"--out {out}: cannot be written: Not a directory" in refused(capsys, *TRAIN, "--out", out)
 
 
+@pytest.mark.parametrize("command", [TRAIN, ["demo"], ["bench"]], ids=lambda command: command[0])
+def test_a_file_is_no_folder(capfd: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main([*command, "--out", str(tmp_path / "file")]) == cli.USAGE
+    assert f"--out {tmp_path / 'file'}: is a file; name a folder" in capfd.readouterr().err
+
+
 def test_a_refused_run_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "above" / "run"
     refused(capsys, *TRAIN, "--init", "he", "--init-option", "foo=3", "--out", str(out))

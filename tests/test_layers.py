@@ -76,7 +76,8 @@ def test_parameters_have_torchs_names_and_shapes():
     assert {n: p.shape for n, p in layer.named_parameters()} == {n: p.shape for n, p in twin.named_parameters()}
     assert isinstance(layer, nn.Conv2d)
     assert isinstance(WNLinear(2, 3), nn.Linear)
-    assert WNLinear(2, 3, bias=False).bias is None
+    for without in (False, 0, None):  # as torch's layers take it
+        assert WNLinear(2, 3, bias=without).bias is None
     assert list(WNLinear(3, 4, dim=1).weight_g.shape) == [1, 3]
     assert list(WNLinear(3, 4, dim=None).weight_g.shape) == []
 

@@ -50,11 +50,11 @@ def test_the_first_input_settles_the_shape(kind, dim):
 
 
 def test_linear_with_and_without_bias():
-    for bias in (True, False):
+    for bias in (True, False, None):
         lazy = WNLazyLinear(3, bias, dtype=torch.float64)
         assert lazy(torch.randn(2, 5, dtype=torch.float64)).shape == (2, 3)
         assert type(lazy) is wnfused.WNLinear
-        assert (lazy.in_features, lazy.bias is not None) == (5, bias)
+        assert (lazy.in_features, lazy.bias is not None) == (5, bool(bias))
         assert {p.dtype for p in lazy.parameters()} == {torch.float64}
 
 

@@ -167,6 +167,7 @@ def test_integers_of_any_kind(kind):
         (lambda: cnn(3, norm="fixup"), "norm: unknown 'fixup'; use 'weight', 'batch' or 'none'"),
         (lambda: cnn(1), "depth: 1 must be at least 2"),
         (lambda: mlp(0), "depth: 0 must be"),
+        (lambda: mlp(2, in_channels=3, in_features=7), "in_features: 7 is no multiple of in_channels, 3"),
         (lambda: wrn(10, num_classes=2.5), "num_classes: 2.5 must be an int"),
         (lambda: wrn(10, recompute=0), "recompute: 0 must be"),
         (lambda: wrn(10, recompute=2, stack=False), "recompute: 2 is for stacked blocks; stack=False has no stage"),

@@ -46,11 +46,11 @@ def flag(**values: bool) -> None:
             raise TypeError(f"{name}: {value!r} must be True or False")
 
 
-def truth(**values: bool) -> None:
-    """Each True or False, or 1 or 0, which torch takes for them."""
+def truth(**values: bool | None) -> None:
+    """Each True or False, or 1, 0 or None, which torch takes for them."""
     for name, value in values.items():
         try:
-            fits = value in (0, 1)
+            fits = value in (0, 1, None)
         except (RuntimeError, ValueError):  # a tensor or an array of several numbers
             fits = False
         if not fits:

@@ -47,7 +47,7 @@ def state_dict_to_torch(
         belong to no weight-normalised layer stay as they are.
 
     Raises:
-        TypeError: ``source`` or ``like`` is neither a module nor a mapping.
+        TypeError: ``source`` or ``like`` is neither a module nor a mapping, or a weight's entry no tensor.
         ValueError: ``api`` is none of the three, or a lazy layer has no shape yet.
     """
     if api not in APIS:
@@ -61,6 +61,8 @@ def state_dict_to_torch(
         if is_lazy(entry):
             raise ValueError(f"source: {name!r} has no shape yet; run the model once")
     normalised = [p for p in _prefixes(state, *ORIGINALS.values()) if _is_weight_norm(p, state, source)]
+    _check_tensors(state, [f"{p}{name}" for p in normalised for name in ORIGINALS.values()])
+    _check_tensors(state, [f"{p}{name}" for p in _prefixes(state, *ORIGINALS) for name in ORIGINALS])
     _rename(state, normalised, {new: old for old, new in ORIGINALS.items()})
     stages = [p for p in _prefixes(state, *ORIGINALS) if state[f"{p}weight_v"].dim() == 6 and f"{p}bias" in state]
     for prefix in stages:
@@ -108,6 +110,12 @@ def _copy(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
     if hasattr(state, "_metadata"):
         copy._metadata = state._metadata  # type: ignore[attr-defined]
     return copy
+
+
+def _check_tensors(state: Mapping[str, Any], names: list[str]) -> None:
+    for name in names:
+        if not isinstance(state[name], Tensor):
+            raise TypeError(f"source: {name!r} must be a tensor, got {type(state[name]).__name__}")
 
 
 def _prefixes(state: Mapping[str, Any], gain: str, direction: str) -> list[str]:

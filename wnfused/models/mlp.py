@@ -45,13 +45,16 @@ def mlp(
         width: units a hidden layer.
         num_classes: outputs.
         in_channels, image_size: the input is ``in_channels`` square maps of this size, flattened.
-        in_features: or say the flattened size itself.
+        in_features: or say the flattened size itself, a multiple of ``in_channels``; ``image_size`` is not read then.
         norm: ``"weight"``, ``"batch"`` or ``"none"``.
 
     Raises:
         ValueError: naming the argument, its value and what is right.
     """
+    (in_channels,) = counts(in_channels=in_channels)
     if in_features is None:
-        in_channels, image_size = counts(in_channels=in_channels, image_size=image_size)
+        (image_size,) = counts(image_size=image_size)
         in_features = in_channels * image_size**2
+    elif isinstance(in_features, int) and in_features % in_channels:
+        raise ValueError(f"in_features: {in_features} is no multiple of in_channels, {in_channels}")
     return MLP(depth, width, num_classes, in_features, norm)

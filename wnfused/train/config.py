@@ -40,7 +40,7 @@ class TrainConfig:
         None,
         "wrn, resnet: channels of the first stage over 16; mlp, cnn: units or channels; default: the model's",
     )
-    norm: str = _option("weight", "normalisation of the layers; fixup: its scalars, in wrn and resnet", RESIDUAL_NORMS)
+    norm: str = _option("weight", "of the layers; fixup: its scalars, in wrn and resnet, for zhang2019", RESIDUAL_NORMS)
     stack: bool = _option(True, "run the blocks of a stage as one op")
     recompute: int | None = _option(
         None,
@@ -139,6 +139,19 @@ class TrainConfig:
         if not 0 <= value <= 10**_LARGEST or (positive and value == 0):
             least = "above 0" if positive else "0 or more"
             raise UsageError(name, value, f"must be a finite number, {least}, of at most 1e{_LARGEST}")
+
+    def remarks(self) -> list[str]:
+        """What can be run, but hardly does what was meant; a sentence each."""
+        remarks = []
+        if self.norm == "fixup" and self.init != "zhang2019":
+            remarks.append(f"--norm fixup: its blocks are meant for --init zhang2019, not {self.init}")
+        if self.warmup > self.epochs:
+            remarks.append(f"--warmup {self.warmup:g}: the run ends before, after {self.epochs} epochs")
+        late = [m for m in self.milestones if m >= self.epochs]
+        if late:
+            never = ",".join(map(str, late))
+            remarks.append(f"--milestones {never}: never reached, the last epoch is {self.epochs - 1}")
+        return remarks
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``from_dict`` undoes it."""

@@ -22,7 +22,7 @@ from wnfused.train.budget import Recipe, first_batch, fit, time_step, update
 from wnfused.train.build import build
 from wnfused.train.data import Dataset, load
 from wnfused.train.errors import UsageError
-from wnfused.train.files import write_json
+from wnfused.train.files import make_folder, write_json
 from wnfused.train.interruption import InterruptedRun
 from wnfused.train.memory import PeakMemory
 from wnfused.train.pictures import Point, accuracy_over_depth
@@ -75,13 +75,7 @@ def demo(out: Path, *, minutes: float = 5.0, deep: bool = False) -> int:
     # Asked for now rather than when minutes of training are over.
     require("matplotlib", "the demo")
     require("lightning.pytorch", "the demo")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise UsageError("out", out, f"cannot be written: {error.strerror}") from None
-
+    make_folder(out)
     began = time.perf_counter()
     data = load("digits")
     recipes, note = _affordable(console, data, minutes * 60 - _OVERHEAD, deep)

@@ -1,4 +1,5 @@
-"""Writing files so that a reader, or a crash at any moment, sees the old content or the new, never a part."""
+"""Folders to write into, and writing files so that a reader, or a crash at any moment, sees the old content or the new,
+never a part."""
 
 from __future__ import annotations
 
@@ -8,6 +9,29 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from wnfused.train.errors import UsageError
+
+
+def make_folder(out: Path) -> None:
+    """Make sure that the folder ``--out`` exists and can be written.
+
+    Raises:
+        UsageError: if not.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except FileExistsError:
+        raise UsageError("out", out, "is a file; name a folder") from None
+    except (OSError, ValueError) as error:
+        raise UsageError("out", out, f"cannot be written: {reason(error)}") from None
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in the system's words."""
+    return str(error.strerror) if isinstance(error, OSError) else str(error)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from wnfused.train import checkpoint
 from wnfused.train.config import TrainConfig
 from wnfused.train.errors import UsageError
-from wnfused.train.files import write_json
+from wnfused.train.files import make_folder, reason, write_json
 
 _IN_EVERY_RESULT = {"test_accuracy", "diverged", "epochs_finished", "seconds_per_step", "peak_memory_bytes"}
 
@@ -56,12 +55,7 @@ class RunFolder:
             UsageError: if it does not.
         """
         self.refuse_run(resume=resume)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except (OSError, ValueError) as error:
-            raise UsageError("out", self.path, f"cannot be written: {_reason(error)}") from None
+        make_folder(self.path)
 
     def refuse_run(self, *, resume: bool = False, trained: bool = False) -> None:
         """Make sure that no run lies here.
@@ -147,7 +141,7 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return self._config_of_checkpoint() if self.last.exists() else None
         except (OSError, TypeError, ValueError, RecursionError) as error:
-            right = f"cannot be read: {_reason(error)}; {self._without_config()}"
+            right = f"cannot be read: {reason(error)}; {self._without_config()}"
             raise UsageError("resume", self.config, right) from None
 
     def _without_config(self) -> str:
@@ -199,7 +193,7 @@ class RunFolder:
         try:
             result = json.loads(self.result.read_text())
         except (OSError, ValueError) as error:
-            raise UsageError("resume", self.result, f"cannot be read: {_reason(error)}; {right}") from None
+            raise UsageError("resume", self.result, f"cannot be read: {reason(error)}; {right}") from None
         if not isinstance(result, dict) or not result.keys() >= _IN_EVERY_RESULT:
             raise UsageError("resume", self.result, f"is no result of `wnfused train`; {right}")
         return result
@@ -211,10 +205,6 @@ def _exists(file: Path) -> bool:
         return file.exists()
     except (OSError, ValueError):
         return False
-
-
-def _reason(error: Exception) -> str:
-    return str(error.strerror) if isinstance(error, OSError) else str(error)
 
 
 def _refuse_differences(asked: TrainConfig, saved: TrainConfig, where: Path) -> None:

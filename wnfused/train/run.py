@@ -133,6 +133,8 @@ def _train(
         remove_leftovers(folder.path)
         if not folder.config.exists():
             folder.begin(config, versions())
+            for remark in config.remarks():
+                warnings.warn(remark, stacklevel=3)
     try:
         result = run.fit_and_test(checkpoint)
     except (SystemExit, KeyboardInterrupt) as error:
