@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import tarfile
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import wnfused
 
 ROOT = Path(__file__).parents[1]
 OF_THE_CHECKOUT_ALONE = {".ci/run", ".gitignore"}
@@ -56,6 +59,16 @@ def unpacked(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_the_source_distribution_is_the_whole_checkout(unpacked: Path, tracked: set[str]) -> None:
     found = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
     assert tracked - found == OF_THE_CHECKOUT_ALONE & tracked
+
+
+def test_a_folder_of_this_name_hides_nothing(tmp_path: Path) -> None:
+    """A clone's parent holds one: started there, Python looks into it first."""
+    try:
+        importlib.metadata.distribution("wnfused")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("wnfused is not installed")
+    (tmp_path / "wnfused").mkdir()
+    assert run("-c", "import wnfused; print(wnfused.__version__)", cwd=tmp_path) == f"{wnfused.__version__}\n"
 
 
 def test_without_torch_it_builds_a_package_in_plain_torch(unpacked: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 #include "cpu/conv/banks.h"
 #include "cpu/conv/maps.h"
+#include "cpu/conv3x3/finish_gradient.h"
 #include "cpu/conv3x3/pack.h"
 #include "cpu/conv3x3/wgrad.h"
 #include "cpu/conv_layer/conv_layer.h"

@@ -8,6 +8,7 @@
 // into the scratch maps of the segment, then goes back through it.
 #pragma once
 
+#include "cpu/conv3x3/finish_gradient.h"
 #include "cpu/conv3x3/wgrad.h"
 #include "cpu/stage/forward.h"
 

@@ -1,0 +1,92 @@
+// Filters of 3x3 convolutions as pairs of bfloat16 along the depth (pairs.h):
+//
+//   bank: [segments][output block][pixel of a row][depth / 2][16 outputs][2]
+#pragma once
+
+#include "cpu/conv3x3/weight_units.h"
+#include "cpu/products/pairs.h"
+
+namespace wnfused::cpu::WNFUSED_ISA {
+
+// The filters of one output block, whose places in the bank are found once; none in a bank of floats.
+class PairFilters {
+ public:
+  PairFilters(const Geometry& geometry, float* weights, int64_t output_block)
+      : pixels_(geometry.is_pairs() ? geometry.row_pixels : 0) {
+    uint16_t* bank = reinterpret_cast<uint16_t*>(weights);
+    if (pixels_) clear_padding(geometry, bank, output_block);
+    const bool lines = geometry.method == Method::kLines;
+    for (int64_t p = 0; p < pixels_; ++p)
+      for (int k = 0; k < kTaps; ++k)
+        taps_[p][k] = filters_of(geometry, bank, lines ? k / 3 : k, output_block, p) +
+                      (p + (lines ? k % 3 : 0)) * geometry.padded_channels * kLanes;
+  }
+
+  // Those of depth `depth` and `depth` + 1: pairs(k) of tap k.
+  template <class TapAt>
+  WNFUSED_INLINE void put(int64_t depth, const TapAt& pairs) const {
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+      store_bits(taps_[0][k] + depth * kLanes, pairs(k));
+      if (pixels_ == 2) store_bits(taps_[1][k] + depth * kLanes, pairs(k));
+    }
+  }
+
+ private:
+  // A segment's filters for one output block and pixel of a row.
+  static uint16_t* filters_of(const Geometry& geometry, uint16_t* bank, int64_t segment, int64_t output_block,
+                              int64_t pixel) {
+    const int64_t block = segment * geometry.channel_blocks + output_block;
+    return bank + (block * geometry.row_pixels + pixel) * geometry.segment_depth * kLanes;
+  }
+
+  // The depth that the bank has before and beyond the taps.
+  static void clear_padding(const Geometry& geometry, uint16_t* bank, int64_t output_block) {
+    const int64_t used = kTaps / geometry.segments * geometry.padded_channels, unused = geometry.segment_depth - used;
+    for (int64_t segment = 0; unused && segment < geometry.segments; ++segment)
+      for (int64_t p = 0; p < geometry.row_pixels; ++p) {
+        uint16_t* filters = filters_of(geometry, bank, segment, output_block, p);
+        const int64_t before = p * geometry.padded_channels;
+        __builtin_memset(filters, 0, before * kLanes * sizeof(uint16_t));
+        __builtin_memset(filters + (before + used) * kLanes, 0, (unused - before) * kLanes * sizeof(uint16_t));
+      }
+  }
+
+  int64_t pixels_;            // of a row: one or two
+  uint16_t* taps_[2][kTaps];  // each pixel's, from the first depth on
+};
+
+// Rows r and r + 1 of a unit, scaled and rounded: filter[k] are pairs of tap k of 16 inputs.
+template <bool kTapsFirst>
+WNFUSED_INLINE void row_filter_pairs(const UnitRows& rows, int64_t r, const Block& even, const Block& odd,
+                                     Block (&filter)[kLanes]) {
+  const float *first = rows.data + r * rows.stride, *second = first + rows.stride;
+  if constexpr (kTapsFirst) {
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+      const int64_t at = k * rows.tap_stride;
+      filter[k] = rounded_pairs(load(first + at) * even, load(second + at) * odd);
+    }
+  } else {
+    // The last input's load passes the end.
+    uint16_t entries[(kTaps + 1) * 2 * kLanes];
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+      const int64_t at = k * kLanes;
+      store_pairs(entries + 2 * at, load(first + at) * even, load(second + at) * odd);
+    }
+    store_bits(entries + kTaps * 2 * kLanes, zero());
+    WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) filter[i] = load_bits(entries + i * 2 * kTaps);
+    transpose(filter);
+  }
+}
+
+// A unit's outputs as the depth of a data gradient, taps turned by 180 degrees.
+template <bool kTapsFirst>
+WNFUSED_INLINE void put_turned_pairs(const UnitRows& rows, const Block (&scale)[kLanes], const PairFilters& filters,
+                                     int64_t depth) {
+  for (int64_t r = 0; r < kLanes; r += 2) {
+    Block filter[kLanes];
+    row_filter_pairs<kTapsFirst>(rows, r, scale[r], scale[r + 1], filter);
+    filters.put(depth + r, [&filter](int k) { return filter[kTaps - 1 - k]; });
+  }
+}
+
+}  // namespace wnfused::cpu::WNFUSED_ISA
