@@ -90,11 +90,27 @@ def test_views_not_copies():
     [
         (lambda: state_dict_to_torch(nn.Linear(1, 1), api="newest"), ValueError, "api: unknown 'newest'; use 'old', "),
         (lambda: state_dict_to_torch([1]), TypeError, "source: expected an nn.Module or a state dict, got list"),
-        (lambda: state_dict_to_torch({"weight_v": 3, "weight_g": X}), TypeError, "source: 'weight_v' must be a tensor"),
+        (
+            lambda: state_dict_to_torch({"weight_v": 3, "weight_g": X}),
+            TypeError,
+            "state_dict: 'weight_v' must be a tensor",
+        ),
         (
             lambda: state_dict_to_torch({f"a.parametrizations.weight.original{i}": i for i in (0, 1)}),
             TypeError,
-            r"source: 'a\.parametrizations\.weight\.original0' must be a tensor, got int",
+            r"state_dict: 'a\.parametrizations\.weight\.original0' must be a tensor, got int",
+        ),
+        (
+            lambda: state_dict_from_torch({"weight": [[1.0]]}, wnfused.WNLinear(1, 1)),
+            TypeError,
+            "state_dict: 'weight' must be a tensor, got list",
+        ),
+        (
+            lambda: nn.Sequential(WNResidualStage(2, 2, 1)).load_state_dict(
+                {f"0.0.conv{i}.{name}": None for i in (1, 2) for name in ("weight", "bias")}
+            ),
+            TypeError,
+            r"state_dict: '0\.0\.conv1\.weight' must be a tensor, got NoneType",
         ),
         (lambda: state_dict_from_torch(3, nn.Linear(1, 1)), TypeError, "state_dict: expected a mapping, got int"),
         (lambda: state_dict_from_torch({}, {}), TypeError, "model: expected an nn.Module, got dict"),

@@ -39,6 +39,8 @@ def test_the_constant_of_theorem_1_is_one() -> None:
     assert layer_constant(3) == pytest.approx(2 * 4 * math.pi / (2 * math.pi**2) * math.pi / 4)
     with pytest.raises(ValueError, match="n: 1 must be an int of at least 2"):
         layer_constant(1)
+    assert layer_constant(np.int64(4)) == layer_constant(4)
+    assert stage_growth(np.int64(5)) == stage_growth(5)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from drawn import generator
 from torch import nn
+from torch.nn.utils import prune
 
 import wnfused
 from wnfused import diagnostics
@@ -46,6 +47,31 @@ def test_lsuv_under_autocast(outside):
         report = initialize(model, "mishkin2016", sample=sample(512, 32), generator=generator())
     assert report.notes == ()
     assert abs(model(sample(512, 32)).float().var().item() - 1) < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("scheme", ["arpit2019", "he", "orthogonal", "torch_default"])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_torch_s_weight_norms_over_any_dim_get_what_ours_get(scheme, dim):
+    def model(norm):
+        return nn.Sequential(norm(nn.Linear(4, 3)), nn.ReLU(), nn.Linear(3, 2))
+
+    ours = model(lambda layer: wnfused.convert(nn.utils.parametrizations.weight_norm(layer, dim=dim)))
+    initialize(ours, scheme, generator=generator())
+    for norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm):
+        theirs = model(lambda layer, norm=norm: norm(layer, dim=dim))
+        initialize(theirs, scheme, generator=generator())
+        torch.testing.assert_close(theirs(torch.eye(4)), ours(torch.eye(4)))
+
+
+def test_a_pruned_weight_is_left_alone_and_named():
+    model = nn.Sequential(wnfused.WNLinear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
+    prune.l1_unstructured(model[0], "weight_v", 3)
+    prune.l1_unstructured(model[2], "weight", 3)
+    before = copy.deepcopy(nn.Sequential(model[0], model[2]).state_dict())
+    report = initialize(model, "he", generator=generator())
+    assert report.notes == ("left alone, their weights are computed by something else: 0, 2",)
+    assert_unchanged(nn.Sequential(model[0], model[2]), before)
 
 
 # ----------------------------------------------------------------------------------------------- tied weights

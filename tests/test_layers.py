@@ -297,6 +297,35 @@ def test_a_parameter_pruned_away_counts():
     torch.testing.assert_close(layer(x), F.linear(x, wnfused.functional.weight_norm(v, layer.weight_g), layer.bias))
 
 
+@pytest.mark.parametrize("name", ["weight_v", "bias"])
+def test_what_is_computed_cannot_be_reset(name):
+    layer = WNLinear(3, 2)
+    prune.random_unstructured(layer, name, 1)
+    before = copy.deepcopy(layer.state_dict())
+    for reset in (layer.reset_parameters, lambda: wnfused.init.reset_layer_(layer)):
+        with pytest.raises(RuntimeError, match=f"{name}: cannot be reset, something else computes it"):
+            reset()
+    assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
+    with pytest.raises(ValueError, match="layer: has no shape yet; run it once"):
+        wnfused.init.reset_layer_(wnfused.nn.WNLazyLinear(3))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda layer: layer([1.0], output_size=[5, 5]), "x: expected a Tensor, got list"),
+        (
+            lambda layer: layer(torch.ones(1, 3, 4, 4), output_size=7.5),
+            "output_size: expected a list of ints, got float",
+        ),
+        (lambda layer: layer(torch.ones(1, 3, 4, 4), output_size=["a", 7]), r"a list of ints, got \['a', 7\]"),
+    ],
+)
+def test_the_size_of_a_transposed_map_is_ints(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(wnfused.WNConvTranspose2d(3, 4, 3))
+
+
 def test_a_complex_weight_is_refused():
     layer = wnfused.WNLinear(3, 2)
     with pytest.raises(TypeError, match=r"weight: expected a real tensor, got torch\.complex64"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import prune
 
 import wnfused
 from wnfused import WNConv2d, WNLinear
@@ -393,6 +394,10 @@ def test_a_retraction_says_what_it_cannot_do_and_changes_nothing():
     computed = orthogonal_proxy(wnfused.WNLinear(4, 4))
     with pytest.raises(ValueError, match="the weight of '1' is computed by something else"):
         retract_(nn.Sequential(nn.Linear(4, 4), computed))
+    for layer, name in ((wnfused.WNLinear(4, 4), "weight_v"), (nn.Linear(4, 4), "weight")):
+        prune.l1_unstructured(layer, name, 3)
+        with pytest.raises(ValueError, match="the weight of '0' is computed by something else"):
+            retract_(nn.Sequential(layer))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3), nn.Linear(3, 3))
     with torch.no_grad():
         model[2].weight[0, 0] = math.nan

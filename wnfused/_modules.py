@@ -12,6 +12,18 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
+def check_module(**values: object) -> None:
+    """Each an ``nn.Module``."""
+    for name, value in values.items():
+        if not isinstance(value, nn.Module):
+            raise TypeError(f"{name}: expected an nn.Module, got {type(value).__name__}")
+
+
+def norm_dim(stored: int) -> int | None:
+    """The dim of one of torch's weight norms, which keep None, one norm over the whole tensor, as -1."""
+    return None if stored == -1 else stored
+
+
 def holders(model: nn.Module) -> dict[int, set[nn.Module]]:
     """For each parameter, by id, the modules that hold it themselves."""
     found: dict[int, set[nn.Module]] = {}

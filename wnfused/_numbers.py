@@ -21,7 +21,8 @@ def from_0(**values: int) -> None:
 
 
 def _ints(least: int, values: dict[str, int]) -> None:
-    for name, value in values.items():
+    for name, given in values.items():
+        value = plain_int(given)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}: {value!r} must be an int of at least {least}")
         if value >= 2**63:

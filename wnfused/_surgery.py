@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused._modules import class_of
+from wnfused._modules import check_module, class_of
 from wnfused._reachable import replace_in
 from wnfused.nn import (
     WeightNormalised,
@@ -55,8 +55,7 @@ _CONSTRUCTOR_ONLY = {
 
 def checked(model: nn.Module, what: str) -> nn.Module:
     """``model``, or an error where the parameters of its layers are bound to something outside."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             path = f"model.{name}" if name else "model"

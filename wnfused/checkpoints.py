@@ -17,8 +17,9 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from wnfused import functional
+from wnfused._modules import check_module
 from wnfused.nn import WeightNormalised, WNResidualStage
-from wnfused.nn._keys import ORIGINALS, unstack_blocks
+from wnfused.nn._keys import ORIGINALS, tensor_at, unstack_blocks
 
 APIS = ("old", "new", "plain")
 
@@ -61,8 +62,10 @@ def state_dict_to_torch(
         if is_lazy(entry):
             raise ValueError(f"source: {name!r} has no shape yet; run the model once")
     normalised = [p for p in _prefixes(state, *ORIGINALS.values()) if _is_weight_norm(p, state, source)]
-    _check_tensors(state, [f"{p}{name}" for p in normalised for name in ORIGINALS.values()])
-    _check_tensors(state, [f"{p}{name}" for p in _prefixes(state, *ORIGINALS) for name in ORIGINALS])
+    for name in (f"{p}{name}" for p in normalised for name in ORIGINALS.values()):
+        tensor_at(state, name)
+    for name in (f"{p}{name}" for p in _prefixes(state, *ORIGINALS) for name in ORIGINALS):
+        tensor_at(state, name)
     _rename(state, normalised, {new: old for old, new in ORIGINALS.items()})
     stages = [p for p in _prefixes(state, *ORIGINALS) if state[f"{p}weight_v"].dim() == 6 and f"{p}bias" in state]
     for prefix in stages:
@@ -91,12 +94,11 @@ def state_dict_from_torch(state_dict: Mapping[str, Any], model: nn.Module) -> Or
         A new ordered dict; tensors are shared where they need not be stacked.
 
     Raises:
-        TypeError: ``state_dict`` is not a mapping, or ``model`` not a module.
+        TypeError: ``state_dict`` is not a mapping, a weight's entry no tensor, or ``model`` not a module.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
     found = _copy(state_dict)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (WeightNormalised, WNResidualStage)):
@@ -110,12 +112,6 @@ def _copy(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
     if hasattr(state, "_metadata"):
         copy._metadata = state._metadata  # type: ignore[attr-defined]
     return copy
-
-
-def _check_tensors(state: Mapping[str, Any], names: list[str]) -> None:
-    for name in names:
-        if not isinstance(state[name], Tensor):
-            raise TypeError(f"source: {name!r} must be a tensor, got {type(state[name]).__name__}")
 
 
 def _prefixes(state: Mapping[str, Any], gain: str, direction: str) -> list[str]:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused._modules import class_of, holders
+from wnfused._modules import class_of, holders, norm_dim
 from wnfused._numbers import flag
 from wnfused._surgery import (
     LAYERS,
@@ -278,12 +278,13 @@ def _stored(
     v, g = module._parameters.get("weight"), None
     lists = dict(cast(nn.ModuleDict, module.parametrizations)) if parametrize.is_parametrized(module) else {}
     if old:
-        v, g, dim = module._parameters.get("weight_v"), module._parameters.get("weight_g"), old[0].dim
+        v, g, dim = module._parameters.get("weight_v"), module._parameters.get("weight_g"), norm_dim(old[0].dim)
     elif new:
         steps = cast(nn.ModuleList, lists.pop("weight"))
         if len(steps) != 1:
             return f"its weight is parametrised by {', '.join(type(step).__name__ for step in steps)}"
-        v, g, dim = steps.original1, steps.original0, cast(_WeightNorm, steps[0]).dim  # type: ignore[assignment]
+        v, g = steps.original1, steps.original0  # type: ignore[assignment]
+        dim = norm_dim(cast(_WeightNorm, steps[0]).dim)
     if lists:
         return f"its {', '.join(lists)} is parametrised"
     tensors = [v, module._parameters.get("bias")] if g is None and not old else [v, g, module._parameters.get("bias")]
@@ -294,7 +295,7 @@ def _stored(
             return f"its parameters are of type {type(tensor).__name__}"
         if tensor is not None and not tensor.is_floating_point():
             return f"its parameters are {tensor.dtype}"
-    return _Candidate(kind, known, v, g, None if dim == -1 else dim)
+    return _Candidate(kind, known, v, g, dim)
 
 
 def _holds_activation(module: nn.Module, name: str) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from wnfused import dispatch
+from wnfused._modules import check_module
 from wnfused.backends import native
 from wnfused.fold import OWN_PARAMETERS, plain_layer
 from wnfused.functional import weight_norm_many
@@ -58,8 +59,7 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
         ValueError: a lazy layer of it has no shape yet.
         RuntimeError: on a write to a layer's ``weight`` inside the context.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
     layers = [m for m in model.modules() if isinstance(m, WeightNormalised) and _can_be_frozen(m)]
     if any(is_lazy(layer.weight_v) for layer in layers):
         refuse_shapeless(model)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from wnfused._modules import check_module
 from wnfused._numbers import at_least_0
 from wnfused.nn._layer import refuse_shapeless
 
@@ -35,8 +36,7 @@ def param_groups(model: nn.Module, weight_decay: float, **options: Any) -> list[
         TypeError: ``model`` is not a module, or ``params`` is among the options.
         ValueError: ``weight_decay`` is negative or not finite; a lazy layer has no shape yet.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
     at_least_0(weight_decay=weight_decay)
     if "params" in options:
         raise TypeError("params: is no option; the parameters are those of the model")

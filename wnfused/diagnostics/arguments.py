@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from wnfused._modules import check_module
 from wnfused._numbers import random_source
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -81,8 +82,7 @@ def check_differentiable() -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
 
 
 def check_inputs(inputs: Tensor) -> None:

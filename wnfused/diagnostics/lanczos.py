@@ -12,9 +12,12 @@ from wnfused.diagnostics.arguments import gaussian, seeded
 
 Product = Callable[[Tensor], Tensor]
 
+# Products with A, and as many with its transpose, at most.
+_MAX_STEPS = 200
+
 
 def largest_singular_values(
-    forward: Product, transposed: Product, start: Tensor, count: int, *, tolerance: float = 1e-6, max_steps: int = 200,
+    forward: Product, transposed: Product, start: Tensor, count: int, *, tolerance: float = 1e-6,
     generator: torch.Generator | None = None, advance: Callable[[], None] = lambda: None,
 ) -> Tensor:  # fmt: skip
     """The ``count`` largest singular values ``[n, count]`` of n matrices ``A_i [d_out, d_in]``, falling, in float64.
@@ -31,7 +34,6 @@ def largest_singular_values(
             it is.
         tolerance: relative change of the values at which to stop, over three steps, or as many as the longest Krylov
             space took that was exhausted.
-        max_steps: products with A, and as many with its transpose, at most.
         generator: of the directions that begin anew; default: seeded with 0.
     """
     n, size = start.shape
@@ -43,7 +45,7 @@ def largest_singular_values(
     steps, window = torch.zeros_like(v[:, 0]), 3
     # Below this beside the largest element of B, a 0 in its place changes no value by more than it may be wrong.
     negligible = max(1e-13, 1e-2 * tolerance)
-    for _ in range(max_steps):
+    for _ in range(_MAX_STEPS):
         least = negligible * torch.stack(diagonal).amax(0) if diagonal else torch.zeros_like(v[:, 0])
         alpha, u = _outside(left, forward(v).double(), least, generator)
         left.append(u)

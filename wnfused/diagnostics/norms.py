@@ -146,6 +146,8 @@ class NormProfile(Drawable):
                 for field in ("names", "activations", "gradients", "channels", "positions", "blocks")
             }
             return replace(self, heads=sum(i >= len(self) - self.heads for i in kept), **parts)
+        if not isinstance(which, int):
+            raise TypeError(f"station: expected its number or a slice, got {which!r}")
         if not -len(self) <= which < len(self):
             raise IndexError(f"station {which} is out of range: {len(self)} were measured")
         return Norms(self.names[which], float(self.activation[which]), float(self.gradient[which]))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wnfused._numbers import flag, positive
+from wnfused._numbers import flag, plain_int, positive
 from wnfused.diagnostics.arguments import floats
 
 
@@ -24,8 +24,8 @@ def layer_constant(n: int) -> float:
     Raises:
         ValueError: for n below 2.
     """
-    if not isinstance(n, int) or n < 2:
-        raise ValueError(f"n: {n} must be an int of at least 2")
+    if not isinstance(n := plain_int(n), int) or n < 2:
+        raise ValueError(f"n: {n!r} must be an int of at least 2")
     log_area = [math.log(2) + (k + 1) / 2 * math.log(math.pi) - math.lgamma((k + 1) / 2) for k in (n - 1, n)]
     first = 2 if n % 2 == 0 else 1
     product = sum(math.log(k / (k + 1)) for k in range(first, n - 1, 2))

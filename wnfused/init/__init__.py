@@ -1,6 +1,6 @@
 """Initialisation: schemes by name, one file each, for a layer or a whole model; batched orthogonal matrices."""
 
-from wnfused.init import (
+from wnfused.init import (  # noqa: F401, each registers its scheme
     arpit2019,
     daneshmand2021,
     glorot2010,
@@ -25,23 +25,11 @@ __all__ = [
     "Entry",
     "Report",
     "Role",
-    "arpit2019",
-    "daneshmand2021",
     "find_roles",
-    "glorot2010",
-    "half_scaling",
-    "hanin2018",
-    "he2015",
     "initialize",
     "initialize_population",
-    "mishkin2016",
     "orthogonal_batched",
     "reset_layer_",
     "reset_stage_",
-    "salimans2016",
-    "saxe2014",
     "schemes",
-    "torch_default",
-    "xiao2018",
-    "zhang2019",
 ]

@@ -6,10 +6,11 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wnfused._numbers import at_least_0, draws_on, random_source
 from wnfused.nn import WeightNormalised, WNResidualStage
-from wnfused.nn._rule import check_directions, reset_layer, reset_stage
+from wnfused.nn._rule import check_directions, check_stored, reset_layer, reset_stage
 
 
 def _check_source(kind: str | None, generator: torch.Generator | None, v: Tensor) -> None:
@@ -38,11 +39,15 @@ def reset_layer_(
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
+        RuntimeError: something else computes a parameter (pruning, a parametrisation).
     """
     if not isinstance(layer, WeightNormalised):
         raise TypeError(f"layer: expected a weight-normalised layer, got {type(layer).__name__}")
     if gamma is not None:
         at_least_0(gamma=gamma)
+    if is_lazy(layer.weight_v):
+        raise ValueError("layer: has no shape yet; run it once")
+    check_stored(layer)
     _check_source(kind, generator, layer.weight_v)
     return reset_layer(layer, gamma, kind, generator)
 

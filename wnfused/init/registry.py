@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 
-from wnfused._modules import holders
+from wnfused._modules import check_module, holders
 from wnfused._numbers import at_least_0, draws_on, flag, from_0, positive, random_source
 from wnfused._undisturbed import forked
 from wnfused.init.processes import decided_by_first_process
@@ -148,10 +148,9 @@ def guarded(model: nn.Module, scheme: str) -> Iterator[None]:
         yield
 
 
-def check_request(model: object, scheme: str, options: Mapping[str, object]) -> None:
+def check_request(model: nn.Module, scheme: str, options: Mapping[str, object]) -> None:
     """What can be wrong before anything is done, and is so in every process."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
     if not isinstance(scheme, str) or scheme not in _schemes:
         raise ValueError(f"scheme: unknown {scheme!r}; use one of {', '.join(map(repr, schemes()))}")
     known = list(inspect.signature(_schemes[scheme]).parameters)[1:]

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from wnfused._modules import check_module
 from wnfused.init.graph import Graph, activation_module_gamma, is_layer, places
 from wnfused.nn import FixupBlock, PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
 from wnfused.nn._rule import activation_gamma
@@ -94,8 +95,7 @@ def find_roles(model: nn.Module) -> list[Role]:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
     try:
         graph = Graph(model)
     except Exception as reason:  # a trace runs the user's own code, which may raise anything

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused._modules import class_of
+from wnfused._modules import class_of, norm_dim
 from wnfused.init.roles import Role
 from wnfused.linalg import orthogonal_batched
 from wnfused.nn import WeightNormalised, WNResidualStage
@@ -101,7 +101,7 @@ class Unit:
     @property
     def fan_ratio(self) -> float:
         """``fan_ratio`` of the layer; the fans of a stage's convolutions are equal."""
-        return 1.0 if isinstance(self.module, WNResidualStage) else fan_ratio(self.module)
+        return 1.0 if isinstance(self.module, WNResidualStage) else fan_ratio(self.module, self.shape, self.dim)
 
     # -------------------------------------------------------------------------------------------------- access
 
@@ -218,20 +218,30 @@ def computes_its_own_way(layer: nn.Module) -> bool:
 _KNOWN = ("torch.nn.", "wnfused.nn.")
 
 
-def parameters_of(layer: nn.Module) -> tuple[Tensor, Tensor | None, int | None] | None:
+Held = tuple[Tensor, Tensor | None, int | None]
+
+
+def stored_parameters_of(layer: nn.Module) -> Held | None:
+    """``parameters_of`` to be written to: None, too, where one of them is computed, as pruning and torch's
+    parametrisations do it, and what is written would be lost."""
+    held = parameters_of(layer)
+    stored = {id(parameter) for parameter in layer.parameters()}
+    return held if held is None or all(t is None or id(t) in stored for t in held[:2]) else None
+
+
+def parameters_of(layer: nn.Module) -> Held | None:
     """``(v, g, dim)`` of a layer that is not a stage; g is None for a plain one. None: something else computes it."""
     if isinstance(layer, WeightNormalised):
         return layer.weight_v, layer.weight_g, layer.dim
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == "weight":
-            return layer.weight_v, layer.weight_g, hook.dim  # type: ignore[return-value]
+            return layer.weight_v, layer.weight_g, norm_dim(hook.dim)  # type: ignore[return-value]
     if parametrize.is_parametrized(layer):
         chain: Any = layer.parametrizations
         if "weight" in chain:
             if len(chain["weight"]) != 1 or not isinstance(chain["weight"][0], _WeightNorm):
                 return None
-            dim = chain["weight"][0].dim
-            return chain["weight"].original1, chain["weight"].original0, None if dim == -1 else dim
+            return chain["weight"].original1, chain["weight"].original0, norm_dim(chain["weight"][0].dim)
     weight = layer._parameters.get("weight")
     return None if weight is None else (weight, None, 0)
 
@@ -274,7 +284,7 @@ def once(units: Sequence[Unit]) -> tuple[list[Unit], list[tuple[Unit, list[Unit]
 
 
 def _single(role: Role) -> Iterator[Unit]:
-    held = parameters_of(role.layer)
+    held = stored_parameters_of(role.layer)
     if held is not None:
         v, g, dim = held
         bias = role.layer._parameters.get("bias")

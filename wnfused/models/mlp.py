@@ -55,6 +55,7 @@ def mlp(
     if in_features is None:
         (image_size,) = counts(image_size=image_size)
         in_features = in_channels * image_size**2
-    elif isinstance(in_features, int) and in_features % in_channels:
+    (in_features,) = counts(in_features=in_features)
+    if in_features % in_channels:
         raise ValueError(f"in_features: {in_features} is no multiple of in_channels, {in_channels}")
     return MLP(depth, width, num_classes, in_features, norm)

@@ -14,7 +14,7 @@ transition block if there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -28,18 +28,30 @@ STACKED = ("weight_v", "weight_g", "bias")
 CONVOLUTIONS = ("conv1", "conv2")
 
 
-def to_old(state: State, prefix: str, split: Split | None = None) -> None:
+def tensor_at(state: Mapping[str, Any], name: str) -> Tensor:
+    """An entry that must be a tensor."""
+    entry = state[name]
+    if not isinstance(entry, Tensor):
+        raise TypeError(f"state_dict: {name!r} must be a tensor, got {type(entry).__name__}")
+    return entry
+
+
+def to_old(state: State, prefix: str, split: Split) -> None:
     """Brings the entries of one layer into the old form, in place; those of another form go.
 
     Args:
-        split: ``split(w)`` gives ``weight_g`` and ``weight_v`` of a plain weight; None leaves plain weights alone.
+        split: ``split(w)`` gives ``weight_g`` and ``weight_v`` of a plain weight.
+
+    Raises:
+        TypeError: the plain weight is no tensor.
     """
     g, v = (f"{prefix}{name}" for name in ORIGINALS)
     g_new, v_new = (f"{prefix}{name}" for name in ORIGINALS.values())
     if g_new in state and v_new in state:
         state[g], state[v] = state.pop(g_new), state.pop(v_new)
-    elif split is not None and f"{prefix}weight" in state and not (g in state or v in state):
-        state[g], state[v] = split(state.pop(f"{prefix}weight"))
+    elif f"{prefix}weight" in state and not (g in state or v in state):
+        state[g], state[v] = split(tensor_at(state, f"{prefix}weight"))
+        del state[f"{prefix}weight"]
 
 
 def stack_blocks(state: State, prefix: str, stacked: Sequence[Tensor], transition: bool, split: Split) -> None:
@@ -56,7 +68,9 @@ def stack_blocks(state: State, prefix: str, stacked: Sequence[Tensor], transitio
         to_old(state, layer, split)
     if all(f"{layer}{name}" in state for layer in layers for name in STACKED):
         for name, like in zip(STACKED, stacked, strict=True):
-            entries = [_as_stacked(state.pop(f"{layer}{name}"), like) for layer in layers]
+            entries = [_as_stacked(tensor_at(state, f"{layer}{name}"), like) for layer in layers]
+            for layer in layers:
+                del state[f"{layer}{name}"]
             state[f"{prefix}{name}"] = _stack(entries, like)
     if transition:
         for name in [name for name in state if name.startswith(f"{prefix}0.")]:

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from wnfused import dispatch, functional
 from wnfused._numbers import at_least_0, number, truth
 from wnfused.nn._keys import to_old
-from wnfused.nn._rule import check_directions, reset_layer
+from wnfused.nn._rule import check_directions, check_stored, reset_layer
 from wnfused.nn._weight import EffectiveWeight
 from wnfused.ops._arguments import autocast_is_on, is_exporting, row_dim
 
@@ -210,8 +210,9 @@ class WeightNormalised(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """The initialisation of Arpit, Campos & Bengio (2019): see ``wnfused.init.reset_layer_``."""
-        if "bias" not in self._parameters:  # torch's constructor assigns weight, then bias, then comes here
+        if not hasattr(self, "bias"):  # torch's constructor assigns weight, then bias, then comes here
             return
+        check_stored(self)
         for name in ("bias", "weight_g", "weight_v"):  # torch's weight norm leaves this order, which optimisers save by
             self._parameters[name] = self._parameters.pop(name)
         if self.weight_v.numel():

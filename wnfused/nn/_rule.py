@@ -34,21 +34,15 @@ def check_directions(**argument: object) -> None:
         raise ValueError(f"{name}: unknown {kind!r}; use 'orthogonal' or 'he'")
 
 
-def fan_ratio(layer: nn.Module) -> float:
-    """``fan_in / fan_out``; the kernel's area and the groups cancel.
+def fan_ratio(layer: nn.Module, shape: torch.Size, dim: int | None) -> float:
+    """``fan_in / fan_out``, in which the kernel's area and the groups cancel; times the filters for each row where the
+    weight, of this shape, is normalised along another ``dim`` than 0.
 
     A transposed convolution is normalised over its input channels, so the rule does not apply: ``prod(stride)`` keeps
     the mean square per output element where ``c_in = c_out``.
     """
-    return _filter_ratio(layer) * _rows_ratio(layer)
-
-
-def _rows_ratio(layer: nn.Module) -> float:
-    """How many entries dim 0 of the weight has for one row that is normalised: 1 unless ``dim`` is another one."""
-    dim, v = getattr(layer, "dim", 0), getattr(layer, "weight_v", None)
-    if v is None or dim == 0:
-        return 1.0
-    return v.shape[0] / (1 if dim is None else v.shape[dim])
+    rows = 1 if dim is None else shape[dim]
+    return _filter_ratio(layer) * (shape[0] / rows if dim != 0 else 1.0)
 
 
 def _filter_ratio(layer: nn.Module) -> float:
@@ -101,6 +95,15 @@ def fill_directions_(
     return v
 
 
+def check_stored(layer: nn.Module) -> None:
+    """Raises RuntimeError where a parameter is computed, so that what is written to it would be lost."""
+    for name in ("weight_v", "weight_g", "bias"):
+        if name not in layer._parameters:
+            raise RuntimeError(
+                f"{name}: cannot be reset, something else computes it (pruning, a parametrisation); remove that first"
+            )
+
+
 @torch.no_grad()
 def reset_layer(
     layer: WeightNormalised,
@@ -110,7 +113,9 @@ def reset_layer(
 ) -> float:
     """``wnfused.init.reset_layer_`` of arguments that are known to fit."""
     fill_directions_(layer.weight_v, kind or layer.init, dim=layer.dim, generator=generator)
-    gain = math.sqrt((default_gamma(layer) if gamma is None else gamma) * fan_ratio(layer))
+    gain = math.sqrt(
+        (default_gamma(layer) if gamma is None else gamma) * fan_ratio(layer, layer.weight_v.shape, layer.dim)
+    )
     layer.weight_g.fill_(gain)
     bias = layer._parameters["bias"]
     if bias is not None:

@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused._numbers import plain_int
 from wnfused._spatial import Extent
 from wnfused.nn._geometry import in_dims, transposed_geometry
 from wnfused.nn._layer import WeightNormalised
+from wnfused.ops._arguments import floating
 
 
 class _WNConvTranspose(WeightNormalised):
@@ -41,6 +43,7 @@ class _WNConvTranspose(WeightNormalised):
         assert not isinstance(self.padding, str)
         extra: Extent = self.output_padding
         if output_size is not None:
+            floating("x", input)
             _check_output_size(output_size)
             extra = self._output_padding(
                 input, output_size, list(self.stride), list(self.padding), list(self.kernel_size),
@@ -56,9 +59,10 @@ class _WNConvTranspose(WeightNormalised):
 
 def _check_output_size(output_size: object) -> None:
     """torch's own errors speak of anything but the argument."""
-    if isinstance(output_size, (Tensor, int)):
+    if not isinstance(output_size, (list, tuple)) or not all(isinstance(plain_int(n), int) for n in output_size):
+        kind = type(output_size).__name__ if not isinstance(output_size, (list, tuple)) else repr(output_size)
         hint = "; give a residual by its name, residual=..." if isinstance(output_size, Tensor) else ""
-        raise TypeError(f"output_size: expected a list of ints, got {type(output_size).__name__}{hint}")
+        raise TypeError(f"output_size: expected a list of ints, got {kind}{hint}")
 
 
 class WNConvTranspose1d(_WNConvTranspose, nn.ConvTranspose1d):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wnfused._modules import check_module
 from wnfused._numbers import plain_int, positive
 
 
@@ -17,8 +18,7 @@ def fixup_scalars(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
     holders = (module for module in model.modules() if isinstance(module, (FixupBlock, ScalarBias)))
     return [parameter for holder in holders for parameter in holder.parameters(recurse=False)]
 

@@ -34,22 +34,21 @@ def _fake(
     y = torch.empty_like(x, memory_format=reference.suggest_memory_format(x))
     norm = g.new_empty(g.shape, dtype=reference.wide(v.dtype))
     maps = reference.empty_stage_maps(x, v.shape[0], recompute, save)
-    return y, norm, maps, _empty_signs(x, v, g, bias, skip_scale, recompute, save)
+    return y, norm, maps, _empty_signs(x, len(v), recompute, save)
 
 
-def _empty_signs(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float = 1.0, recompute: int = 0, save: bool = True
-) -> Tensor:  # fmt: skip
+def _empty_signs(x: Tensor, blocks: int, recompute: int = 0, save: bool = True) -> Tensor:
     """Unwritten, of the size that ``csrc/cuda/stage_tile.h`` gives them. Only its kernels read them."""
     if not x.is_cuda or recompute or not save:
         return x.new_empty(0, dtype=torch.uint8)
     n, c, h, w = x.shape
-    return x.new_empty(v.shape[0] * n * ((h * w + 63) // 64) * 8 * c, dtype=torch.uint8)
+    return x.new_empty(blocks * n * ((h * w + 63) // 64) * 8 * c, dtype=torch.uint8)
 
 
 def _with_signs(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """A backend's outputs as the op's: most have no signs."""
-    return outputs if len(outputs) == 4 else (*outputs, _empty_signs(*inputs))
+    x, v, _, _, *options = inputs
+    return outputs if len(outputs) == 4 else (*outputs, _empty_signs(x, len(v), *options[1:]))
 
 
 def _fake_backward(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import orthogonal
 
+from wnfused._modules import check_module
 from wnfused._numbers import above_0, at_least_0, finite
 from wnfused.linalg.orthogonal import householder
 from wnfused.nn import WeightNormalised
@@ -165,8 +166,7 @@ def orthogonal_proxy(layer: nn.Module, name: str | None = None, orthogonal_map: 
             weight which something else computes; a parameter without a shape or memory yet, or with NaN or inf; or one
             that is no matrix: torch would make every kernel tap orthogonal on its own.
     """
-    if not isinstance(layer, nn.Module):
-        raise TypeError(f"layer: expected an nn.Module, got {type(layer).__name__}")
+    check_module(layer=layer)
     if orthogonal_map is not None and orthogonal_map not in _MAPS:
         raise ValueError(
             f"orthogonal_map: unknown {orthogonal_map!r}; use one of {', '.join(map(repr, _MAPS))}, or None"

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
+from wnfused._modules import check_module
 from wnfused._numbers import at_least_0, finite, function, random_source
-from wnfused.init.units import parameters_of
+from wnfused.init.units import stored_parameters_of
 from wnfused.nn import WNResidualStage
 from wnfused.reference import wide
 from wnfused.regularize import hard, penalties
@@ -109,8 +109,7 @@ class Regularizer:
         return found
 
     def _layers(self, model: nn.Module) -> list[Layers]:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+        check_module(model=model)
         found = matrices(model, self.filter, self.weight)
         if not found:
             raise ValueError("model: has no linear or convolutional layer that the filter takes")
@@ -160,8 +159,7 @@ def retract_(
             else computes, or normalised over other rows; NaN or inf in a weight. Nothing has been changed then: all new
             weights are there before the first is written.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_module(model=model)
     methods = {"polar": hard.polar_factor, "qr": hard.qr_factor}
     if not isinstance(method, str) or method not in methods:
         raise ValueError(f"method: unknown {method!r}; use 'polar' or 'qr'")
@@ -195,7 +193,7 @@ def _retractable(name: str, layer: nn.Module, gain: float) -> list[tuple[Tensor,
     if isinstance(layer, WNResidualStage):
         weight, factor = layer.weight_v, 1.0
     else:
-        held = None if is_parametrized(layer, "weight_v") else parameters_of(layer)
+        held = stored_parameters_of(layer)
         if held is None:
             raise ValueError(f"model: the weight of {name!r} is computed by something else; leave it out by filter")
         weight, g, dim = held

@@ -99,7 +99,7 @@ def first_batch(data: Dataset, size: int) -> Batch:
     """The first training images, not augmented."""
     images, labels = data.standardise(data.train.images[:size]), data.train.labels[:size]
     n = len(labels)
-    return Batch(images, labels, labels, torch.ones(n), torch.ones(n, dtype=torch.bool), 1 / n)
+    return Batch(images, labels, None, torch.ones(n), torch.ones(n, dtype=torch.bool), 1 / n)
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:

@@ -35,7 +35,7 @@ class AtomicCheckpoints(CheckpointIO):
         save(path, checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        return load(path, map_location="cpu")
+        return load(path)
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)

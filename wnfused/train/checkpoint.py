@@ -42,7 +42,7 @@ def save(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     write_atomically(Path(path), payload + _MARK + hashlib.sha256(payload).hexdigest().encode())
 
 
-def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what ``save`` wrote.
 
     Raises:
@@ -55,4 +55,4 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
         raise CorruptCheckpointError(path, "is truncated or not a checkpoint of wnfused")
     if trailer != _MARK + hashlib.sha256(payload).hexdigest().encode():
         raise CorruptCheckpointError(path, "does not match its SHA-256 digest")
-    return torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)

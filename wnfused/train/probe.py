@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from wnfused.train.build import build
 from wnfused.train.config import TrainConfig
 from wnfused.train.data import Dataset, load
 from wnfused.train.errors import UsageError
-from wnfused.train.files import write_json
+from wnfused.train.files import make_folder, write_json
 from wnfused.train.measurements import MEASUREMENTS, Measurement
 from wnfused.train.stored import configuration, loaded
 
@@ -146,12 +145,7 @@ def _outs(out: Path, what: Sequence[str]) -> dict[str, Path]:
         raise UsageError("out", out, f"is {str(error).partition(' is ')[2]}") from None
     if out.is_dir():
         raise UsageError("out", out, "is a folder; give the name of a picture")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise UsageError("out", out, f"cannot be written: {error.strerror}") from None
+    make_folder(out.parent)
     return {name: out.with_stem(f"{out.stem}-{name}") if len(what) > 1 else out for name in what}
 
 
