@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from instruction_sets import ISAS
 
 from wnfused.backends import native
 
@@ -48,6 +49,7 @@ def sixteen_processors(tmp_path_factory):
     "name",
     [
         "stage_native",
+        "stage_bfloat16",
         "conv3x3",
         "conv_window",
         "conv_depthwise",
@@ -109,24 +111,37 @@ _GROWTH = """
 import re, sys, torch
 from wnfused.backends import native
 assert native.unavailable() is None
-c = 256
-x = torch.randn(1, c, 8, 16, 16).contiguous(memory_format=torch.channels_last_3d)
-v, g, bias = torch.randn(c, c, 3, 3, 3), torch.ones(c), torch.zeros(c)
+if sys.argv[2] == "conv":
+    c = 256
+    x = torch.randn(1, c, 8, 16, 16).contiguous(memory_format=torch.channels_last_3d)
+    v, g, bias = torch.randn(c, c, 3, 3, 3), torch.ones(c), torch.zeros(c)
+    run = lambda: torch.ops.wnfused_native.conv(x, v, g, bias, None, [1] * 3, [1] * 3, [1] * 3, 1, 0, 0.0)
+else:
+    c = 512
+    x = torch.randn(1, c, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    v, g, bias = torch.randn(1, 2, c, c, 3, 3), torch.ones(1, 2, c), torch.zeros(1, 2, c)
+    torch.ops.wnfused_native.set_cpu_isa("amx-emulated")
+    run = lambda: torch.ops.wnfused_native.residual_stage(x, v, g, bias, 1.0, 0, False)
 torch.set_num_threads(int(sys.argv[1]))
 def peak():  # of this process alone: ru_maxrss begins with its parent's
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 before = peak()
-torch.ops.wnfused_native.conv(x, v, g, bias, None, [1] * 3, [1] * 3, [1] * 3, 1, 0, 0.0)
+run()
 print((peak() - before) * 1024)
 """
 
 
-def test_banks_do_not_grow_with_the_workers(sixteen_processors):
+# Bytes of a bank, by F(2x2, 3x3) of three levels and of bfloat16; and how many of them twelve workers may take more
+# than one, where one each would be eleven.
+@pytest.mark.parametrize(("op", "bank", "most"), [("conv", 3 * 16 * 256 * 256 * 4, 8), ("stage", 9 * 512 * 512 * 2, 2)])
+def test_banks_do_not_grow_with_the_workers(sixteen_processors, op, bank, most):
     """Workers that each pack the weights of some outputs have room for these alone."""
+    if op == "stage" and "amx-emulated" not in ISAS:
+        pytest.skip("no tiles here, nor their emulation")
 
     def growth(threads):
         done = subprocess.run(
-            [sys.executable, "-c", _GROWTH, str(threads)],
+            [sys.executable, "-c", _GROWTH, str(threads), op],
             env=os.environ | {"LD_PRELOAD": str(sixteen_processors)},
             cwd=HERE.parent,
             capture_output=True,
@@ -136,5 +151,4 @@ def test_banks_do_not_grow_with_the_workers(sixteen_processors):
         )
         return int(done.stdout)
 
-    bank = 3 * 16 * 256 * 256 * 4  # bytes, by F(2x2, 3x3) of three levels
-    assert growth(12) < growth(1) + 8 * bank  # one each would be 11 more
+    assert growth(12) < growth(1) + most * bank

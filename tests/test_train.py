@@ -314,16 +314,19 @@ def test_what_cannot_be_built_is_named_and_leaves_nothing(tmp_path: Path, wrong:
 
 
 def test_what_is_hardly_meant_is_said(tmp_path: Path) -> None:
-    config = TrainConfig(depth=10, norm="fixup", epochs=2, batch_size=1300, warmup=2.5, milestones=(1, 2, 60))
+    config = TrainConfig(
+        depth=10, norm="fixup", epochs=2, batch_size=1300, warmup=2.5, milestones=(1, 2, 60), crop_flip=True
+    )
     with pytest.warns(UserWarning, match="--norm fixup") as caught:
         train(config, tmp_path / "run")
     assert [str(warning.message) for warning in caught] == config.remarks()
     assert config.remarks() == [
         "--norm fixup: its blocks are meant for --init zhang2019, not arpit2019",
+        "--crop-flip: shifts by up to four pixels and mirrors, which leaves little of a digit",
         "--warmup 2.5: the run ends before, after 2 epochs",
         "--milestones 2,60: never reached, the last epoch is 1",
     ]
-    assert not replace(config, init="zhang2019", warmup=2.0, milestones=(1,)).remarks()
+    assert not replace(config, init="zhang2019", crop_flip=False, warmup=2.0, milestones=(1,)).remarks()
 
 
 def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:

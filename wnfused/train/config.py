@@ -145,6 +145,8 @@ class TrainConfig:
         remarks = []
         if self.norm == "fixup" and self.init != "zhang2019":
             remarks.append(f"--norm fixup: its blocks are meant for --init zhang2019, not {self.init}")
+        if self.crop_flip and self.data == "digits":
+            remarks.append("--crop-flip: shifts by up to four pixels and mirrors, which leaves little of a digit")
         if self.warmup > self.epochs:
             remarks.append(f"--warmup {self.warmup:g}: the run ends before, after {self.epochs} epochs")
         late = [m for m in self.milestones if m >= self.epochs]

@@ -16,19 +16,26 @@ void choose_banks(int64_t output_blocks, int64_t workers, Division& division) {
   division.fetch_parts = division.own_banks && !division.weights_stay ? divide_up(items, workers) : items;
 }
 
+int64_t affordable_slices(int64_t gradient) {
+  constexpr int64_t kGradients = int64_t{1} << 27;  // floats of all slices
+  return std::clamp<int64_t>(kGradients / std::max<int64_t>(gradient, 1), 1, kMaxSlices);
+}
+
+void divide_gradient_outputs(int64_t output_blocks, int64_t workers, Division& division) {
+  division.wgrad_group_blocks =
+      std::min(kMaxGroupBlocks, division.weights_stay ? division.conv_group_blocks : output_blocks);
+  if (division.wgrad_slices * divide_up(output_blocks, division.wgrad_group_blocks) < workers)
+    division.wgrad_group_blocks = 1;
+  division.wgrad_groups = divide_up(output_blocks, division.wgrad_group_blocks);
+}
+
 void divide_gradient(const Work& work, int64_t units, int64_t slice_units, Division& division) {
   division.wgrad_rows = 32;
-  division.wgrad_group_blocks = std::min(
-      kMaxGroupBlocks, division.weights_stay ? division.conv_group_blocks : work.output_blocks);
-  constexpr int64_t kGradients = int64_t{1} << 27;  // floats of all slices
-  const int64_t most = std::clamp<int64_t>(kGradients / std::max<int64_t>(work.gradient, 1), 1, kMaxSlices);
-  const int64_t slices = std::clamp<int64_t>(units / slice_units, 1, most);
+  const int64_t slices = std::clamp<int64_t>(units / slice_units, 1, affordable_slices(work.gradient));
   division.wgrad_slice_units =
       std::max<int64_t>(1, divide_up(divide_up(units, slices), division.wgrad_rows)) * division.wgrad_rows;
   division.wgrad_slices = std::max<int64_t>(1, divide_up(units, division.wgrad_slice_units));
-  if (division.wgrad_slices * divide_up(work.output_blocks, division.wgrad_group_blocks) < work.workers)
-    division.wgrad_group_blocks = 1;
-  division.wgrad_groups = divide_up(work.output_blocks, division.wgrad_group_blocks);
+  divide_gradient_outputs(work.output_blocks, work.workers, division);
 }
 
 void divide_product_gradient(const Work& work, int64_t pixels, Division& division) {

@@ -126,6 +126,12 @@ bool divide_groups(int64_t least, G& geometry) {
   return true;
 }
 
+// Slices of a weight gradient whose banks, of so many floats each, do not take more memory than is to be had.
+int64_t affordable_slices(int64_t gradient);
+
+// Groups of outputs of a weight gradient whose slices are known.
+void divide_gradient_outputs(int64_t output_blocks, int64_t workers, Division& division);
+
 // Slices and groups of the weight gradient of a convolution that is divided already. Slices, which fix the order of
 // every sum, depend on the units and their number alone.
 void divide_gradient(const Work& work, int64_t units, int64_t slice_units, Division& division);

@@ -58,7 +58,7 @@ WNFUSED_INLINE void interleave_taps(const float* taps, int64_t stride, float* ta
 #endif
 }
 
-// The same of a bank whose blocks have outputs as rows and inputs as lanes, as rows of [16][taps] or, taps first, taps that
+// sum_slices of a bank whose blocks have outputs as rows and inputs as lanes, as rows of [16][taps] or, taps first, taps that
 // lie `tap_stride` apart. `staging` holds nine Blocks.
 template <bool kTapsFirst>
 inline void sum_turned_slices(const Geometry& geometry, const float* bank, float* target, int64_t row_stride,

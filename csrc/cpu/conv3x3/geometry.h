@@ -42,9 +42,10 @@ struct Geometry : MapShape, Division {
   // Panels of inputs that a weight gradient's item leaves to the next one of its slice: all of them, or 0.
   int64_t wgrad_kept_panels;
 
-  // Pairs of bfloat16 (pairs.h). A bank is [segments][output block][row_pixels][segment_depth / 2][16 lanes][2]. A row of
-  // a product is so many neighbouring pixels (pair_conv.h).
-  int64_t segments, segment_depth, row_pixels;
+  // Pairs of bfloat16 (pairs.h). A bank is [segments][bank_blocks][row_pixels][segment_depth / 2][16 lanes][2], of all
+  // output blocks or, where it is narrow, of those of one group. A row of a product is so many neighbouring pixels
+  // (pair_conv.h).
+  int64_t segments, bank_blocks, segment_depth, row_pixels;
   int64_t pair_rows;                                                         // of the register tile
   int64_t conv_lines, conv_line_pixels, conv_line_rows;                      // lines: of a chunk; of a panel, a product
   int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
@@ -60,12 +61,21 @@ struct Geometry : MapShape, Division {
   int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
   int64_t taps() const { return kTaps * level_taps; }  // of the kernel
   int64_t gradient_size() const { return taps() * gradient_stride; }
-  int64_t block_floats() const { return padded_channels * kLanes; }  // of an output block of a plane
+  // Of an output block in a bank: of a plane, of a segment.
+  int64_t block_floats() const {
+    return is_pairs() ? row_pixels * segment_depth * (kLanes / 2) : padded_channels * kLanes;
+  }
   int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
   int64_t bank_size() const {
-    if (is_pairs()) return segments * channel_blocks * row_pixels * segment_depth * (kLanes / 2);
+    if (is_pairs()) return segments * bank_blocks * block_floats();
     return level_taps * level_bank();
   }
+  // Pairs: where a bank has a segment's filters for one output block, from the first depth on, in bfloat16 elements; and
+  // those for another pixel of a row, or the next block, so many further.
+  int64_t filters_offset(int64_t segment, int64_t output_block) const {
+    return (segment * bank_blocks + output_block) * row_pixels * filters_stride();
+  }
+  int64_t filters_stride() const { return segment_depth * kLanes; }
   // Pairs: bfloat16 elements of a worker's panels. A convolution's last tile reads past its last row.
   int64_t pair_slack() const { return (pair_rows + 4) * row_pixels * padded_channels; }
   int64_t conv_panel() const {

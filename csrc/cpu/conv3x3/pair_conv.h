@@ -4,7 +4,7 @@
 //
 //               panel [line][W + 2][Cp]     product row of pixel x: the run of 3 Cp elements from panel pixel x on, in
 //                                           three lines
-//               With tiles and 16 channels a row is two pixels, whose four neighbours are one run, so that every row
+//               With tiles, 16 channels and an even width a row is two pixels, whose four neighbours are one run, so that every row
 //               begins a cache line: a tile is slow to load from others. The outputs of the second pixel are a block of
 //               their own, with the filters one pixel further down the depth.
 //
@@ -94,14 +94,13 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
   const int64_t image = item / chunks, begin = item % chunks * geometry.conv_lines;
   const int64_t end = smaller(begin + geometry.conv_lines, geometry.height);
   const int64_t padded = geometry.padded_channels, tile = geometry.pair_rows, line = geometry.conv_line_pixels;
-  const int64_t pixels = geometry.row_pixels, bank_stride = geometry.segment_depth * kLanes;
+  const int64_t pixels = geometry.row_pixels;
   gather_lines(geometry, map, image, begin, end, chunk.panel);
 
   Segment segments[3];
   for (int64_t i = 0; i < 3; ++i)
-    segments[i] = {chunk.panel + i * line * padded,
-                   chunk.bank + i * geometry.channel_blocks * pixels * bank_stride};
-  const PairProduct product{segments, 3, geometry.segment_depth, pixels * padded, bank_stride, false, true};
+    segments[i] = {chunk.panel + i * line * padded, chunk.bank + geometry.filters_offset(i, 0)};
+  const PairProduct product{segments, 3, geometry.segment_depth, pixels * padded, geometry.filters_stride(), false, true};
   // Lines that are one run of rows have borders in between; otherwise each line begins a tile.
   const bool run = geometry.conv_line_rows * pixels == line;
   const int64_t width = geometry.width / pixels, inside = (end - begin) * width;
@@ -136,9 +135,8 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
     Segment segments[kTaps];
     for (int64_t i = 0; i < touching; ++i)
       segments[i] = {chunk.panel + (position + tap_shift(geometry, taps[i])) * rows * padded,
-                     chunk.bank + taps[i] * geometry.channel_blocks * geometry.segment_depth * kLanes};
-    const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.segment_depth * kLanes,
-                              false, false};
+                     chunk.bank + geometry.filters_offset(taps[i], 0)};
+    const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.filters_stride(), false, false};
     sink.begin({begin * pixels + position, pixels, rows, count, count}, 0);
     Pairs::multiply(product, offsets, rows / geometry.pair_rows, chunk.blocks, sink);
   }
@@ -154,7 +152,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);
   uint16_t* panel = reinterpret_cast<uint16_t*>(scratch);
   const ConvolutionChunk chunk{
-      blocks, reinterpret_cast<const uint16_t*>(bank) + first_block * geometry.segment_depth * kLanes, panel};
+      blocks, reinterpret_cast<const uint16_t*>(bank) + geometry.filters_offset(0, first_block), panel};
   Finisher<kEnding> finisher(geometry, epilogue, ahead, first_block, scratch + panel_floats(geometry.conv_panel()));
   if (geometry.method == Method::kLines) convolve_lines(geometry, map, part, chunk, finisher);
   else convolve_positions(geometry, map, part, chunk, finisher);

@@ -1,6 +1,6 @@
 // Filters of 3x3 convolutions as pairs of bfloat16 along the depth (pairs.h):
 //
-//   bank: [segments][output block][pixel of a row][depth / 2][16 outputs][2]
+//   bank: [segment][output block][pixel of a row][depth / 2][16 outputs][2]
 #pragma once
 
 #include "cpu/conv3x3/weight_units.h"
@@ -18,7 +18,7 @@ class PairFilters {
     const bool lines = geometry.method == Method::kLines;
     for (int64_t p = 0; p < pixels_; ++p)
       for (int k = 0; k < kTaps; ++k)
-        taps_[p][k] = filters_of(geometry, bank, lines ? k / 3 : k, output_block, p) +
+        taps_[p][k] = bank + geometry.filters_offset(lines ? k / 3 : k, output_block) + p * geometry.filters_stride() +
                       (p + (lines ? k % 3 : 0)) * geometry.padded_channels * kLanes;
   }
 
@@ -32,26 +32,19 @@ class PairFilters {
   }
 
  private:
-  // A segment's filters for one output block and pixel of a row.
-  static uint16_t* filters_of(const Geometry& geometry, uint16_t* bank, int64_t segment, int64_t output_block,
-                              int64_t pixel) {
-    const int64_t block = segment * geometry.channel_blocks + output_block;
-    return bank + (block * geometry.row_pixels + pixel) * geometry.segment_depth * kLanes;
-  }
-
   // The depth that the bank has before and beyond the taps.
   static void clear_padding(const Geometry& geometry, uint16_t* bank, int64_t output_block) {
     const int64_t used = kTaps / geometry.segments * geometry.padded_channels, unused = geometry.segment_depth - used;
     for (int64_t segment = 0; unused && segment < geometry.segments; ++segment)
       for (int64_t p = 0; p < geometry.row_pixels; ++p) {
-        uint16_t* filters = filters_of(geometry, bank, segment, output_block, p);
+        uint16_t* filters = bank + geometry.filters_offset(segment, output_block) + p * geometry.filters_stride();
         const int64_t before = p * geometry.padded_channels;
         __builtin_memset(filters, 0, before * kLanes * sizeof(uint16_t));
         __builtin_memset(filters + (before + used) * kLanes, 0, (unused - before) * kLanes * sizeof(uint16_t));
       }
   }
 
-  int64_t pixels_;            // of a row: one or two
+  int64_t pixels_;            // of a row: one or two; none in a bank of floats
   uint16_t* taps_[2][kTaps];  // each pixel's, from the first depth on
 };
 

@@ -21,9 +21,11 @@ WNFUSED_INLINE void finish_run(const ConvEpilogue<uint16_t>& epilogue, int64_t f
   const Block factor = splat(epilogue.factor);
   Block poison[kCols];
   WNFUSED_UNROLL for (int c = 0; c < kCols; ++c) poison[c] = gathered_poison[c];
-  const uint16_t* mask = epilogue.mask + first;
-  const float *source = sums.out, *other = epilogue.other + first;
-  float* out = epilogue.out + first;
+  const float* source = sums.out;
+  // An ending has some of these, null where it has not.
+  [[maybe_unused]] const uint16_t* mask = kEnding == Ending::kMask ? epilogue.mask + first : nullptr;
+  [[maybe_unused]] const float* other = is_operand(kEnding) ? nullptr : epilogue.other + first;
+  [[maybe_unused]] float* out = is_operand(kEnding) ? nullptr : epilogue.out + first;
   uint16_t* operand = epilogue.operand + first;
   for (int64_t at = 0; count > 0; --count, source += kLanes, at += step) {
     Block value[kCols];
@@ -157,8 +159,8 @@ class Finisher {
     }
     for (int64_t r = 0; r < rows; ++r, pixel += pixels_.step)
       for (int64_t c = 0; c < cols; ++c) {
-        const int64_t at = pixel * blocks + block + c;
-        finish_pixel<kEnding>(geometry_, epilogue_, at / blocks, at % blocks,
+        const bool next_pixel = geometry_.row_pixels == 2;
+        finish_pixel<kEnding>(geometry_, epilogue_, pixel + (next_pixel ? c : 0), block + (next_pixel ? 0 : c),
                               load(sums.out + c * sums.block_stride + r * kLanes), bias[c], poison_[0]);
       }
   }

@@ -13,7 +13,7 @@ constexpr int64_t kChunkPixels = 128;
 // Of a chunk whose products are tiles, which wait for what is not in the first-level cache: its panel, the bank or a part of
 // it, and what the epilogue reads and writes are to fit. At least so many pixels, so that the bank is read for enough rows.
 constexpr int64_t kTileChunk = 2048, kTileChunkPixels = 64;
-// Of a chunk of a weight gradient: images, and elements of their inputs, a sixth of the second-level cache.
+// Of a chunk of a weight gradient: images, and elements of their inputs, an eighth of the second-level cache.
 constexpr int64_t kMaxImages = 8, kInputs = int64_t{1} << 17;
 
 // Rows of a product of `lines` lines of `width` rows: each line padded to whole register tiles, or the lines with their
@@ -82,6 +82,8 @@ void divide_pair_convolution(const PairTile& tile, int64_t workers, Geometry& ge
     geometry.conv_group_blocks = std::min(kMaxGroupBlocks, geometry.channel_blocks);
   geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
   choose_banks(geometry.channel_blocks, workers, geometry);
+  geometry.narrow_banks = geometry.weights_stay;
+  geometry.bank_blocks = geometry.narrow_banks ? geometry.conv_group_blocks : geometry.channel_blocks;
 }
 
 void lay_out_gradient_positions(const PairTile& tile, Geometry& geometry) {
@@ -110,13 +112,14 @@ void lay_out_gradient_lines(const PairTile& tile, Geometry& geometry) {
   const bool whole = geometry.wgrad_turned && geometry.wgrad_lines == height;
   const int64_t fit = kInputs / (geometry.padded_channels * geometry.wgrad_span);
   const int64_t few = std::min(2 * kChunkPixels / (height * width), fit);
-  geometry.wgrad_images = whole ? std::clamp<int64_t>(few, together, kMaxImages) : together;
+  const int64_t most = std::clamp(round_up(geometry.images, together), together, kMaxImages);
+  geometry.wgrad_images = whole ? std::clamp<int64_t>(few / together * together, together, most) : together;
   const int64_t plane = geometry.wgrad_turned ? geometry.wgrad_segments() * geometry.wgrad_depth : reach;
   geometry.wgrad_plane = round_up(plane, 2 * kLine) + kLine;
   geometry.wgrad_chunks = divide_up(geometry.images, geometry.wgrad_images) * divide_up(height, geometry.wgrad_lines);
 }
 
-void divide_pair_gradient(const PairTile& tile, Geometry& geometry) {
+void divide_pair_gradient(const PairTile& tile, int64_t workers, Geometry& geometry) {
   geometry.wgrad_kept_panels = 0;
   geometry.wgrad_positions = geometry.method == Method::kPositions;
   lay_out_gradient_positions(tile, geometry);
@@ -130,9 +133,11 @@ void divide_pair_gradient(const PairTile& tile, Geometry& geometry) {
     geometry.wgrad_positions = panel <= most && 10 * positions < 11 * lines;
   }
   if (!geometry.wgrad_positions) lay_out_gradient_lines(tile, geometry);
-  const int64_t slices = std::clamp<int64_t>(geometry.pixels() / (4 * geometry.padded_channels), 1, kMaxSlices);
+  const int64_t most = affordable_slices(geometry.gradient_size());
+  const int64_t slices = std::clamp<int64_t>(geometry.pixels() / (4 * geometry.padded_channels), 1, most);
   geometry.wgrad_slice_chunks = std::max<int64_t>(1, divide_up(geometry.wgrad_chunks, slices));
   geometry.wgrad_slices = std::max<int64_t>(1, divide_up(geometry.wgrad_chunks, geometry.wgrad_slice_chunks));
+  divide_gradient_outputs(geometry.channel_blocks, workers, geometry);
 }
 
 }  // namespace
@@ -148,7 +153,7 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
   geometry.weights_stay = workers > 1 && geometry.weights_dominate;
   geometry.pair_rows = tile.rows;
   divide_pair_convolution(tile, workers, geometry);
-  divide_pair_gradient(tile, geometry);
+  divide_pair_gradient(tile, workers, geometry);
   return geometry;
 }
 

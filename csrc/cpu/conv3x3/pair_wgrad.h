@@ -14,7 +14,7 @@
 // in turn, of those that begin at even pixels and at odd ones; a pixel of two images one.
 //
 // A slice is a run of chunks, summed in order into its own bank, [tap][output block][input][16 outputs], turned
-// [tap][input block][output][16 inputs], which is finished like any other's (pack.h).
+// [tap][input block][output][16 inputs], which is finished like any other's (finish_gradient.h).
 #pragma once
 
 #include "cpu/conv3x3/pair_conv.h"
@@ -328,7 +328,7 @@ inline void turned_gradients(const Geometry& geometry, int64_t item, const uint1
   for (int64_t b = 0; b < chunk.blocks; ++b) offsets[b] = b * kLanes * geometry.wgrad_plane;
   // One copy of one block of inputs at a time stays, with the gradients, in the first-level cache. The columns of a product
   // are the three taps of a filter's column.
-  const int64_t panel = geometry.wgrad_span * kLanes, line_pairs = geometry.wgrad_line_pixels / 2 * 2 * kLanes;
+  const int64_t panel = geometry.wgrad_span * kLanes, line_pairs = geometry.wgrad_line_pixels * kLanes;
   const int64_t copies = geometry.wgrad_by_images ? 1 : 2;
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block)
     for (int64_t copy = 0; copy < copies; ++copy) {
@@ -338,7 +338,7 @@ inline void turned_gradients(const Geometry& geometry, int64_t item, const uint1
         for (int64_t i = 0; i < segments; ++i)
           chunk.segments[i] = {chunk.gradients + i * geometry.wgrad_depth,
                                chunk.inputs + i * panel + column / copies * 2 * kLanes};
-        PlainSink sink{chunk.bank + column * geometry.gradient_stride + input_block * geometry.block_floats(),
+        PlainSink sink{chunk.bank + column * geometry.gradient_stride + input_block * geometry.padded_channels * kLanes,
                        3 * geometry.gradient_stride, geometry.pair_rows};
         Pairs::multiply({chunk.segments, segments, geometry.wgrad_depth, geometry.wgrad_plane, line_pairs,
                          chunk.accumulate, false},

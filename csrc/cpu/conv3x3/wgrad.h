@@ -10,7 +10,7 @@
 //
 // Eight (or 16) inputs x 2 (or 1) output blocks are held in registers over the rows of a panel; sums are read and written
 // once a panel. Winograd's 16 or 36 planes of sums are a worker's own and become the nine taps of the slice's bank at its
-// end: whoever finishes the gradient (pack.h) may be on another core, and a line that crosses over costs as much as
+// end: whoever finishes the gradient (finish_gradient.h) may be on another core, and a line that crosses over costs as much as
 // a hundred multiply-adds. Slices are summed there, in order, so that the order of every sum is fixed by the shape. The
 // bias gradient is summed along the way.
 #pragma once

@@ -1,4 +1,4 @@
-// The tile registers of AMX and the five instructions on them that the kernels use, twice: as instructions, and in plain
+// The tile registers of AMX and the six instructions on them that the kernels use, twice: as instructions, and in plain
 // C++ with the same results bit for bit (NaN payloads aside), so that one kernel runs on both.
 //
 //   a tile: up to 16 rows of up to 64 bytes            dot:  C[m][n] += sum_k A[m][k] B[k][n]

@@ -7,7 +7,8 @@
 //
 // Convolution: rows are pixels, the depth runs over channels and taps. Lines: the three taps of a filter's row are one
 // run of 3 C elements, since neighbours lie side by side; three segments, one a row of the filter.
-// Weight gradient: rows are input channels, the depth runs over pixels; a tap is a shift of the run.
+// Weight gradient: rows are input channels, the depth runs over pixels; a tap is a shift of the run. With tiles rows are
+// output channels, the bank's lanes inputs, and a tap shifts the bank.
 //
 // What becomes of the sums is a Sink's business: it says where a register tile's go, and hears when they are there. Tiles
 // call it after each step of the depth, too, when the rest of the processor has little to do (meanwhile).
@@ -33,7 +34,9 @@ struct PairProduct {
   int64_t row_stride;   // elements
   int64_t bank_stride;  // elements from one output block to the next
   bool accumulate;      // onto what is there
-  bool neighbours;      // eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r
+  // Eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r. For dot products; tiles
+  // pay no heed.
+  bool neighbours;
   // Rows lie anywhere: row_offset has one entry for each, not for each group. Dot products alone can.
   bool scattered = false;
 };

@@ -2,7 +2,7 @@
 //
 // Operand is what the convolutions read. float: the stream is an operand itself, and so are saved maps in the kernels'
 // own layout; others are converted one phase ahead. bfloat16 (uint16_t): the stream, fp32, has a rounded copy beside it,
-// and all saved maps are operands.
+// and saved maps are operands, but with recomputation, when they are the stream's.
 #pragma once
 
 #include "cpu/conv/maps.h"
