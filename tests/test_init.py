@@ -24,6 +24,7 @@ from wnfused.init import find_roles, initialize, schemes
         (lambda: initialize(WNLinear(2, 2), v="uniform"), ValueError, "v: unknown 'uniform'; use 'orthogonal' or 'he'"),
         (lambda: initialize(3), TypeError, "model: expected an nn.Module, got int"),
         (lambda: initialize(WNLinear(2, 2), gammas={"x": 1.0}), ValueError, "gammas: the model has no layer 'x'"),
+        (lambda: initialize(WNLinear(2, 2), gammas={"x": 1, 0: 2}), ValueError, "gammas: the model has no layer 'x'"),
     ],
 )
 def test_bad_arguments(call, error, message):

@@ -10,6 +10,8 @@ wnfused.convert, wnfused.fold                    in from torch's weight norm, ou
 wnfused.state_dict_to_torch, ..._from_torch      checkpoints in torch's forms
 wnfused.param_groups                             weights that an optimiser decays, gains and biases that it does not
 wnfused.use_backend, wnfused.backend_status      which kernels run, and why
+wnfused.frozen                                   inference: weights do not change and are packed once
+wnfused.diagnostics, wnfused.train               what the papers measure; the training command
 wnfused.empty_cache                              gives back CPU memory that is kept for the next step
 """
 

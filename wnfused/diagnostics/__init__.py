@@ -7,7 +7,8 @@
 - ``jacobian_growth``: the mean eigenvalue of J J^T from the input to every layer
 - ``orthogonality``: the gap V(H) over the layers, beside its bounds
 - ``similarity``: cosines between samples' representations over the layers
-- ``activation_gradient_bounds``, ``parameter_gradient_bounds``: gradients beside their lower bounds
+- ``activation_gradient_bounds``, ``parameter_gradient_bounds``: gradients beside their lower bounds;
+  ``homogeneous_sets``: the sets of parameters that the paper names
 - ``layer_constant``, ``stage_growth``, ``STAGE_BAND``, ``mlp_growth``, ``resnet_growth``: closed forms for norms
 - ``q_map``, ``fixed_point``, ``chi``, ``order_chaos_boundary``, ``phase_diagram``,
   ``jacobian_theory``: mean-field theory

@@ -92,6 +92,8 @@ def save_together(
 ) -> None:
     """One picture of several measurements of one kind, each under its name. Arguments and errors as ``save``."""
     path = checked_path(path)
+    if not isinstance(series, Mapping):
+        raise TypeError(f"series: expected measurements by name, got {type(series).__name__}")
     panels = {drawable.panels for drawable in series.values()}
     if len(panels) != 1:
         raise ValueError(f"series: {len(series)} measurements of {len(panels)} kinds do not make one picture; give one")

@@ -266,7 +266,7 @@ def _stated(
     """The units with the factors and attributes that were stated by hand."""
     names = [unit.name for unit in units]
     for argument, stated in (("gammas", gammas), ("roles", roles)):
-        unknown = sorted(set(stated) - set(names))
+        unknown = sorted(set(stated) - set(names), key=repr)
         if unknown:
             raise ValueError(f"{argument}: the model has no layer {unknown[0]!r}; it has {', '.join(names)}")
     for name, gamma in gammas.items():

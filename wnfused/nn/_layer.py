@@ -1,7 +1,7 @@
 """What every weight-normalised layer shares: parameters, ``weight``, default initialisation.
 
-Mixed in before the torch layer it replaces, whose constructor does the argument checks and the allocation: the
-tensor that torch assigns to ``weight`` becomes ``weight_v``, and ``weight_g`` is made beside it.
+Mixed in before the torch layer it replaces, whose constructor allocates: the tensor that torch assigns to ``weight``
+becomes ``weight_v``, and ``weight_g`` is made beside it. (Arguments are checked before, by ``wnfused.nn._geometry``.)
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def load(name: str, seed: int = 0, folder: str | os.PathLike[str] | None = None)
     Raises:
         UsageError: if the name is unknown, or the data is neither cached nor within reach.
     """
-    if name not in _LOADERS:
+    if not isinstance(name, str) or name not in _LOADERS:
         raise UsageError("data", name, f"is not a data set; there are {', '.join(names())}")
     return _LOADERS[name](seed, folder)
 

@@ -13,20 +13,21 @@ from typing import Any
 from wnfused.train.errors import UsageError
 
 
-def make_folder(out: Path) -> None:
-    """Make sure that the folder ``--out`` exists and can be written.
+def make_folder(folder: Path, file: Path | None = None) -> None:
+    """Make sure that a folder exists and can be written: ``--out`` itself, or that of the file ``--out``.
 
     Raises:
         UsageError: if not.
     """
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except FileExistsError:
-        raise UsageError("out", out, "is a file; name a folder") from None
+        right = "is a file; name a folder" if file is None else f"cannot be written: {folder} is a file"
+        raise UsageError("out", file or folder, right) from None
     except (OSError, ValueError) as error:
-        raise UsageError("out", out, f"cannot be written: {reason(error)}") from None
+        raise UsageError("out", file or folder, f"cannot be written: {reason(error)}") from None
 
 
 def reason(error: Exception) -> str:

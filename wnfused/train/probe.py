@@ -145,7 +145,7 @@ def _outs(out: Path, what: Sequence[str]) -> dict[str, Path]:
         raise UsageError("out", out, f"is {str(error).partition(' is ')[2]}") from None
     if out.is_dir():
         raise UsageError("out", out, "is a folder; give the name of a picture")
-    make_folder(out.parent)
+    make_folder(out.parent, out)
     return {name: out.with_stem(f"{out.stem}-{name}") if len(what) > 1 else out for name in what}
 
 
