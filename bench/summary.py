@@ -98,7 +98,7 @@ def tables() -> dict[str, list[str]]:
         "kinds-shortly": _kinds(layers, users, autocast, named=2),
         "kinds-avx2": _kinds(avx2, [row for row in avx2 if row["group"] == "converted"], []),
         "autocast": _single(autocast),
-        "amx-layers": _single(load("cpu-xeon-2core-amx-layers")),
+        "amx-layers": _single(load("cpu-xeon-2core-amx-layers"), "autocast"),
         "frozen": [
             f"| {row['workload'].removesuffix(', batch 1')} | "
             f"{' | '.join(_ratio(row, peer) for peer in ('native', 'eager', 'plain'))} |"
@@ -192,10 +192,16 @@ def _amx(rows: Rows) -> list[str]:
 _BF16 = ("eager", "eager bf16", "plain bf16")  # peers of a network in bfloat16, the first in float32
 
 
-def _single(rows: Rows) -> list[str]:
-    return [
-        f"| {row['workload']} | {row['pass_name']} | {_ratio(row, 'eager')} | {_ratio(row, 'plain')} |" for row in rows
-    ]
+def _single(rows: Rows, mark: str | None = None) -> list[str]:
+    """A line for each workload, both passes beside each other; those of the group ``mark`` are marked."""
+    passes: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        passes.setdefault((row["group"], row["workload"]), {})[row["pass_name"]] = row
+    lines = []
+    for (group, workload), found in passes.items():
+        ratios = [_ratio(found[name], peer) for peer in ("eager", "plain") for name in (FORWARD, BACKWARD)]
+        lines.append(f"| {workload}{f', {mark}' if group == mark else ''} | {' | '.join(ratios)} |")
+    return lines
 
 
 def _both_passes(rows: Rows, titles: dict[str, str]) -> list[str]:
