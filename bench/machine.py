@@ -44,7 +44,7 @@ def cpu_model() -> str:
 
 def instruction_set() -> str:
     """That of our kernels where they tell, otherwise torch's."""
-    if wnfused.backend_status()["native"] is None and hasattr(torch.ops.wnfused_native, "cpu_isa"):
+    if wnfused.backend_status()["native"] is None:
         return str(torch.ops.wnfused_native.cpu_isa())
     return f"{torch.backends.cpu.get_cpu_capability()} (torch's)"
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 from torch.nn.utils import parametrize
+
+Filter = Callable[[str, nn.Module], bool]
+"""Which modules of a model are meant, by name and module."""
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards every module has the buffers that it had, and they hold what they held."""
     tables = [(module, dict(module._buffers)) for module in model.modules()]
-    values = [(b, b.detach().clone()) for b in model.buffers() if not is_lazy(b) and not _is_expanded(b)]
+    values = [(b, b.detach().clone()) for b in model.buffers() if not is_lazy(b) and not is_expanded(b)]
     try:
         yield
     finally:
@@ -26,7 +26,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             buffer.data.copy_(value)
 
 
-def _is_expanded(buffer: Tensor) -> bool:
+def is_expanded(buffer: Tensor) -> bool:
     """Whether entries share memory, so that torch refuses to write to it."""
     if buffer.layout != torch.strided:
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
@@ -15,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused._modules import class_of, holders, norm_dim
+from wnfused._modules import Filter, class_of, holders, norm_dim
 from wnfused._numbers import flag
 from wnfused._surgery import (
     LAYERS,
@@ -35,8 +34,6 @@ from wnfused.nn._layer import row_norm, with_directions
 from wnfused.nn.plain import WITH_RESIDUAL, apply_activation, detach_activation
 
 logger = logging.getLogger("wnfused.convert")
-
-Filter = Callable[[str, nn.Module], bool]
 
 
 class FusedActivation(nn.Identity):

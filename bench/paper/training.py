@@ -72,9 +72,9 @@ def by_rate(
     return cells
 
 
-def best_rate(rates: dict[float, list[Result]], score: str = "best_val_accuracy") -> float:
-    """The rate with the best mean score; a diverged seed counts as 0. The first of equals, the smallest, wins."""
-    means = {lr: mean((r[score] or 0.0) for r in seeds) or 0.0 for lr, seeds in rates.items()}
+def best_rate(rates: dict[float, list[Result]]) -> float:
+    """The rate with the best mean accuracy; a diverged seed counts as 0. The first of equals, the smallest, wins."""
+    means = {lr: mean((r["best_val_accuracy"] or 0.0) for r in seeds) or 0.0 for lr, seeds in rates.items()}
     return max(means, key=lambda lr: means[lr])
 
 

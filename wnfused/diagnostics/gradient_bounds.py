@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wnfused._modules import Filter
 from wnfused._numbers import positive
 from wnfused.diagnostics.arguments import (
     check_classes,
@@ -36,7 +37,6 @@ from wnfused.diagnostics.drawing import Drawable, key, logarithmic, over_station
 from wnfused.diagnostics.norms import layer_norms
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import forked, outputs_of, undisturbed
-from wnfused.diagnostics.stations import Filter
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from wnfused._modules import Filter
 from wnfused._numbers import positive
 from wnfused.diagnostics.arguments import (
     check_by_sample,
@@ -32,7 +33,7 @@ from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
 from wnfused.diagnostics.jacobian import METHODS, Products, check_independent, spectrum
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import outputs_of, undisturbed
-from wnfused.diagnostics.stations import Call, Filter, observed
+from wnfused.diagnostics.stations import Call, observed
 
 # Of the largest singular value where J is too large to write out: a picture over many layers needs no more.
 _TOLERANCE = 1e-3

@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from wnfused._modules import Filter
 from wnfused._numbers import function
 from wnfused.diagnostics.arguments import (
     Loss,
@@ -40,7 +41,7 @@ from wnfused.diagnostics.arguments import (
 from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import outputs_of, undisturbed
-from wnfused.diagnostics.stations import Call, Filter, observed
+from wnfused.diagnostics.stations import Call, observed
 
 _FLOAT32_LARGEST = 3.4e38
 

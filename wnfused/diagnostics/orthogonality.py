@@ -24,12 +24,13 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from wnfused._modules import Filter
 from wnfused._numbers import number, positive
 from wnfused.diagnostics.arguments import check_inputs, check_model, floats
 from wnfused.diagnostics.drawing import THEORY, Drawable, key, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import outputs_of, undisturbed
-from wnfused.diagnostics.stations import Call, Filter, observed
+from wnfused.diagnostics.stations import Call, observed
 
 
 def orthogonality_gap(h: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wnfused._modules import Filter
 from wnfused.diagnostics.arguments import check_inputs, check_model
 from wnfused.diagnostics.drawing import Drawable, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import outputs_of, undisturbed
-from wnfused.diagnostics.stations import Call, Filter, observed
+from wnfused.diagnostics.stations import Call, observed
 
 QUANTILES = (0.05, 0.5, 0.95)
 

@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from wnfused._modules import Filter
 from wnfused._numbers import function
 from wnfused.diagnostics.arguments import check_by_sample
 from wnfused.models.resnet import BatchNormBlock
 from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock, WNResidualStage
 from wnfused.nn.residual import run_as
 
-Filter = Callable[[str, nn.Module], bool]
 """From (name, module) to whether the module is a station. A stage for which it is true is observed block by block."""
 
 BLOCKS = (WNResidualBlock, PlainResidualBlock, BatchNormBlock, FixupBlock)

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from wnfused import dispatch
 from wnfused._numbers import draws_on, finite, random_source
+from wnfused._undisturbed import is_expanded
 from wnfused.backends import cusolver
 from wnfused.backends import native as kernels
 from wnfused.backends.triton.support import precision
@@ -108,7 +109,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
         raise TypeError(f"tensor: expected a dense tensor, got {tensor.layout}")
     if tensor.dim() < 2:
         raise ValueError(f"tensor: shape {list(tensor.shape)} must have at least two dims, [..., r, c]")
-    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if is_expanded(tensor):
         raise ValueError(
             f"tensor: of strides {list(tensor.stride())}, its entries share memory; use tensor.contiguous()"
         )

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from wnfused import functional
+from wnfused._modules import Filter
 from wnfused.init.graph import is_layer
 from wnfused.init.units import parameters_of
 from wnfused.nn import WNResidualStage
@@ -27,7 +28,6 @@ from wnfused.ops._arguments import autocast_is_on
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Filter = Callable[[str, nn.Module], bool]
 WEIGHTS = ("effective", "direction")
 
 

@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from wnfused._modules import check_module
+from wnfused._modules import Filter, check_module
 from wnfused._numbers import at_least_0, finite, function, random_source
 from wnfused.init.units import stored_parameters_of
 from wnfused.nn import WNResidualStage
 from wnfused.reference import wide
 from wnfused.regularize import hard, penalties
-from wnfused.regularize.matrices import WEIGHTS, Filter, Layers, from_matrices, matrices, of_layer
+from wnfused.regularize.matrices import WEIGHTS, Layers, from_matrices, matrices, of_layer
 from wnfused.regularize.matrices import layers as layers_of
 
 _LARGEST = sys.float_info.max
