@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from wnfused.train import demo as module
-from wnfused.train.budget import Recipe, fit
+from wnfused.train.budget import Recipe, Schedule, fit
 
 pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
@@ -39,6 +39,39 @@ def test_epochs_are_given_up_before_depths(budget: float, depths: list[int], epo
         assert plan.note.endswith(": 3 instead of 4 epochs for 40 and 202 and 1,000 layers")
     for depth in {40, 202, 1000} - set(depths):
         assert f"{depth:,} layers left out" in plan.note
+
+
+def train(schedule: Schedule, now: list[float], step_seconds: dict[int, float]) -> list[tuple[int, int]]:
+    """Depths and epochs as they come, where steps take so long; time passes with each."""
+    trained = []
+    while (recipe := schedule.begin()) is not None:
+        trained.append((recipe.depth, recipe.epochs))
+        now[0] += 2 * recipe.updates(1280) * step_seconds[recipe.depth]
+        schedule.end(step_seconds[recipe.depth])
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("slower", "budget", "trained", "note"),
+    [
+        (1.0, 1000, [(40, 4), (202, 4), (1000, 4)], ""),
+        # Timed in a busy second: what was given up comes back.
+        (0.25, 127, [(40, 2), (202, 4), (1000, 4)], ": 2 instead of 4 epochs for 40 layers"),
+        (0.25, 30, [(40, 3), (202, 2)], "2 instead of 4 epochs for 202 layers, 1,000 layers left out"),
+        # Timed in a quiet one: what was begun is done.
+        (1.5, 512, [(40, 4), (202, 4), (1000, 4)], ""),
+    ],
+)
+def test_the_plan_is_made_anew_after_each_depth(
+    slower: float, budget: float, trained: list[tuple[int, int]], note: str
+) -> None:
+    now = [0.0]
+    schedule = Schedule(RECIPES, COSTS, 1280, 2, budget, clock=lambda: now[0])
+    found = train(schedule, now, {r.depth: slower * cost for r, cost in zip(RECIPES, COSTS, strict=True)})
+    assert found == trained
+    assert now[0] <= max(1, slower) * budget
+    assert schedule.note.endswith(note)
+    assert (note == "") == (schedule.note == "")
 
 
 def test_a_shortened_run_has_a_shorter_warm_up() -> None:

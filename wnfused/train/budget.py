@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,6 +70,54 @@ def fit(recipes: Sequence[Recipe], step_seconds: Sequence[float], images: int, r
             return Plan(shortened, seconds, _note(recipes, shortened, left_out, budget))
         left_out.append(chosen.pop().depth)
         costs.pop()
+
+
+class Schedule:
+    """Recipes from the shallowest on, fitted into the time once more whenever one of them is done.
+
+    What was given up comes back where there is time for it after all: a machine that was busy when the steps were timed
+    may be free by then, and runs that diverge end early. Nothing is given up later.
+
+    Attributes:
+        plan: of what is still to be trained.
+    """
+
+    def __init__(
+        self, recipes: Sequence[Recipe], step_seconds: Sequence[float], images: int, runs: int, budget: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """Arguments as those of ``fit``, and what tells the time."""
+        self._recipes, self._costs, self._trained = list(recipes), list(step_seconds), list[Recipe]()
+        self._all, self._images, self._runs, self._budget = tuple(recipes), images, runs, budget
+        self._clock, self._ends = clock, clock() + budget
+        self.plan = fit(self._recipes, self._costs, images, runs, budget)
+
+    def begin(self) -> Recipe | None:
+        """What to train next; None: nothing is left, or no time for it."""
+        return self.plan.recipes[0] if self.plan.recipes else None
+
+    def end(self, step_seconds: float) -> None:
+        """It was trained, at so many seconds a step."""
+        self._trained.append(self.plan.recipes[0])
+        self._recipes.pop(0)
+        slower = step_seconds / self._costs.pop(0)
+        self._costs = [cost * slower for cost in self._costs]
+        planned = self.plan.recipes[1:]
+        left = self._ends - self._clock()
+        anew = fit(self._recipes, self._costs, self._images, self._runs, left) if self._recipes else None
+        longer = anew is not None and anew.seconds <= left and _covers(anew.recipes, planned)
+        self.plan = anew if longer and anew is not None else replace(self.plan, recipes=planned)
+
+    @property
+    def note(self) -> str:
+        """In words, what of all the recipes was left out, or is going to be."""
+        chosen = (*self._trained, *self.plan.recipes)
+        return _note(self._all, chosen, [r.depth for r in reversed(self._all[len(chosen) :])], self._budget)
+
+
+def _covers(recipes: Sequence[Recipe], others: Sequence[Recipe]) -> bool:
+    """Whether these are the same depths, or more of them, each for as many epochs or more."""
+    return len(recipes) >= len(others) and all(r.epochs >= o.epochs for r, o in zip(recipes, others, strict=False))
 
 
 def _note(recipes: Sequence[Recipe], chosen: Sequence[Recipe], left_out: list[int], budget: float) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from wnfused.diagnostics.drawing import save_together
 from wnfused.optional import require
-from wnfused.train.budget import Recipe, first_batch, fit, time_step, update
+from wnfused.train.budget import Recipe, Schedule, first_batch, time_step, update
 from wnfused.train.build import build
 from wnfused.train.data import Dataset, load
 from wnfused.train.errors import UsageError
@@ -78,13 +79,12 @@ def demo(out: Path, *, minutes: float = 5.0, deep: bool = False) -> int:
     make_folder(out)
     began = time.perf_counter()
     data = load("digits")
-    recipes, note = _affordable(console, data, minutes * 60 - _OVERHEAD, deep)
-    rows = _train_all(console, recipes)
-    _draw(out, data, rows, max(r.depth for r in recipes if r is not DEEP))
+    rows, note = _train_all(console, _steps(console, data, minutes * 60 - _OVERHEAD), deep)
+    _draw(out, data, rows, max(row.depth for row in rows if row.depth != DEEP.depth))
     console.print(_table(rows))
     if note:
         console.print(
-            "--minutes gives them more time; where other processes use the cores, OMP_NUM_THREADS=1 is faster"
+            f"{note}\n--minutes gives them more time; where other processes use the cores, OMP_NUM_THREADS=1 is faster"
         )
     deepest = _deep_step(console, data)
     seconds = time.perf_counter() - began
@@ -96,7 +96,8 @@ def demo(out: Path, *, minutes: float = 5.0, deep: bool = False) -> int:
     return 0
 
 
-def _affordable(console: Any, data: Dataset, seconds: float, deep: bool) -> tuple[list[Recipe], str]:
+def _steps(console: Any, data: Dataset, seconds: float) -> Schedule:
+    """What can be trained in so many seconds: a step of each depth is timed."""
     began = time.perf_counter()
     with console.status("timing one step of each depth"):
         costs = [time_step(recipe, data) for recipe in RECIPES]
@@ -104,12 +105,12 @@ def _affordable(console: Any, data: Dataset, seconds: float, deep: bool) -> tupl
     last = RECIPES[-1]
     reserved = 3 * costs[-1] * DEEP.depth / last.depth * DEEP.batch_size / last.batch_size
     budget = max(0.0, seconds - reserved - (time.perf_counter() - began))
-    plan = fit(RECIPES, costs, len(data.train), len(INITS), budget)
+    schedule = Schedule(RECIPES, costs, len(data.train), len(INITS), budget)
     steps = ", ".join(f"{r.depth:,} layers {c:.3g} s" for r, c in zip(RECIPES, costs, strict=True))
-    console.print(f"one step: {steps}; training should take {plan.seconds / 60:.1f} minutes at most")
-    if plan.note:
-        console.print(plan.note)
-    return [*plan.recipes, *([DEEP] if deep else [])], plan.note
+    console.print(f"one step: {steps}; training should take {schedule.plan.seconds / 60:.1f} minutes at most")
+    if schedule.plan.note:
+        console.print(schedule.plan.note)
+    return schedule
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -128,8 +129,8 @@ class _Bar:
         self.progress.update(self.task, result=f"validation {row['val_accuracy']:.1%}")
 
 
-def _train_all(console: Any, recipes: list[Recipe]) -> list[Row]:
-    """All runs, one after the other, with all their bars in view."""
+def _train_all(console: Any, schedule: Schedule, deep: bool) -> tuple[list[Row], str]:
+    """All runs, one after the other, with all their bars in view; and in words what had to be left out."""
     rich = require("rich.progress", "the demo")
     images = len(load("digits").train)
     columns = (
@@ -138,27 +139,48 @@ def _train_all(console: Any, recipes: list[Recipe]) -> list[Row]:
         rich.TimeElapsedColumn(),
         rich.TextColumn("{task.fields[result]}"),
     )
-    rows = []
+    rows: list[Row] = []
+    bars: dict[tuple[int, str], Any] = {}
     with rich.Progress(*columns, console=console) as progress:
-        bars = {
-            (recipe, init): progress.add_task(
-                f"{recipe.depth:>6,} layers  {init:<13}", total=recipe.updates(images), result="", start=False
-            )
-            for recipe in recipes
-            for init in INITS
-            # PyTorch's default cannot train 1,000 layers; what it does with 10,000 needs no half hour.
-            if not (recipe is DEEP and init == "torch_default")
-        }
-        for (recipe, init), task in bars.items():
+
+        def show(recipes: Sequence[Recipe]) -> None:
+            """A bar for each run that is to come, as long as the recipe is now."""
+            for recipe in recipes:
+                for init in _inits(recipe):
+                    name = f"{recipe.depth:>6,} layers  {init:<13}"
+                    if (recipe.depth, init) not in bars:
+                        bars[recipe.depth, init] = progress.add_task(name, result="", start=False)
+                    progress.update(bars[recipe.depth, init], total=recipe.updates(images))
+            planned = {recipe.depth for recipe in recipes} | {row.depth for row in rows}
+            for (depth, _), task in bars.items():
+                progress.update(task, visible=depth in planned)
+
+        def train_one(recipe: Recipe, init: str) -> Row:
+            task = bars[recipe.depth, init]
             progress.start_task(task)
             row = _train_one(recipe, init, _Bar(progress, task))
             result = "diverged" if row.accuracy is None else f"test accuracy {row.accuracy:.1%}"
             progress.update(task, result=result)
             progress.stop_task(task)
-            rows.append(row)
             if not console.is_terminal:
                 print(f"{recipe.depth:>6,} layers  {init:<13}  {result}", flush=True)
-    return rows
+            return row
+
+        last = (DEEP,) if deep else ()
+        show((*schedule.plan.recipes, *last))
+        while (recipe := schedule.begin()) is not None:
+            found = [train_one(recipe, init) for init in _inits(recipe)]
+            rows += found
+            schedule.end(min(row.seconds_per_step for row in found))
+            show((*schedule.plan.recipes, *last))
+        for recipe in last:
+            rows += [train_one(recipe, init) for init in _inits(recipe)]
+    return rows, schedule.note
+
+
+def _inits(recipe: Recipe) -> list[str]:
+    # PyTorch's default cannot train 1,000 layers; what it does with 10,000 needs no half hour.
+    return [init for init in INITS if not (recipe is DEEP and init == "torch_default")]
 
 
 def _train_one(recipe: Recipe, init: str, bar: _Bar) -> Row:
