@@ -298,14 +298,14 @@ def test_layers_of_one_shape_are_drawn_together(monkeypatch):
         (
             lambda: orthogonal_batched(torch.eye(3).to_sparse()),
             TypeError,
-            "tensor: expected a dense tensor, got torch.sp",
+            "tensor: expected a dense tensor, got layout torch.sp",
         ),
         (
             lambda: orthogonal_batched(torch.ones(3, 3).expand(4, 3, 3)),
             ValueError,
             r"tensor: of strides \[0, 3, 1\], its entries share memory; use tensor\.contiguous\(\)",
         ),
-        (lambda: orthogonal_batched([1.0]), TypeError, "tensor: expected a floating-point tensor, got list"),
+        (lambda: orthogonal_batched([1.0]), TypeError, "tensor: expected a Tensor, got list"),
         (lambda: orthogonal_batched(torch.empty(3, 3), gain=float("inf")), ValueError, "gain: inf must be finite"),
     ],
 )

@@ -32,6 +32,7 @@ from wnfused._undisturbed import is_expanded
 from wnfused.backends import cusolver
 from wnfused.backends import native as kernels
 from wnfused.backends.triton.support import precision
+from wnfused.ops._arguments import floating
 from wnfused.reference import wide
 
 # Matrices are worked on in chunks of this many elements, which stay in a CPU's cache and fill a GPU.
@@ -102,11 +103,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     Source: Mezzadri 2007, "How to generate random matrices from the classical compact groups"; Yamamoto, Nakatsukasa,
     Yanagisawa & Fukaya 2015, "Roundoff error analysis of the CholeskyQR2 algorithm".
     """
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"tensor: expected a floating-point tensor, got {kind}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"tensor: expected a dense tensor, got {tensor.layout}")
+    floating("tensor", tensor)
     if tensor.dim() < 2:
         raise ValueError(f"tensor: shape {list(tensor.shape)} must have at least two dims, [..., r, c]")
     if is_expanded(tensor):

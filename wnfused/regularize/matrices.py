@@ -23,7 +23,7 @@ from wnfused.init.graph import is_layer
 from wnfused.init.units import parameters_of
 from wnfused.nn import WNResidualStage
 from wnfused.nn._layer import refuse_shapeless
-from wnfused.ops._arguments import autocast_is_on
+from wnfused.ops._arguments import autocast_is_on, floating
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,16 +31,9 @@ T = TypeVar("T")
 WEIGHTS = ("effective", "direction")
 
 
-def check_floating(name: str, w: object) -> None:
-    if not isinstance(w, Tensor) or not w.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
-    if w.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got {w.layout}; use to_dense()")
-
-
 def check_like(name: str, t: Tensor, w: Tensor, shape: Sequence[int]) -> None:
     """A floating-point tensor of this shape, on the device of w."""
-    check_floating(name, t)
+    floating(name, t)
     if list(t.shape) != list(shape):
         raise ValueError(f"{name}: shape {list(t.shape)} does not fit; use {list(shape)}")
     if t.device != w.device:
@@ -61,7 +54,7 @@ def can_be_seen(t: Tensor) -> bool:
 
 def check_matrices(w: Tensor) -> None:
     """``w [..., r, c]``, floating point."""
-    check_floating("w", w)
+    floating("w", w)
     if w.dim() < 2 or 0 in w.shape[-2:]:
         raise ValueError(f"w: shape {list(w.shape)} must be [..., r, c]")
 
