@@ -34,7 +34,7 @@ def _fake(
     y = torch.empty_like(x, memory_format=reference.suggest_memory_format(x))
     norm = g.new_empty(g.shape, dtype=reference.wide(v.dtype))
     maps = reference.empty_stage_maps(x, v.shape[0], recompute, save)
-    return y, norm, maps, _empty_signs(x, len(v), recompute, save)
+    return y, norm, maps, _empty_signs(x, v.shape[0], recompute, save)
 
 
 def _empty_signs(x: Tensor, blocks: int, recompute: int = 0, save: bool = True) -> Tensor:
@@ -48,7 +48,7 @@ def _empty_signs(x: Tensor, blocks: int, recompute: int = 0, save: bool = True) 
 def _with_signs(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """A backend's outputs as the op's: most have no signs."""
     x, v, _, _, *options = inputs
-    return outputs if len(outputs) == 4 else (*outputs, _empty_signs(x, len(v), *options[1:]))
+    return outputs if len(outputs) == 4 else (*outputs, _empty_signs(x, v.shape[0], *options[1:]))
 
 
 def _fake_backward(
