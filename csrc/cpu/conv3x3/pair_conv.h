@@ -23,15 +23,15 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// `count` pixels of C channels, stride `source_stride`, as pixels of Cp.
+// `count` pixels of C channels, `source_stride` apart, as pixels of Cp.
 inline void copy_pixels(const Geometry& geometry, const uint16_t* source, int64_t source_stride, int64_t count,
-                        uint16_t* target, int64_t target_stride) {
+                        uint16_t* target) {
   const int64_t channels = geometry.channels, padded = geometry.padded_channels;
-  if (channels == padded && source_stride == channels && target_stride == padded) {
+  if (channels == padded && source_stride == channels) {
     __builtin_memcpy(target, source, count * channels * sizeof(uint16_t));
     return;
   }
-  for (int64_t i = 0; i < count; ++i, source += source_stride, target += target_stride) {
+  for (int64_t i = 0; i < count; ++i, source += source_stride, target += padded) {
     __builtin_memcpy(target, source, channels * sizeof(uint16_t));
     for (int64_t c = channels; c < padded; ++c) target[c] = 0;
   }
@@ -49,7 +49,7 @@ inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t 
     }
     const int64_t pixel = (image * geometry.height + y) * geometry.width;
     clear_elements(panel, padded);
-    copy_pixels(geometry, map + pixel * geometry.channels, geometry.channels, geometry.width, panel + padded, padded);
+    copy_pixels(geometry, map + pixel * geometry.channels, geometry.channels, geometry.width, panel + padded);
     clear_elements(panel + (geometry.width + 1) * padded, line - (geometry.width + 1) * padded);
   }
   clear_elements(panel, geometry.segment_depth - (geometry.row_pixels + 2) * padded);
@@ -61,7 +61,7 @@ inline void gather_positions(const Geometry& geometry, const uint16_t* map, int6
   const int64_t padded = geometry.padded_channels, pixels = geometry.height * geometry.width;
   map += begin * pixels * geometry.channels;
   for (int64_t pixel = 0; pixel < pixels; ++pixel, panel += rows * padded) {
-    copy_pixels(geometry, map + pixel * geometry.channels, pixels * geometry.channels, count, panel, padded);
+    copy_pixels(geometry, map + pixel * geometry.channels, pixels * geometry.channels, count, panel);
     clear_elements(panel + count * padded, (rows - count) * padded);
   }
   clear_elements(panel, geometry.segment_depth - padded);
@@ -90,7 +90,7 @@ struct ConvolutionChunk {
 template <class Sink>
 inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_t item, const ConvolutionChunk& chunk,
                            Sink& sink) {
-  const int64_t chunks = (geometry.height + geometry.conv_lines - 1) / geometry.conv_lines;
+  const int64_t chunks = divide_up(geometry.height, geometry.conv_lines);
   const int64_t image = item / chunks, begin = item % chunks * geometry.conv_lines;
   const int64_t end = smaller(begin + geometry.conv_lines, geometry.height);
   const int64_t padded = geometry.padded_channels, tile = geometry.pair_rows, line = geometry.conv_line_pixels;
@@ -118,7 +118,7 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
       offsets[groups++] = (l * line + row * pixels) * padded;
       if (groups == kMaxGroups) multiply();
     }
-  multiply();
+  if (groups > 0) multiply();
 }
 
 template <class Sink>
