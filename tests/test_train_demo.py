@@ -74,6 +74,14 @@ def test_the_plan_is_made_anew_after_each_depth(
     assert (note == "") == (schedule.note == "")
 
 
+def test_a_run_without_a_step_says_nothing_of_the_next_ones() -> None:
+    schedule = Schedule(RECIPES, COSTS, 1280, 2, 1000, clock=lambda: 0.0)
+    for recipe in RECIPES:
+        assert schedule.begin() == recipe
+        schedule.end(0.0)
+    assert schedule.begin() is None
+
+
 def test_a_shortened_run_has_a_shorter_warm_up() -> None:
     assert Recipe(1000, 1, 64, 0.01, 1).config("arpit2019").warmup == 0.25
     assert Recipe(1000, 4, 64, 0.01, 1).config("arpit2019").warmup == 1

@@ -97,16 +97,17 @@ class Schedule:
         return self.plan.recipes[0] if self.plan.recipes else None
 
     def end(self, step_seconds: float) -> None:
-        """It was trained, at so many seconds a step."""
+        """It was trained, at so many seconds a step; 0 if it came to none, as runs that diverge at once."""
         self._trained.append(self.plan.recipes[0])
         self._recipes.pop(0)
-        slower = step_seconds / self._costs.pop(0)
+        slower = step_seconds / self._costs.pop(0) or 1.0
         self._costs = [cost * slower for cost in self._costs]
-        planned = self.plan.recipes[1:]
-        left = self._ends - self._clock()
-        anew = fit(self._recipes, self._costs, self._images, self._runs, left) if self._recipes else None
-        longer = anew is not None and anew.seconds <= left and _covers(anew.recipes, planned)
-        self.plan = anew if longer and anew is not None else replace(self.plan, recipes=planned)
+        self.plan = replace(self.plan, recipes=self.plan.recipes[1:])
+        if self._recipes:
+            left = self._ends - self._clock()
+            anew = fit(self._recipes, self._costs, self._images, self._runs, left)
+            if anew.seconds <= left and _covers(anew.recipes, self.plan.recipes):
+                self.plan = anew
 
     @property
     def note(self) -> str:
