@@ -151,9 +151,6 @@ def _train_all(console: Any, schedule: Schedule, deep: bool) -> tuple[list[Row],
                     if (recipe.depth, init) not in bars:
                         bars[recipe.depth, init] = progress.add_task(name, result="", start=False)
                     progress.update(bars[recipe.depth, init], total=recipe.updates(images))
-            planned = {recipe.depth for recipe in recipes} | {row.depth for row in rows}
-            for (depth, _), task in bars.items():
-                progress.update(task, visible=depth in planned)
 
         def train_one(recipe: Recipe, init: str) -> Row:
             task = bars[recipe.depth, init]
@@ -172,7 +169,7 @@ def _train_all(console: Any, schedule: Schedule, deep: bool) -> tuple[list[Row],
             found = [train_one(recipe, init) for init in _inits(recipe)]
             rows += found
             schedule.end(min(row.seconds_per_step for row in found))
-            show((*schedule.plan.recipes, *last))
+            show(schedule.plan.recipes)
         for recipe in last:
             rows += [train_one(recipe, init) for init in _inits(recipe)]
     return rows, schedule.note
