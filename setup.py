@@ -262,7 +262,7 @@ def declarations():
     """What libraries built in place must have been built from: with another signature, a call would crash."""
     csrc = ROOT / "csrc"
     folders = (csrc / name for name in ("autograd", "python", "cuda"))
-    files = [csrc / "ops.h", *(file for folder in folders for file in sorted(folder.iterdir()))]
+    files = [csrc / "needs.h", csrc / "ops.h", *(file for folder in folders for file in sorted(folder.iterdir()))]
     return {str(file.relative_to(csrc)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

@@ -34,7 +34,7 @@ class Peer:
 
     ``precision``: ``"fp32"``, ``"tf32"`` (CUDA only) or ``"bf16"``, by autocast with parameters in float32 unless
     ``pure``: then parameters and input are bfloat16 themselves. ``captured``: the pass is recorded as a CUDA graph once
-    and replayed. ``warpgroup``: stages by wgmma, ``epilogues``: the vendor's fused ReLUs, which have to be switched on.
+    and replayed. ``warpgroup``: stages by wgmma, which have to be switched on.
     ``way``: of single layers, whatever the strategy's table says. ``frozen``: inside ``wnfused.frozen``.
     """
 
@@ -47,7 +47,6 @@ class Peer:
     captured: bool = False
     pure: bool = False
     warpgroup: bool = False
-    epilogues: bool = False
     way: strategy.Way | None = None
     frozen: bool = False
 
@@ -74,9 +73,6 @@ def _on_cuda() -> dict[str, Peer]:
         key = f"cuda warpgroup {precision}"
         found[key] = Peer("ours", text, "native", precision=precision, channels_last=True, warpgroup=True)
     for precision in ("fp32", "tf32", "bf16"):
-        text = f"this package, ReLUs in the vendor's products, {precision}"
-        key = f"cuda epilogues {precision}"
-        found[key] = Peer("ours", text, "triton", precision=precision, channels_last=True, epilogues=True)
         ways: dict[strategy.Way, str] = {"fused": "fused kernels", "vendor": "scaled weights, the vendor's product"}
         for way, title in ways.items():
             for graph in (False, True):
@@ -151,9 +147,6 @@ class Subject:
                 stack.callback(native_cuda.use_warpgroup_stage, False)
             if self.peer.way:
                 stack.enter_context(strategy.forced(self.peer.way))
-            if self.peer.epilogues:
-                strategy.use_vendor_epilogues(True)
-                stack.callback(strategy.use_vendor_epilogues, False)
             yield
 
     @property

@@ -46,7 +46,7 @@ std::tuple<Tensor, std::optional<Tensor>> kept_conv(
     const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups, int64_t activation,
     double slope);
 
-// dx, dv, dg, dbias, dz; needs: 1 dx, 2 dv and dg, 4 dbias, 8 dz, which is absent too where it would be dy.
+// dx, dv, dg, dbias, dz; needs: see needs.h; dz is absent too where it would be dy.
 using Gradient = std::optional<Tensor>;
 std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,

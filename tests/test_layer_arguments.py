@@ -8,7 +8,15 @@ import torch
 
 import wnfused
 from wnfused import WNConv2d, WNConvTranspose2d, WNLinear, WNResidualStage, functional
-from wnfused.nn import WNLazyConv2d, WNLazyConvTranspose2d, WNLazyLinear
+from wnfused.models.resnet import BatchNormBlock
+from wnfused.nn import (
+    FixupBlock,
+    PlainResidualBlock,
+    ScalarBias,
+    WNLazyConv2d,
+    WNLazyConvTranspose2d,
+    WNLazyLinear,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +36,7 @@ from wnfused.nn import WNLazyConv2d, WNLazyConvTranspose2d, WNLazyLinear
             "negative_slope: -0.1 must be finite and at least 0",
         ),
         (lambda: WNConv2d(3, 4, 3, groups=2), ValueError, "groups: 2 must divide 3 input and 4 output channels"),
-        (lambda: WNConvTranspose2d(3, 4, 3, padding="same"), ValueError, "padding: 'same' must be an int or ints"),
+        (lambda: WNConvTranspose2d(3, 4, 3, padding="same"), ValueError, "padding: 'same' must be an int or 2 ints"),
         (lambda: WNLinear(3, 2)(torch.randn(4, 3), "x"), TypeError, "residual: expected a Tensor, got str"),
         (lambda: WNLinear(3, 2)(torch.randn(4, 5)), ValueError, r"x: shape \[4, 5\] does not end in in_features = 3"),
         (lambda: WNConv2d(3, 2, 3)(torch.randn(4, 5, 6, 6)), ValueError, r"x: shape .* use \[N, 3, H, W\]"),
@@ -66,6 +74,11 @@ from wnfused.nn import WNLazyConv2d, WNLazyConvTranspose2d, WNLazyLinear
         ),
         (lambda: WNConv2d(3, 2, 3, dtype=torch.float8_e4m3fn), TypeError, "dtype: torch.float8_e4m3fn must be one of"),
         (lambda: WNResidualStage(4, 4, 2, dtype=torch.complex64), TypeError, "dtype: torch.complex64 must be one of"),
+        (lambda: FixupBlock(2, 2, dtype="x"), TypeError, "dtype: 'x' must be one of torch.float32"),
+        (lambda: ScalarBias(dtype=torch.long), TypeError, "dtype: torch.int64 must be one of torch.float32"),
+        (lambda: PlainResidualBlock(2, 2, dtype="x"), TypeError, "dtype: 'x' must be one of torch.float32"),
+        (lambda: BatchNormBlock(2, 0), ValueError, "out_channels: 0 must be an int of at least 1"),
+        (lambda: BatchNormBlock(2, 2, skip_scale="x"), TypeError, "skip_scale: expected a number, got str"),
         (lambda: WNLinear(3, 2, gamma=True), TypeError, "gamma: expected a number, got True"),
         (lambda: WNLinear(3, 2, bias=torch.zeros(2)), TypeError, r"bias: tensor\(\[0., 0.\]\) must be True or False"),
         (lambda: WNLinear(3.0, 2), ValueError, "in_features: 3.0 must be an int of at least 0"),

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""What a layer's parameters can be in."""
+
 
 def positive(**values: int) -> None:
     """Each an int of at least 1 that fits into torch's 64 bits."""
@@ -56,6 +59,13 @@ def truth(**values: bool | None) -> None:
             fits = False
         if not fits:
             raise TypeError(f"{name}: {value!r} must be True or False")
+
+
+def floating_dtype(**values: torch.dtype | None) -> None:
+    """Each a dtype that the ops run in, or None for torch's default."""
+    for name, value in values.items():
+        if value is not None and value not in DTYPES:
+            raise TypeError(f"{name}: {value!r} must be one of {', '.join(map(str, DTYPES))}, or None")
 
 
 def function(**values: Any) -> None:

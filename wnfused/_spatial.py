@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from wnfused._numbers import plain_int
 
@@ -33,6 +34,32 @@ def extents(name: str, value: Extent, spatial: int, least: int | None, exact: bo
     if any(isinstance(n, int) and abs(n) >= 2**31 for n in numbers):
         raise ValueError(f"{name}: {value!r} must be below 2**31")
     return tuple(numbers)
+
+
+def checked_padding(
+    value: Extent | str, spatial: int, strides: Sequence[int], transposed: bool, least: int | None = 0
+) -> tuple[int, ...] | str:
+    """Numbers, one a spatial dim; of a convolution that is not transposed "same" and "valid", too."""
+    if not isinstance(value, str):
+        return extents("padding", value, spatial, least)
+    if transposed:
+        raise ValueError(f"padding: {value!r} must be an int or {spatial} ints for a transposed convolution")
+    if value not in ("same", "valid"):
+        raise ValueError(f"padding: {value!r} must be 'same', 'valid' or ints")
+    if value == "same" and any(stride != 1 for stride in strides):
+        raise ValueError(f"padding: 'same' needs stride 1, got stride {list(strides)}")
+    return value
+
+
+def zeros_around(padding: str, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[list[int], list[int]]:
+    """What "same" and "valid" come to, dim by dim: zeros on both sides, and more of them behind, as torch has it."""
+    totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+    return [total // 2 for total in totals], [total % 2 for total in totals]
+
+
+def padded_behind(x: Tensor, behind: Sequence[int]) -> Tensor:
+    """``x`` with so many zeros behind it, dim by dim."""
+    return torch.nn.functional.pad(x, [n for more in reversed(behind) for n in (0, more)]) if any(behind) else x
 
 
 def text_in_dims(spatial: int, text: str) -> str:

@@ -244,11 +244,11 @@ struct Passes {
 
   static Gradients run_backward(
       const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-      const Tensor& w, int64_t needs, Constants... constants) {
+      const Tensor& w, const Needs& needs, Constants... constants) {
     if constexpr (Run::kHasVendor) {
       if (x.is_cuda()) return Run::kVendorBackward(dy, y, x, v, g, norm, w, needs, constants...);
     }
-    return Run::backward(dy, y, x, v, g, norm, needs, constants...);
+    return Run::backward(dy, y, x, v, g, norm, needs.bits(), constants...);
   }
 
   template <class Elements, size_t... I>
@@ -262,9 +262,10 @@ struct Passes {
           dy, given(y), x, v, g, given(saved[3]), given(saved[4]), norm, needs, leaves, std::get<I>(constants)...);
     }
     const KernelsOnly guard;
-    const int64_t wanted = (needs & 1) + 2 * ((needs & 6) != 0) + 4 * ((needs & 8) != 0) + 8 * ((needs & 16) != 0);
+    auto of_input = [&](size_t i) { return (needs >> i & 1) != 0; };
+    const Needs asked{of_input(0), of_input(1) || of_input(2), of_input(3), of_input(4)};
     Gradients found =
-        run_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, wanted, std::get<I>(constants)...);
+        run_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, asked, std::get<I>(constants)...);
     if (!y.defined()) std::get<4>(found) = dy;
     return found;
   }

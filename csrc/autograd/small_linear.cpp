@@ -66,7 +66,7 @@ Outputs forward(
 
 Gradients backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs, bool activates, double slope) {
+    const Needs& needs, bool activates, double slope) {
   static const auto run =
       op<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Optional&,
               const Optional&, const Optional&, const Optional&, bool, double, bool)>(
@@ -74,16 +74,16 @@ Gradients backward(
   const Tensor directions = readable(v), gains = readable(g), gradient = readable(dy);
   Gradients found;
   auto& [dx, dv, dg, dbias, dz] = found;
-  if (needs & vendor::kInput) dx = at::empty(x.sizes(), x.options());
-  if (needs & (vendor::kWeight | vendor::kBias)) {
+  if (needs.x) dx = at::empty(x.sizes(), x.options());
+  if (needs.v || needs.bias) {
     dv = at::empty_like(directions);
     dg = at::empty_like(gains);
   }
-  if (needs & vendor::kBias) dbias = at::empty({v.size(0)}, v.options());
+  if (needs.bias) dbias = at::empty({v.size(0)}, v.options());
   if (dx || dv)
     run.call(gradient, activates ? readable(y) : gradient, readable(x), directions, gains, readable(norm), dx, dv, dg,
              dbias, activates, slope, allows_tf32(x));
-  if (!(needs & vendor::kWeight)) dv = dg = Optional();
+  if (!needs.v) dv = dg = Optional();
   return found;
 }
 

@@ -25,6 +25,6 @@ Outputs forward(
 // By the gradient dy [samples, rows], which is masked here where an activation is to be.
 Gradients backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs, bool activates, double slope);
+    const Needs& needs, bool activates, double slope);
 
 }  // namespace wnfused::small_linear

@@ -155,9 +155,9 @@ Masked masked(const Tensor& dy, const Tensor& y, int64_t channel, int64_t activa
 // dv, dg and dbias, as they are needed; `dw` gives the product's.
 template <class Product>
 void take_weight_gradients(
-    Gradients& found, int64_t needs, const Product& dw, const Tensor& v, const Tensor& g, const Tensor& norm,
+    Gradients& found, const Needs& needs, const Product& dw, const Tensor& v, const Tensor& g, const Tensor& norm,
     const Optional& partial) {
-  if (needs & kWeight) {
+  if (needs.v) {
     WeightGradients made = through_weight_norm(dw(), v, g, norm, partial);
     std::get<1>(found) = made.dv;
     std::get<2>(found) = made.dg;
@@ -198,9 +198,9 @@ Outputs linear(
 
 Gradients linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    const Tensor& known, int64_t needs, int64_t activation, double slope) {
+    const Tensor& known, const Needs& needs, int64_t activation, double slope) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool masks = activation != kNone, gives_dz = (needs & kResidual) && masks;
+  const bool masks = activation != kNone, gives_dz = needs.residual && masks;
   const Tensor rows = rows_of(dy), y_rows = masks ? rows_of(y) : rows;
   if (!known.defined() && small_linear::takes(x.scalar_type(), rows.size(0), v)) {
     // The kernels mask dy as they read it, each for itself; the residual's gradient is that of it all.
@@ -211,10 +211,10 @@ Gradients linear_backward(
     if (gives_dz) std::get<4>(found) = dz.view(y.sizes());
     return found;
   }
-  const auto [dz, partial] = masked(rows, y_rows, 1, activation, slope, (needs & kBias) != 0);
+  const auto [dz, partial] = masked(rows, y_rows, 1, activation, slope, needs.bias);
   const Tensor across = dz.t();
   Gradients found;
-  if (needs & kInput) {
+  if (needs.x) {
     const Tensor w =
         known.defined() ? known : weight_of(x, v, g, Optional(), MemoryFormat::Contiguous, false).w;
     std::get<0>(found) = at::mm(dz, w).view(x.sizes());
@@ -275,26 +275,26 @@ Outputs conv(
 
 Gradients conv_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    const Tensor& known, int64_t needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
+    const Tensor& known, const Needs& needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
     int64_t activation, double slope) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto [dz, partial] = masked(dy, y, 1, activation, slope, (needs & kBias) != 0);
+  const auto [dz, partial] = masked(dy, y, 1, activation, slope, needs.bias);
   Gradients found;
   Tensor dx, dw;
-  if (needs & (kInput | kWeight)) {
+  if (needs.x || needs.v) {
     Tensor w = known;
-    if (!w.defined() && (needs & kInput)) w = weight_of(x, v, g, Optional(), format_of(x, v), false).w;
+    if (!w.defined() && needs.x) w = weight_of(x, v, g, Optional(), format_of(x, v), false).w;
     // The weight's own gradient asks for its shape alone.
     if (!w.defined()) w = at::empty(v.sizes(), v.options().dtype(x.scalar_type()).memory_format(format_of(x, v)));
     const std::vector<int64_t> none(stride.size(), 0);
     const Deterministic algorithms;
     std::tie(dx, dw, std::ignore) = at::convolution_backward(
         dz, x, w, std::nullopt, stride, padding, dilation, false, none, groups,
-        {(needs & kInput) != 0, (needs & kWeight) != 0, false});
+        {needs.x, needs.v, false});
   }
-  if (needs & kInput) std::get<0>(found) = dx;
+  if (needs.x) std::get<0>(found) = dx;
   take_weight_gradients(found, needs, [&] { return dw; }, v, g, norm, partial);
-  if ((needs & kResidual) && activation != kNone) std::get<4>(found) = dz;
+  if (needs.residual && activation != kNone) std::get<4>(found) = dz;
   return found;
 }
 
@@ -311,7 +311,7 @@ std::tuple<Tensor, Tensor> linear_op(
 Gradients linear_backward_op(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, int64_t activation, double slope) {
-  return linear_backward(dy, y, x, v, g, norm, Tensor(), needs, activation, slope);
+  return linear_backward(dy, y, x, v, g, norm, Tensor(), Needs::of(needs), activation, slope);
 }
 std::tuple<Tensor, Tensor> conv_op(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
@@ -324,7 +324,7 @@ Gradients conv_backward_op(
     int64_t needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation,
     double slope) {
   return conv_backward(
-      dy, y, x, v, g, norm, Tensor(), needs, stride, padding, dilation, groups, activation, slope);
+      dy, y, x, v, g, norm, Tensor(), Needs::of(needs), stride, padding, dilation, groups, activation, slope);
 }
 
 }  // namespace

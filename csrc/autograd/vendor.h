@@ -6,6 +6,8 @@
 #include <optional>
 #include <tuple>
 
+#include "needs.h"
+
 namespace wnfused::vendor {
 
 using at::IntArrayRef;
@@ -14,7 +16,6 @@ using Optional = std::optional<Tensor>;
 using Gradients = std::tuple<Optional, Optional, Optional, Optional, Optional>;  // dx, dv, dg, dbias, dz
 
 enum Activation : int64_t { kNone, kRelu, kLeakyRelu };
-enum Needs : int64_t { kInput = 1, kWeight = 2, kBias = 4, kResidual = 8 };
 
 struct Outputs {
   Tensor y, norm, w;  // w: the effective weight, in x's dtype; undefined where none was made
@@ -30,10 +31,10 @@ Outputs conv(
 // known: the forward's w; without it, it is made again where it is read.
 Gradients linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    const Tensor& known, int64_t needs, int64_t activation, double slope);
+    const Tensor& known, const Needs& needs, int64_t activation, double slope);
 Gradients conv_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    const Tensor& known, int64_t needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
+    const Tensor& known, const Needs& needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
     int64_t activation, double slope);
 
 }  // namespace wnfused::vendor

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused.backends import native_composed, native_cuda, operands_of, tensors_of
+from wnfused.backends.asked import bits_of, flags_of
 from wnfused.backends.library import opened
 from wnfused.backends.native_norm import (  # noqa: F401  ops of this backend, found by name
     weight_norm,
@@ -275,10 +276,6 @@ def _is_fused(x: Tensor, v: Tensor, dim: int | None) -> bool:
     return x.is_cuda or (x.dtype in FUSED_DTYPES and (dim == 0 or dim == -v.dim()))
 
 
-def _needs(needs: Sequence[bool]) -> int:
-    return needs[0] + 2 * needs[1] + 4 * needs[2] + 8 * needs[3]
-
-
 def _given(found: Sequence[Tensor | None], dy: Tensor) -> Any:
     """The op's outputs: what was not asked for is empty."""
     return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in found)
@@ -300,7 +297,7 @@ def linear_backward(
     if not _is_fused(x, v, dim):
         return native_composed.linear_backward(dy, y, x, v, g, norm, needs, dim, activation, negative_slope)
     found = torch.ops.wnfused_native.linear_backward.default(
-        dy, y, x, v, g, norm, _needs(needs), _ACTIVATION[activation], negative_slope
+        dy, y, x, v, g, norm, bits_of(needs), _ACTIVATION[activation], negative_slope
     )
     return _given(found, dy)
 
@@ -334,7 +331,7 @@ def conv_backward(
     fused = _is_fused(x, v, dim)
     if fused and transposed:
         done, *found = torch.ops.wnfused_native.conv_transpose_backward.default(
-            dy, y, x, v, g, norm, _needs(needs), stride, padding, dilation, output_padding, groups,
+            dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, output_padding, groups,
             _ACTIVATION[activation], negative_slope,
         )  # fmt: skip
         if done:
@@ -343,7 +340,7 @@ def conv_backward(
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
         return native_composed.conv_backward(dy, y, x, v, g, norm, needs, *geometry, dim, activation, negative_slope)
     found = torch.ops.wnfused_native.conv_backward.default(
-        dy, y, x, v, g, norm, _needs(needs), stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
+        dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
     )
     return _given(found, dy)
 
@@ -382,7 +379,7 @@ def composed_conv_transpose_backward(
     padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
     negative_slope: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    wanted = [bool(needs >> i & 1) for i in range(4)]
+    wanted = flags_of(needs)
     geometry = (stride, padding, dilation, True, output_padding, groups)
     name = reference.ACTIVATIONS[activation]
     found = native_composed.conv_backward(dy, y, x, v, g, norm, wanted, *geometry, 0, name, negative_slope)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused._convolution import convolution, convolution_backward
+from wnfused.backends.asked import bits_of
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.native_norm import weight_norm, weight_norm_backward
 
@@ -103,8 +104,7 @@ def conv_backward(
         window = _window(transposed, stride, padding, dilation, output_padding, groups, activation, negative_slope)
         native = torch.ops.wnfused_native
         op = native.plain_conv_transpose_backward if transposed else native.plain_conv_backward
-        wanted = sum(needed << i for i, needed in enumerate(needs))
-        done, *found = op.default(dy, y, x, w, wanted, *window)
+        done, *found = op.default(dy, y, x, w, bits_of(needs), *window)
         if done:
             dx, dw, db, dz = (dy.new_empty(0) if gradient is None else gradient for gradient in found)
             dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dw, dw)

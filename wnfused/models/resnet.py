@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wnfused._numbers import flag
+from wnfused._numbers import finite, flag, plain_int, positive
 from wnfused.models._common import RESIDUAL_NORMS, checked_norm, counts
 from wnfused.nn import FixupBlock, PlainResidualBlock, ScalarBias, WNConv2d, WNResidualStage
 
@@ -20,11 +20,21 @@ class BatchNormBlock(nn.Module):
     The shortcut is x itself, or a 1x1 convolution of z where shapes change. An identity that carried z instead would
     be normalised anew in every block, and the gradient would grow geometrically with depth.
 
+    Args:
+        in_channels, out_channels, stride: of the block; the first convolution and the shortcut have the stride.
+        skip_scale: factor on the sum.
+
+    Raises:
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right.
+
     Source: the published code of Arpit, Campos & Bengio 2019.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1, *, skip_scale: float = 1.0) -> None:
         super().__init__()
+        in_channels, out_channels, stride = map(plain_int, (in_channels, out_channels, stride))
+        positive(in_channels=in_channels, out_channels=out_channels, stride=stride)
+        finite(skip_scale=skip_scale)
         self.skip_scale = skip_scale
         self.bn1 = nn.BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)

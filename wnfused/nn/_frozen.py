@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from wnfused._convolution import vendor_is_wrong
+from wnfused._spatial import padded_behind, zeros_around
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES
 from wnfused.ops.kept import kept_conv, kept_kernel
@@ -55,12 +56,9 @@ def _vendor_is_wrong(conv: _ConvNd, x: Tensor) -> bool:
     padding: Any = conv.padding
     if conv.padding_mode != "zeros":
         x, padding = nn.functional.pad(x, conv._reversed_padding_repeated_twice), (0,) * len(conv.kernel_size)
-    elif padding == "valid":
-        padding = (0,) * len(conv.kernel_size)
-    elif padding == "same":  # where that is odd, the extra zero goes behind
-        reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        x = nn.functional.pad(x, [n for r in reversed(reach) for n in (0, r % 2)])
-        padding = [r // 2 for r in reach]
+    elif isinstance(padding, str):
+        padding, behind = zeros_around(padding, conv.kernel_size, conv.dilation)
+        x = padded_behind(x, behind)
     geometry = (conv.stride, padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
     return vendor_is_wrong(x, conv.weight, *geometry, dtype)
 

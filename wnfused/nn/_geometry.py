@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from wnfused._numbers import from_0, plain_int, positive
-from wnfused._spatial import Extent, extents, text_in_dims
+from wnfused._spatial import Extent, checked_padding, extents, text_in_dims
 
 _MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -29,7 +29,7 @@ def divide(groups: int, inputs: int, outputs: int) -> None:
 
 def geometry(
     spatial: int, in_channels: int, out_channels: int, kernel_size: Extent, stride: Extent, padding: Extent | str,
-    dilation: Extent, groups: int, padding_mode: str,
+    dilation: Extent, groups: int, padding_mode: str, transposed: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments of a convolution over ``spatial`` dims."""
     channels = counts(in_channels=in_channels, out_channels=out_channels)
@@ -43,7 +43,8 @@ def geometry(
         **channels,
         "kernel_size": extents("kernel_size", kernel_size, spatial, 1, exact=True),
         "stride": strides,
-        "padding": _padding(padding, spatial, strides, padding_mode),
+        # With another padding mode a negative number crops, as torch.nn.functional.pad does.
+        "padding": checked_padding(padding, spatial, strides, transposed, 0 if padding_mode == "zeros" else None),
         "dilation": extents("dilation", dilation, spatial, 1),
         "groups": groups,
         "padding_mode": padding_mode,
@@ -55,14 +56,12 @@ def transposed_geometry(
     output_padding: Extent, dilation: Extent, groups: int, padding_mode: str,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments of a transposed convolution over ``spatial`` dims."""
-    if isinstance(padding, str):
-        raise ValueError(f"padding: {padding!r} must be an int or ints for a transposed convolution")
     if padding_mode != "zeros":
         raise ValueError(f"padding_mode: {padding_mode!r} must be 'zeros' for a transposed convolution")
     # Its bound depends on stride and dilation, and counts only in a forward without an output_size.
     extra = extents("output_padding", output_padding, spatial, 0)
     shared = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode)
-    return {**geometry(spatial, *shared), "output_padding": extra}
+    return {**geometry(spatial, *shared, transposed=True), "output_padding": extra}
 
 
 def in_dims(spatial: int, text: str | None) -> str | None:
@@ -71,14 +70,3 @@ def in_dims(spatial: int, text: str | None) -> str | None:
     The site, which imports nothing, shows the line that stands under the class itself.
     """
     return None if text is None else text_in_dims(spatial, text)
-
-
-def _padding(padding: Extent | str, spatial: int, strides: tuple[int, ...], mode: str) -> tuple[int, ...] | str:
-    if not isinstance(padding, str):
-        # With another padding mode a negative number crops, as torch.nn.functional.pad does.
-        return extents("padding", padding, spatial, 0 if mode == "zeros" else None)
-    if padding not in ("same", "valid"):
-        raise ValueError(f"padding: {padding!r} must be 'same', 'valid' or ints")
-    if padding == "same" and any(stride != 1 for stride in strides):
-        raise ValueError(f"padding: 'same' needs stride 1, got stride {list(strides)}")
-    return padding

@@ -15,25 +15,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from wnfused import dispatch, functional
-from wnfused._numbers import at_least_0, number, truth
+from wnfused._numbers import at_least_0, floating_dtype, number, truth
 from wnfused.nn._keys import to_old
 from wnfused.nn._rule import check_directions, check_stored, reset_layer
 from wnfused.nn._weight import EffectiveWeight
-from wnfused.ops._arguments import autocast_is_on, is_exporting, row_dim
-
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-"""What a layer's parameters can be in."""
+from wnfused.ops import _arguments as arguments
 
 NOT_STORED = (
     "it is computed from weight_v and weight_g; wnfused.fold(model) gives plain layers, "
     "wnfused.convert(model, plain=True) brings them back"
 )
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """One that the ops run in, or None for torch's default."""
-    if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype: {dtype!r} must be one of {', '.join(map(str, DTYPES))}, or None")
 
 
 def refuse_shapeless(model: nn.Module, remedy: str = "run the model once") -> None:
@@ -106,17 +97,14 @@ class WeightNormalised(nn.Module):
         bias: bool, dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Checked and set before torch's constructor runs, because that one ends in ``reset_parameters``."""
-        if activation not in (None, "relu", "leaky_relu"):
-            raise ValueError(f"activation: unknown {activation!r}; use None, 'relu' or 'leaky_relu'")
         number(negative_slope=negative_slope)
-        if activation == "leaky_relu":
-            at_least_0(negative_slope=negative_slope)
+        arguments.activation(activation, negative_slope)
         if gamma is not None:
             at_least_0(gamma=gamma)
         check_directions(init=init)
-        row_dim(dim)
+        arguments.row_dim(dim)
         truth(bias=bias)
-        check_dtype(dtype)
+        floating_dtype(dtype=dtype)
         self.__dict__.update(activation=activation, negative_slope=negative_slope, gamma=gamma, init=init, dim=dim)
 
     @property
@@ -242,11 +230,11 @@ class WeightNormalised(nn.Module):
             return False
         # Under vmap torch does not autocast a plain layer.
         vectorised = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-        if vectorised and autocast_is_on(input.device.type):
+        if vectorised and arguments.autocast_is_on(input.device.type):
             return False
         own = list(self._parameters.values())
         # An export calls the layer with stand-ins of its parameters.
-        if any(map(operator.is_not, own, form.made_of)) and not is_exporting():
+        if any(map(operator.is_not, own, form.made_of)) and not arguments.is_exporting():
             return False
         return not torch.is_grad_enabled() or not any(p.requires_grad for p in own if p is not None)
 
@@ -295,7 +283,9 @@ def _goes_with(input: Tensor, dtype: torch.dtype) -> bool:
     if input.dtype == dtype:
         return True
     device = input.device.type
-    return dtype == torch.float32 and autocast_is_on(device) and input.dtype == torch.get_autocast_dtype(device)
+    return (
+        dtype == torch.float32 and arguments.autocast_is_on(device) and input.dtype == torch.get_autocast_dtype(device)
+    )
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wnfused._modules import check_module
-from wnfused._numbers import plain_int, positive
+from wnfused._numbers import floating_dtype, plain_int, positive
 
 
 def fixup_scalars(model: nn.Module) -> list[nn.Parameter]:
@@ -26,11 +26,14 @@ def fixup_scalars(model: nn.Module) -> list[nn.Parameter]:
 class ScalarBias(nn.Module):
     """``x + b``, one b for all elements, which starts at 0: stands before a layer or an activation outside of blocks.
 
-    Parameter: ``bias [1]``. Source: Zhang, Dauphin & Ma 2019, section 3, rule 3.
+    Parameter: ``bias [1]``. Raises TypeError on a ``dtype`` that the layers do not have.
+
+    Source: Zhang, Dauphin & Ma 2019, section 3, rule 3.
     """
 
     def __init__(self, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
+        floating_dtype(dtype=dtype)
         self.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
 
     @torch.no_grad()
@@ -58,7 +61,7 @@ class FixupBlock(nn.Module):
     Parameters: ``scale`` and ``bias1`` to ``bias4``, each ``[1]``, beside those of ``conv1``, ``conv2``, ``shortcut``.
 
     Raises:
-        ValueError: naming the argument that is no int of at least 1.
+        TypeError, ValueError: naming the argument that cannot work, its value and what is right.
 
     Source: Zhang, Dauphin & Ma 2019, figure 1 (right) and section 3.
     """
@@ -77,6 +80,7 @@ class FixupBlock(nn.Module):
         counts = (in_channels, out_channels, stride, num_branches)
         in_channels, out_channels, stride, num_branches = map(plain_int, counts)
         positive(in_channels=in_channels, out_channels=out_channels, stride=stride, num_branches=num_branches)
+        floating_dtype(dtype=dtype)
         self.num_branches = num_branches
         where = {"device": device, "dtype": dtype}
         for name in ("bias1", "bias2", "bias3", "bias4", "scale"):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from wnfused import functional
-from wnfused._numbers import finite, plain_int, positive
+from wnfused._numbers import finite, floating_dtype, plain_int, positive
 from wnfused.nn._keys import count_blocks, stack_blocks
-from wnfused.nn._layer import check_dtype, refuse_script, row_norm, with_directions
+from wnfused.nn._layer import refuse_script, row_norm, with_directions
 from wnfused.nn._rule import check_directions, reset_stage
 from wnfused.nn.conv import WNConv2d
 
@@ -46,6 +46,7 @@ class PlainResidualBlock(nn.Module):
         in_channels, out_channels, stride = map(plain_int, (in_channels, out_channels, stride))
         positive(in_channels=in_channels, out_channels=out_channels, stride=stride)
         finite(skip_scale=skip_scale)
+        floating_dtype(dtype=dtype)
         self.skip_scale = skip_scale
         where = {"device": device, "dtype": dtype}
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, **where)
@@ -163,7 +164,7 @@ class WNResidualStage(nn.Module):
             positive(recompute=recompute)
         finite(skip_scale=skip_scale)
         check_directions(init=init)
-        check_dtype(dtype)
+        floating_dtype(dtype=dtype)
         self.in_channels, self.out_channels, self.stride = in_channels, out_channels, stride
         self.num_blocks, self.recompute = num_blocks, recompute
         self.skip_scale, self.init = float(skip_scale), init

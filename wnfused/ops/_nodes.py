@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wnfused.backends.asked import asked_of, bits_of, flags_of
 from wnfused.ops._arguments import below_autocast
 from wnfused.ops._input_gradient import (
     asks_for_input_alone,
@@ -49,7 +50,7 @@ class Gradients:
         constants: Sequence[Any],
     ) -> Found:  # fmt: skip
         x, v, g = inputs[:3]
-        wanted = needs[0] + 2 * (needs[1] or needs[2]) + 4 * needs[3] + 8 * needs[4]
+        wanted = bits_of(asked_of(*needs))
         *found, dz = self._kernel_backward(dy, dy if y is None else y, x, v, g, norm, wanted, *constants)
         return *found, dy if needs[4] and y is None else dz
 
@@ -69,7 +70,7 @@ class Gradients:
         """What a node in C++ calls back for. ``others``: inputs, norm, needs and leaves in bits, constants."""
         *inputs, norm, needed, leaf = others[:8]
         constants = others[8:]
-        needs, leaves = ([bool(bits >> i & 1) for i in range(5)] for bits in (needed, leaf))
+        needs, leaves = flags_of(needed, 5), flags_of(leaf, 5)
         if torch.is_grad_enabled() or is_transformed(dy):
             return self.with_graph(dy, y, inputs, norm, needs, constants)
         if is_zero_gradient(dy):

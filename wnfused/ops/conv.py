@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function
 
 from wnfused import reference
 from wnfused._numbers import plain_int
-from wnfused._spatial import Extent, extents, text_in_dims
+from wnfused._spatial import Extent, checked_padding, extents, padded_behind, text_in_dims, zeros_around
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES, FIRST_DIM, layer
@@ -153,22 +153,17 @@ def _checked(
         if residual is not None:
             arguments.floating("residual", residual)
             residual = residual.unsqueeze(0)
-    if isinstance(padding, str) and not transposed:
-        x, paddings = _named_padding(padding, x, v, strides, dilations)
-    else:
-        if isinstance(padding, str):
-            raise ValueError(f"padding: {padding!r} must be an int or {spatial} ints for a transposed convolution")
-        paddings = list(extents("padding", padding, spatial, 0))
-    sizes = _output_sizes(x, v, strides, paddings, dilations, transposed, extra)
+    x, zeros = _padded(x, v, checked_padding(padding, spatial, strides, transposed), dilations)
+    sizes = _output_sizes(x, v, strides, zeros, dilations, transposed, extra)
     if any(_is_below_1(size) for size in sizes) and not (transposed and x.shape[0] == 0 and min(sizes) == 0):
-        window = f"a kernel of {list(v.shape[2:])} with padding {paddings} and dilation {dilations}"
+        window = f"a kernel of {list(v.shape[2:])} with padding {zeros} and dilation {dilations}"
         if transposed:
             raise ValueError(f"x: spatial size {list(x.shape[2:])} gives an output of {sizes} by {window}")
         raise ValueError(f"x: spatial size {list(x.shape[2:])} is too small for {window}")
     if residual is not None:
         residual = arguments.residual(residual, [x.shape[0], features, *sizes], x)
     name = arguments.activation(activation, negative_slope)
-    geometry = (strides, paddings, dilations, transposed, extra, groups)
+    geometry = (strides, zeros, dilations, transposed, extra, groups)
     return x, v, g, bias, residual, *geometry, dim, name, float(negative_slope)
 
 
@@ -202,22 +197,12 @@ def _kernel(v: Tensor) -> list[int]:
     return [int(k) if isinstance(k, Tensor) else k for k in v.shape[2:]]
 
 
-def _named_padding(
-    padding: str, x: Tensor, v: Tensor, strides: list[int], dilations: list[int]
-) -> tuple[Tensor, list[int]]:
-    """``"valid"`` and ``"same"``; where 'same' is odd, the extra zero goes behind, as torch has it."""
-    spatial = len(strides)
-    if padding == "valid":
-        return x, [0] * spatial
-    if padding != "same":
-        raise ValueError(f"padding: {padding!r} must be 'same', 'valid' or ints")
-    if any(stride != 1 for stride in strides):
-        raise ValueError(f"padding: 'same' needs stride 1, got stride {strides}")
-    totals = [d * (k - 1) for d, k in zip(dilations, _kernel(v), strict=True)]
-    if any(total % 2 for total in totals):
-        behind = [amount for total in reversed(totals) for amount in (0, total % 2)]
-        x = torch.nn.functional.pad(x, behind)
-    return x, [total // 2 for total in totals]
+def _padded(x: Tensor, v: Tensor, padding: tuple[int, ...] | str, dilations: list[int]) -> tuple[Tensor, list[int]]:
+    """``x`` and how many zeros go around it."""
+    if not isinstance(padding, str):
+        return x, list(padding)
+    around, behind = zeros_around(padding, _kernel(v), dilations)
+    return padded_behind(x, behind), around
 
 
 @arguments.quiet_in_a_trace
@@ -225,12 +210,10 @@ def _in_numbers(padding: str, v: Tensor, stride: Extent, dilation: Extent) -> tu
     """A named padding of a layer's own attributes that is the same on both sides; any other by its name."""
     if type(dilation) is not tuple or type(v) not in (Tensor, torch.nn.Parameter) or len(dilation) != v.dim() - 2:
         return padding
-    if padding == "valid":
-        return (0,) * len(dilation)
-    totals = [d * (k - 1) for d, k in zip(dilation, _kernel(v), strict=True)]
-    if padding != "same" or stride != (1,) * len(dilation) or any(total % 2 for total in totals):
+    if padding not in ("same", "valid") or (padding == "same" and stride != (1,) * len(dilation)):
         return padding
-    return tuple(total // 2 for total in totals)
+    around, behind = zeros_around(padding, _kernel(v), dilation)
+    return padding if any(behind) else tuple(around)
 
 
 def _conv(

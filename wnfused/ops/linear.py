@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from wnfused import reference
+from wnfused.backends.asked import asked_of
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES, FIRST_DIM, layer
 from wnfused.ops._registration import below_autograd, define, differentiable
@@ -74,8 +75,8 @@ def layer_backward(
     x, v, g, bias, _, *rest = inputs
     y, norm = outputs
     activation = rest[-2]
-    wanted = [needs[0], needs[1] or needs[2], needs[3], needs[4]]
-    dx, dv, dg, db, dz = below_autograd(op, (dy, dy if y is None else y, x, v, g, norm, wanted, *rest))
+    asked = asked_of(*needs[:5])
+    dx, dv, dg, db, dz = below_autograd(op, (dy, dy if y is None else y, x, v, g, norm, asked, *rest))
     dresidual = dy if activation == "none" else dz
     db = db if bias is None or not needs[3] else db.to(bias.dtype)
     found = (dx, dv, dg, db, dresidual)

@@ -18,7 +18,7 @@ ConvChoice choose_forward(const ConvTraits& layer, const ForwardAsks& asks) {
   return {};
 }
 
-ConvChoice choose_backward(const ConvTraits& layer, const ConvNeeds& needs) {
+ConvChoice choose_backward(const ConvTraits& layer, const Needs& needs) {
   if (!layer.shape.is_sound() || !(needs.x || needs.v)) return {};
   if (suits_planes_backward(layer)) return {ConvWay::kPlanes};
   if (suits_strips_backward(layer, needs)) return {ConvWay::kStrips};

@@ -14,6 +14,7 @@
 
 #include "cpu/conv3x3/geometry.h"
 #include "cpu/window/window.h"
+#include "needs.h"
 
 namespace wnfused::cpu {
 
@@ -41,13 +42,6 @@ struct ForwardAsks {
   bool passes, kept;
 };
 
-// Which gradients are asked for, by the bits of the ops' `needs`.
-struct ConvNeeds {
-  bool x, v, bias, residual;
-
-  explicit ConvNeeds(int64_t needs) : x(needs & 1), v(needs & 2), bias(needs & 4), residual(needs & 8) {}
-};
-
 enum class ConvWay { kVendor, kPlanes, kStrips, kUnfolded, kOwn };
 
 struct ConvChoice {
@@ -57,6 +51,6 @@ struct ConvChoice {
 };
 
 ConvChoice choose_forward(const ConvTraits& layer, const ForwardAsks& asks);
-ConvChoice choose_backward(const ConvTraits& layer, const ConvNeeds& needs);
+ConvChoice choose_backward(const ConvTraits& layer, const Needs& needs);
 
 }  // namespace wnfused::cpu

@@ -126,7 +126,7 @@ std::optional<Method> own_method(const ConvTraits& layer, const ForwardAsks& ask
   return vendors ? std::nullopt : method;
 }
 
-std::optional<Method> own_method_backward(const ConvTraits& layer, const ConvNeeds& needs) {
+std::optional<Method> own_method_backward(const ConvTraits& layer, const Needs& needs) {
   // A bias gradient without that of the weight would need a pass of its own.
   if (!needs.v && needs.bias) return std::nullopt;
   if (suits_pairs(layer, true)) return Method::kPairs;

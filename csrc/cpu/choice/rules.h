@@ -12,14 +12,14 @@ bool suits_planes(const ConvTraits& layer);
 bool suits_planes_backward(const ConvTraits& layer);
 
 bool suits_strips(const ConvTraits& layer);
-bool suits_strips_backward(const ConvTraits& layer, const ConvNeeds& needs);
+bool suits_strips_backward(const ConvTraits& layer, const Needs& needs);
 
 bool suits_unfolding(const ConvTraits& layer);
-bool suits_unfolding_backward(const ConvTraits& layer, const ConvNeeds& needs);
+bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs);
 
 // How the kernels of conv_layer/ take a layer, where they are faster than the vendor's.
 std::optional<Method> own_method(const ConvTraits& layer, const ForwardAsks& asks);
-std::optional<Method> own_method_backward(const ConvTraits& layer, const ConvNeeds& needs);
+std::optional<Method> own_method_backward(const ConvTraits& layer, const Needs& needs);
 
 // How they take it in float32, be they faster or not.
 std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool kept = false);

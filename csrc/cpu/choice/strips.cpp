@@ -80,7 +80,7 @@ bool suits_strips(const ConvTraits& layer) {
   return !vendors && !has_many_turned(layer) && has_strips(layer);
 }
 
-bool suits_strips_backward(const ConvTraits& layer, const ConvNeeds& needs) {
+bool suits_strips_backward(const ConvTraits& layer, const Needs& needs) {
   return (needs.x || !has_many_turned(layer)) && has_strips(layer);
 }
 

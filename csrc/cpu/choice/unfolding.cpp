@@ -57,7 +57,7 @@ bool suits_unfolding(const ConvTraits& layer) {
   return pixels <= (packs || is_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels;
 }
 
-bool suits_unfolding_backward(const ConvTraits& layer, const ConvNeeds& needs) {
+bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
   constexpr int64_t kBesideWinograd = 50;
   const ConvShape& shape = layer.shape;

@@ -5,9 +5,6 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Floats that hold so many bfloat16, whole cache lines.
-WNFUSED_INLINE int64_t panel_floats(int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; }
-
 // A multiple of 16.
 WNFUSED_INLINE void clear_elements(uint16_t* target, int64_t count) {
   for (; count >= 2 * kLanes; count -= 2 * kLanes, target += 2 * kLanes) store_bits(target, zero());

@@ -90,6 +90,13 @@ struct Geometry : MapShape, Division {
   int64_t wgrad_gradients() const {
     return wgrad_group_blocks * kLanes * (wgrad_turned ? wgrad_plane : wgrad_run);
   }
+  // Where a worker's scratch has the parts of a convolution (the panel, sums) and of a weight gradient (segments, inputs,
+  // gradients), in floats, and where they end.
+  int64_t conv_sums_at() const { return panel_floats(conv_panel()); }
+  int64_t conv_scratch() const { return conv_sums_at() + kTileSums; }
+  int64_t wgrad_inputs_at() const { return segment_floats(wgrad_segments()); }
+  int64_t wgrad_gradients_at() const { return wgrad_inputs_at() + panel_floats(wgrad_inputs()); }
+  int64_t wgrad_scratch() const { return wgrad_gradients_at() + panel_floats(wgrad_gradients()); }
   // Of a plane of sums (wgrad.h).
   int64_t sums_stride() const { return wgrad_group_blocks * padded_channels * kLanes + kLanes; }
   int64_t wgrad_segments() const {

@@ -100,7 +100,8 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
   Segment segments[3];
   for (int64_t i = 0; i < 3; ++i)
     segments[i] = {chunk.panel + i * line * padded, chunk.bank + geometry.filters_offset(i, 0)};
-  const PairProduct product{segments, 3, geometry.segment_depth, pixels * padded, geometry.filters_stride(), false, true};
+  PairProduct product{segments, 3, geometry.segment_depth, pixels * padded, geometry.filters_stride()};
+  product.neighbours = true;
   // Lines that are one run of rows have borders in between; otherwise each line begins a tile.
   const bool run = geometry.conv_line_rows * pixels == line;
   const int64_t width = geometry.width / pixels, inside = (end - begin) * width;
@@ -136,7 +137,7 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
     for (int64_t i = 0; i < touching; ++i)
       segments[i] = {chunk.panel + (position + tap_shift(geometry, taps[i])) * rows * padded,
                      chunk.bank + geometry.filters_offset(taps[i], 0)};
-    const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.filters_stride(), false, false};
+    const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.filters_stride()};
     sink.begin({begin * pixels + position, pixels, rows, count, count}, 0);
     Pairs::multiply(product, offsets, rows / geometry.pair_rows, chunk.blocks, sink);
   }
@@ -153,7 +154,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
   uint16_t* panel = reinterpret_cast<uint16_t*>(scratch);
   const ConvolutionChunk chunk{
       blocks, reinterpret_cast<const uint16_t*>(bank) + geometry.filters_offset(0, first_block), panel};
-  Finisher<kEnding> finisher(geometry, epilogue, ahead, first_block, scratch + panel_floats(geometry.conv_panel()));
+  Finisher<kEnding> finisher(geometry, epilogue, ahead, first_block, scratch + geometry.conv_sums_at());
   if (geometry.method == Method::kLines) convolve_lines(geometry, map, part, chunk, finisher);
   else convolve_positions(geometry, map, part, chunk, finisher);
   if (sum_of(finisher.end()) != 0.0f) poisoned.store(true, std::memory_order_relaxed);

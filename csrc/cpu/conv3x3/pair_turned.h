@@ -135,7 +135,7 @@ inline void turned_gradients(const Geometry& geometry, int64_t item, const uint1
         PlainSink sink{chunk.bank + column * geometry.gradient_stride + input_block * geometry.padded_channels * kLanes,
                        3 * geometry.gradient_stride, geometry.pair_rows};
         Pairs::multiply({chunk.segments, segments, geometry.wgrad_depth, geometry.wgrad_plane, line_pairs,
-                         chunk.accumulate, false},
+                         chunk.accumulate},
                         offsets, chunk.blocks, 3, sink);
       }
     }

@@ -84,7 +84,7 @@ WNFUSED_INLINE void multiply_tap(const Geometry& geometry, const GradientChunk& 
   int64_t offsets[kMaxGroups];
   const int64_t tile = geometry.pair_rows, groups = geometry.padded_channels / tile;
   const PairProduct product{chunk.segments, segments, geometry.wgrad_depth, geometry.wgrad_plane,
-                            geometry.wgrad_run * kLanes, chunk.accumulate, false};
+                            geometry.wgrad_run * kLanes, chunk.accumulate};
   PlainSink sink{chunk.bank + tap * geometry.gradient_stride, geometry.padded_channels * kLanes, tile};
   for (int64_t first = 0; first < groups; first += kMaxGroups) {
     const int64_t count = smaller(kMaxGroups, groups - first);
@@ -145,9 +145,8 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const u
   chunk.first_block = first_block;
   chunk.blocks = blocks;
   chunk.segments = reinterpret_cast<Segment*>(scratch);
-  scratch += (geometry.wgrad_segments() * sizeof(Segment) / sizeof(float) + kLanes - 1) / kLanes * kLanes;
-  chunk.inputs = reinterpret_cast<uint16_t*>(scratch);
-  chunk.gradients = reinterpret_cast<uint16_t*>(scratch + panel_floats(geometry.wgrad_inputs()));
+  chunk.inputs = reinterpret_cast<uint16_t*>(scratch + geometry.wgrad_inputs_at());
+  chunk.gradients = reinterpret_cast<uint16_t*>(scratch + geometry.wgrad_gradients_at());
   const bool turned = geometry.wgrad_turned;
   chunk.bank = banks + slice * geometry.gradient_size() + first_block * (turned ? kLanes * kLanes : block_stride);
   if (begin >= end) {

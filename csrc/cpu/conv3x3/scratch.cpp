@@ -6,15 +6,6 @@
 namespace wnfused::cpu {
 namespace {
 
-int64_t pair_worker_floats(const Geometry& geometry) {
-  const auto floats = [](int64_t elements) { return (elements + 2 * kLanes - 1) / (2 * kLanes) * kLanes; };
-  const int64_t conv = floats(geometry.conv_panel()) + kTileSums;
-  constexpr int64_t kSegmentFloats = 2 * sizeof(void*) / sizeof(float);
-  const int64_t wgrad = geometry.wgrad_segments() * kSegmentFloats + kLanes + floats(geometry.wgrad_inputs()) +
-                        floats(geometry.wgrad_gradients());
-  return std::max(conv, wgrad);
-}
-
 int64_t panels(const Geometry& geometry, int64_t rows, int64_t blocks) {
   return geometry.planes * (blocks * rows + 1) * kLanes;
 }
@@ -40,7 +31,8 @@ int64_t packing_offset(const Geometry& geometry) { return geometry.by_groups ? c
 int64_t worker_floats(const Geometry& geometry) {
   const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_channels * geometry.taps();
   const int64_t pack = 2 * unit + row, finish = unit + kFinishRows * row;
-  const int64_t conv = geometry.is_pairs() ? pair_worker_floats(geometry) : float_worker_floats(geometry);
+  const int64_t conv = geometry.is_pairs() ? std::max(geometry.conv_scratch(), geometry.wgrad_scratch())
+                                           : float_worker_floats(geometry);
   return std::max({conv, packing_offset(geometry) + pack, finish});
 }
 

@@ -28,7 +28,7 @@ std::optional<Tensor> forward_by(const ConvChoice& choice, const ConvCall& call,
 }
 
 std::optional<LayerGradients> backward_by(const ConvChoice& choice, const ConvCall& call, const Tensor& dy,
-                                          const Tensor& y, const float* norms, const ConvNeeds& needs, float* dgain) {
+                                          const Tensor& y, const float* norms, const Needs& needs, float* dgain) {
   switch (choice.way) {
     case ConvWay::kPlanes: return planes_conv_backward(call, dy, y, norms, needs, dgain);
     case ConvWay::kStrips: return strips_conv_backward(call, dy, y, norms, needs, dgain);
@@ -93,7 +93,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   const ConvCall call{conv_shape(x, v, window), x, v, floats_of(g, held), nullptr, window,
                       static_cast<Activation>(activation), static_cast<float>(slope)};
   const float* norms = entries<float>(norm);
-  const ConvNeeds needs(needs_given);
+  const Needs needs = Needs::of(needs_given);
   std::optional<Rounded> gain_gradient;
   float* dgain = needs.v ? gain_gradient.emplace(sizes_of(g), g.scalar_type()).data() : nullptr;
   const ConvChoice choice = choose_backward(traits_of(call), needs);

@@ -9,7 +9,7 @@ namespace wnfused::cpu {
 
 // rows: v as the kernels are given it.
 inline LayerGradients empty_gradients(const ConvCall& conv, const Tensor& rows, const Tensor& y,
-                                      const ConvNeeds& needs) {
+                                      const Needs& needs) {
   LayerGradients made;
   const ScalarType dtype = conv.x.scalar_type();
   if (needs.x) made.dx = empty_map(sizes_of(conv.x), gives_channels_last(conv), dtype);

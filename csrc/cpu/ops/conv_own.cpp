@@ -27,7 +27,7 @@ std::optional<Tensor> own_conv(const ConvCall& conv, Method method, const std::o
 }
 
 std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, Method method, const Tensor& dy, const Tensor& y,
-                                                const float* norms, const ConvNeeds& needs, float* dgain) {
+                                                const float* norms, const Needs& needs, float* dgain) {
   const Tensor rows = rows_for(conv.v, method), lines = with_even_lines(conv.x);
   const ConvLayer layer{conv.shape, false, method, lines, rows, conv.gain, nullptr, conv.activation, conv.slope};
   const LayerGradients made = empty_gradients(conv, rows, y, needs);

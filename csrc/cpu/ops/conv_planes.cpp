@@ -95,7 +95,7 @@ std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tens
 }
 
 std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const Tensor& dy_given, const Tensor& y_given,
-                                                   const float* norms, const ConvNeeds& needs, float* dgain) {
+                                                   const float* norms, const Needs& needs, float* dgain) {
   if (has_stride(conv.at)) {
     std::optional<LayerGradients> made = without_stride(
         conv, in_planes(met_pixels(conv.x, conv.at.stride)),

@@ -10,26 +10,26 @@ namespace wnfused::cpu {
 // y, and the norms.
 std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
 std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
-                                                   const float* norms, const ConvNeeds& needs, float* dgain);
+                                                   const float* norms, const Needs& needs, float* dgain);
 
 std::optional<Tensor> strips_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
 std::optional<LayerGradients> strips_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
-                                                   const float* norms, const ConvNeeds& needs, float* dgain);
+                                                   const float* norms, const Needs& needs, float* dgain);
 
 std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
 std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
-                                                     const float* norms, const ConvNeeds& needs, float* dgain);
+                                                     const float* norms, const Needs& needs, float* dgain);
 
 // norms and dgain are not touched where the convolution is plain. banks may be null: see kept_banks.h.
 std::optional<Tensor> own_conv(const ConvCall& conv, Method method, const std::optional<Tensor>& residual, float* norms,
                                KeptBanks* banks = nullptr);
 std::optional<LayerGradients> own_conv_backward(const ConvCall& conv, Method method, const Tensor& dy, const Tensor& y,
-                                                const float* norms, const ConvNeeds& needs, float* dgain);
+                                                const float* norms, const Needs& needs, float* dgain);
 
 // bias: conv.bias as it was given. dbias has the dtype of v.
 Tensor vendor_conv(const ConvCall& conv, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                    float* norms);
 LayerGradients vendor_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y, const float* norms,
-                                    const ConvNeeds& needs, float* dgain);
+                                    const Needs& needs, float* dgain);
 
 }  // namespace wnfused::cpu

@@ -16,7 +16,7 @@ std::optional<Tensor> strips_conv(const ConvCall& conv, const std::optional<Tens
 }
 
 std::optional<LayerGradients> strips_conv_backward(const ConvCall& conv, const Tensor& dy_given, const Tensor& y_given,
-                                                   const float* norms, const ConvNeeds& needs, float* dgain) {
+                                                   const float* norms, const Needs& needs, float* dgain) {
   const bool masked = conv.activation != Activation::kNone;
   const Tensor y = in_lines(masked ? y_given : dy_given), dy = masked ? laid_out_as(dy_given, y) : y;
   const Tensor x = in_lines(conv.x);

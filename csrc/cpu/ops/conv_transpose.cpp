@@ -161,12 +161,12 @@ std::tuple<Gradient, Gradient> forward(
 struct Given {
   const Tensor &dy, &y;
   const float* norms;
-  ConvNeeds needs;
+  Needs needs;
   float* dgain;
 };
 
 // dz is laid out as a map of the output's sizes.
-LayerGradients empty_gradients(const TransposedCall& call, const Tensor& like, ScalarType dtype, const ConvNeeds& needs) {
+LayerGradients empty_gradients(const TransposedCall& call, const Tensor& like, ScalarType dtype, const Needs& needs) {
   LayerGradients made;
   if (needs.x) made.dx = empty_map(sizes_of(call.x), gives_channels_last(call), dtype);
   if (needs.v) made.dv = empty_as(call.v);
@@ -221,7 +221,7 @@ using Found = std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient>
 
 // norms: of a layer with g.
 Found backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const std::optional<Tensor>& g,
-               const float* norms, const ConvNeeds& needs, const TransposedSliding& at, int64_t activation,
+               const float* norms, const Needs& needs, const TransposedSliding& at, int64_t activation,
                double slope) {
   check(x, v, std::nullopt, at);
   check_activation(activation, slope);
@@ -275,7 +275,7 @@ Found conv_transpose_backward(
   check_parameters(x, v, g, std::nullopt);
   check_norm(norm, v.size(0));
   const TransposedSliding at{stride, padding, dilation, output_padding, groups};
-  return backward(dy, y, x, v, g, entries<float>(norm), ConvNeeds(needs), at, activation, slope);
+  return backward(dy, y, x, v, g, entries<float>(norm), Needs::of(needs), at, activation, slope);
 }
 
 Gradient plain_conv_transpose(
@@ -292,7 +292,7 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_transpose_ba
     double slope) {
   const TransposedSliding at{stride, padding, dilation, output_padding, groups};
   auto [done, dx, dw, dg, dbias, dz] =
-      backward(dy, y, x, w, std::nullopt, nullptr, ConvNeeds(needs), at, activation, slope);
+      backward(dy, y, x, w, std::nullopt, nullptr, Needs::of(needs), at, activation, slope);
   return {done, dx, dw, dbias, dz};
 }
 

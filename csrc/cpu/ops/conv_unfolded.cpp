@@ -47,7 +47,7 @@ std::optional<Tensor> unfolded_conv(const ConvCall& conv, const std::optional<Te
 }
 
 std::optional<LayerGradients> unfolded_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
-                                                     const float* norms, const ConvNeeds& needs, float* dgain) {
+                                                     const float* norms, const Needs& needs, float* dgain) {
   const ConvShape& shape = conv.shape;
   const Tensor &x = conv.x, &v = conv.v;
   const bool masked = conv.activation != Activation::kNone;

@@ -164,7 +164,7 @@ Tensor vendor_conv(const ConvCall& conv, const std::optional<Tensor>& bias, cons
 }
 
 LayerGradients vendor_conv_backward(const ConvCall& conv, const Tensor& dy_given, const Tensor& y, const float* norms,
-                                    const ConvNeeds& needs, float* dgain) {
+                                    const Needs& needs, float* dgain) {
   const Tensor &x = conv.x, &v = conv.v;
   const int64_t channels = v.size(0);
   const bool half = is_bfloat16(x), masked = conv.activation != Activation::kNone;

@@ -33,8 +33,8 @@ std::tuple<std::string, std::string> cpu_conv_ways(
                         triple_at(maps, 3),   triple_at(kernel, 0), triple_at(stride, 0),
                         triple_at(padding, 0), triple_at(dilation, 0), groups};
   const ConvTraits layer{shape, transposed, dims, last, rows, bfloat16, plain};
-  constexpr int64_t kAll = 15;
-  return {name_of(choose_forward(layer, {true, kept})), name_of(choose_backward(layer, ConvNeeds(kAll)))};
+  constexpr Needs kAll = {true, true, true, true};
+  return {name_of(choose_forward(layer, {true, kept})), name_of(choose_backward(layer, kAll))};
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "cpu/layer/checks.h"
 #include "cpu/layer/gains.h"
 #include "cpu/ops/linear_routes.h"
+#include "needs.h"
 #include "ops.h"
 
 namespace wnfused {
@@ -51,8 +52,8 @@ std::tuple<Tensor, Tensor> linear(
 
 std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
     const Tensor& dy_given, const Tensor& y_given, const Tensor& x, const Tensor& v, const Tensor& g,
-    const Tensor& norm, int64_t needs, int64_t activation_given, double slope_given) {
-  const bool need_x = needs & 1, need_v = needs & 2, need_bias = needs & 4, need_residual = needs & 8;
+    const Tensor& norm, int64_t needs_given, int64_t activation_given, double slope_given) {
+  const Needs needs = Needs::of(needs_given);
   check_parameters(x, v, g, std::nullopt);
   check_activation(activation_given, slope_given);
   const Activation activation = static_cast<Activation>(activation_given);
@@ -68,15 +69,15 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
                       std::nullopt, std::nullopt, nullptr};
   std::optional<Rounded> bias_gradient, gain_gradient;
   float* dbias = nullptr;
-  if (need_bias) dbias = bias_gradient.emplace(std::vector<int64_t>{shape.features}, v.scalar_type()).data();
-  if (need_x) call.dx = empty_as(call.x);
-  if (need_v) {
+  if (needs.bias) dbias = bias_gradient.emplace(std::vector<int64_t>{shape.features}, v.scalar_type()).data();
+  if (needs.x) call.dx = empty_as(call.x);
+  if (needs.v) {
     call.dv = empty_as(call.v);
     call.dgain = gain_gradient.emplace(sizes_of(g), g.scalar_type()).data();
   }
-  const Gradient dz = run_linear_backward(call, dy, y, activation, slope, need_residual, dbias);
-  return {call.dx, call.dv, need_v ? Gradient(gain_gradient->tensor()) : Gradient(),
-          need_bias ? Gradient(bias_gradient->tensor()) : Gradient(), dz};
+  const Gradient dz = run_linear_backward(call, dy, y, activation, slope, needs.residual, dbias);
+  return {call.dx, call.dv, needs.v ? Gradient(gain_gradient->tensor()) : Gradient(),
+          needs.bias ? Gradient(bias_gradient->tensor()) : Gradient(), dz};
 }
 
 }  // namespace wnfused

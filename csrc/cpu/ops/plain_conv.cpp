@@ -50,10 +50,10 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_backward(
   if (activation != 0) check_output(y, "y", x, w, window);
   const ConvCall conv{conv_shape(x, w, window), x, w, nullptr, nullptr, window, static_cast<Activation>(activation),
                       static_cast<float>(slope)};
-  const ConvChoice choice = choose_backward(traits_of(conv), ConvNeeds(needs));
+  const ConvChoice choice = choose_backward(traits_of(conv), Needs::of(needs));
   if (choice.way != ConvWay::kOwn) return {};
   const std::optional<LayerGradients> found =
-      own_conv_backward(conv, choice.method, dy, y, nullptr, ConvNeeds(needs), nullptr);
+      own_conv_backward(conv, choice.method, dy, y, nullptr, Needs::of(needs), nullptr);
   if (!found) return {};
   return {true, found->dx, found->dv, found->dbias, found->dz};
 }

@@ -241,7 +241,7 @@ class WindowFinisher {
   Block poison_[2] = {zero(), zero()};
 };
 
-// Item `item` of a convolution. `scratch`: as worker_floats() has it.
+// Item `item` of a convolution. `scratch`: the panel, a thin source's lines, sums.
 inline void pair_window_item(const PairWindow& window, int64_t item, const uint16_t* map, const float* bank,
                              const PairWindowEnding& ending, float* scratch, std::atomic<bool>& poisoned) {
   const auto [part, group] = window.conv_item(item);
@@ -251,11 +251,9 @@ inline void pair_window_item(const PairWindow& window, int64_t item, const uint1
   const int64_t blocks = smaller(window.conv_group_blocks, window.output_blocks - first_block);
 
   uint16_t* panel = reinterpret_cast<uint16_t*>(scratch);
-  float* sums = scratch + panel_floats(window.panel);
+  float* sums = scratch + window.sums_at();
   if (window.thin) {
-    uint16_t* lines = reinterpret_cast<uint16_t*>(sums);
-    sums += panel_floats(window.lines_before_rows);
-    gather_rows(window, grid, map, chunk, lines, panel);
+    gather_rows(window, grid, map, chunk, reinterpret_cast<uint16_t*>(scratch + window.lines_at()), panel);
   } else {
     gather_grid(window, grid, map, chunk, window.pixel, panel);
   }
@@ -269,8 +267,8 @@ inline void pair_window_item(const PairWindow& window, int64_t item, const uint1
     segments[s] = {panel + place, weights + s * grid.depth * kLanes};
   }
   const int64_t row_stride = window.thin ? grid.depth : grid.panel_step * window.pixel;
-  const PairProduct product{segments, segment_count, grid.depth, row_stride, window.block_elements, false, false,
-                            grid.scattered};
+  PairProduct product{segments, segment_count, grid.depth, row_stride, window.block_elements};
+  product.scattered = grid.scattered;
   const MapShape& target = window.target;
   const int64_t line0 = chunk.image * target.height + grid.row + chunk.line * window.target_row_step;
   const int64_t column0 = grid.column + chunk.column * window.target_column_step;

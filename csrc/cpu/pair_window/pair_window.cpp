@@ -212,15 +212,11 @@ PairWindow make_pair_window(const ConvShape& shape, bool back, const PairTile& t
 int64_t operand_floats(const MapShape& map) { return (map.pixels() * map.channels + 1) / 2; }
 
 int64_t worker_floats(const PairWindow& pairs) {
-  const auto floats = [](int64_t elements) { return round_up(divide_up(elements, 2), kLanes); };
-  const int64_t convolution = floats(pairs.panel) + floats(pairs.lines_before_rows) + kTileSums;
-  const int64_t rows = pairs.thin ? floats(pairs.panel) + floats(pairs.lines_before_rows) : floats(pairs.wgrad_line());
-  const int64_t gradient = floats(pairs.wgrad_inputs()) + floats(pairs.wgrad_outputs()) + rows;
   const int64_t row = round_up(pairs.row_floats(), kLanes);
   const int64_t packing = kLanes * pairs.row_taps * kLanes + 2 * kLanes;
   const int64_t finishing = kFinishRows * row + kLanes;
   const int64_t masking = kMapPixels * (pairs.target.padded_channels + pairs.source.padded_channels);
-  return std::max({convolution, gradient, packing, finishing, masking}) + 2 * kLanes;
+  return std::max({pairs.conv_scratch(), pairs.wgrad_scratch(), packing, finishing, masking}) + 2 * kLanes;
 }
 
 }  // namespace wnfused::cpu

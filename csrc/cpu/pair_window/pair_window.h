@@ -124,6 +124,14 @@ struct PairWindow : Division {
   // Runs of the depth for so many images: rows of a thin source are one.
   int64_t wgrad_segments(int64_t images) const { return thin ? 1 : images; }
   int64_t wgrad_outputs() const { return wgrad_group_blocks * kLanes * wgrad_plane + kLanes; }
+  // Where a worker's scratch has the parts of a convolution (the panel, a thin source's lines, sums) and of the weight
+  // gradient (inputs, outputs, what turns them: a line, or a thin source's panel and lines), in floats, and where they end.
+  int64_t lines_at() const { return panel_floats(panel); }
+  int64_t sums_at() const { return lines_at() + panel_floats(lines_before_rows); }
+  int64_t conv_scratch() const { return sums_at() + kTileSums; }
+  int64_t wgrad_outputs_at() const { return panel_floats(wgrad_inputs()); }
+  int64_t wgrad_rows_at() const { return wgrad_outputs_at() + panel_floats(wgrad_outputs()); }
+  int64_t wgrad_scratch() const { return wgrad_rows_at() + (thin ? sums_at() : panel_floats(wgrad_line())); }
   int64_t wgrad_line() const { return (wgrad_line_pixels * column_step + 2) * source.padded_channels; }
 
  private:

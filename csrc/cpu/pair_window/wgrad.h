@@ -83,7 +83,7 @@ inline void turn_rows(const PairWindow& window, const uint16_t* x, const PairChu
                       float* scratch) {
   const PairGrid& grid = window.grids[0];
   uint16_t* rows = reinterpret_cast<uint16_t*>(scratch);
-  uint16_t* lines = reinterpret_cast<uint16_t*>(scratch + panel_floats(window.panel));
+  uint16_t* lines = reinterpret_cast<uint16_t*>(scratch + window.lines_at());
   gather_rows(window, grid, x, chunk, lines, rows);
   const int64_t pixels = chunk.images * chunk.lines * chunk.columns, panel = window.wgrad_span * kLanes;
   // What a row's last block reads of the next row are lanes that nobody reads.
@@ -101,9 +101,8 @@ inline void pair_window_gradient_item(const PairWindow& window, int64_t item, co
   const int64_t first_block = group * window.wgrad_group_blocks;
   const int64_t blocks = smaller(window.wgrad_group_blocks, window.output_blocks - first_block);
   uint16_t* inputs = reinterpret_cast<uint16_t*>(scratch);
-  scratch += panel_floats(window.wgrad_inputs());
-  uint16_t* outputs = reinterpret_cast<uint16_t*>(scratch);
-  scratch += panel_floats(window.wgrad_outputs());
+  uint16_t* outputs = reinterpret_cast<uint16_t*>(scratch + window.wgrad_outputs_at());
+  scratch += window.wgrad_rows_at();
   sums += slice * window.gradient_size() + first_block * kLanes * kLanes;
 
   const PairGrid& grid = window.grids[0];
@@ -120,7 +119,7 @@ inline void pair_window_gradient_item(const PairWindow& window, int64_t item, co
     const auto multiply = [&](int64_t tap, const uint16_t* bank) {
       Segment parts[kMaxImages];
       for (int64_t i = 0; i < segments; ++i) parts[i] = {outputs + i * window.wgrad_run, bank + i * image};
-      const PairProduct product{parts, segments, window.wgrad_run, window.wgrad_plane, block, chunk > first, false};
+      const PairProduct product{parts, segments, window.wgrad_run, window.wgrad_plane, block, chunk > first};
       PlainSink sink{sums + tap * window.tap_sums(), window.padded_outputs * kLanes, window.tile_rows};
       Pairs::multiply(product, offsets, groups, window.wgrad_input_blocks, sink);
     };

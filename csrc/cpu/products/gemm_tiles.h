@@ -37,7 +37,7 @@ struct TileUnits : PairRuns {
                        int64_t units, float* out, int64_t out_stride, int64_t out_col_stride, bool accumulate,
                        UpcomingOperands* upcoming = nullptr) {
     const Segment segment{reinterpret_cast<const uint16_t*>(narrow), reinterpret_cast<const uint16_t*>(wide)};
-    const PairProduct product{&segment, 1, 2 * units, 2 * kUnit.chunk, 2 * wide_stride, accumulate, false};
+    const PairProduct product{&segment, 1, 2 * units, 2 * kUnit.chunk, 2 * wide_stride, accumulate};
     int64_t offsets[kNarrowRows / tiles::kRows];
     const int64_t groups = rows / tiles::kRows;
     for (int64_t g = 0; g < groups; ++g) offsets[g] = g * tiles::kRows * product.row_stride;

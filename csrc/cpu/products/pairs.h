@@ -17,15 +17,10 @@
 // and results count as zero, as in the processor's own instructions.
 #pragma once
 
+#include "cpu/products/pair_shape.h"
 #include "cpu/vec/vec.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
-
-// Where the rows and the bank of one part of the depth begin.
-struct Segment {
-  const uint16_t* rows;
-  const uint16_t* bank;
-};
 
 struct PairProduct {
   const Segment* segments;
@@ -33,10 +28,10 @@ struct PairProduct {
   int64_t depth;        // of each segment; a multiple of PairTile::depth
   int64_t row_stride;   // elements
   int64_t bank_stride;  // elements from one output block to the next
-  bool accumulate;      // onto what is there
+  bool accumulate = false;  // onto what is there
   // Eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r. For dot products; tiles
   // pay no heed.
-  bool neighbours;
+  bool neighbours = false;
   // Rows lie anywhere: row_offset has one entry for each, not for each group. Dot products alone can.
   bool scattered = false;
 };

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wnfused.backends import native_autograd, native_cuda
+from wnfused.backends.asked import bits_of
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.triton import strategy
 from wnfused.backends.triton.rows import effective_weight, weight_norm_backward
@@ -41,10 +42,6 @@ def _gradients(dy: Tensor, found: Sequence[Tensor | None]) -> Gradients:
     """Of what the C++ library gives: empty where there is none."""
     dx, dv, dg, db, dz = (dy.new_empty(0) if t is None else t for t in found)
     return dx, dv, dg, db, dz
-
-
-def _bits(needs: Sequence[bool]) -> int:
-    return sum(2**i for i, needed in enumerate(needs) if needed)
 
 
 def linear(
@@ -76,7 +73,7 @@ def linear_backward(
         return _gradients(
             dy,
             torch.ops.wnfused_native.linear_backward(
-                dy, y, x, v, g, norm, _bits(needs), ACTIVATIONS.index(activation), slope
+                dy, y, x, v, g, norm, bits_of(needs), ACTIVATIONS.index(activation), slope
             ),
         )
     dz = masked(dy, y, activation, slope)
@@ -172,7 +169,7 @@ def conv_backward(
         return _gradients(
             dy,
             torch.ops.wnfused_native.conv_backward(
-                dy, y, x, v, g, norm, _bits(needs), stride, padding, dilation, groups, ACTIVATIONS.index(activation),
+                dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, groups, ACTIVATIONS.index(activation),
                 slope,
             ),
         )  # fmt: skip
