@@ -19,8 +19,10 @@ from own_conv import (
     assert_same_bits_by_threads,
     both,
     method_of,
+    run,
     same3x3,
     sample,
+    ways_of,
 )
 
 import wnfused
@@ -73,9 +75,13 @@ def in_bfloat16(tensors):
     return [x.bfloat16(), *parts, None if residual is None else residual.bfloat16()]
 
 
-def assert_rounded(found, wanted, tolerance=ROUNDING):
+def all_in_bfloat16(tensors):
+    return [None if t is None else t.bfloat16() for t in tensors]
+
+
+def assert_rounded(found, wanted, tolerance=ROUNDING, parameters=torch.float32):
     """To what rounding w, dz and the results to bfloat16 costs."""
-    dtypes = dict.fromkeys(("y", "dx", "dz"), torch.bfloat16)
+    dtypes = dict.fromkeys(("y", "dx", "dz"), torch.bfloat16) | dict.fromkeys(("dv", "dg", "db"), parameters)
     for name in NAMES:
         actual, expected = found[name], wanted[name]
         assert actual.shape == expected.shape, name
@@ -88,6 +94,12 @@ def assert_rounded(found, wanted, tolerance=ROUNDING):
         assert error <= tolerance, f"{name}: {error:.2e}"
 
 
+def gradient_of(case):
+    """The layer's tensors, and dy."""
+    tensors = in_bfloat16(sample(case))
+    return tensors, torch.randn_like(tensors[4])
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(pairs, case, layout):
@@ -98,6 +110,38 @@ def test_every_layout(pairs, case, layout):
     if len(case.size) == 2:
         assert found["y"].stride() == torch.convolution(*sample(case, layout)[:2], None, *case.geometry).stride()
     assert found["dv"].stride() == sample(case, layout)[1].stride()
+
+
+@pytest.mark.parametrize("case", [*CASES[1:3], CASES[5], *CASES[7:13], CASES[13], *CASES[21:]], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_in_bfloat16(pairs, case, layout):
+    """They are read, and their gradients written, as they are."""
+    for activation in ("none", "relu"):
+        found, wanted = both(case, all_in_bfloat16(sample(case, layout)), activation)
+        assert_rounded(found, wanted, 2 * ROUNDING, torch.bfloat16)
+    assert found["dv"].stride() == sample(case, layout)[1].stride()
+
+
+THIN = [
+    Case(2, 3, 20, (13, 12), (7, 7), (2, 2), (3, 3), (1, 1)),
+    Case(2, 3, 32, (12, 12), (5, 5), (2, 2), (2, 2), (1, 1)),
+    Case(2, 5, 64, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1)),
+    Case(1, 7, 24, (9, 9), (2, 2), (1, 1), (0, 0), (1, 1)),
+    Case(1, 4, 24, (9, 9), (3, 4), (1, 1), (0, 0), (1, 1)),
+    Case(2, 40, 5, (9, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(2, 24, 3, (9, 9), (5, 5), (2, 2), (2, 2), (1, 1), transposed=True),
+    Case(2, 3, 40, (9, 9), (7, 7), (2, 2), (2, 2), (1, 1), transposed=True),
+]
+
+
+@pytest.mark.parametrize("case", THIN, ids=str)
+def test_thin_layers_do_not_meet_what_lay_in_their_scratch_memory(pairs, case):
+    """It is full of NaN here. A layer that met one would be right, by the vendor's convolution, and slow."""
+    assert method_of(case, bfloat16=True) != "vendor"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        both_passes = run(native.conv, native.conv_backward, case, *gradient_of(case), "relu")
+    assert both_passes["y"].isfinite().all()
+    assert not [event.key for event in profile.key_averages() if "aten::" in event.key and "conv" in event.key]
 
 
 SAME = [same3x3(2, 16, 32, 8, 9), same3x3(1, 20, 23, 12, 7), same3x3(3, 64, 48, 5, 3), same3x3(9, 32, 32, 1, 1),
@@ -114,6 +158,41 @@ def test_layers_that_keep_the_size_of_their_map(pairs, case, layout):
         assert_rounded(*both(case, in_bfloat16(sample(case, layout)), activation))
     if taken:  # a wide layer on few pixels is a linear one otherwise
         assert_same_bits_by_threads(case, in_bfloat16)
+
+
+@pytest.mark.parametrize("counts", [(1, 256, 64, (7, 7)), (2, 130, 90, (3, 4)), (1, 33, 300, (5, 5))], ids=str)
+@pytest.mark.parametrize("prepared", [in_bfloat16, all_in_bfloat16])
+def test_pixels_that_are_rows_are_those_of_a_linear_layer(pairs, counts, prepared):
+    if pairs == "avx512_bf16":
+        pytest.skip("on tiles alone")
+    case = Case(*counts, (1, 1), (1, 1), (0, 0), (1, 1))
+    assert ways_of(case, last=True, bfloat16=True) == ("unfolded", "unfolded")
+    parameters = prepared(sample(case))[1].dtype
+    tolerance = ROUNDING * (1 if parameters == torch.float32 else 2)
+    for activation in ("none", "relu", "leaky_relu"):
+        tensors = prepared(sample(case, "last"))
+        found, wanted = both(case, tensors, activation)
+        assert_rounded(found, wanted, tolerance, parameters)
+        assert all(is_last(found[name]) for name in ("y", "dx"))
+        # Maps in NCHW beside an x in channels_last.
+        tensors[4] = tensors[4].contiguous()
+        dy = torch.randn(found["y"].shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+        again = run(native.conv, native.conv_backward, case, tensors, dy, activation)
+        assert all(torch.equal(again[name], found[name]) for name in NAMES if found[name].numel())
+
+
+@pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
+def test_a_row_that_is_not_finite_stays_by_itself(pairs, which):
+    for value in (float("inf"), float("nan")):
+        assert_not_finite_as_torch(Case(1, 256, 64, (7, 7), (1, 1), (1, 1), (0, 0), (1, 1)), which, value, rows_in_half)
+
+
+def is_last(t):
+    return t.is_contiguous(memory_format=torch.channels_last)
+
+
+def rows_in_half(tensors):
+    return [t.to(torch.bfloat16, memory_format=torch.channels_last) if t.dim() == 4 else t for t in tensors]
 
 
 @pytest.mark.parametrize(

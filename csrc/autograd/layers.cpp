@@ -2,7 +2,7 @@
 // Python's costs as much as the arithmetic of 128 features, forward and backward.
 //
 // torch's stable ABI has no autograd. So this library, unlike the others, fits one version of torch, and does nothing
-// that the node in wnfused/ops/_direct.py does not do as well: where it is missing, that one takes its place.
+// that the node in wnfused/ops/_nodes.py does not do as well: where it is missing, that one takes its place.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>

@@ -43,7 +43,7 @@ bool takes(at::ScalarType dtype, int64_t samples, const Tensor& v) {
   const int64_t rows = v.size(0), columns = v.size(1), bytes = dtype == at::kFloat ? 4 : 2;
   if (!is_used.load(std::memory_order_relaxed)) return false;
   if (dtype != at::kFloat && dtype != at::kBFloat16) return false;
-  if (samples > kMostSmallSamples || rows > kMostSmallRows || columns > kMostSmallColumns) return false;
+  if (samples == 0 || samples > kMostSmallSamples || rows > kMostSmallRows || columns > kMostSmallColumns) return false;
   if (rows % kSmallRowStep || columns % kSmallColumnStep || samples * columns > kMostEntries) return false;
   return samples <= kVeryFewSamples || rows / kRowsOfABlock * samples * columns * bytes <= kMostBytes;
 }

@@ -5,7 +5,7 @@
 //      strips     few channels on a side, or in a group: vectorised over pixels (ops/strip_layer.h)
 //      unfolded   a linear layer whose rows are the windows of the map: wide layers on few pixels (ops/unfolding.h)
 //      own        the kernels of conv_layer/, by one of their methods
-//      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims, any type
+//      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims
 //
 // The first two take float32; the next two, bfloat16, too, which they multiply as float32 or as pairs (pair_layer.h). A
 // transposed layer has no planes, and what is the vendor's of it is composed in wnfused/backends/native_composed.py; so are

@@ -30,19 +30,27 @@ bool is_vendors_bfloat16(const ConvTraits& layer) {
   return has_many_bfloat16_products(layer, kTimes);
 }
 
-// Whether pixels are rows of a linear layer as they lie, x's and y's, for its panels (linear/panel.h): nothing is copied.
-bool has_pixels_for_rows(const ConvTraits& layer) {
+bool has_tiles() {
+  const PairProducts products = active_pair_products();
+  return products == PairProducts::kTiles || products == PairProducts::kEmulatedTiles;
+}
+
+// Whether pixels are rows of a linear layer as they lie, x's and y's, and nothing is copied: in floats for its panels
+// (linear/panel.h), in bfloat16 for tiles, while so many weights to a pixel are most of the work.
+bool has_pixels_for_rows(const ConvTraits& layer, int64_t weights_a_pixel) {
   const ConvShape& shape = layer.shape;
   const bool lie = layer.rows && layer.last && shape.is_pointwise() && shape.groups == 1;
-  return lie && !layer.bfloat16 && !layer.transposed && !layer.plain && shape.outputs > 1 &&
-         active_isa() == Isa::kAvx512;
+  if (!lie || layer.transposed || layer.plain || shape.outputs == 1) return false;
+  if (!layer.bfloat16) return active_isa() == Isa::kAvx512;
+  return has_tiles() && shape.inputs * shape.outputs >= weights_a_pixel * shape.output_pixels();
 }
 
 }  // namespace
 
 bool suits_unfolding(const ConvTraits& layer) {
   constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
-  if (has_pixels_for_rows(layer)) return true;
+  constexpr int64_t kTileWeights = 64;
+  if (has_pixels_for_rows(layer, kTileWeights)) return true;
   if (!can_unfold(layer) || is_vendors_bfloat16(layer)) return false;
   const ConvShape& shape = layer.shape;
   const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
@@ -59,9 +67,9 @@ bool suits_unfolding(const ConvTraits& layer) {
 
 bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
-  constexpr int64_t kBesideWinograd = 50;
+  constexpr int64_t kBesideWinograd = 50, kTileWeights = 150;
   const ConvShape& shape = layer.shape;
-  if (has_pixels_for_rows(layer)) return true;
+  if (has_pixels_for_rows(layer, kTileWeights)) return true;
   if (!can_unfold(layer)) return false;
   // The vendor's backward of patches takes twice as long as this in float32.
   const bool patches = is_patches(shape);

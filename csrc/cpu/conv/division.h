@@ -26,6 +26,9 @@ struct MapShape {
 
   int64_t pixels() const { return images * height * width; }
   int64_t map_size() const { return pixels() * padded_channels; }
+  // Runs of kMapPixels pixels, each within an image.
+  int64_t image_runs() const { return divide_up(height * width, kMapPixels); }
+  int64_t runs() const { return images * image_runs(); }
 };
 
 MapShape map_shape(int64_t images, int64_t channels, int64_t height, int64_t width);

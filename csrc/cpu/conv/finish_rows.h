@@ -52,7 +52,7 @@ void normalise_gradient(const Job& job, int64_t index, const RowLength& length, 
   if (norm == 0.0f)
     for (int64_t k = 0; k < padded; ++k) target[k] = 0.0f;
   if (in_place) return;
-  for (int64_t k = 0; k < floats; ++k) write(job.dv, index * floats + k, result[k]);
+  write_run(job.dv, index * floats, floats, result);
 }
 
 // dv of one row of a plain convolution, which is dW, whatever v holds.
@@ -62,7 +62,7 @@ void copy_gradient(const Job& job, int64_t index, const RowLength& length, const
   for (int64_t k = 0; k < length.padded; k += kLanes)
     nothing = multiply_add(load(weight_gradient + k), zero(), nothing);
   if (sum_of(nothing) != 0.0f) job.poisoned->store(true, std::memory_order_relaxed);
-  std::copy_n(weight_gradient, length.floats, static_cast<float*>(job.dv.data) + index * length.floats);
+  write_run(job.dv, index * length.floats, length.floats, weight_gradient);
 }
 
 // A row of v, and of its gradient, ahead of normalise_gradient.

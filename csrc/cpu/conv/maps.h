@@ -13,12 +13,6 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-WNFUSED_INLINE int64_t map_items_per_image(const MapShape& shape) {
-  return (shape.height * shape.width + kMapPixels - 1) / kMapPixels;
-}
-
-WNFUSED_INLINE int64_t map_items(const MapShape& shape) { return shape.images * map_items_per_image(shape); }
-
 WNFUSED_INLINE int64_t count_of(bool wanted, int64_t items) { return wanted ? items : 0; }
 
 struct PixelRun {
@@ -26,7 +20,7 @@ struct PixelRun {
 };
 
 WNFUSED_INLINE PixelRun map_run(const MapShape& shape, int64_t item) {
-  const int64_t items = map_items_per_image(shape), begin = item % items * kMapPixels;
+  const int64_t items = shape.image_runs(), begin = item % items * kMapPixels;
   return {item / items, begin, smaller(begin + kMapPixels, shape.height * shape.width)};
 }
 

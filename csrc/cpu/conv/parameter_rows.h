@@ -25,13 +25,24 @@ inline void read_run(const Parameter& parameter, int64_t index, int64_t count, f
   for (int64_t i = 0; i < count; ++i) target[i] = from_bfloat16(source[i]);
 }
 
-// The norm of one row of v, `floats` long. `staging` holds a row in bfloat16's case.
-inline float row_norm(const Parameter& v, int64_t floats, int64_t row, float* staging) {
-  const float* values = static_cast<const float*>(v.data) + row * floats;
-  if (v.bfloat16) {
-    read_run(v, row * floats, floats, staging);
-    values = staging;
+// `source` is whole Blocks.
+inline void write_run(const Parameter& parameter, int64_t index, int64_t count, const float* source) {
+  if (!parameter.bfloat16) {
+    __builtin_memcpy(static_cast<float*>(parameter.data) + index, source, count * sizeof(float));
+    return;
   }
+  uint16_t* target = static_cast<uint16_t*>(parameter.data) + index;
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) store(target + k, load(source + k));
+  for (; k < count; ++k) target[k] = to_bfloat16(source[k]);
+}
+
+WNFUSED_INLINE float value_of(float entry) { return entry; }
+WNFUSED_INLINE float value_of(uint16_t entry) { return from_bfloat16(entry); }
+
+// The norm of one row of v, `floats` long.
+template <class T>
+float row_norm(const T* values, int64_t floats) {
   Block squares[4] = {zero(), zero(), zero(), zero()};
   int64_t k = 0;
   for (; k + 4 * kLanes <= floats; k += 4 * kLanes)
@@ -44,17 +55,22 @@ inline float row_norm(const Parameter& v, int64_t floats, int64_t row, float* st
     const Block value = load(values + k);
     squares[0] = multiply_add(value, value, squares[0]);
   }
-  for (; k < floats; ++k) rest += values[k] * values[k];
+  for (; k < floats; ++k) rest += value_of(values[k]) * value_of(values[k]);
   return __builtin_sqrtf(sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest);
 }
 
-// The norms of one output block's rows. `staging` holds a row.
+inline float row_norm(const Parameter& v, int64_t floats, int64_t row) {
+  if (v.bfloat16) return row_norm(static_cast<const uint16_t*>(v.data) + row * floats, floats);
+  return row_norm(static_cast<const float*>(v.data) + row * floats, floats);
+}
+
+// The norms of one output block's rows.
 inline void measure_norms(const Parameter& v, int64_t outputs, int64_t floats, int64_t convolution,
-                          int64_t output_block, float* norm, float* staging) {
+                          int64_t output_block, float* norm) {
   const int64_t end = smaller((output_block + 1) * kLanes, outputs);
   for (int64_t channel = output_block * kLanes; channel < end; ++channel) {
     const int64_t index = convolution * outputs + channel;
-    norm[index] = row_norm(v, floats, index, staging);
+    norm[index] = row_norm(v, floats, index);
   }
 }
 
@@ -81,14 +97,13 @@ void known_scales(const Job& job, int64_t rows, int64_t block, Block (&scale)[kL
 }
 
 // g / ||v|| and the bias of one output block's rows, and their norms unless that is null; zeros for absent rows.
-// `staging` holds a row.
 template <class Job>
 void measure_scales(const Job& job, int64_t outputs, int64_t floats, int64_t convolution, int64_t output_block,
-                    float* bias, float* norm, float* staging, Block (&scale)[kLanes]) {
+                    float* bias, float* norm, Block (&scale)[kLanes]) {
   for (int64_t r = 0; r < kLanes; ++r) {
     const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
     const bool present = channel < outputs;
-    const float length = present && job.g.data ? row_norm(job.v, floats, index, staging) : 0.0f;
+    const float length = present && job.g.data ? row_norm(job.v, floats, index) : 0.0f;
     scale[r] = splat(present ? row_scale(job, index, length) : 0.0f);
     bias[channel] = present && job.bias.data ? read(job.bias, index) : 0.0f;
     if (present && norm) norm[index] = length;

@@ -33,9 +33,10 @@ const char* name_of(Method method) {
       return "pieces";
     case Method::kPairs:
       return "pairs";
-    default:
+    case Method::kPositions:
       return "positions";
   }
+  return "unknown";
 }
 
 Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t channels, int64_t outputs, int64_t height,

@@ -29,7 +29,7 @@ WNFUSED_INLINE void put_filter(const Geometry& geometry, const TapAt& tap, float
   }
 }
 
-// One output block of one convolution. `norm` may be null. `scratch`: two units and a row.
+// One output block of one convolution. `norm` may be null. `scratch`: two units.
 template <int kLevelTaps, class Job>
 void pack_forward(const Job& job, int64_t convolution, int64_t output_block, const Bank& bank, float* norm,
                   float* scratch) {
@@ -39,8 +39,7 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
   float* lanes = scratch + kLanes * shape.unit_floats;  // [16 inputs][taps][16 outputs]
   const int64_t row0 = output_block * kLanes;
   Block scale[kLanes];
-  measure_scales(job, geometry.outputs, shape.row_floats(), convolution, output_block, bank.bias, norm,
-                 lanes + kLanes * shape.unit_floats, scale);
+  measure_scales(job, geometry.outputs, shape.row_floats(), convolution, output_block, bank.bias, norm, scale);
   float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
   const PairFilters pair_filters(geometry, bank.weights, output_block);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {

@@ -23,20 +23,6 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// `count` pixels of C channels, `source_stride` apart, as pixels of Cp.
-inline void copy_pixels(const Geometry& geometry, const uint16_t* source, int64_t source_stride, int64_t count,
-                        uint16_t* target) {
-  const int64_t channels = geometry.channels, padded = geometry.padded_channels;
-  if (channels == padded && source_stride == channels) {
-    __builtin_memcpy(target, source, count * channels * sizeof(uint16_t));
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i, source += source_stride, target += padded) {
-    __builtin_memcpy(target, source, channels * sizeof(uint16_t));
-    for (int64_t c = channels; c < padded; ++c) target[c] = 0;
-  }
-}
-
 // Lines [begin - 1, end + 1) of an image with a pixel of zeros on either side; and zeros where the depth of the last row
 // ends behind the panel, since not even weights of zero make nothing of an infinity.
 inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
@@ -49,7 +35,7 @@ inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t 
     }
     const int64_t pixel = (image * geometry.height + y) * geometry.width;
     clear_elements(panel, padded);
-    copy_pixels(geometry, map + pixel * geometry.channels, geometry.channels, geometry.width, panel + padded);
+    copy_padded(map + pixel * geometry.channels, geometry.channels, geometry.width, geometry.channels, padded, panel + padded);
     clear_elements(panel + (geometry.width + 1) * padded, line - (geometry.width + 1) * padded);
   }
   clear_elements(panel, geometry.segment_depth - (geometry.row_pixels + 2) * padded);
@@ -61,7 +47,7 @@ inline void gather_positions(const Geometry& geometry, const uint16_t* map, int6
   const int64_t padded = geometry.padded_channels, pixels = geometry.height * geometry.width;
   map += begin * pixels * geometry.channels;
   for (int64_t pixel = 0; pixel < pixels; ++pixel, panel += rows * padded) {
-    copy_pixels(geometry, map + pixel * geometry.channels, pixels * geometry.channels, count, panel);
+    copy_padded(map + pixel * geometry.channels, pixels * geometry.channels, count, geometry.channels, padded, panel);
     clear_elements(panel + count * padded, (rows - count) * padded);
   }
   clear_elements(panel, geometry.segment_depth - padded);

@@ -54,12 +54,12 @@ class Finisher {
       : geometry_(geometry),
         epilogue_(epilogue),
         full_(geometry.channels == geometry.padded_channels && !epilogue.saved.data),
-        fetches_sums_(full_ && Pairs::kTile.flat && geometry.channel_blocks <= kFewBlocks),
-        fetches_operand_(fetches_sums_ || (full_ && Pairs::kTile.flat && epilogue.fresh)),
+        fetches_sums_(full_ && Pairs::kTile.is_matrix && geometry.channel_blocks <= kFewBlocks),
+        fetches_operand_(fetches_sums_ || (full_ && Pairs::kTile.is_matrix && epilogue.fresh)),
         first_block_(first_block),
         sums_(sums),
         fetch_(ahead) {
-    if (!Pairs::kTile.flat) fetch_.finish();
+    if (!Pairs::kTile.is_matrix) fetch_.finish();
   }
 
   // What follows are products of the rows from `first_row` on.

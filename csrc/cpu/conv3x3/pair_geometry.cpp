@@ -14,7 +14,7 @@ constexpr int64_t kChunkPixels = 128;
 // it, and what the epilogue reads and writes are to fit. At least so many pixels, so that the bank is read for enough rows.
 constexpr int64_t kTileChunk = 2048, kTileChunkPixels = 64;
 // Of a chunk of a weight gradient: images, and elements of their inputs, an eighth of the second-level cache.
-constexpr int64_t kMaxImages = 8, kInputs = int64_t{1} << 17;
+constexpr int64_t kGradientImages = 8, kInputs = int64_t{1} << 17;
 
 // Rows of a product of `lines` lines of `width` rows: each line padded to whole register tiles, or the lines with their
 // borders, `run` rows each, as one; whichever is shorter. Returns the rows from one line to the next.
@@ -30,7 +30,7 @@ void lay_out_lines(int64_t most, const PairTile& tile, Geometry& geometry) {
   geometry.method = Method::kLines;
   geometry.segments = 3;
   // Two pixels of 16 channels are a cache line.
-  geometry.row_pixels = tile.flat && geometry.padded_channels == kLanes && geometry.width % 2 == 0 ? 2 : 1;
+  geometry.row_pixels = tile.is_matrix && geometry.padded_channels == kLanes && geometry.width % 2 == 0 ? 2 : 1;
   geometry.segment_depth = round_up((geometry.row_pixels + 2) * geometry.padded_channels, tile.depth);
   geometry.conv_lines = most;
   geometry.conv_line_pixels = round_up(geometry.width + 2, geometry.row_pixels);
@@ -55,7 +55,7 @@ void lay_out_positions(int64_t rows, const PairTile& tile, Geometry& geometry) {
 // one of their tiles takes twice as long (bench/NOTES.md).
 bool positions_are_faster(const PairTile& tile, const Geometry& lines) {
   const int64_t positions = pixels_inside(lines) * round_up(lines.images, tile.rows);
-  if (tile.flat) {
+  if (tile.is_matrix) {
     const int64_t rows = lines.conv_chunks * lines.conv_rows * lines.row_pixels;
     return 2 * positions * round_up(lines.padded_channels, tile.depth) < rows * lines.segments * lines.segment_depth;
   }
@@ -67,7 +67,7 @@ void divide_pair_convolution(const PairTile& tile, int64_t workers, Geometry& ge
   const int64_t groups = divide_up(geometry.channel_blocks, kMaxGroupBlocks);
   const auto enough = [&] { return geometry.weights_stay || geometry.conv_chunks * groups >= kEnoughItems; };
   const int64_t pixels =
-      tile.flat ? std::max(kTileChunk / geometry.padded_channels, kTileChunkPixels) : kChunkPixels;
+      tile.is_matrix ? std::max(kTileChunk / geometry.padded_channels, kTileChunkPixels) : kChunkPixels;
   lay_out_lines(std::clamp<int64_t>(pixels / geometry.width, 1, geometry.height), tile, geometry);
   if (positions_are_faster(tile, geometry)) {
     lay_out_positions(2 * tile.rows, tile, geometry);
@@ -95,15 +95,15 @@ void lay_out_gradient_positions(const PairTile& tile, Geometry& geometry) {
 
 void lay_out_gradient_lines(const PairTile& tile, Geometry& geometry) {
   const int64_t height = geometry.height, width = geometry.width;
-  geometry.wgrad_turned = tile.flat;
-  geometry.wgrad_by_images = tile.flat && geometry.images > 1;
+  geometry.wgrad_turned = tile.is_matrix;
+  geometry.wgrad_by_images = tile.is_matrix && geometry.images > 1;
   const int64_t together = geometry.wgrad_by_images ? 2 : 1;
-  const int64_t pixels = (tile.flat && geometry.channel_blocks == 1 ? 4 : 2) * kChunkPixels;
+  const int64_t pixels = (tile.is_matrix && geometry.channel_blocks == 1 ? 4 : 2) * kChunkPixels;
   geometry.wgrad_lines = std::clamp<int64_t>(pixels / (together * width), 1, height);
   geometry.wgrad_line_pixels = geometry.wgrad_by_images ? 2 * (width + 2) : round_up(width + 2, 2);
   const int64_t run = geometry.wgrad_lines * geometry.wgrad_line_pixels;
-  geometry.wgrad_depth = tile.flat ? round_up(run, tile.depth) : round_up(width, 2);
-  geometry.wgrad_run = tile.flat ? geometry.wgrad_depth : run;
+  geometry.wgrad_depth = tile.is_matrix ? round_up(run, tile.depth) : round_up(width, 2);
+  geometry.wgrad_run = tile.is_matrix ? geometry.wgrad_depth : run;
   // The last tap is two lines and two pixels further on. Channels lie an odd number of cache lines apart, so that they do
   // not share sets.
   constexpr int64_t kLine = 32;
@@ -112,7 +112,7 @@ void lay_out_gradient_lines(const PairTile& tile, Geometry& geometry) {
   const bool whole = geometry.wgrad_turned && geometry.wgrad_lines == height;
   const int64_t fit = kInputs / (geometry.padded_channels * geometry.wgrad_span);
   const int64_t few = std::min(2 * kChunkPixels / (height * width), fit);
-  const int64_t most = std::clamp(round_up(geometry.images, together), together, kMaxImages);
+  const int64_t most = std::clamp(round_up(geometry.images, together), together, kGradientImages);
   geometry.wgrad_images = whole ? std::clamp<int64_t>(few / together * together, together, most) : together;
   const int64_t plane = geometry.wgrad_turned ? geometry.wgrad_segments() * geometry.wgrad_depth : reach;
   geometry.wgrad_plane = round_up(plane, 2 * kLine) + kLine;
@@ -123,7 +123,7 @@ void divide_pair_gradient(const PairTile& tile, int64_t workers, Geometry& geome
   geometry.wgrad_kept_panels = 0;
   geometry.wgrad_positions = geometry.method == Method::kPositions;
   lay_out_gradient_positions(tile, geometry);
-  if (tile.flat) {
+  if (tile.is_matrix) {
     // The depth runs over images, of which there are to be enough. A panel of all pixels comes from the second-level cache,
     // which a single block of inputs and outputs is too little work for.
     const int64_t most = geometry.channel_blocks > 1 ? 4 * kInputs : kInputs;

@@ -64,10 +64,10 @@ WNFUSED_INLINE void store_run(uint16_t* target, const Block& run, int64_t count)
 }
 
 // A run of pixels from pixel p on, cut into lines of `width`, which lie `line` apart: pieces that lie in one line each.
-struct Cut {
+struct LinePieces {
   int64_t piece, at[kRun];
 
-  Cut(int64_t p, int64_t count, int64_t width, int64_t line)
+  LinePieces(int64_t p, int64_t count, int64_t width, int64_t line)
       : piece(width % kRun == 0 ? kRun : width % kLanes == 0 ? kLanes : width % 8 == 0 ? 8 : 1) {
     int64_t y = p / width, x = p - y * width;
     for (int64_t i = 0; i * piece < count; ++i) {

@@ -96,8 +96,8 @@ inline void gather_gradient_rows(const Geometry& geometry, const uint16_t* map, 
       const uint16_t* first = source + p * channels;
       transpose_pairs({first, first + channels, 2 * channels, even, odd}, lanes, run, sum);
     }
-    const Cut cut(p, left, width, line);
-    cut.store(target, plane, run, left);
+    const LinePieces pieces(p, left, width, line);
+    pieces.store(target, plane, run, left);
   }
   bias_gradient = sum;
 }

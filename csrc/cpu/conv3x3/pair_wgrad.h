@@ -35,8 +35,8 @@ inline void gather_input_lines(const Geometry& geometry, const uint16_t* map, in
       const int64_t count = smaller(kRun, pixels - p);
       Block run[kLanes];
       transpose_pixels(geometry, map, first + p, 1, count, b, run);
-      const Cut cut(p, count, width, line);
-      cut.store(panel, plane, run, count);
+      const LinePieces pieces(p, count, width, line);
+      pieces.store(panel, plane, run, count);
     }
 }
 

@@ -30,7 +30,7 @@ int64_t packing_offset(const Geometry& geometry) { return geometry.by_groups ? c
 
 int64_t worker_floats(const Geometry& geometry) {
   const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_channels * geometry.taps();
-  const int64_t pack = 2 * unit + row, finish = unit + kFinishRows * row;
+  const int64_t pack = 2 * unit, finish = unit + kFinishRows * row;
   const int64_t conv = geometry.is_pairs() ? std::max(geometry.conv_scratch(), geometry.wgrad_scratch())
                                            : float_worker_floats(geometry);
   return std::max({conv, packing_offset(geometry) + pack, finish});

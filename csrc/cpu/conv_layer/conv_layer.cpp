@@ -176,7 +176,7 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   lay_out_copy(arena, job.input.map_size(), job.dx);
   if (!job.make_dz) job.dz.own = job.dy.own;
   else if (!job.dz.is_in_place()) job.dz.own = arena.take(job.output.map_size());
-  if (job.sums_bias()) job.bias_sums = arena.take(pixel_runs(job.output) * job.output.padded_channels);
+  if (job.sums_bias()) job.bias_sums = arena.take(job.output.runs() * job.output.padded_channels);
 }
 
 const auto lay_out_any = [](Arena& arena, auto& job, int64_t workers) { lay_out(arena, job, workers); };

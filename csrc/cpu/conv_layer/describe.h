@@ -61,9 +61,6 @@ inline LayerMap map_of(const std::optional<torch::stable::Tensor>& tensor, const
   return {given, nullptr, Access::kCopy, false};
 }
 
-// Items that mask a map of y.
-inline int64_t pixel_runs(const MapShape& map) { return map.images * divide_up(map.height * map.width, kMapPixels); }
-
 inline void lay_out_copy(Arena& arena, int64_t floats, LayerMap& map) {
   if (map.is_copied()) map.own = arena.take(floats);
 }

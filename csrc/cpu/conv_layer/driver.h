@@ -86,7 +86,7 @@ struct PiecesParts : PlainMapParts<Pieces> {
     const G& geometry = job.geometry;
     const int64_t outputs = geometry.target.channels;
     Block scale[kLanes];
-    measure_scales(job, outputs, row_floats(geometry), 0, block, bank.bias, norm, scratch, scale);
+    measure_scales(job, outputs, row_floats(geometry), 0, block, bank.bias, norm, scale);
     pack_window(geometry.direct, job.v, block, scale, scratch);
     transform(geometry, block, scratch, bank);
   }
@@ -146,10 +146,10 @@ struct DirectParts : WindowParts {
   static constexpr bool kTransposed = false;
   static int64_t row_floats(const G& window) { return window.row_floats(); }
 
-  static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
+  static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float*) {
     const Window& window = job.geometry;
     Block scale[kLanes];
-    measure_scales(job, window.target.channels, row_floats(window), 0, block, bank.bias, norm, scratch, scale);
+    measure_scales(job, window.target.channels, row_floats(window), 0, block, bank.bias, norm, scale);
     pack_window(window, job.v, block, scale, bank.weights + block * window.block_floats());
   }
 
@@ -207,13 +207,13 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
   Banks banks(geometry, job.scratch, worker.index());
   const bool own = geometry.own_banks;
-  const int64_t inputs = count_of(job.x.is_copied(), map_items(job.input));
-  const int64_t added = count_of(job.residual.is_copied(), map_items(job.output));
+  const int64_t inputs = count_of(job.x.is_copied(), job.input.runs());
+  const int64_t added = count_of(job.residual.is_copied(), job.output.runs());
   const int64_t packs = count_of(!own && !job.is_packed(), geometry.output_blocks);
   const int64_t rows = Parts::kTransposed ? job.input.channels : job.output.channels;
   const int64_t row_blocks = divide_up(rows, kLanes);
   const auto measure = [&](int64_t block) {
-    measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm, scratch + job.scratch.packing);
+    measure_norms(job.v, rows, Parts::row_floats(geometry), 0, block, job.norm);
   };
   const auto pack_shared = [&](int64_t block) { Parts::pack(job, block, job.scratch.bank[0], job.norm, scratch); };
   const int64_t norms_first = count_of(Parts::kTransposed && job.norm && !job.is_packed(), row_blocks);
@@ -239,7 +239,7 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
     const WindowMaps maps{job.x, job.y, job.residual, bank.bias, job.activation, job.slope};
     Parts::convolve(job, geometry, item, maps, bank.weights, scratch, left);
   });
-  worker.phase({count_of(job.y.is_copied(), map_items(job.output))},
+  worker.phase({count_of(job.y.is_copied(), job.output.runs())},
                [&](int64_t item) { write_map(job.output, job.y.own, item, job.y.given); });
 }
 
@@ -286,8 +286,8 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
   Banks banks(transposed, job.scratch, worker.index());
   const bool input = job.dx.given.data != nullptr;
-  const int64_t masks = count_of(job.make_dz || job.sums_bias(), map_items(job.output));
-  const int64_t inputs = count_of(job.weight && job.x.is_copied(), map_items(job.input));
+  const int64_t masks = count_of(job.make_dz || job.sums_bias(), job.output.runs());
+  const int64_t inputs = count_of(job.weight && job.x.is_copied(), job.input.runs());
   const int64_t packs = count_of(input && !transposed.own_banks, transposed.output_blocks);
   worker.phase({masks, inputs, packs}, [&](int64_t item) {
     if (item < masks) return mask_item<Parts>(job, item, scratch);
@@ -311,7 +311,7 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
 
   const int64_t finished = count_of(job.weight, products.output_blocks);
   const int64_t sums = count_of(job.bias_sums, job.output.channel_blocks);
-  worker.phase({finished, sums, count_of(job.dx.is_copied(), map_items(job.input))}, [&](int64_t item) {
+  worker.phase({finished, sums, count_of(job.dx.is_copied(), job.input.runs())}, [&](int64_t item) {
     if (item < finished) return Parts::finish(job, item, scratch);
     if ((item -= finished) < sums) return finish_bias(job.dbias, job.output, masks, job.bias_sums, item);
     write_map(job.input, job.dx.own, item - sums, job.dx.given);

@@ -51,7 +51,7 @@ void lay_out_backward(Arena& arena, ConvBackward<PairWindow>& job, int64_t worke
   lay_out_copy(arena, operand_floats(job.input), job.dx);
   if (!job.make_dz) job.dz.own = job.dy.own;
   else if (!job.dz.is_in_place()) job.dz.own = arena.take(operand_floats(job.output));
-  if (job.weight && job.dbias.data) job.bias_sums = arena.take(pixel_runs(job.output) * job.output.padded_channels);
+  if (job.weight && job.dbias.data) job.bias_sums = arena.take(job.output.runs() * job.output.padded_channels);
 }
 
 }  // namespace
@@ -71,6 +71,13 @@ const PairWindowKernels* pair_window_kernels() {
   }
 }
 
+// All workers share a kept bank, which has room for all blocks.
+PairWindow with_shared_bank(const ConvLayer& layer) {
+  PairWindow window = window_of(layer, false);
+  window.own_banks = window.narrow_banks = false;
+  return window;
+}
+
 bool run_pair_layer(const ConvLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norm,
                     const KeptBank* kept) {
   ConvForward<PairWindow> job{};
@@ -80,15 +87,13 @@ bool run_pair_layer(const ConvLayer& layer, const std::optional<Tensor>& residua
   job.residual = operands_of(residual, job.output, layer.matrix);
   job.norm = norm;
   job.kept = kept;
-  job.geometry = window_of(layer, false);
-  // All workers share a kept bank, which has room for all blocks.
-  if (kept) job.geometry.own_banks = job.geometry.narrow_banks = false;
+  job.geometry = kept ? with_shared_bank(layer) : window_of(layer, false);
   const int64_t workers = std::min(workers_for(layer.shape), job.geometry.conv_items());
   return run_once(job, workers, lay_out_forward, pair_window_kernels()->of(layer.transposed).forward);
 }
 
 KeptFloats kept_pair_floats(const ConvLayer& layer) {
-  const PairWindow window = window_of(layer, false);
+  const PairWindow window = with_shared_bank(layer);
   return {window.bank_size(), window.padded_outputs};
 }
 

@@ -1,5 +1,5 @@
 // A single convolution layer on pairs of bfloat16, where the processor has products of them (pair_window.h): groups 1,
-// one level, x and the gradients bfloat16, v fp32.
+// one level, x and its gradient bfloat16, v and its gradient either.
 #pragma once
 
 #include "cpu/conv_layer/conv_layer.h"

@@ -5,7 +5,7 @@
 //      panel  k |----|----|  16 lanes
 //
 // A panel stays in L1 or L2 while the rows pass by, and no sum goes across a vector. What makes a panel, and what becomes
-// of the sums, is the caller's: turned.h, panel_backward.h.
+// of the sums, is the caller's: panel_forward.h, panel_backward.h.
 #pragma once
 
 #include <type_traits>

@@ -29,16 +29,17 @@ void for_rows(int64_t begin, int64_t end, int64_t length, const Run& run) {
   share_out(begin, end, std::max<int64_t>(kGrain / std::max<int64_t>(length, 1), 1), run);
 }
 
-// Calls run(worker) once on each of at most `workers` workers, which share the items of one WorkQueue.
+// Calls run(worker) once on each of at most `workers` workers, one at least, which share the items of one WorkQueue.
 template <class Run>
 void run_workers(int64_t workers, const Run& run) {
+  workers = std::max<int64_t>(workers, 1);
   WorkQueue queue(workers);
   // A task may be handed several workers' places: it takes the first, and helps with the others' shares.
   const auto task = [&](int64_t begin, int64_t) {
     Worker worker(queue, begin);
     run(worker);
   };
-  share_out(0, std::max<int64_t>(workers, 1), 1, task);
+  share_out(0, workers, 1, task);
 }
 
 }  // namespace wnfused::cpu

@@ -6,10 +6,12 @@
 namespace wnfused::cpu {
 namespace {
 
-// v in floats, and in an order of rows that the method knows: the stage's Winograd is particular.
+// v in floats, but for pairs, which read it as it is, and in an order of rows that the method knows: the stage's Winograd is
+// particular.
 Tensor rows_for(const Tensor& v, Method method) {
+  if (method == Method::kPairs) return v;
   const bool flat = v.dim() < 5 && v.size(1) % kLanes == 0;
-  const bool any = method == Method::kDirect || method == Method::kPieces || method == Method::kPairs;
+  const bool any = method == Method::kDirect || method == Method::kPieces;
   const bool known = v.is_contiguous() || flat || any;
   return as_dtype(known ? v : torch::stable::contiguous(v), ScalarType::Float);
 }

@@ -2,7 +2,7 @@
 //
 // It is the data gradient of a convolution from y's map to x's (window.h), and goes the way that is chosen for it
 // (choice.h). Where that is the vendor's, or a value is not finite, the answer is nothing: the caller composes the layer
-// of the row norm and the vendor's product (wnfused/backends/native.py).
+// of the row norm and the vendor's product (wnfused/backends/native_composed.py).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"
@@ -91,8 +91,14 @@ StripLayer strip_layer(const TransposedCall& call, const Tensor& x) {
   return {call.shape, true, x, call.v, call.gain, call.bias, call.activation, call.slope};
 }
 
-TransposedCall with_map(const TransposedCall& call, const Tensor& x) {
-  return {call.shape, x, call.v, call.gain, call.bias, call.activation, call.slope};
+TransposedCall with_tensors(const TransposedCall& call, const Tensor& x, const Tensor& v) {
+  return {call.shape, x, v, call.gain, call.bias, call.activation, call.slope};
+}
+
+// v in floats, but for the kernels of pairs, which read it as it is.
+Tensor weights_for(const ConvChoice& choice, const Tensor& v) {
+  const bool pairs = choice.way == ConvWay::kOwn && choice.method == Method::kPairs;
+  return pairs ? v : as_dtype(v, ScalarType::Float);
 }
 
 ConvLayer own_layer(const TransposedCall& call, Method method, const Tensor& x) {
@@ -110,7 +116,7 @@ std::optional<Tensor> unfolded_forward(const TransposedCall& call, const std::op
   const Tensor x = readable(call.x, ScalarType::Float), y = empty_output(call, ScalarType::Float);
   const std::optional<Tensor> added = readable(residual, ScalarType::Float);
   check_residual(added, y);
-  return unfolded_conv_transpose(with_map(call, x), added, y, norms) ? std::optional(y) : std::nullopt;
+  return unfolded_conv_transpose(with_tensors(call, x, call.v), added, y, norms) ? std::optional(y) : std::nullopt;
 }
 
 std::optional<Tensor> own_forward(const TransposedCall& call, Method method, const std::optional<Tensor>& residual,
@@ -144,14 +150,15 @@ std::tuple<Gradient, Gradient> forward(
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = conv_shape(x, v, at);
   if (!shape) return {};
-  const Tensor weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held_gain, held_bias;
-  const TransposedCall call{*shape, x, weights, g ? floats_of(*g, held_gain) : nullptr,
-                            bias ? floats_of(*bias, held_bias) : nullptr, static_cast<Activation>(activation),
-                            static_cast<float>(slope)};
+  const TransposedCall given{*shape, x, v, g ? floats_of(*g, held_gain) : nullptr,
+                             bias ? floats_of(*bias, held_bias) : nullptr, static_cast<Activation>(activation),
+                             static_cast<float>(slope)};
   const Gradient norm = g ? Gradient(empty({v.size(0)}, ScalarType::Float)) : Gradient();
   float* norms = norm ? static_cast<float*>(norm->mutable_data_ptr()) : nullptr;
-  const ConvChoice choice = choose_forward(traits_of(call), {activation != 0 || residual, banks != nullptr});
+  const ConvChoice choice = choose_forward(traits_of(given), {activation != 0 || residual, banks != nullptr});
+  const Tensor weights = weights_for(choice, v);
+  const TransposedCall call = with_tensors(given, x, weights);
   const std::optional<Tensor> y = forward_by(choice, call, residual, norms, banks);
   if (!y) return {};
   return {as_dtype(*y, x.scalar_type()), norm};
@@ -191,7 +198,7 @@ std::optional<LayerGradients> unfolded_backward(const TransposedCall& call, cons
   const Tensor dy = masked ? readable(given.dy, ScalarType::Float) : y;
   const LayerGradients made = empty_gradients(call, y, ScalarType::Float, given.needs);
   const ConvGradients gradients = to_fill(made, given.dgain);
-  const bool done = unfolded_conv_transpose_backward(with_map(call, x), dy, y, given.norms, gradients);
+  const bool done = unfolded_conv_transpose_backward(with_tensors(call, x, call.v), dy, y, given.norms, gradients);
   return done ? std::optional(made) : std::nullopt;
 }
 
@@ -227,16 +234,18 @@ Found backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor&
   check_activation(activation, slope);
   const std::optional<ConvShape> shape = needs.x || needs.v ? conv_shape(x, v, at) : std::nullopt;
   if (!shape) return {};
-  const Tensor weights = as_dtype(v, ScalarType::Float);
   std::vector<float> held;
-  const TransposedCall call{*shape, x, weights, g ? floats_of(*g, held) : nullptr, nullptr,
-                            static_cast<Activation>(activation), static_cast<float>(slope)};
+  const TransposedCall layer{*shape, x, v, g ? floats_of(*g, held) : nullptr, nullptr,
+                             static_cast<Activation>(activation), static_cast<float>(slope)};
+  const ConvChoice choice = choose_backward(traits_of(layer), needs);
+  const Tensor weights = weights_for(choice, v);
+  const TransposedCall call = with_tensors(layer, x, weights);
   check_gradient(dy, "dy", output_sizes(call), x);
   if (activation != 0) check_gradient(y, "y", output_sizes(call), x);
   std::optional<Rounded> dgain;
   if (g) dgain.emplace(sizes_of(*g), g->scalar_type());
   const Given given{dy, y, norms, needs, dgain ? dgain->data() : nullptr};
-  const std::optional<LayerGradients> made = backward_by(choose_backward(traits_of(call), needs), call, given);
+  const std::optional<LayerGradients> made = backward_by(choice, call, given);
   if (!made) return {};
   const auto rounded = [](const Gradient& found, const Tensor& like) {
     return found ? Gradient(as_dtype(*found, like.scalar_type())) : Gradient();

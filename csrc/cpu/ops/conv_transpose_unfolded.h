@@ -11,7 +11,7 @@
 
 namespace wnfused::cpu {
 
-// v in float32, with dense rows. gain null: v is the weight itself, without norms; bias may be null.
+// v in float32 (the kernels of pairs take bfloat16, too), with dense rows. gain null: v is the weight itself, without norms; bias may be null.
 struct TransposedCall {
   const ConvShape& shape;
   const Tensor &x, &v;

@@ -16,7 +16,7 @@ Method method_for(const Tensor& x) { return is_bfloat16(x) ? Method::kPairs : Me
 
 bool has_tiles() {
   const PairWindowKernels* kernels = pair_window_kernels();
-  return kernels && kernels->tile.flat;
+  return kernels && kernels->tile.is_matrix;
 }
 
 }  // namespace

@@ -83,12 +83,14 @@ WNFUSED_INLINE void substitute(const OrthonormalShape& shape, const float* u, co
   }
 }
 
+// NaN if there is one.
 WNFUSED_INLINE float largest_defect(const OrthonormalShape& shape, const float* gram) {
   float worst = 0;
   for (int64_t j = 0; j < shape.rows; ++j)
     for (int64_t i = j; i < shape.rows; ++i) {
       const float defect = __builtin_fabsf(gram[j * shape.gram_stride + i] - (i == j ? 1.0f : 0.0f));
-      if (!(defect <= worst)) worst = defect;  // NaN is kept
+      if (defect != defect) return defect;
+      worst = defect > worst ? defect : worst;
     }
   return worst;
 }

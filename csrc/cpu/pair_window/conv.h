@@ -17,26 +17,6 @@ struct PairWindowEnding {
   float slope;
 };
 
-// `count` pixels of `channels` channels, `source_stride` apart, as pixels of `padded`, at least as many.
-inline void copy_padded(const uint16_t* source, int64_t source_stride, int64_t count, int64_t channels, int64_t padded,
-                        uint16_t* target) {
-  if (channels == padded && source_stride == channels) {
-    __builtin_memcpy(target, source, count * channels * sizeof(uint16_t));
-    return;
-  }
-  if (channels % kLanes == 0) {
-    for (int64_t i = 0; i < count; ++i, source += source_stride, target += padded) {
-      for (int64_t c = 0; c < channels; c += kLanes) __builtin_memcpy(target + c, source + c, kLanes * sizeof(uint16_t));
-      for (int64_t c = channels; c < padded; c += kLanes) __builtin_memset(target + c, 0, kLanes * sizeof(uint16_t));
-    }
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i, source += source_stride, target += padded) {
-    for (int64_t c = 0; c < channels; ++c) target[c] = source[c];
-    for (int64_t c = channels; c < padded; ++c) target[c] = 0;
-  }
-}
-
 // Pixels [first, first + count step) of a line of the source, every `step`-th one, as pixels of `padded` elements; zeros
 // beyond the map. `line` null: a line beyond the map.
 inline void copy_line(const MapShape& source, const uint16_t* line, int64_t first, int64_t step, int64_t count,
@@ -103,11 +83,14 @@ inline void gather_image_rows(const PairWindow& window, const PairGrid& grid, co
   int64_t place[kMaxWindowTaps];
   for (int64_t s = 0; s < grid.segments; ++s)
     place[s] = segment_place(window, grid, window.segments[grid.first_segment + s], channels);
-  // Whole vectors: what they write beyond a run is overwritten by the next one, or meets zeros in the bank.
+  // Whole vectors: what they write beyond a run is overwritten by the next one, or meets zeros in the bank. Where they do
+  // not reach the end of a row, zeros do: not even weights of zero make nothing of an infinity that lay there.
+  const bool ends_short = (grid.segments - 1) * run + round_up(run, kCopied) < grid.depth;
   for (int64_t l = 0; l < chunk.lines; ++l, lines += line)
     for (int64_t x = 0; x < chunk.columns; ++x, rows += grid.depth) {
       const uint16_t* source = lines + x * grid.panel_step * channels;
       uint16_t* target = rows;
+      if (ends_short) clear_elements(rows + grid.depth - kCopied, kCopied);
       for (int64_t s = 0; s < grid.segments; ++s, target += run)
         for (int64_t k = 0; k < run; k += kCopied)
           __builtin_memcpy(target + k, source + place[s] + k, kCopied * sizeof(uint16_t));

@@ -28,7 +28,7 @@ void pair_window_forward(const ConvForward<PairWindow>& job, Worker& worker) {
   const MapShape& rows = kTransposed ? job.input : job.output;
   const int64_t row_floats = (kTransposed ? job.output.channels : job.input.channels) * window.row_taps;
   const auto measure = [&](int64_t block) {
-    measure_norms(job.v, rows.channels, row_floats, 0, block, job.norm, staging);
+    measure_norms(job.v, rows.channels, row_floats, 0, block, job.norm);
   };
   const auto pack = [&](int64_t block, const Bank& bank, float* norm) {
     uint16_t* weights = reinterpret_cast<uint16_t*>(bank.weights) + block * window.block_elements;
@@ -38,14 +38,14 @@ void pair_window_forward(const ConvForward<PairWindow>& job, Worker& worker) {
       pack_turned_pair_window(job, window, block, weights, staging);
     } else {
       Block scale[kLanes];
-      measure_scales(job, window.target.channels, row_floats, 0, block, bank.bias, norm, staging, scale);
+      measure_scales(job, window.target.channels, row_floats, 0, block, bank.bias, norm, scale);
       pack_pair_window(window, job.v, block, scale, weights, staging);
     }
   };
   const auto pack_shared = [&](int64_t block) { pack(block, job.scratch.bank[0], job.norm); };
   const bool own = window.own_banks;
-  const int64_t inputs = count_of(job.x.is_copied(), map_items(job.input));
-  const int64_t added = count_of(job.residual.is_copied(), map_items(job.output));
+  const int64_t inputs = count_of(job.x.is_copied(), job.input.runs());
+  const int64_t added = count_of(job.residual.is_copied(), job.output.runs());
   const int64_t packs = count_of(!own && !job.is_packed(), window.output_blocks);
   const int64_t norms_first = count_of(kTransposed && job.norm && !job.is_packed(), rows.channel_blocks);
   worker.phase({inputs, added, kTransposed ? norms_first : packs}, [&](int64_t item) {
@@ -67,7 +67,7 @@ void pair_window_forward(const ConvForward<PairWindow>& job, Worker& worker) {
     const PairWindowEnding ending{operand(job.y), operand(job.residual), bank.bias, job.activation, job.slope};
     pair_window_item(window, item, operand(job.x), bank.weights, ending, scratch, *job.poisoned);
   });
-  worker.phase({count_of(job.y.is_copied(), map_items(job.output))},
+  worker.phase({count_of(job.y.is_copied(), job.output.runs())},
                [&](int64_t item) { write_item(job.output, job.y, item); });
   Pairs::end();
 }
@@ -138,8 +138,8 @@ void pair_window_backward(const ConvBackward<PairWindow>& job, Worker& worker) {
     }
   };
   const bool input = job.dx.given.data != nullptr;
-  const int64_t runs = map_items(job.output), masks = count_of(job.make_dz || job.bias_sums, runs);
-  const int64_t inputs = count_of(job.weight && job.x.is_copied(), map_items(job.input));
+  const int64_t runs = job.output.runs(), masks = count_of(job.make_dz || job.bias_sums, runs);
+  const int64_t inputs = count_of(job.weight && job.x.is_copied(), job.input.runs());
   const int64_t packs = count_of(input && !back.own_banks, back.output_blocks);
   worker.phase({masks, inputs, packs}, [&](int64_t item) {
     if (item < masks) return mask_operands(job, item, scratch);
@@ -162,7 +162,7 @@ void pair_window_backward(const ConvBackward<PairWindow>& job, Worker& worker) {
   const int64_t finished = count_of(job.weight, window.output_blocks);
   const int64_t biases = count_of(kTransposed && job.bias_sums, job.output.channel_blocks);
   const Parameter dbias = kTransposed ? Parameter{} : job.dbias;
-  worker.phase({finished, biases, count_of(job.dx.is_copied(), map_items(job.input))}, [&](int64_t item) {
+  worker.phase({finished, biases, count_of(job.dx.is_copied(), job.input.runs())}, [&](int64_t item) {
     if (item < finished)
       return finish_pair_gradient(job, window, item, job.scratch.gradient[0], dbias, job.bias_sums, runs, scratch);
     if ((item -= finished) < biases) return finish_bias(job.dbias, job.output, runs, job.bias_sums, item);

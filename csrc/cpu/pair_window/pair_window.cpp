@@ -174,7 +174,7 @@ PairWindow make_pair_window(const ConvShape& shape, bool back, const PairTile& t
   pairs.tile_depth = tile.depth;
   pairs.row_taps = shape.taps();
   pairs.thin = window.source.channels < kThin;
-  pairs.scatters = !tile.flat;
+  pairs.scatters = !tile.is_matrix;
   pairs.output_blocks = window.output_blocks;
   pairs.padded_outputs = window.padded_outputs;
   pairs.grid_count = window.grid_count;

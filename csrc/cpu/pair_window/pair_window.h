@@ -96,7 +96,8 @@ struct PairWindow : Division {
   int64_t wgrad_taps, wgrad_input_blocks;  // products of a chunk and their blocks; thin: one, of whole rows
 
   int64_t block_groups() const { return kLanes / tile_rows; }  // register tiles of rows in a block
-  int64_t bank_size() const { return output_blocks * block_floats(); }
+  // Where each worker packs the blocks of its group for itself, a bank has room for those alone.
+  int64_t bank_size() const { return (narrow_banks ? conv_group_blocks : output_blocks) * block_floats(); }
   int64_t block_floats() const { return block_elements / 2; }
   int64_t row_floats() const { return source.channels * row_taps; }
   const PairGrid& grid_of(int64_t chunk) const {

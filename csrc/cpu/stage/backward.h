@@ -37,7 +37,7 @@ class Backward {
 
   void run() {
     const int64_t segment = job_.saved.every;
-    worker_.phase({map_items(geometry_)}, [&](int64_t item) {
+    worker_.phase({geometry_.runs()}, [&](int64_t item) {
       read_map(geometry_, job_.dy, item, gradient_.sum);
       round_stream(geometry_, gradient_, item);
     });
@@ -48,7 +48,7 @@ class Backward {
         recomputed_segment((end - 1) / segment * segment, end);
     }
     finish_phase();
-    worker_.phase({map_items(geometry_)}, [&](int64_t item) { write_map(geometry_, gradient_.sum, item, job_.dx); });
+    worker_.phase({geometry_.runs()}, [&](int64_t item) { write_map(geometry_, gradient_.sum, item, job_.dx); });
   }
 
  private:
@@ -57,7 +57,7 @@ class Backward {
     const SavedMaps& saved = job_.saved;
     const int64_t last = geometry_.blocks - 1;
     const bool convert = !saved.in_place;
-    const int64_t items = count_of(convert, map_items(geometry_));
+    const int64_t items = count_of(convert, geometry_.runs());
     worker_.phase({items, shared_items()}, [&](int64_t item) {
       if (item < items) read_saved(geometry_, saved_map(saved, geometry_, 2 * last + 1), item, job_.scratch.saved_hidden);
       else pack_shared(2 * last + 1, item - items);
@@ -92,7 +92,7 @@ class Backward {
     Forward<Operand> convolutions(forward, worker_, banks_, scratch_, nullptr);
     const int64_t first = convolutions.first_items();
     finish_phase();
-    worker_.phase({first, map_items(geometry_)}, [&](int64_t item) {
+    worker_.phase({first, geometry_.runs()}, [&](int64_t item) {
       if (item < first) return convolutions.prepare_first(2 * begin, item);
       read_saved(geometry_, start, item - first, stream(begin).sum);
       round_stream(geometry_, stream(begin), item - first);

@@ -79,7 +79,7 @@ class Forward {
                                   *job_.poisoned, finds_panel(geometry_, item, left));
       } else if (own) {
         measure_norms(job_.v, geometry_.outputs, geometry_.channels * kTaps, convolution, item - geometry_.conv_items(),
-                      norm_, scratch_ + job_.scratch.packing);
+                      norm_);
       } else {
         pack(convolution + 1, item - geometry_.conv_items(), job_.scratch.bank[(convolution + 1) % 2], norm_);
       }
@@ -141,7 +141,7 @@ inline void forward(const StageForward& job, Worker& worker) {
   };
 
   const int64_t first = count_of(blocks > 0, convolutions.first_items());
-  worker.phase({first, map_items(geometry)}, [&](int64_t item) {
+  worker.phase({first, geometry.runs()}, [&](int64_t item) {
     if (item < first) return convolutions.prepare_first(0, item);
     item -= first;
     read_map(geometry, job.x, item, stream(0).sum);
@@ -154,7 +154,7 @@ inline void forward(const StageForward& job, Worker& worker) {
     convolutions.hidden(b, maps, false);
     convolutions.stream(b, maps, b + 1 == blocks);
   }
-  worker.phase({map_items(geometry)}, [&](int64_t item) { write_map(geometry, stream(blocks).sum, item, job.y); });
+  worker.phase({geometry.runs()}, [&](int64_t item) { write_map(geometry, stream(blocks).sum, item, job.y); });
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

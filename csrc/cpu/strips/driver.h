@@ -308,32 +308,32 @@ inline void strips_forward(const StripSums& job, const StripMemory& memory, Work
 template <int kTargets>
 WNFUSED_INLINE void gradient_tile(const float* source, const int64_t* offsets, const float* dz, int64_t dz_stride,
                                   int64_t span, float* dw, int64_t dw_stride) {
-  constexpr int kTaps = tile_taps(kTargets);
-  Block sum[kTargets][kTaps];
+  constexpr int kTileTaps = tile_taps(kTargets);
+  Block sum[kTargets][kTileTaps];
   WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t)
-    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) sum[t][k] = zero();
-  const float* at[kTaps];
-  WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) at[k] = source + offsets[k];
+    WNFUSED_UNROLL for (int k = 0; k < kTileTaps; ++k) sum[t][k] = zero();
+  const float* at[kTileTaps];
+  WNFUSED_UNROLL for (int k = 0; k < kTileTaps; ++k) at[k] = source + offsets[k];
   for (int64_t i = 0; i < span; i += kLanes) {
     Block gradient[kTargets];
     WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t) gradient[t] = load(dz + t * dz_stride + i);
-    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
+    WNFUSED_UNROLL for (int k = 0; k < kTileTaps; ++k) {
       const Block entry = load(at[k] + i);
       WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t) sum[t][k] = multiply_add(gradient[t], entry, sum[t][k]);
     }
   }
-  constexpr int kSums = kTargets * kTaps, kRounds = divide_up(kSums, kLanes);
+  constexpr int kSums = kTargets * kTileTaps, kRounds = divide_up(kSums, kLanes);
   float totals[kRounds * kLanes];
   WNFUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
     Block part[kLanes];
     WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) {
       const int n = round * kLanes + i;
-      part[i] = n < kSums ? sum[n / kTaps % kTargets][n % kTaps] : zero();
+      part[i] = n < kSums ? sum[n / kTileTaps % kTargets][n % kTileTaps] : zero();
     }
     store(totals + round * kLanes, sums_of(part));
   }
   for (int t = 0; t < kTargets; ++t)
-    for (int k = 0; k < kTaps; ++k) dw[t * dw_stride + k] += totals[t * kTaps + k];
+    for (int k = 0; k < kTileTaps; ++k) dw[t * dw_stride + k] += totals[t * kTileTaps + k];
 }
 
 // A slice's strips of one group.

@@ -19,7 +19,7 @@
 // a lane, [tap][block][16 lanes].
 //
 // A map over three dims is levels of rows: its lines, height = levels x rows of them, are numbered through all levels, as
-// if it had two dims, and lie at equal distances (with_even_lines in tensor.h). Only the taps, a border and what a
+// if it had two dims, and lie at equal distances (with_even_lines in layer/formats.h). Only the taps, a border and what a
 // Grid counts know of levels.
 //
 // `pixel` and `target_pixel` are the maps' own where these are read or written in place; depthwise kernels do not ask.
