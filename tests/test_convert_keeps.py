@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import wnfused
 from wnfused import WNLinear
@@ -398,6 +398,38 @@ def test_fold_leaves_layers_that_were_changed(caplog, kind):
     with caplog.at_level(logging.WARNING, "wnfused.fold"):
         assert wnfused.fold(model)[0] is layer
     assert "0: left alone, its bias" in caplog.text or kind in caplog.text
+    torch.testing.assert_close(model(x), expected)
+
+
+class Doubled(nn.Module):
+    def forward(self, v):
+        return 2 * v
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "name"),
+    [
+        (lambda: wnfused.WNResidualStage(2, 2, 2), "", "weight_v"),
+        (lambda: wnfused.WNResidualStage(2, 2, 2), "", "bias"),
+        (lambda: wnfused.WNResidualStage(2, 3, 2), "transition.conv2", "weight_g"),
+        (lambda: wnfused.WNResidualBlock(2, 2), "conv1", "weight_v"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["is no parameter: is it pruned?", "is parametrised"])
+def test_fold_leaves_blocks_and_stages_that_were_changed(caplog, module, path, name, kind):
+    model, x = nn.Sequential(module(), nn.ReLU(), wnfused.WNLinear(2, 2)), torch.randn(2, 2, 2, 2)
+    part = model[0].get_submodule(path)
+    if "pruned" in kind:
+        prune.l1_unstructured(part, name, 0.5)
+    else:
+        parametrize.register_parametrization(part, name, Doubled())
+    expected, left = model(x), model[0]
+    with caplog.at_level(logging.WARNING, "wnfused.fold"):
+        wnfused.fold(model)
+    what = f"{path}.{name}".removeprefix(".")
+    assert [record.getMessage() for record in caplog.records] == [f"0: left alone, its {what} {kind}"]
+    assert model[0] is left
+    assert type(model[2]) is nn.Linear
     torch.testing.assert_close(model(x), expected)
 
 

@@ -74,6 +74,21 @@ def test_a_pruned_weight_is_left_alone_and_named():
     assert_unchanged(nn.Sequential(model[0], model[2]), before)
 
 
+@pytest.mark.parametrize("scheme", ["arpit2019", "mishkin2016"])
+def test_pruned_stages_are_left_alone_and_named(scheme):
+    stages = wnfused.WNResidualStage(2, 2, 2), wnfused.WNResidualStage(2, 3, 2)
+    model = nn.Sequential(*stages, nn.Conv2d(3, 2, 1))
+    prune.l1_unstructured(stages[0], "weight_v", 0.5)
+    prune.l1_unstructured(stages[1].transition.conv1, "weight_g", 1)
+    before = copy.deepcopy(nn.Sequential(stages[0], stages[1].transition.conv1).state_dict())
+    v = stages[1].weight_v.clone()
+    report = initialize(model, scheme, sample=torch.randn(4, 2, 4, 4), generator=generator())
+    named = "0.weight_v[:, 0], 0.weight_v[:, 1], 1.transition.conv1"
+    assert report.notes == (f"left alone, their weights are computed by something else: {named}",)
+    assert_unchanged(nn.Sequential(stages[0], stages[1].transition.conv1), before)
+    assert not torch.equal(stages[1].weight_v, v)
+
+
 # ----------------------------------------------------------------------------------------------- tied weights
 
 

@@ -394,7 +394,12 @@ def test_a_retraction_says_what_it_cannot_do_and_changes_nothing():
     computed = orthogonal_proxy(wnfused.WNLinear(4, 4))
     with pytest.raises(ValueError, match="the weight of '1' is computed by something else"):
         retract_(nn.Sequential(nn.Linear(4, 4), computed))
-    for layer, name in ((wnfused.WNLinear(4, 4), "weight_v"), (nn.Linear(4, 4), "weight")):
+    pruned = (
+        (wnfused.WNLinear(4, 4), "weight_v"),
+        (nn.Linear(4, 4), "weight"),
+        (wnfused.WNResidualStage(2, 2, 2), "weight_v"),
+    )
+    for layer, name in pruned:
         prune.l1_unstructured(layer, name, 3)
         with pytest.raises(ValueError, match="the weight of '0' is computed by something else"):
             retract_(nn.Sequential(layer))

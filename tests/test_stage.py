@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 import wnfused
 from wnfused import WNResidualBlock, WNResidualStage
@@ -45,6 +46,18 @@ def test_an_image_without_a_batch(out_channels, backend):
         torch.testing.assert_close(stage(image), y)
     with pytest.raises(ValueError, match=r"x: shape \[8, 5\] is not \[N, C, H, W\], nor the same without N"):
         wnfused.functional.residual_stage(image[..., 0], stage.weight_v, stage.weight_g, stage.bias)
+
+
+@pytest.mark.parametrize(("path", "name"), [("", "weight_v"), ("", "bias"), ("transition.conv2", "weight_g")])
+def test_what_is_computed_cannot_be_reset(path, name):
+    stage = WNResidualStage(2, 3, num_blocks=2)
+    prune.random_unstructured(stage.get_submodule(path), name, 1)
+    before = copy.deepcopy(stage.state_dict())
+    resets = [stage.reset_parameters, *([] if path else [lambda: wnfused.init.reset_stage_(stage)])]
+    for reset in resets:
+        with pytest.raises(RuntimeError, match=f"{name}: cannot be reset, something else computes it"):
+            reset()
+    assert all(torch.equal(value, before[key]) for key, value in stage.state_dict().items())
 
 
 def test_reset_parameters_draws_the_whole_stage_again():

@@ -14,11 +14,10 @@ from wnfused._surgery import LAYERS, OPTIONS, additions, checked, move_hooks, na
 from wnfused._tracing import given_a_residual
 from wnfused.convert import FusedActivation
 from wnfused.nn import PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
+from wnfused.nn._rule import PARAMETERS, computed_parameters
 from wnfused.nn.plain import WITH_RESIDUAL, attach_activation
 
 logger = logging.getLogger("wnfused.fold")
-
-OWN_PARAMETERS = ("weight_v", "weight_g", "bias")
 
 _FOLDED = (*LAYERS.values(), WNResidualBlock, WNResidualStage)
 
@@ -35,7 +34,8 @@ def fold(model: nn.Module) -> nn.Module:
     with a residual becomes a subclass of torch's that takes one. Residual blocks and stages become
     ``wnfused.nn.PlainResidualBlock``, whose layers are torch's. Subclasses of this package's layers that add
     more than a constructor are left alone, and named in a warning of the logger ``wnfused.fold``; so are layers whose
-    parameters are parametrised or pruned, or that have a ``forward`` of their own.
+    parameters are parametrised or pruned, with the block or stage that they are in, or that have a ``forward`` of their
+    own.
 
     Folding twice changes nothing more. ``convert(model, plain=True)`` is the way back: the same function with
     ``v = w, g = ||w||``, on a CPU bit for bit in float32 and float64. The lengths of the old ``v`` are gone, and with
@@ -69,13 +69,9 @@ def fold(model: nn.Module) -> nn.Module:
         if "forward" in vars(module):
             logger.warning("%s: left alone, it has its own attribute 'forward'", name)
             continue
-        unlike = [p for p in OWN_PARAMETERS if isinstance(module, WeightNormalised) and p not in module._parameters]
-        if unlike and not parametrize.is_parametrized(module):
-            logger.warning("%s: left alone, its %s is no parameter: is it pruned?", name, ", ".join(unlike))
-            continue
-        if parametrize.is_parametrized(module):
-            lists = ", ".join(cast(nn.ModuleDict, module.parametrizations))
-            logger.warning("%s: left alone, its %s is parametrised", name, lists)
+        computed = _computed(module)
+        if computed is not None:
+            logger.warning("%s: left alone, its %s", name, computed)
             continue
         known = additions(type(module), _FOLDED)
         assert known is not None
@@ -98,6 +94,19 @@ def fold(model: nn.Module) -> nn.Module:
     return replace(model, replaced)
 
 
+def _computed(module: nn.Module) -> str | None:
+    """What something else computes of a module, or of the layers within a block or a stage, in words."""
+    for path, part in module.named_modules():
+        if not isinstance(part, (WNResidualStage, WeightNormalised)):
+            continue
+        prefix = f"{path}." if path else ""
+        if parametrize.is_parametrized(part):
+            return f"{', '.join(prefix + p for p in cast(nn.ModuleDict, part.parametrizations))} is parametrised"
+        if names := computed_parameters(part):
+            return f"{', '.join(prefix + p for p in names)} is no parameter: is it pruned?"
+    return None
+
+
 def plain_layer(
     layer: WeightNormalised, *, with_residual: bool = False, weight: Tensor | None = None
 ) -> nn.Module:  # fmt: skip
@@ -106,7 +115,7 @@ def plain_layer(
     if weight is None:
         weight = layer.weight.detach().as_subclass(Tensor).clone()
     learns = layer.weight_v.requires_grad or layer.weight_g.requires_grad
-    own = {*OPTIONS, "_frozen", "_converted", *OWN_PARAMETERS}
+    own = {*OPTIONS, "_frozen", "_converted", *PARAMETERS}
     plain = twin(layer, WITH_RESIDUAL[kind] if with_residual else kind, known=LAYERS[kind], without=own)
     others = dict(plain._parameters)
     plain._parameters.clear()

@@ -16,11 +16,12 @@ from torch.nn.parameter import is_lazy
 from wnfused import dispatch
 from wnfused._modules import check_module
 from wnfused.backends import native
-from wnfused.fold import OWN_PARAMETERS, plain_layer
+from wnfused.fold import plain_layer
 from wnfused.functional import weight_norm_many
 from wnfused.nn import WeightNormalised, WNLinear
 from wnfused.nn._frozen import ByPixels, Kept, Plain
 from wnfused.nn._layer import refuse_shapeless
+from wnfused.nn._rule import computed_parameters
 
 
 @contextlib.contextmanager
@@ -78,7 +79,7 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
 def _can_be_frozen(layer: WeightNormalised) -> bool:
     """Whether it is not frozen yet, and its parameters are parameters: not parametrised, nor pruned."""
-    return layer._frozen is None and all(name in layer._parameters for name in OWN_PARAMETERS)
+    return layer._frozen is None and not computed_parameters(layer)
 
 
 def _refresh(layer: nn.Module, _: Any) -> None:

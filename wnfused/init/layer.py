@@ -72,6 +72,7 @@ def reset_stage_(
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
+        RuntimeError: something else computes a parameter (pruning, a parametrisation).
     """
     if not isinstance(stage, WNResidualStage):
         raise TypeError(f"stage: expected a WNResidualStage, got {type(stage).__name__}")
@@ -79,6 +80,7 @@ def reset_stage_(
         if not isinstance(gammas, (tuple, list)) or len(gammas) != 2:
             raise ValueError(f"gammas: {gammas!r} must be two numbers")
         at_least_0(**{f"gammas[{i}]": gamma for i, gamma in enumerate(gammas)})
+    check_stored(stage)
     _check_source(kind, generator, stage.weight_v)
     return reset_stage(stage, gammas, kind, generator)
 

@@ -192,7 +192,8 @@ def prepared(
     if not found:
         context.notes.append("no layer was found")
     held = {id(unit.module) for unit in (*units, *context.repeated)}
-    computed = [r.name for r in found if not isinstance(r.layer, WNResidualStage) and id(r.layer) not in held]
+    parts = (p for r in found for p in (r.parts() if isinstance(r.layer, WNResidualStage) else (r,)))
+    computed = [part.name for part in parts if id(part.layer) not in held]
     if computed:
         context.notes.append(f"left alone, their weights are computed by something else: {', '.join(computed)}")
     return context

@@ -25,7 +25,7 @@ from wnfused.init.roles import Role
 from wnfused.linalg import orthogonal_batched
 from wnfused.nn import WeightNormalised, WNResidualStage
 from wnfused.nn._layer import row_norm
-from wnfused.nn._rule import fan_ratio, fill_directions_
+from wnfused.nn._rule import computed_parameters, fan_ratio, fill_directions_
 from wnfused.reference import wide
 
 # Separate layers of one shape are drawn this many at a time, so that a copy of all their weights is never made.
@@ -230,9 +230,11 @@ def stored_parameters_of(layer: nn.Module) -> Held | None:
 
 
 def parameters_of(layer: nn.Module) -> Held | None:
-    """``(v, g, dim)`` of a layer that is not a stage; g is None for a plain one. None: something else computes it."""
+    """``(v, g, dim)`` of a layer, or a stage's stacks; g is None for a plain one. None: something else computes it."""
     if isinstance(layer, WeightNormalised):
         return layer.weight_v, layer.weight_g, layer.dim
+    if isinstance(layer, WNResidualStage):
+        return layer.weight_v, layer.weight_g, 0
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == "weight":
             return layer.weight_v, layer.weight_g, norm_dim(hook.dim)  # type: ignore[return-value]
@@ -247,7 +249,8 @@ def parameters_of(layer: nn.Module) -> Held | None:
 
 
 def units_of(role: Role) -> Iterator[Unit]:
-    """The layer of a role; of a stage, its transition block's layers and the two stacks of its identity blocks."""
+    """The layer of a role; of a stage, its transition block's layers and the two stacks of its identity blocks. None
+    of those whose tensors something else computes."""
     stage = role.layer
     if not isinstance(stage, WNResidualStage):
         yield from _single(role)
@@ -255,7 +258,7 @@ def units_of(role: Role) -> Iterator[Unit]:
     for part in role.parts():
         if part.layer is not stage:
             yield from _single(part)
-        elif len(stage.weight_v):
+        elif len(stage.weight_v) and not computed_parameters(stage):
             i = 1 if part.closes_branch else 0
             yield Unit(
                 part.name, part, stage, stage.weight_v[:, i], stage.weight_g[:, i], stage.bias[:, i], stacked=True

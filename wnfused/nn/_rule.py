@@ -11,6 +11,7 @@ them together keep its norm, ``g^2 = gamma c_in / rows``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ from wnfused.linalg import orthogonal_batched
 if TYPE_CHECKING:
     from wnfused.nn._layer import WeightNormalised
     from wnfused.nn.residual import WNResidualStage
+
+PARAMETERS = ("weight_v", "weight_g", "bias")
+"""Of a layer, and of a stage."""
 
 DIRECTIONS = ("orthogonal", "he")
 """How directions are drawn: Haar over ``[rows, fan_in]``, or each entry from ``N(0, 2 / fan_in)``."""
@@ -95,13 +99,17 @@ def fill_directions_(
     return v
 
 
-def check_stored(layer: nn.Module) -> None:
+def computed_parameters(layer: nn.Module) -> list[str]:
+    """Those of a layer's or a stage's parameters that something else computes, as pruning and parametrisations do."""
+    return [name for name in PARAMETERS if name not in layer._parameters]
+
+
+def check_stored(*layers: nn.Module) -> None:
     """Raises RuntimeError where a parameter is computed, so that what is written to it would be lost."""
-    for name in ("weight_v", "weight_g", "bias"):
-        if name not in layer._parameters:
-            raise RuntimeError(
-                f"{name}: cannot be reset, something else computes it (pruning, a parametrisation); remove that first"
-            )
+    for name in itertools.chain.from_iterable(map(computed_parameters, layers)):
+        raise RuntimeError(
+            f"{name}: cannot be reset, something else computes it (pruning, a parametrisation); remove that first"
+        )
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from wnfused import functional
 from wnfused._numbers import finite, floating_dtype, plain_int, positive
 from wnfused.nn._keys import count_blocks, stack_blocks
 from wnfused.nn._layer import refuse_script, row_norm, with_directions
-from wnfused.nn._rule import check_directions, reset_stage
+from wnfused.nn._rule import check_directions, check_stored, reset_stage
 from wnfused.nn.conv import WNConv2d
 
 
@@ -186,10 +186,11 @@ class WNResidualStage(nn.Module):
 
     def reset_parameters(self) -> None:
         """The initialisation of Arpit, Campos & Bengio (2019) for the whole stage."""
-        if self.transition is not None:
-            for layer in self.transition.children():
-                if isinstance(layer, WNConv2d):
-                    layer.reset_parameters()
+        children = () if self.transition is None else self.transition.children()
+        layers = [layer for layer in children if isinstance(layer, WNConv2d)]
+        check_stored(self, *layers)
+        for layer in layers:
+            layer.reset_parameters()
         self._reset_stack()
 
     def forward(self, x: Tensor) -> Tensor:

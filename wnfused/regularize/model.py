@@ -189,15 +189,11 @@ def retract_(
 
 def _retractable(name: str, layer: nn.Module, gain: float) -> list[tuple[Tensor, Tensor, float]]:
     """What to write to, its matrices, and their gain."""
-    weight: Tensor
-    if isinstance(layer, WNResidualStage):
-        weight, factor = layer.weight_v, 1.0
-    else:
-        held = stored_parameters_of(layer)
-        if held is None:
-            raise ValueError(f"model: the weight of {name!r} is computed by something else; leave it out by filter")
-        weight, g, dim = held
-        factor = gain if g is None else 1.0
-        if g is not None and (dim != 0 or isinstance(layer, nn.modules.conv._ConvTransposeNd)):
-            raise ValueError(f"model: {name!r} is normalised over other rows than its outputs; leave it out by filter")
+    held = stored_parameters_of(layer)
+    if held is None:
+        raise ValueError(f"model: the weight of {name!r} is computed by something else; leave it out by filter")
+    weight, g, dim = held
+    factor = gain if g is None else 1.0
+    if g is not None and (dim != 0 or isinstance(layer, nn.modules.conv._ConvTransposeNd)):
+        raise ValueError(f"model: {name!r} is normalised over other rows than its outputs; leave it out by filter")
     return [(weight, matrix, factor) for _, matrix in of_layer(name, layer, "direction")]
