@@ -75,6 +75,29 @@ def test_signatures_leave_out_the_first_argument():
     assert found == full[1:]
 
 
+class Plain(WNLazyLinear):
+    pass
+
+
+class Named(Plain):
+    def __init__(self, name, out_features, **options):
+        super().__init__(out_features, **options)
+        self.name = name
+
+
+def test_subclasses_become_what_their_parents_become():
+    for layer in (Plain(3, activation="relu"), Named("a", 3, activation="relu"), copy.deepcopy(Plain(3))):
+        assert layer(torch.randn(2, 5)).shape == (2, 3)
+        assert type(layer) is wnfused.WNLinear
+    assert inspect.signature(Plain) == inspect.signature(WNLazyLinear)
+    assert list(inspect.signature(Named).parameters) == ["name", "out_features", "options"]
+
+    class Convolution(WNLazyConv2d):
+        """Defined in a function."""
+
+    assert Convolution(3, 3, padding=1)(torch.randn(1, 2, 4, 4)).shape == (1, 3, 4, 4)
+
+
 def test_uninitialised_layers_are_left_alone_and_bad_groups_named():
     lazy = WNLazyLinear(3)
     assert wnfused.fold(lazy) is lazy

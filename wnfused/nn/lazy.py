@@ -27,14 +27,20 @@ class _Lazy(LazyModuleMixin, WeightNormalised):
 
     cls_to_become: type[WeightNormalised]
     _inputs, _outputs = "in_channels", "out_channels"
+    _takes: inspect.Signature
+    __signature__: inspect.Signature | None
 
-    def __init_subclass__(cls) -> None:
-        cls.cls_to_become = cls.__bases__[-1]
-        signature = inspect.signature(cls.cls_to_become)
-        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if _Lazy in cls.__bases__:
+            cls.cls_to_become = cls.__bases__[-1]
+            signature = inspect.signature(cls.cls_to_become)
+            cls._takes = signature.replace(parameters=list(signature.parameters.values())[1:])
+        # A subclass with a constructor of its own has that one's.
+        cls.__signature__ = cls._takes if cls.__init__ is _Lazy.__init__ else None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        given = inspect.signature(type(self)).bind(*arguments, **keywords)
+        given = self._takes.bind(*arguments, **keywords)
         given.apply_defaults()
         options = dict(given.arguments)
         outputs, bias = options.pop(self._outputs), options.pop("bias")
