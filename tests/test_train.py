@@ -1,7 +1,11 @@
 """Whole runs, small ones: results, divergence, accumulation, the step."""
 
+import copy
 import json
 import math
+import pickle
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import wnfused
 from wnfused.train import TrainConfig, UsageError, checkpoint, train
 from wnfused.train.batches import Batch
 from wnfused.train.graph import GraphedModel
+from wnfused.train.interruption import InterruptedRun
 from wnfused.train.schedule import Schedule
 from wnfused.train.step import step, summary
 
@@ -349,6 +354,18 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path, arguments: dict[str
     with pytest.raises(TypeError, match=message):
         train(SMALL, **{"out": tmp_path / "run", **arguments})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_exceptions_can_be_pickled_and_copied(copied: Callable[[BaseException], BaseException], tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    corrupt = checkpoint.CorruptCheckpointError(tmp_path / "last.ckpt", "is empty")
+    (tmp_path / "config.json").unlink()  # its message says that there was one
+    usage = UsageError("depth", 101, "must be 6N + 4")
+    usage.add_note("third of a sweep")
+    for error in (usage, corrupt, InterruptedRun(signal.SIGTERM, "stopped after 1 of 2 epochs")):
+        found = copied(error)
+        assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
 def test_a_configuration_is_read_from_a_dict() -> None:

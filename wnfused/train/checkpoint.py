@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from wnfused.train.errors import KeepsMessage
 from wnfused.train.files import write_atomically
 
 _MARK = b"\nwnfused sha256 "
 _TRAILER = len(_MARK) + 64
 
 
-class CorruptCheckpointError(RuntimeError):
+class CorruptCheckpointError(KeepsMessage, RuntimeError):
     """The file is truncated, was changed, or is no checkpoint of this package. Nothing was loaded."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from wnfused.train.errors import KeepsMessage
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, raised where the program was, as Ctrl-C is: ``except Exception`` lets both through."""
 
 
-class InterruptedRun(KeyboardInterrupt):
+class InterruptedRun(KeepsMessage, KeyboardInterrupt):
     """A training run was stopped. What its last finished epoch left is in its folder.
 
     Attributes:
