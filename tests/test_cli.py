@@ -423,6 +423,29 @@ def test_probe_of_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "missing.pt: cannot be read: No such file or directory" in says
 
 
+@pytest.mark.parametrize(
+    ("picture", "file", "content", "says"),
+    [
+        ("result.png", "result.json", '{"test_accuracy": 1}', "has its numbers in result.json, which is a run's file"),
+        ("config.svg", "last.ckpt", "", "has its numbers in config.json, which is a run's file"),
+        ("p.png", "p.json", '{"what": "norms"}', "p.json, which `wnfused probe` did not write; choose another name"),
+        ("p.png", "p.json", "[", "p.json, which `wnfused probe` did not write; choose another name"),
+        ("p.png", "p.json/file", "", "cannot be written: p.json: Is a directory"),
+    ],
+)
+def test_probe_overwrites_no_one_else_s_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, picture: str, file: str, content: str, says: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(content)
+    out = tmp_path / picture
+    assert f"--out {out}: {says}" in refused(capsys, *PROBE, "--out", str(out)).replace(
+        f"would overwrite {tmp_path}/", ""
+    )
+    assert (tmp_path / file).read_text() == content
+    assert not out.exists()
+
+
 def test_probe_of_one_image_under_batch_norm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["probe", "--model", "mlp", "--depth", "2", "--norm", "batch", "--out", str(tmp_path / "p.png")]
     assert "--samples 1: is too few for batch norm" in refused(capsys, *arguments, "--samples", "1")

@@ -5,6 +5,7 @@ or as a checkpoint holds it. Each writes a picture, the same numbers as JSON, an
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +24,12 @@ from wnfused.train.build import build
 from wnfused.train.config import TrainConfig
 from wnfused.train.data import Dataset, load
 from wnfused.train.errors import UsageError
-from wnfused.train.files import make_folder, write_json
+from wnfused.train.files import make_folder, reason, write_json
+from wnfused.train.folder import RunFolder
 from wnfused.train.measurements import MEASUREMENTS, Measurement
 from wnfused.train.stored import configuration, loaded
+
+_IN_EVERY_PROBE = {"what", "results"}
 
 # So many rows are read at a glance; picture and JSON have them all.
 _ROWS = 12
@@ -57,7 +61,8 @@ def probe(
         checkpoints: run folders or checkpoints of ``wnfused train``, or files with the ``state_dict`` of a model that
             ``given`` describes.
         samples: training images to measure on; default: the measurement's own.
-        out: the picture; with several ``what``, their names go before its ending. JSON goes beside it.
+        out: the picture; with several ``what``, their names go before its ending. JSON goes beside it, over that of an
+            earlier probe alone.
 
     Raises:
         UsageError: for an argument that cannot work.
@@ -146,7 +151,28 @@ def _outs(out: Path, what: Sequence[str]) -> dict[str, Path]:
     if out.is_dir():
         raise UsageError("out", out, "is a folder; give the name of a picture")
     make_folder(out.parent, out)
-    return {name: out.with_stem(f"{out.stem}-{name}") if len(what) > 1 else out for name in what}
+    outs = {name: out.with_stem(f"{out.stem}-{name}") if len(what) > 1 else out for name in what}
+    for picture in outs.values():
+        _check_numbers(out, picture.with_suffix(".json"))
+    return outs
+
+
+def _check_numbers(out: Path, numbers: Path) -> None:
+    """The JSON beside a picture is no file of a run, nor anything else that another program wrote."""
+    run = RunFolder(numbers.parent)
+    if numbers.name.lower() in (run.config.name, run.result.name):
+        raise UsageError("out", out, f"has its numbers in {numbers.name}, which is a run's file; choose another name")
+    try:
+        content = json.loads(numbers.read_text())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError("out", out, f"cannot be written: {numbers.name}: {reason(error)}") from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not content.keys() >= _IN_EVERY_PROBE:
+        right = f"would overwrite {numbers}, which `wnfused probe` did not write; choose another name"
+        raise UsageError("out", out, right)
 
 
 # -------------------------------------------------------------------------------------------------------- table
