@@ -13,6 +13,7 @@ import torch
 
 import wnfused
 from wnfused import cli, information
+from wnfused.backends import native
 from wnfused.optional import MissingDependencyError
 from wnfused.train import checkpoint, files
 from wnfused.train.config import TrainConfig
@@ -238,6 +239,16 @@ def test_a_backend_that_cannot_train_leaves_the_folder_free(capsys: pytest.Captu
     assert "cannot run on backend 'triton'" in says
     assert not (tmp_path / "run" / "config.json").exists()
     assert cli.main(arguments) == 0
+
+
+def test_a_backend_that_was_not_built_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "unavailable", lambda: "it was not built")
+    with wnfused.use_backend("native"):
+        says = refused(capsys, *TRAIN, "--out", str(tmp_path / "run"))
+    assert "cannot run on backend 'native': it was not built" in says
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_mini_batch_of_one_image_under_batch_norm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wnfused.dispatch import BackendUnavailableError
 from wnfused.train.config import TrainConfig
 from wnfused.train.data import Dataset
 from wnfused.train.errors import UsageError
@@ -21,6 +22,7 @@ def build(config: TrainConfig, data: Dataset) -> nn.Module:
 
     Raises:
         UsageError: if the model or the scheme refuses its options.
+        BackendUnavailableError: if the backend that was asked for by name cannot make them.
     """
     from wnfused import init
 
@@ -29,6 +31,8 @@ def build(config: TrainConfig, data: Dataset) -> nn.Module:
         model = _network(config, data)
     except (ValueError, TypeError) as error:
         raise UsageError("model", config.model, str(error).partition("\n")[0]) from error
+    except BackendUnavailableError:
+        raise
     except (RuntimeError, MemoryError) as error:  # an allocation that failed, or a size beyond 64 bits
         sizes = [f"--{name} {size}" for name in ("width", "depth") if (size := getattr(config, name)) is not None]
         right = f"there is not enough memory for the network; make {' or '.join(sizes)} smaller"
