@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_runs import SMALL, weights
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -135,6 +136,17 @@ def test_every_kind_of_run(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- divergence
+
+
+def test_the_caller_s_process_group_stays(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        train(replace(SMALL, epochs=1), tmp_path / "run")
+        dist.barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def test_divergence_is_a_result_and_not_a_crash(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def train(
         data_folder: see ``wnfused.train.data.load``.
         reporter: a ``wnfused.train.callbacks.Reporter``.
 
-    Under ``torchrun`` every process calls this; the first writes.
+    Under ``torchrun`` every process calls this; the first writes. A process group that exists already is used and kept.
 
     Raises:
         TypeError: an argument is of another type; UsageError: one cannot work;
@@ -122,6 +122,7 @@ def _train(
 ) -> dict[str, Any]:  # fmt: skip
     """The run itself, in a folder that is this process's own."""
     first = is_first_process()
+    in_callers_group = _in_process_group()
     checkpoint = folder.checkpoint(config) if going_on else None
     _check_device(config)
     data = load(config.data, config.seed, data_folder)
@@ -159,7 +160,7 @@ def _train(
     result["config"] = config.to_dict()
     if run.trainer.is_global_zero:
         write_json(folder.result, result)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _in_process_group() and not in_callers_group:
         torch.distributed.destroy_process_group()  # its threads, left to the interpreter's end, can abort the process
     return result
 
@@ -313,6 +314,10 @@ def _trainer(config: TrainConfig, **options: Any) -> Any:
         right = "trains in processes that keep their results to themselves; use ddp"
         raise UsageError("strategy", config.strategy, right)
     return trainer
+
+
+def _in_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _device(config: TrainConfig) -> torch.device:
