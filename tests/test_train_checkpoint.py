@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from wnfused.train import checkpoint, files
+from wnfused.train.folder import RunFolder
 
 CONTENT = {"weights": torch.arange(1000.0), "epoch": 3, "history": [{"loss": 0.5}]}
 
@@ -79,11 +80,17 @@ def test_the_content_is_on_disk_before_it_gets_its_name(saved: Path, monkeypatch
     assert calls == ["fsync", "replace", "fsync"], "content, name, folder"
 
 
-def test_leftovers_of_a_killed_writer_are_removed(saved: Path) -> None:
-    leftover = saved.parent / ".last.ckpt.abc.tmp"
-    leftover.write_bytes(b"half")
-    files.remove_leftovers(saved.parent)
-    assert os.listdir(saved.parent) == ["last.ckpt"]
+def test_leftovers_of_a_killed_writer_are_removed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = saved.parent / ".notes.tmp"
+    other.write_bytes(b"someone else's")
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "unlink", lambda _: None)
+        killed.setattr(os, "replace", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            checkpoint.save(saved, CONTENT)
+    assert len(os.listdir(saved.parent)) == 3
+    files.remove_leftovers(*RunFolder(saved.parent).files)
+    assert sorted(os.listdir(saved.parent)) == [other.name, "last.ckpt"]
 
 
 def test_json_refuses_nan(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ never a part."""
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import tempfile
@@ -63,10 +64,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files of a process that was killed while it wrote."""
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+def remove_leftovers(*paths: Path) -> None:
+    """Delete the temporary files of a process that was killed while it wrote to one of ``paths``."""
+    for path in paths:
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.tmp"):  # as ``mkstemp`` names them
+            leftover.unlink(missing_ok=True)
 
 
 def _umask() -> int:

@@ -38,6 +38,10 @@ class RunFolder:
         self.result = self.path / "result.json"
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        return self.config, self.last, self.best, self.result
+
+    @property
     def exists(self) -> bool:
         return _exists(self.path)
 

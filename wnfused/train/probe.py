@@ -159,8 +159,7 @@ def _outs(out: Path, what: Sequence[str]) -> dict[str, Path]:
 
 def _check_numbers(out: Path, numbers: Path) -> None:
     """The JSON beside a picture is no file of a run, nor anything else that another program wrote."""
-    run = RunFolder(numbers.parent)
-    if numbers.name.lower() in (run.config.name, run.result.name):
+    if numbers.name.lower() in (file.name for file in RunFolder(numbers.parent).files):
         raise UsageError("out", out, f"has its numbers in {numbers.name}, which is a run's file; choose another name")
     try:
         content = json.loads(numbers.read_text())

@@ -131,7 +131,7 @@ def _train(
     model = build(config, data)
     run = _Run(config, data, model, folder, reporter or Silent())
     if first:
-        remove_leftovers(folder.path)
+        remove_leftovers(*folder.files)
         if not folder.config.exists():
             folder.begin(config, versions())
             for remark in config.remarks():
