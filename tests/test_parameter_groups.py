@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import wnfused
 
@@ -33,6 +33,23 @@ def test_gains_biases_and_vectors_are_not_decayed():
     assert set(decayed) | set(kept) == {n for n, p in net.named_parameters() if p.requires_grad}
     assert not set(decayed) & set(kept)
     assert [(group["weight_decay"], group["lr"]) for group in groups] == [(0.1, 0.5), (0.0, 0.5)]
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, parametrizations.weight_norm])
+def test_gains_of_any_tensor_are_not_decayed(norm):
+    recurrent = nn.RNN(3, 4)
+    for name in ("weight_hh_l0", "weight_ih_l0"):
+        norm(recurrent, name)
+    decayed, kept = (sorted(list(p.shape) for p in group["params"]) for group in wnfused.param_groups(recurrent, 0.1))
+    assert decayed == [[4, 3], [4, 4]]
+    assert kept == [[4], [4], [4, 1], [4, 1]]
+
+
+def test_a_chain_behind_a_weight_norm_changes_nothing():
+    layer = parametrizations.weight_norm(nn.Linear(3, 4))
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    [decayed] = wnfused.param_groups(layer, 0.1)[0]["params"]
+    assert decayed is layer.parametrizations.weight.original1
 
 
 def test_an_optimiser_takes_them():

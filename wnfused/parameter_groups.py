@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from wnfused._modules import check_module
 from wnfused._numbers import at_least_0
 from wnfused.nn._layer import refuse_shapeless
 
-_GAINS = ("weight_g", "parametrizations.weight.original0")
-
 
 def param_groups(model: nn.Module, weight_decay: float, **options: Any) -> list[dict[str, Any]]:
     """Two groups for an optimiser: weights with ``weight_decay``; gains, biases and vectors without.
 
-    Decayed are ``weight_v`` and every other parameter of two or more dims. Not decayed are ``weight_g`` (torch's
-    weight norms included), whatever is named ``bias``, a stage's stacked gains and biases, and parameters of fewer than
-    two dims, such as those of batch norm. Decaying ``v`` does not shrink the weight ``g v / ||v||``; it keeps
-    ``||v||``, by which the step of the direction is divided, from growing.
+    Decayed are ``weight_v`` and every other parameter of two or more dims. Not decayed are ``weight_g`` and the gains
+    of torch's weight norms, of whatever tensor; whatever is named ``bias``; a stage's stacked gains and biases; and
+    parameters of fewer than two dims, such as those of batch norm. Decaying ``v`` does not shrink the weight
+    ``g v / ||v||``; it keeps ``||v||``, by which the step of the direction is divided, from growing.
 
     The papers that this package follows decay every parameter: to reproduce them use ``model.parameters()``.
 
@@ -43,12 +45,24 @@ def param_groups(model: nn.Module, weight_decay: float, **options: Any) -> list[
     refuse_shapeless(model)
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
+    gains = {id(gain) for module in model.modules() for gain in _gains_of_torchs(module)}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        exempt = name.rpartition(".")[2] == "bias" or name.endswith(_GAINS)
+        exempt = name.rpartition(".")[2] in ("bias", "weight_g") or id(parameter) in gains
         (kept if exempt or parameter.dim() < 2 else decayed).append(parameter)
     return [
         {**options, "params": decayed, "weight_decay": float(weight_decay)},
         {**options, "params": kept, "weight_decay": 0.0},
     ]
+
+
+def _gains_of_torchs(module: nn.Module) -> Iterator[nn.Parameter | None]:
+    """The gains of torch's weight norms on a module, by either of its interfaces."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            yield module._parameters.get(f"{hook.name}_g")
+    if parametrize.is_parametrized(module):
+        for chain in cast(nn.ModuleDict, module.parametrizations).values():
+            if isinstance(cast(nn.ModuleList, chain)[0], _WeightNorm):  # the only place that it can have
+                yield chain._parameters.get("original0")
