@@ -4,6 +4,7 @@ import copy
 import pickle
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 import torch.nn.utils.prune
@@ -36,6 +37,19 @@ def test_outputs_and_input_gradients_are_the_same():
     with wnfused.frozen(net):
         (found,) = torch.autograd.grad(net(x).sum(), x)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("kind", [WNConv2d, wnfused.WNConvTranspose2d])
+@pytest.mark.parametrize("options", [{"stride": 2}, {"padding": 1, "dilation": 2}, {"stride": numpy.int64(2)}])
+def test_options_set_anew_are_numbers_for_all_dims(kind, dim, options):
+    layer, x = kind(4, 4, 3, dim=dim), torch.randn(2, 4, 6, 6)
+    for name, value in options.items():
+        setattr(layer, name, value)
+    expected = layer(x)
+    with torch.no_grad(), wnfused.frozen(layer):
+        torch.testing.assert_close(layer(x), expected)
+    assert all(getattr(layer, name) is value for name, value in options.items())
 
 
 def test_weights_are_normalised_once():

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from wnfused import dispatch
 from wnfused._modules import check_module
+from wnfused._spatial import extents
 from wnfused.backends import native
 from wnfused.fold import plain_layer
 from wnfused.functional import weight_norm_many
@@ -93,7 +94,7 @@ def _refresh(layer: nn.Module, _: Any) -> None:
 def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
     """The layers' plain forms, or copies, with parameters of their own that record no gradient."""
     groups: dict[tuple[int | None, torch.device], list[int]] = {}
-    given, layers = layers, [_by_rows(layer) for layer in layers]
+    given, layers = layers, [_by_rows(_by_dims(layer)) for layer in layers]
     for i, layer in enumerate(layers):
         if not _has_own_products(layer):
             groups.setdefault((layer.dim, layer.weight_v.device), []).append(i)
@@ -108,6 +109,19 @@ def _constants(layers: Sequence[WeightNormalised]) -> list[nn.Module]:
         form.__dict__["made_for"] = (layer.weight_v.dtype, layer.weight_v.device)
         form.__dict__["made_of"] = tuple(layer._parameters.values())
     return forms
+
+
+def _by_dims(layer: WeightNormalised) -> WeightNormalised:
+    """A convolution whose options were set anew, to one number for all dims, as one with a number for each."""
+    if not isinstance(layer, _ConvNd):
+        return layer
+    options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "output_padding")}
+    if all(isinstance(value, (tuple, list, str)) for value in options.values()):
+        return layer
+    dims, copied = layer.weight_v.dim() - 2, copy.copy(layer)
+    for name, value in options.items():
+        setattr(copied, name, value if isinstance(value, str) else extents(name, value, dims, None))
+    return copied
 
 
 def _by_rows(layer: WeightNormalised) -> WeightNormalised:
