@@ -28,15 +28,10 @@ from wnfused.nn import (
 )
 
 LAYERS: dict[type[nn.Module], type[WeightNormalised]] = {
-    nn.Linear: WNLinear,
-    nn.Conv1d: WNConv1d,
-    nn.Conv2d: WNConv2d,
-    nn.Conv3d: WNConv3d,
-    nn.ConvTranspose1d: WNConvTranspose1d,
-    nn.ConvTranspose2d: WNConvTranspose2d,
-    nn.ConvTranspose3d: WNConvTranspose3d,
+    kind.__bases__[-1]: kind
+    for kind in (WNLinear, WNConv1d, WNConv2d, WNConv3d, WNConvTranspose1d, WNConvTranspose2d, WNConvTranspose3d)
 }
-"""Which layer replaces which of torch's."""
+"""Which layer replaces which of torch's: the one that it extends."""
 
 OPTIONS = ("activation", "negative_slope", "gamma", "init", "dim")
 """Attributes that a weight-normalised layer has beside those of torch's layer."""

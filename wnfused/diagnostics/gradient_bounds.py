@@ -37,6 +37,7 @@ from wnfused.diagnostics.drawing import Drawable, key, logarithmic, over_station
 from wnfused.diagnostics.norms import layer_norms
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import forked, outputs_of, undisturbed
+from wnfused.nn import WeightNormalised
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,8 +255,6 @@ def homogeneous_sets(model: nn.Module, inputs: Tensor) -> dict[str, tuple[str, .
 
 def _scales(module: nn.Module | None, prefix: str = "") -> tuple[str, ...]:
     """The parameters of a linear layer or convolution in which its output is homogeneous; empty for other modules."""
-    from wnfused.nn._layer import WeightNormalised
-
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, WeightNormalised)):
         return ()
     parameters = dict(module.named_parameters())

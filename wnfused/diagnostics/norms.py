@@ -41,7 +41,8 @@ from wnfused.diagnostics.arguments import (
 from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import outputs_of, undisturbed
-from wnfused.diagnostics.stations import Call, observed
+from wnfused.diagnostics.stations import BLOCKS, Call, observed
+from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
 
 _FLOAT32_LARGEST = 3.4e38
 
@@ -276,9 +277,6 @@ class _Record:
 
     def _structure(self) -> tuple[list[int], int]:
         """How many blocks the stage of each station has, and how many plain layers end the network."""
-        from wnfused.diagnostics.stations import BLOCKS
-        from wnfused.nn import WNResidualBlock, WNResidualStage
-
         blocks, heads = [], 0
         for name in self.names:
             module = self._modules.get(name) or self._modules[name.rpartition(".blocks.")[0]]
@@ -297,8 +295,6 @@ class _Record:
 
 def _is_weight_normalised(module: nn.Module) -> bool:
     """By this package or by either way of torch's."""
-    from wnfused.nn._layer import WeightNormalised
-
     steps = list(module._forward_pre_hooks.values())
     if parametrize.is_parametrized(module):
         steps += module.parametrizations.modules()  # type: ignore[union-attr]

@@ -22,8 +22,6 @@ from wnfused.models.resnet import BatchNormBlock
 from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock, WNResidualStage
 from wnfused.nn.residual import run_as
 
-"""From (name, module) to whether the module is a station. A stage for which it is true is observed block by block."""
-
 BLOCKS = (WNResidualBlock, PlainResidualBlock, BatchNormBlock, FixupBlock)
 
 
@@ -55,6 +53,8 @@ def observed(
     """While this holds, ``observe`` sees every call of a station of ``model``; no hook is left behind.
 
     Args:
+        filter: from (name, module) to whether the module is a station; a stage for which it is true is observed block
+            by block.
         samples: how many entries the first dim of every output must have; None: any.
 
     Raises:

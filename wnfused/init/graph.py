@@ -21,13 +21,9 @@ from torch import fx, nn
 from wnfused._symbolic import argument, symbolic_run
 from wnfused.nn import WeightNormalised, WNResidualStage
 from wnfused.nn._rule import activation_gamma
+from wnfused.nn.plain import WITH_RESIDUAL
 
-PLAIN_LAYERS = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
-
-
-_LAYERS = (WeightNormalised, WNResidualStage, *PLAIN_LAYERS)
+_LAYERS = (WeightNormalised, WNResidualStage, *WITH_RESIDUAL)
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from wnfused.init.roles import Role
 from wnfused.linalg import orthogonal_batched
 from wnfused.nn import WeightNormalised, WNResidualStage
 from wnfused.nn._layer import row_norm
-from wnfused.nn._rule import computed_parameters, fan_ratio, fill_directions_
+from wnfused.nn._rule import check_directions, computed_parameters, fan_ratio, fill_directions_
 from wnfused.reference import wide
 
 # Separate layers of one shape are drawn this many at a time, so that a copy of all their weights is never made.
@@ -326,8 +326,7 @@ def fill_(units: Sequence[Unit], v: str, *, generator: torch.Generator | None = 
     Raises:
         ValueError: for another name.
     """
-    if v not in ("orthogonal", "he"):
-        raise ValueError(f"v: unknown {v!r}; use 'orthogonal' or 'he'")
+    check_directions(v=v)
     (fill_orthogonal_ if v == "orthogonal" else fill_gaussian_)(units, generator=generator)
 
 

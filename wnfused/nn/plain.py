@@ -110,11 +110,10 @@ class ConvTranspose3dWithResidual(_TransposeWithResidual, nn.ConvTranspose3d):
 
 
 WITH_RESIDUAL: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: LinearWithResidual,
-    nn.Conv1d: Conv1dWithResidual,
-    nn.Conv2d: Conv2dWithResidual,
-    nn.Conv3d: Conv3dWithResidual,
-    nn.ConvTranspose1d: ConvTranspose1dWithResidual,
-    nn.ConvTranspose2d: ConvTranspose2dWithResidual,
-    nn.ConvTranspose3d: ConvTranspose3dWithResidual,
-}
+    kind.__bases__[-1]: kind
+    for kind in (
+        LinearWithResidual, Conv1dWithResidual, Conv2dWithResidual, Conv3dWithResidual,
+        ConvTranspose1dWithResidual, ConvTranspose2dWithResidual, ConvTranspose3dWithResidual,
+    )
+}  # fmt: skip
+"""By the layer of torch that each extends: all of those that this package knows."""
