@@ -161,6 +161,7 @@ def test_torch_s_weight_norm_has_one_station_a_layer() -> None:
     profile = layer_norms(nn.Sequential(linear, nn.ReLU(), nn.Linear(3, 2).double()), gaussian(2, 4))
     assert profile.names == ("0", "2")
     assert profile[-1] == profile[1]
+    assert profile[np.int64(-1)] == profile[-1]
     with pytest.raises(IndexError, match="station 2 is out of range: 2 were measured"):
         profile[2]
 

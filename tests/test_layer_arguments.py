@@ -150,6 +150,16 @@ def test_bad_geometry_of_one_kind(kind, arguments, message):
         kind(3, 4, 3, **arguments)
 
 
+@pytest.mark.parametrize("dim", [0, -1])
+def test_dims_of_numpy_are_taken(dim):
+    layer, x = WNLinear(4, 3, dim=np.int64(dim)), torch.randn(2, 4)
+    assert type(layer.dim) is int
+    v, g = layer.weight_v, layer.weight_g
+    assert torch.equal(functional.linear(x, v, g, layer.bias, dim=np.int64(dim)), layer(x))
+    for weight in (functional.weight_norm(v, g, np.int64(dim)), *functional.weight_norm_many([v], [g], np.int64(dim))):
+        torch.testing.assert_close(weight, layer.weight)
+
+
 WHAT_TORCH_RUNS_WITH = [
     {"kernel_size": np.int64(3), "stride": np.int32(2), "groups": np.int64(1)},
     {"kernel_size": torch.Size([3, 2]), "dilation": [2, 1]},

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -378,6 +379,14 @@ def test_exceptions_can_be_pickled_and_copied(copied: Callable[[BaseException], 
     for error in (usage, corrupt, InterruptedRun(signal.SIGTERM, "stopped after 1 of 2 epochs")):
         found = copied(error)
         assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+def test_integers_of_numpy_become_pythons_own() -> None:
+    config = TrainConfig(depth=np.int64(40), milestones=(np.int32(2),), lr=np.int64(1))
+    assert config == TrainConfig(depth=40, milestones=(2,), lr=1)
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+    with pytest.raises(UsageError, match=r"--epochs 2\.0: must be of type int"):
+        TrainConfig(epochs=np.float64(2))  # type: ignore[arg-type]
 
 
 def test_a_configuration_is_read_from_a_dict() -> None:

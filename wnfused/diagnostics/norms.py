@@ -27,7 +27,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from wnfused._modules import Filter
-from wnfused._numbers import function
+from wnfused._numbers import function, plain_int
 from wnfused.diagnostics.arguments import (
     Loss,
     check_differentiable,
@@ -148,6 +148,7 @@ class NormProfile(Drawable):
                 for field in ("names", "activations", "gradients", "channels", "positions", "blocks")
             }
             return replace(self, heads=sum(i >= len(self) - self.heads for i in kept), **parts)
+        which = plain_int(which)
         if not isinstance(which, int):
             raise TypeError(f"station: expected its number or a slice, got {which!r}")
         if not -len(self) <= which < len(self):

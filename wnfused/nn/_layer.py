@@ -102,7 +102,7 @@ class WeightNormalised(nn.Module):
         if gamma is not None:
             at_least_0(gamma=gamma)
         check_directions(init=init)
-        arguments.row_dim(dim)
+        dim = arguments.row_dim(dim)
         truth(bias=bias)
         floating_dtype(dtype=dtype)
         self.__dict__.update(activation=activation, negative_slope=negative_slope, gamma=gamma, init=init, dim=dim)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from wnfused._numbers import plain_int
 from wnfused.reference import ACTIVATIONS
 
 P = ParamSpec("P")
@@ -89,10 +90,14 @@ def _dtypes_go(parameter: Tensor, x: Tensor) -> bool:
     return parameter.dtype == x.dtype or (parameter.dtype == torch.float32 and x.dtype in _HALVES)
 
 
-def row_dim(dim: int | None) -> None:
-    """The dim that numbers the normalised rows: an int, or None for one norm over all."""
-    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+def row_dim(dim: int | None) -> int | None:
+    """The dim that numbers the normalised rows, an int of any kind as Python's own; or None for one norm over all."""
+    if dim is None:
+        return None
+    plain: int = plain_int(dim)
+    if not isinstance(plain, int) or isinstance(plain, bool):
         raise TypeError(f"dim: {dim!r} must be an int or None")
+    return plain
 
 
 def gain(g: Tensor, v: Tensor, dim: int | None) -> None:

@@ -8,6 +8,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from wnfused._numbers import plain_int
 from wnfused.init import schemes
 from wnfused.models._common import RESIDUAL_NORMS
 from wnfused.models.resnet import depth_error
@@ -69,6 +70,7 @@ class TrainConfig:
     strategy: str = _option("auto", "Lightning's: auto, ddp, fsdp ...")
 
     def __post_init__(self) -> None:
+        self._take_other_integers()
         self._check_types()
         for name, choices in (("model", MODELS), ("norm", RESIDUAL_NORMS), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
@@ -110,6 +112,13 @@ class TrainConfig:
         wrong = depth_error(self.model, self.depth) if self.model in RESIDUAL else None
         if wrong is not None:
             raise UsageError("depth", self.depth, wrong)
+
+    def _take_other_integers(self) -> None:
+        """numpy's, say, as Python's own, which JSON has a form for."""
+        for name in option_types():
+            value = getattr(self, name)
+            plain = tuple(map(plain_int, value)) if isinstance(value, tuple) else plain_int(value)
+            object.__setattr__(self, name, plain)
 
     def _check_types(self) -> None:
         """argparse has seen to it for the command line; not so for Python, and for files that were edited by hand."""
