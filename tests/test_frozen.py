@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 from unittest.mock import patch
 
 import numpy
@@ -200,6 +202,68 @@ def test_it_ends_also_after_an_error_and_nests():
     x = torch.randn(1, 2)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
+
+
+def test_contexts_that_overlap_hold_the_weights_until_the_last_ends():
+    net, x = model(), torch.randn(2, 3, 6, 6)
+    layers = [m for m in net.modules() if isinstance(m, WeightNormalised)]
+    first, second = wnfused.frozen(net), wnfused.frozen(nn.ModuleList(layers))
+    with torch.no_grad():
+        first.__enter__()
+        forms = [layer._frozen for layer in layers]
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert None not in forms
+        assert [layer._frozen for layer in layers] == forms
+        net[0].weight_g.mul_(2)
+        held = net(x)
+        net.load_state_dict(net.state_dict())  # which is followed still
+        assert not torch.allclose(net(x), held)
+        second.__exit__(None, None, None)
+    assert all(layer._frozen is None and not layer._load_state_dict_post_hooks for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("net", "size"),
+    [
+        (WNLinear(64, 64), (64,)),
+        (wnfused.WNConv1d(4, 4, 3, padding=1, dim=1), (4, 9)),
+        (WNConv2d(4, 4, 3, padding=1, padding_mode="reflect"), (4, 6, 6)),
+        (wnfused.WNConvTranspose2d(4, 4, 3), (4, 5, 5)),
+        (wnfused.WNResidualBlock(4, 8, 2), (4, 6, 6)),
+        (wnfused.WNResidualStage(4, 8, 2, 2), (4, 6, 6)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_threads_enter_and_leave_as_they_like(net, size):
+    x = torch.randn(2, *size)
+    with torch.no_grad():
+        expected = net(x)
+    errors = []
+
+    @torch.no_grad()
+    def run():
+        try:
+            for _ in range(50):
+                with wnfused.frozen(net):
+                    torch.testing.assert_close(net(x), expected)
+                copy.copy(net)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert all(m._frozen is None for m in net.modules() if isinstance(m, WeightNormalised))
+    assert not any(m._load_state_dict_post_hooks for m in net.modules())
 
 
 @pytest.mark.parametrize("change", ["weight_g", "bias", "pruned"])

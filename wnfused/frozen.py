@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from wnfused import dispatch
 from wnfused._modules import check_module
@@ -25,6 +29,19 @@ from wnfused.nn._layer import refuse_shapeless
 from wnfused.nn._rule import computed_parameters
 
 
+@dataclass
+class _Held:
+    """How many contexts hold a layer's weights, and the hook that follows ``load_state_dict`` meanwhile."""
+
+    contexts: int
+    hook: RemovableHandle
+
+
+_held: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()
+# Reentrant, since the garbage collector may close a context that nobody left while another one is entered.
+_lock = threading.RLock()
+
+
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[nn.Module]:
     """Within this context the weights of ``model`` do not change, and each effective weight is computed once.
@@ -35,6 +52,9 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
 
     ``load_state_dict`` inside the context brings the layers that it loads up to date. Every other write to a frozen
     parameter, an optimiser's step say, goes unseen until the context ends.
+
+    Contexts nest and overlap, in one thread or in several: the weights that the first one found stay those until the
+    last one ends.
 
     The weights of all layers are computed in one call on entry (``wnfused.functional.weight_norm_many``).
 
@@ -65,29 +85,49 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     layers = [m for m in model.modules() if isinstance(m, WeightNormalised) and _can_be_frozen(m)]
     if any(is_lazy(layer.weight_v) for layer in layers):
         refuse_shapeless(model)
-    hooks = []
+    entered: list[WeightNormalised] = []
     try:
-        for layer, once in zip(layers, _constants(layers), strict=True):
-            object.__setattr__(layer, "_frozen", once)
-            hooks.append(layer.register_load_state_dict_post_hook(_refresh))
+        with _lock:
+            _hold(layers, entered)
         yield model
     finally:
-        for layer in layers:
-            layer.__dict__.pop("_frozen", None)
-        for hook in hooks:
-            hook.remove()
+        with _lock:
+            for layer in entered:
+                _let_go(layer)
 
 
 def _can_be_frozen(layer: WeightNormalised) -> bool:
-    """Whether it is not frozen yet, and its parameters are parameters: not parametrised, nor pruned."""
-    return layer._frozen is None and not computed_parameters(layer)
+    """Whether its parameters are parameters: not parametrised, nor pruned."""
+    return not computed_parameters(layer)
+
+
+def _hold(layers: Sequence[WeightNormalised], entered: list[WeightNormalised]) -> None:
+    """One context more for each layer, which joins those that were entered; what no other one holds is frozen."""
+    fresh = [layer for layer in layers if layer not in _held]
+    forms = dict(zip(fresh, _constants(fresh), strict=True))
+    for layer in layers:
+        if layer in forms:
+            _held[layer] = _Held(0, layer.register_load_state_dict_post_hook(_refresh))
+            object.__setattr__(layer, "_frozen", forms[layer])
+        _held[layer].contexts += 1
+        entered.append(layer)
+
+
+def _let_go(layer: WeightNormalised) -> None:
+    held = _held[layer]
+    held.contexts -= 1
+    if held.contexts == 0:
+        layer.__dict__.pop("_frozen", None)
+        held.hook.remove()
+        del _held[layer]
 
 
 def _refresh(layer: nn.Module, _: Any) -> None:
     """After ``load_state_dict``. Copies of a frozen layer have this hook, too, and what ``fold`` makes of it, but
     nothing to bring up to date."""
-    if isinstance(layer, WeightNormalised) and layer._frozen is not None:
-        object.__setattr__(layer, "_frozen", _constants([layer])[0])
+    with _lock:
+        if isinstance(layer, WeightNormalised) and layer._frozen is not None:
+            object.__setattr__(layer, "_frozen", _constants([layer])[0])
 
 
 @torch.no_grad()

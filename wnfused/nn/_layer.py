@@ -88,6 +88,7 @@ class WeightNormalised(nn.Module):
     # Whether wnfused.convert put the layer in a torch layer's place: code that was written for that passes no residual.
     _converted: bool = False
     # While wnfused.frozen lasts, what the layer runs in its place (wnfused/nn/_frozen.py): takes the same arguments.
+    # A forward reads it once, since another thread may end that meanwhile.
     _frozen: nn.Module | None = None
 
     __prepare_scriptable__ = refuse_script
@@ -218,11 +219,10 @@ class WeightNormalised(nn.Module):
             bias: Any = self.bias
             return self.weight_v, self.weight_g, bias
 
-    def _runs_frozen(self, input: Tensor) -> bool:
-        """Inside ``wnfused.frozen``, unless a gradient of the parameters is recorded, another backend is asked for by
-        name, or the layer was moved or given other parameters since (``torch.func.functional_call``)."""
-        form: Any = self._frozen
-        if form is None or not isinstance(input, Tensor):  # the latter is a proxy of torch.fx
+    def _runs_frozen(self, form: Any, input: Tensor) -> bool:
+        """In the form that ``wnfused.frozen`` gave it, unless a gradient of the parameters is recorded, another backend
+        is asked for by name, or it was moved or given other parameters since (``torch.func.functional_call``)."""
+        if not isinstance(input, Tensor):  # it is a proxy of torch.fx
             return False
         if not torch.compiler.is_compiling() and dispatch.requested() not in (None, "native"):
             return False  # another backend would have no part in it
@@ -238,14 +238,16 @@ class WeightNormalised(nn.Module):
             return False
         return not torch.is_grad_enabled() or not any(p.requires_grad for p in own if p is not None)
 
-    def _frozen_output(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        assert self._frozen is not None
-        y: Tensor = self._frozen.forward(input, residual=residual)  # a transposed layer's second argument is another
+    @staticmethod
+    def _frozen_output(form: nn.Module, input: Tensor, residual: Tensor | None) -> Tensor:
+        y: Tensor = form.forward(input, residual=residual)  # a transposed layer's second argument is another
         return y
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle made inside ``wnfused.frozen`` is an ordinary layer."""
-        return {name: value for name, value in self.__dict__.items() if name != "_frozen"}
+        state = self.__dict__.copy()  # in one step, for another thread may leave the context meanwhile
+        state.pop("_frozen", None)
+        return state
 
     def adopt_keys(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
         """Renames the entries of a plain layer or of torch's parametrised weight norm to ``weight_v, weight_g``."""

@@ -34,8 +34,8 @@ class _WNConv(WeightNormalised):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(conv(input, w) + b + residual)``; the residual, if any, has the output's shape."""
-        if self._frozen is not None and self._runs_frozen(input):
-            return self._frozen_output(input, residual)
+        if (form := self._frozen) is not None and self._runs_frozen(form, input):
+            return self._frozen_output(form, input, residual)
         assert isinstance(self, nn.modules.conv._ConvNd)
         padding: str | int | tuple[int, ...] = self.padding
         if self.padding_mode != "zeros":

@@ -38,8 +38,8 @@ class _WNConvTranspose(WeightNormalised):
     def forward(self, input: Tensor, output_size: list[int] | None = None, residual: Tensor | None = None) -> Tensor:
         """``act(conv_transpose(input, w) + b + residual)``; ``output_size`` settles the size as in torch's layer."""
         assert isinstance(self, nn.modules.conv._ConvTransposeNd)
-        if self._runs_frozen(input) and output_size is None:
-            return self._frozen_output(input, residual)
+        if (form := self._frozen) is not None and output_size is None and self._runs_frozen(form, input):
+            return self._frozen_output(form, input, residual)
         assert not isinstance(self.padding, str)
         extra: Extent = self.output_padding
         if output_size is not None:

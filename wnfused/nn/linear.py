@@ -47,8 +47,8 @@ class WNLinear(WeightNormalised, nn.Linear):
         Args:
             input: ``[*, in_features]``, in the dtype of the parameters, or half precision with float32 ones.
         """
-        if self._frozen is not None and self._runs_frozen(input):
-            return self._frozen_output(input, residual)
+        if (form := self._frozen) is not None and self._runs_frozen(form, input):
+            return self._frozen_output(form, input, residual)
         v, g, bias = self._v_g_bias()
         return functional.linear(
             input, v, g, bias,
