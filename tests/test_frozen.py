@@ -289,6 +289,27 @@ def test_copies_made_inside_are_ordinary_layers():
     assert all(twin._frozen is None for twin in twins)
 
 
+@pytest.mark.parametrize(
+    ("net", "write", "name"),
+    [
+        (WNLinear(3, 2), WNLinear.reset_parameters, "layer"),
+        (wnfused.WNConvTranspose1d(3, 2, 2), wnfused.init.reset_layer_, "layer"),
+        (wnfused.WNResidualStage(2, 4, 2), wnfused.WNResidualStage.reset_parameters, "stage"),
+        (wnfused.WNResidualStage(2, 4, 2), wnfused.init.reset_stage_, "stage"),
+        (nn.Sequential(WNLinear(3, 2)), wnfused.regularize.retract_, "model"),
+    ],
+)
+def test_what_would_be_lost_is_refused(net, write, name):
+    before = copy.deepcopy(net.state_dict())
+    with (
+        wnfused.frozen(net),
+        pytest.raises(RuntimeError, match=rf"{name}: cannot be written inside wnfused\.frozen; leave"),
+    ):
+        write(net)
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    write(net)
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match=r"model: expected an nn.Module, got str"), wnfused.frozen("model"):
         pass

@@ -263,7 +263,7 @@ def test_a_long_report_prints_its_ends():
 
 def test_not_inside_frozen():
     model = WNLinear(2, 2)
-    with wnfused.frozen(model), pytest.raises(RuntimeError, match="cannot be initialised inside"):
+    with wnfused.frozen(model), pytest.raises(RuntimeError, match=r"model: cannot be written inside wnfused\.frozen"):
         initialize(model)
 
 

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from wnfused._numbers import at_least_0, draws_on, random_source
 from wnfused.nn import WeightNormalised, WNResidualStage
+from wnfused.nn._layer import refuse_frozen
 from wnfused.nn._rule import check_directions, check_stored, reset_layer, reset_stage
 
 
@@ -39,7 +40,7 @@ def reset_layer_(
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
-        RuntimeError: something else computes a parameter (pruning, a parametrisation).
+        RuntimeError: inside ``wnfused.frozen``; or something else computes a parameter (pruning, a parametrisation).
     """
     if not isinstance(layer, WeightNormalised):
         raise TypeError(f"layer: expected a weight-normalised layer, got {type(layer).__name__}")
@@ -48,6 +49,7 @@ def reset_layer_(
     if is_lazy(layer.weight_v):
         raise ValueError("layer: has no shape yet; run it once")
     check_stored(layer)
+    refuse_frozen(layer=layer)
     _check_source(kind, generator, layer.weight_v)
     return reset_layer(layer, gamma, kind, generator)
 
@@ -72,7 +74,8 @@ def reset_stage_(
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
-        RuntimeError: something else computes a parameter (pruning, a parametrisation).
+        RuntimeError: something else computes a parameter (pruning, a parametrisation), or ``wnfused.frozen`` holds the
+            stage's transition.
     """
     if not isinstance(stage, WNResidualStage):
         raise TypeError(f"stage: expected a WNResidualStage, got {type(stage).__name__}")
@@ -81,6 +84,7 @@ def reset_stage_(
             raise ValueError(f"gammas: {gammas!r} must be two numbers")
         at_least_0(**{f"gammas[{i}]": gamma for i, gamma in enumerate(gammas)})
     check_stored(stage)
+    refuse_frozen(stage=stage)
     _check_source(kind, generator, stage.weight_v)
     return reset_stage(stage, gammas, kind, generator)
 

@@ -23,7 +23,7 @@ from wnfused.init.skip_scale import restore_sums_
 from wnfused.init.trial import arguments_of, as_written, put_back_on_error, try_sample
 from wnfused.init.units import Unit, once, units_of
 from wnfused.nn import WNResidualStage
-from wnfused.nn._layer import refuse_shapeless
+from wnfused.nn._layer import refuse_frozen, refuse_shapeless
 
 T = TypeVar("T")
 
@@ -158,8 +158,7 @@ def check_request(model: nn.Module, scheme: str, options: Mapping[str, object]) 
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         raise TypeError(f"{unknown[0]}: no option of scheme {scheme!r}; {takes}")
-    if any(getattr(module, "_frozen", None) is not None for module in model.modules()):
-        raise RuntimeError("model: cannot be initialised inside wnfused.frozen; leave that context first")
+    refuse_frozen(model=model)
     if any(parameter.is_meta or is_fake(parameter) for parameter in model.parameters()):
         raise ValueError("model: holds meta tensors; give it memory first, by model.to_empty(device=...)")
 

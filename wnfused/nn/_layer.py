@@ -34,6 +34,13 @@ def refuse_shapeless(model: nn.Module, remedy: str = "run the model once") -> No
             raise ValueError(f"model: {name!r} has no shape yet; {remedy}")
 
 
+def refuse_frozen(**values: nn.Module) -> None:
+    """Raises RuntimeError where ``wnfused.frozen`` holds the weights of a named module or of a part of it."""
+    for name, value in values.items():
+        if any(getattr(module, "_frozen", None) is not None for module in value.modules()):
+            raise RuntimeError(f"{name}: cannot be written inside wnfused.frozen; leave that context first")
+
+
 def refuse_script(module: nn.Module) -> nn.Module:
     """What ``torch.jit.script`` asks of a module before it reads it (``__prepare_scriptable__``)."""
     raise RuntimeError(
@@ -176,8 +183,7 @@ class WeightNormalised(nn.Module):
             raise RuntimeError("weight: cannot be written before the layer has a shape; run the layer once")
         if weight.is_complex():
             raise TypeError(f"weight: expected a real tensor, got {weight.dtype}")
-        if self._frozen is not None:
-            raise RuntimeError("weight: cannot be written inside wnfused.frozen; leave that context first")
+        refuse_frozen(weight=self)
         if weight.shape != self.weight_v.shape:
             raise ValueError(f"weight: shape {list(weight.shape)} does not fit; use {list(self.weight_v.shape)}")
         weight = weight.detach().to(self.weight_v)
@@ -202,6 +208,7 @@ class WeightNormalised(nn.Module):
         if not hasattr(self, "bias"):  # torch's constructor assigns weight, then bias, then comes here
             return
         check_stored(self)
+        refuse_frozen(layer=self)
         for name in ("bias", "weight_g", "weight_v"):  # torch's weight norm leaves this order, which optimisers save by
             self._parameters[name] = self._parameters.pop(name)
         if self.weight_v.numel():

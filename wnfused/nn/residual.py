@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from wnfused import functional
 from wnfused._numbers import finite, floating_dtype, plain_int, positive
 from wnfused.nn._keys import count_blocks, stack_blocks
-from wnfused.nn._layer import refuse_script, row_norm, with_directions
+from wnfused.nn._layer import refuse_frozen, refuse_script, row_norm, with_directions
 from wnfused.nn._rule import check_directions, check_stored, reset_stage
 from wnfused.nn.conv import WNConv2d
 
@@ -185,10 +185,16 @@ class WNResidualStage(nn.Module):
         reset_stage(self)
 
     def reset_parameters(self) -> None:
-        """The initialisation of Arpit, Campos & Bengio (2019) for the whole stage."""
+        """The initialisation of Arpit, Campos & Bengio (2019) for the whole stage.
+
+        Raises:
+            RuntimeError: something else computes a parameter (pruning, a parametrisation), or ``wnfused.frozen`` holds
+                the transition.
+        """
         children = () if self.transition is None else self.transition.children()
         layers = [layer for layer in children if isinstance(layer, WNConv2d)]
         check_stored(self, *layers)
+        refuse_frozen(stage=self)
         for layer in layers:
             layer.reset_parameters()
         self._reset_stack()

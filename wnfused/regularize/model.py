@@ -17,6 +17,7 @@ from wnfused._modules import Filter, check_module
 from wnfused._numbers import at_least_0, finite, function, random_source
 from wnfused.init.units import stored_parameters_of
 from wnfused.nn import WNResidualStage
+from wnfused.nn._layer import refuse_frozen
 from wnfused.reference import wide
 from wnfused.regularize import hard, penalties
 from wnfused.regularize.matrices import WEIGHTS, Layers, from_matrices, matrices, of_layer
@@ -158,8 +159,10 @@ def retract_(
         ValueError: an unknown method; a gain that is not finite; a lazy layer without a shape; a weight that something
             else computes, or normalised over other rows; NaN or inf in a weight. Nothing has been changed then: all new
             weights are there before the first is written.
+        RuntimeError: inside ``wnfused.frozen``.
     """
     check_module(model=model)
+    refuse_frozen(model=model)
     methods = {"polar": hard.polar_factor, "qr": hard.qr_factor}
     if not isinstance(method, str) or method not in methods:
         raise ValueError(f"method: unknown {method!r}; use 'polar' or 'qr'")
