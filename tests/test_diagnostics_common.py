@@ -213,6 +213,25 @@ def test_inference_mode_has_no_derivatives(name: str) -> None:
         MEASUREMENTS[name](nn.Linear(5, 3), torch.randn(4, 5))
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", [*MEASUREMENTS, "lanczos"])
+def test_compiled_models_are_measured_as_written(name: str, whole: bool) -> None:
+    """What a backend compiled ahead of time has no second derivative, and runs no hooks."""
+    measure = MEASUREMENTS.get(name, lambda model, x: jacobian_spectrum(model, x, method="lanczos").singular_values)
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(4, 5)
+    torch.manual_seed(0)
+    expected = measure(model, x)
+    try:
+        compiled = torch.compile(model, backend="aot_eager") if whole else model
+        if not whole:
+            model[0].compile(backend="aot_eager")
+        compiled(x)
+        torch.manual_seed(0)
+        assert measure(compiled, x) == pytest.approx(expected, rel=1e-5)
+    finally:
+        torch._dynamo.reset()
+
+
 class Pair(nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(x), x

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+
+def as_written() -> contextlib.AbstractContextManager[object]:
+    """While this holds, compiled modules run as they were written: what they were compiled to calls no new hooks,
+    and has no second derivative."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

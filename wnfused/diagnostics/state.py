@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wnfused._undisturbed import buffers_kept, forked
+from wnfused._undisturbed import as_written, buffers_kept, forked
 from wnfused.nn._layer import refuse_shapeless
 
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, *, freeze: bool = True) -> Iterator[None]:
     """Afterwards buffers (running statistics), tensors that are plain attributes (such as the weight that torch's old
-    weight norm makes anew in every call), ``requires_grad`` and torch's random state are what they were.
+    weight norm makes anew in every call), ``requires_grad`` and torch's random state are what they were. Meanwhile
+    compiled modules run as they were written.
 
     Args:
         freeze: meanwhile no parameter asks for a gradient, so that a backward pass towards activations computes no
@@ -29,7 +30,7 @@ def undisturbed(model: nn.Module, *, freeze: bool = True) -> Iterator[None]:
         if isinstance(value, Tensor)
     ]
     asking = [(p, p.requires_grad) for p in model.parameters()]
-    with forked(model), buffers_kept(model):
+    with forked(model), buffers_kept(model), as_written():
         try:
             if freeze:
                 for p, _ in asking:

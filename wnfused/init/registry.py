@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 
 from wnfused._modules import check_module, holders
 from wnfused._numbers import at_least_0, draws_on, flag, from_0, positive, random_source
-from wnfused._undisturbed import forked
+from wnfused._undisturbed import as_written, forked
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.report import Entry, Report
 from wnfused.init.roles import Role, find_roles
 from wnfused.init.skip_scale import restore_sums_
-from wnfused.init.trial import arguments_of, as_written, put_back_on_error, try_sample
+from wnfused.init.trial import arguments_of, put_back_on_error, try_sample
 from wnfused.init.units import Unit, once, units_of
 from wnfused.nn import WNResidualStage
 from wnfused.nn._layer import refuse_frozen, refuse_shapeless

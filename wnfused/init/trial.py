@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -61,11 +60,6 @@ def evaluating(model: nn.Module, *, settle: bool) -> Iterator[None]:
         for module in model.modules():
             module.training = settle and isinstance(module, _BatchNorm)
         yield
-
-
-def as_written() -> contextlib.AbstractContextManager[object]:
-    """While this holds, compiled modules run as they were written: what they were compiled to calls no new hooks."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
