@@ -288,6 +288,19 @@ def test_a_population_is_what_its_members_are(norm, monkeypatch):
     assert not torch.equal(together[0](sample), together[1](sample))
 
 
+@pytest.mark.parametrize("scheme", ["he", "daneshmand2021"])
+def test_a_population_follows_torchs_seed(scheme):
+    found = []
+    for generators in (None, [None] * 6, [None] * 6):
+        torch.manual_seed(3)
+        models = [wnfused.models.mlp(3, 8, in_features=6) for _ in range(6)]
+        initialize_population(models, scheme, sample=torch.randn(64, 6), generators=generators)
+        found.append([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    assert not torch.equal(found[0][0], found[0][1])
+
+
 def test_populations_by_other_schemes_and_their_errors():
     def members(width=8):
         return [wnfused.models.mlp(2, width, in_features=6) for _ in range(3)]

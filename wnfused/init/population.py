@@ -37,7 +37,8 @@ def initialize_population(
     Args:
         models: of one architecture.
         scheme, sample, options: as in ``initialize``.
-        generators: one for each model; torch's own for all if None.
+        generators: one for each model, on its device. In place of None one is made that torch's own generator seeds,
+            model by model.
 
     Returns:
         One report for each model.
@@ -65,13 +66,22 @@ def initialize_population(
         raise ValueError(f"generators: {len(sources)} for {len(population)} models; give one for each")
     random_source(**{f"generators[{i}]": generator for i, generator in enumerate(sources)})
     together = nn.ModuleList(population)
+
+    def initialise() -> list[Report]:
+        given = [_seeded(m) if g is None else g for m, g in zip(population, sources, strict=True)]
+        contexts = [prepared(m, scheme, sample, g) for m, g in zip(population, given, strict=True)]
+        return _in_step(contexts, scheme, options)
+
     with guarded(together, scheme):
-        return decided_by_first_process(
-            together,
-            lambda: _in_step(
-                [prepared(m, scheme, sample, g) for m, g in zip(population, sources, strict=True)], scheme, options
-            ),
-        )
+        return decided_by_first_process(together, initialise)
+
+
+def _seeded(model: nn.Module) -> torch.Generator | None:
+    """A generator of the model's own, since its thread would race for torch's. A model on several devices draws on
+    each, for which there is no generator but torch's."""
+    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+    devices = {parameter.device for parameter in model.parameters()}
+    return torch.Generator(devices.pop()).manual_seed(seed) if len(devices) == 1 else None
 
 
 def _in_step(contexts: list[Context], scheme: str, options: dict[str, Any]) -> list[Report]:
