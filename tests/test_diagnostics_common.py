@@ -25,6 +25,7 @@ from wnfused.diagnostics import (
 )  # fmt: skip
 from wnfused.diagnostics.progress import advancing
 from wnfused.diagnostics.stations import Call, observed
+from wnfused.nn import WNResidualStage
 from wnfused.optional import MissingDependencyError
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
@@ -66,6 +67,38 @@ def test_one_measurement_inside_another_sees_its_own_calls_alone() -> None:
     with observed(model, observe, filter=lambda name, module: name in ("0", "1", "1.0")):
         model(torch.randn(2, 3))
     assert names == ["0", "1.0", "1"]
+
+
+class Halving(WNResidualStage):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+@pytest.mark.parametrize("kind", [WNResidualStage, Halving])
+def test_a_stage_with_a_forward_of_its_own_is_observed_whole(kind: type[WNResidualStage]) -> None:
+    stage, x = kind(2, 4, 3), torch.randn(2, 2, 5, 5)
+    expected = stage(x)
+    if kind is WNResidualStage:
+        plain, expected = stage.forward, expected / 2
+        stage.forward = lambda x: plain(x) / 2  # type: ignore[method-assign]
+    patch = stage.__dict__.get("forward")
+    calls: list[Call] = []
+    with observed(nn.Sequential(stage), calls.append), torch.no_grad():
+        stage(x)
+    assert [call.name for call in calls] == ["0"]
+    torch.testing.assert_close(calls[0].output, expected)
+    assert stage.__dict__.get("forward") is patch
+
+
+def test_measurements_of_one_stage_nest() -> None:
+    stage, x, names = WNResidualStage(4, 4, 2), torch.randn(2, 4, 5, 5), []
+    model = nn.Sequential(stage)
+    with observed(model, lambda call: names.append(f"outer {call.name}")):
+        with observed(model, lambda call: names.append(f"inner {call.name}")):
+            model(x)
+        model(x)
+    assert names == [f"{which} 0.blocks.{i}" for which in ("inner", "outer") for i in (0, 1)]
+    assert "forward" not in stage.__dict__
 
 
 def test_a_replacement_flows_on() -> None:

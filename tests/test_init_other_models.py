@@ -560,6 +560,30 @@ def test_a_layer_without_any_rows_is_not_reached(scheme):
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+class Halving(wnfused.WNResidualStage):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+@pytest.mark.parametrize("scheme", DATA_DEPENDENT)
+@pytest.mark.parametrize("kind", [wnfused.WNResidualStage, Halving])
+def test_a_stage_with_a_forward_of_its_own_is_not_walked_block_by_block(scheme, kind):
+    stage, tail = kind(2, 2, 2), wnfused.WNConv2d(2, 2, 1)
+    seen = []
+    if kind is wnfused.WNResidualStage:
+        plain = stage.forward
+        stage.forward = lambda x: seen.append(x) or plain(x) / 2
+    patch = stage.__dict__.get("forward")
+    report = initialize(nn.Sequential(stage, tail), scheme, sample=sample(64, 2, 4, 4), generator=generator())
+    assert [entry.layer for entry in report.entries] == ["1"]
+    assert report.notes == (
+        "run by a forward of the stage's own, not block by block, left as they started: "
+        "0.weight_v[:, 0], 0.weight_v[:, 1]",
+    )
+    assert bool(seen) is (patch is not None)
+    assert stage.__dict__.get("forward") is patch
+
+
 class OnAVector(nn.Module):
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ from wnfused._numbers import function
 from wnfused.diagnostics.arguments import check_by_sample
 from wnfused.models.resnet import BatchNormBlock
 from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock, WNResidualStage
-from wnfused.nn.residual import run_as
+from wnfused.nn.residual import has_own_forward, run_as
 
 BLOCKS = (WNResidualBlock, PlainResidualBlock, BatchNormBlock, FixupBlock)
 
@@ -54,7 +54,7 @@ def observed(
 
     Args:
         filter: from (name, module) to whether the module is a station; a stage for which it is true is observed block
-            by block.
+            by block, but for one whose forward is not its class's: that is observed whole.
         samples: how many entries the first dim of every output must have; None: any.
 
     Raises:
@@ -81,7 +81,7 @@ def observed(
         for name, module in model.named_modules():
             if not selected(name, module):
                 continue
-            if isinstance(module, WNResidualStage):
+            if isinstance(module, WNResidualStage) and not has_own_forward(module):
                 undo.enter_context(_block_by_block(name, module, report))
             else:
                 undo.callback(module.register_forward_hook(_hook(name, report), with_kwargs=True).remove)
@@ -91,9 +91,13 @@ def observed(
 def default_filter(model: nn.Module) -> Filter:
     """Blocks and stages as a whole; outside of them every module that has parameters of its own."""
     inside: set[int] = set()
+    hidden: set[int] = set()  # blocks, too
     for module in model.modules():
         # A parametrisation is a module that makes a weight, not one that data passes through.
-        wholes = [module] if isinstance(module, BLOCKS) else []
+        wholes: list[nn.Module] = [module] if isinstance(module, BLOCKS) else []
+        if isinstance(module, WNResidualStage) and has_own_forward(module):
+            wholes.append(module)
+            hidden.update(id(part) for part in module.modules() if part is not module)
         if parametrize.is_parametrized(module):
             wholes.append(module.parametrizations)  # type: ignore[arg-type]
             inside.update(id(part) for part in module.parametrizations.modules())  # type: ignore[union-attr]
@@ -101,7 +105,7 @@ def default_filter(model: nn.Module) -> Filter:
 
     def selected(name: str, module: nn.Module) -> bool:
         if isinstance(module, (*BLOCKS, WNResidualStage)):
-            return True
+            return id(module) not in hidden
         own = next(module.parameters(recurse=False), None) is not None or parametrize.is_parametrized(module)
         return own and id(module) not in inside
 

@@ -2,7 +2,7 @@
 
 A visitor sees each layer with its real input just before the layer computes, changes its parameters, and the layer's
 output, and so every later input, is that of the changed parameters. The blocks of a residual stage, which run inside
-one op, are run and visited one by one.
+one op, are run and visited one by one, unless the stage runs another forward than its class's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wnfused.init.report import Entry
 from wnfused.init.trial import arguments_of, evaluating
 from wnfused.init.units import Unit, computes_its_own_way
 from wnfused.nn import WNResidualStage
-from wnfused.nn.residual import run_as
+from wnfused.nn.residual import has_own_forward, run_as
 
 Visit = Callable[[Unit, Tensor], Entry]
 
@@ -41,10 +41,18 @@ def walk(context: Context, visit: Visit) -> list[Entry]:
         torch.set_grad_enabled(context.recorded),
     ):
         context.model(*arguments_of(context.sample))
-    unreached = [unit.name for unit in context.units if id(unit) not in reached]
+    own = [unit for unit in context.units if _is_behind_own_forward(unit)]
+    if own:
+        names = ", ".join(unit.name for unit in own)
+        context.notes.append(f"run by a forward of the stage's own, not block by block, left as they started: {names}")
+    unreached = [unit.name for unit in context.units if id(unit) not in reached and unit not in own]
     if unreached:
         context.notes.append(f"not reached by the sample, left as they started: {', '.join(unreached)}")
     return entries
+
+
+def _is_behind_own_forward(unit: Unit) -> bool:
+    return unit.stacked and isinstance(unit.module, WNResidualStage) and has_own_forward(unit.module)
 
 
 @contextlib.contextmanager
@@ -68,6 +76,8 @@ def _stops(units: list[Unit], visit: Visit, entries: list[Entry]) -> Iterator[se
 
     with contextlib.ExitStack() as undo:
         for unit in units:
+            if _is_behind_own_forward(unit):
+                continue
             if unit.stacked:
                 assert isinstance(unit.module, WNResidualStage)
                 stages.setdefault(unit.module, []).append(unit)

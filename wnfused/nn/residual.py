@@ -260,12 +260,31 @@ class WNResidualStage(nn.Module):
         return ", ".join(parts)
 
 
+@dataclass(frozen=True)
+class _InItsPlace:
+    run: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
 @contextlib.contextmanager
 def run_as(stage: WNResidualStage, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While this holds, a call of the stage runs ``forward``: its blocks one by one, for whoever must see each."""
+    before = stage.__dict__.get("forward")
     # An attribute of the instance hides the method of its class.
-    stage.__dict__["forward"] = forward
+    stage.__dict__["forward"] = _InItsPlace(forward)
     try:
         yield
     finally:
-        del stage.__dict__["forward"]
+        if before is None:
+            del stage.__dict__["forward"]
+        else:
+            stage.__dict__["forward"] = before
+
+
+def has_own_forward(stage: WNResidualStage) -> bool:
+    """Whether a subclass, or somebody who put it on the instance, has the stage run another forward than this class's:
+    ``run_as`` would skip that."""
+    patch = stage.__dict__.get("forward")
+    return type(stage).forward is not WNResidualStage.forward or not isinstance(patch, _InItsPlace | None)
