@@ -204,6 +204,8 @@ def test_what_torchs_layers_run_with_is_taken(kind, arguments):
         ({"padding": (0.5, 1)}, r"padding: \(0.5, 1\) must be an int or 2 ints, each at least 0"),
         ({"padding": "full"}, "padding: 'full' must be 'same', 'valid' or ints"),
         ({"padding": "same", "stride": 2}, "padding: 'same' needs stride 1"),
+        ({"padding": "same", "stride": (1, 1), "dilation": ([1], 1)}, r"dilation: \(\[1\], 1\) must be an int or 2"),
+        ({"padding": "same", "stride": (1, 1), "dilation": (1.0, 1.0)}, r"dilation: \(1.0, 1.0\) must be an int or 2"),
         ({"groups": 3}, "groups: 3 must be at least 1 and divide"),
         ({"groups": "a"}, "groups: 'a' must be at least 1 and divide"),
         ({"dim": 4}, "dim: 4 is out of range"),

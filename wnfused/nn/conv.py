@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from wnfused import functional
 from wnfused._spatial import Extent
 from wnfused.nn._geometry import geometry, in_dims
 from wnfused.nn._layer import WeightNormalised
 from wnfused.ops import _arguments as arguments
+from wnfused.ops.conv import conv
 
 
 class _WNConv(WeightNormalised):
     """What the three ranks share: torch's arguments in torch's order, then the options of this package."""
 
     _spatial: int
-    _op: Callable[..., Tensor]
+    _op: Callable[..., Tensor]  # not the public function, whose wrapper takes up to a microsecond
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Extent, stride: Extent = 1,
@@ -55,7 +56,7 @@ class WNConv1d(_WNConv, nn.Conv1d):
     """``WNConv2d`` in one spatial dim: ``weight_v [C_out, C_in / groups, k]``, ``weight_g [C_out, 1, 1]``."""
 
     _spatial = 1
-    _op = staticmethod(functional.conv1d)
+    _op = staticmethod(functools.partial(conv, 1))
 
 
 class WNConv2d(_WNConv, nn.Conv2d):
@@ -85,14 +86,14 @@ class WNConv2d(_WNConv, nn.Conv2d):
     """
 
     _spatial = 2
-    _op = staticmethod(functional.conv2d)
+    _op = staticmethod(functools.partial(conv, 2))
 
 
 class WNConv3d(_WNConv, nn.Conv3d):
     """``WNConv2d`` in three spatial dims: ``weight_v [C_out, C_in / groups, k, k, k]``."""
 
     _spatial = 3
-    _op = staticmethod(functional.conv3d)
+    _op = staticmethod(functools.partial(conv, 3))
 
 
 for _kind in (WNConv1d, WNConv3d):

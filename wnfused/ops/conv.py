@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -205,18 +206,38 @@ def _padded(x: Tensor, v: Tensor, padding: tuple[int, ...] | str, dilations: lis
     return padded_behind(x, behind), around
 
 
-@arguments.quiet_in_a_trace
 def _in_numbers(padding: str, v: Tensor, stride: Extent, dilation: Extent) -> tuple[int, ...] | str:
-    """A named padding of a layer's own attributes that is the same on both sides; any other by its name."""
-    if type(dilation) is not tuple or type(v) not in (Tensor, torch.nn.Parameter) or len(dilation) != v.dim() - 2:
+    """A named padding of a layer's own attributes that is the same on both sides; any other by its name.
+
+    In a trace, where sizes may be symbols or tensors, by its name, too: the fast path that reads numbers is not taken.
+    """
+    plain = type(v) in _PLAIN and type(stride) is type(dilation) is tuple
+    if not plain or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return padding
-    if padding not in ("same", "valid") or (padding == "same" and stride != (1,) * len(dilation)):
+    try:
+        return _even(padding, v.shape[2:], stride, dilation)
+    except TypeError:  # a list, say, cannot be looked up; the check names it
         return padding
-    around, behind = zeros_around(padding, _kernel(v), dilation)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@functools.lru_cache(256)
+def _even(
+    padding: str, kernel: tuple[int, ...], stride: tuple[Any, ...], dilation: tuple[Any, ...]
+) -> tuple[int, ...] | str:
+    if padding not in ("same", "valid") or not len(stride) == len(dilation) == len(kernel):
+        return padding
+    if not all(type(n) is int for n in (*stride, *dilation)):
+        return padding
+    if padding == "same" and any(step != 1 for step in stride):
+        return padding
+    around, behind = zeros_around(padding, kernel, dilation)
     return padding if any(behind) else tuple(around)
 
 
-def _conv(
+def conv(
     spatial: int, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1,
     padding: Extent | str = 0, dilation: Extent = 1, groups: int = 1, *, activation: str | None = None,
     negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
@@ -287,7 +308,7 @@ def _have_dims(x: Any, v: Any, dims: int) -> bool:
     return isinstance(x, Tensor) and isinstance(v, Tensor) and x.dim() == v.dim() == dims
 
 
-def _conv_transpose(
+def conv_transpose(
     spatial: int, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, stride: Extent = 1, padding: Extent = 0,
     output_padding: Extent = 0, groups: int = 1, dilation: Extent = 1, *, activation: str | None = None,
     negative_slope: float = 0.01, residual: Tensor | None = None, dim: int | None = 0,
@@ -374,12 +395,12 @@ def _in_dims(spatial: int, name: str, function: Callable[Concatenate[int, P], Te
     return convolution
 
 
-conv1d = _in_dims(1, "conv", _conv)
-conv2d = _in_dims(2, "conv", _conv)
-conv3d = _in_dims(3, "conv", _conv)
-conv_transpose1d = _in_dims(1, "conv_transpose", _conv_transpose)
-conv_transpose2d = _in_dims(2, "conv_transpose", _conv_transpose)
-conv_transpose3d = _in_dims(3, "conv_transpose", _conv_transpose)
+conv1d = _in_dims(1, "conv", conv)
+conv2d = _in_dims(2, "conv", conv)
+conv3d = _in_dims(3, "conv", conv)
+conv_transpose1d = _in_dims(1, "conv_transpose", conv_transpose)
+conv_transpose2d = _in_dims(2, "conv_transpose", conv_transpose)
+conv_transpose3d = _in_dims(3, "conv_transpose", conv_transpose)
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     f.__name__: f for f in (conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d)
 }
