@@ -219,6 +219,20 @@ def test_empty_weights(rows, inner, features):
     assert not gradients[0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize(("inputs", "features"), [(4, 0), (0, 4), (0, 0)])
+def test_layers_of_no_features_have_a_backward(inputs, features, dim, dtype):
+    layer = wnfused.WNLinear(inputs, features, activation="relu", dim=dim, dtype=dtype)
+    x = torch.ones(2, 3, inputs, dtype=dtype, requires_grad=True)
+    with torch.no_grad():
+        layer.bias.fill_(1)
+    layer(x).sum().backward()
+    assert not x.grad.any()
+    assert not layer.weight_v.grad.any()
+    assert torch.equal(layer.bias.grad, torch.full([features], 6.0, dtype=dtype))
+
+
 def test_leading_dims_of_a_linear_layer():
     x, v, g, bias, _ = linear_sample(24, 9, 6)
     y, _ = native.linear(x.reshape(2, 3, 4, 9), v, g, bias, None, 0, "relu")

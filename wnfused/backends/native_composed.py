@@ -51,12 +51,12 @@ def linear_backward(
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dz = masked(dy, y, activation, negative_slope)
-    rows = dz.reshape(-1, dz.shape[-1])
+    rows = dz.reshape(dz.shape[:-1].numel(), dz.shape[-1])  # -1 is ambiguous where there are no entries
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
     if needs[0]:
         dx = dz @ _weight_of_norm(v, g, norm, dim).to(x.dtype)
     if needs[1]:
-        dv, dg = weight_norm_backward(rows.T @ x.reshape(-1, x.shape[-1]), v, g, norm, dim)
+        dv, dg = weight_norm_backward(rows.T @ x.reshape(rows.shape[0], x.shape[-1]), v, g, norm, dim)
     if needs[2]:
         db = rows.sum(0, dtype=reference.wide(dy.dtype)).to(v.dtype)
     return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
