@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from wnfused import cli
+from wnfused.init import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,8 +35,10 @@ def named(pages: list[Path]) -> list[object]:
 
 
 @pytest.mark.parametrize("page", named([page for page in PAGES if blocks(page, "python")]))
-def test_python_blocks_run(page: Path) -> None:
-    """The blocks of one page share their names, as a reader's session would."""
+def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of one page share their names, as a reader's session would; schemes that they register go with it."""
+    monkeypatch.setattr(registry, "_schemes", dict(registry._schemes))
+    monkeypatch.setattr(registry, "_data_dependent", set(registry._data_dependent))
     names: dict[str, object] = {"__name__": "__page__"}
     torch.manual_seed(0)
     for block in blocks(page, "python"):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import wnfused
+
 PACKAGE = Path(__file__).parents[1] / "wnfused"
 LEVELS = (
     {"optional", "_numbers", "_modules", "_reachable", "_spatial", "_symbolic", "_undisturbed", "_convolution"},
@@ -61,3 +63,9 @@ def test_every_import_is_found() -> None:
         "def late():\n    from wnfused.train.run import train\n"
     )
     assert list(imported(source)) == ["__init__", "nn", "ops", "convert", "fold", "train"]
+
+
+@pytest.mark.parametrize("name", ["diagnostics", "train"])
+def test_what_is_imported_when_it_is_asked_for_is_listed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(wnfused), name, raising=False)
+    assert {name, "frozen", "WNLinear"} <= set(dir(wnfused))

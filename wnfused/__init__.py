@@ -54,6 +54,10 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module 'wnfused' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHEN_ASKED_FOR})
+
+
 __all__ = [
     "BackendUnavailableError",
     "BackendWarning",

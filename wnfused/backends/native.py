@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused.backends import native_composed, native_cuda, operands_of, tensors_of
-from wnfused.backends.asked import bits_of, flags_of
+from wnfused.backends.asked import bits_of, flags_of, given
 from wnfused.backends.library import opened
 from wnfused.backends.native_norm import (  # noqa: F401  ops of this backend, found by name
     weight_norm,
@@ -276,11 +276,6 @@ def _is_fused(x: Tensor, v: Tensor, dim: int | None) -> bool:
     return x.is_cuda or (x.dtype in FUSED_DTYPES and (dim == 0 or dim == -v.dim()))
 
 
-def _given(found: Sequence[Tensor | None], dy: Tensor) -> Any:
-    """The op's outputs: what was not asked for is empty."""
-    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in found)
-
-
 def linear(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
@@ -299,7 +294,7 @@ def linear_backward(
     found = torch.ops.wnfused_native.linear_backward.default(
         dy, y, x, v, g, norm, bits_of(needs), _ACTIVATION[activation], negative_slope
     )
-    return _given(found, dy)
+    return given(found, dy)
 
 
 def conv(
@@ -335,14 +330,14 @@ def conv_backward(
             _ACTIVATION[activation], negative_slope,
         )  # fmt: skip
         if done:
-            return _given(found, dy)
+            return given(found, dy)
     if transposed or not fused:
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
         return native_composed.conv_backward(dy, y, x, v, g, norm, needs, *geometry, dim, activation, negative_slope)
     found = torch.ops.wnfused_native.conv_backward.default(
         dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
     )
-    return _given(found, dy)
+    return given(found, dy)
 
 
 # Transposed convolutions as the fast path of a layer calls them (``wnfused.ops._direct``): rows along dim 0, v

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wnfused import reference
 from wnfused._convolution import convolution, convolution_backward
-from wnfused.backends.asked import bits_of
+from wnfused.backends.asked import bits_of, given
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.native_norm import weight_norm, weight_norm_backward
 
@@ -33,8 +33,7 @@ def _weight_of_norm(v: Tensor, g: Tensor, norm: Tensor, dim: int | None) -> Tens
     shape = [1] * v.dim()
     if dim is not None:
         shape[dim] = -1
-    scale = torch.where(norm == 0, 0.0, g.to(norm.dtype).reshape(norm.shape) / norm)
-    return (v * scale.reshape(shape)).to(v.dtype)
+    return (v * reference.row_scale(g, norm).reshape(shape)).to(v.dtype)
 
 
 def linear(
@@ -106,7 +105,7 @@ def conv_backward(
         op = native.plain_conv_transpose_backward if transposed else native.plain_conv_backward
         done, *found = op.default(dy, y, x, w, bits_of(needs), *window)
         if done:
-            dx, dw, db, dz = (dy.new_empty(0) if gradient is None else gradient for gradient in found)
+            dx, dw, db, dz = given(found, dy)
             dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dw, dw)
             return dx, dv, dg, db, dz
     dz = masked(dy, y, activation, negative_slope)
@@ -114,6 +113,6 @@ def conv_backward(
     gradients = convolution_backward(
         dz, x, w.to(x.dtype), [features], stride, padding, dilation, transposed, output_padding, groups, needs[:3]
     )
-    dx, dw, db = (dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    dx, dw, db = given(gradients, dy)
     dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dy.new_empty(0), dy.new_empty(0))
     return dx, dv, dg, db.to(v.dtype), dz if needs[3] and dz is not dy else dy.new_empty(0)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wnfused.backends import native_autograd, native_cuda
-from wnfused.backends.asked import bits_of
+from wnfused.backends.asked import bits_of, given
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.triton import strategy
 from wnfused.backends.triton.rows import effective_weight, weight_norm_backward
@@ -36,12 +36,6 @@ def bias_gradient(dz: Tensor, v: Tensor) -> Tensor:
 def _in_cpp(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, dim: int | None) -> bool:
     along_rows = dim is not None and dim % v.dim() == 0
     return along_rows and not strategy.vendor_epilogues() and native_cuda.takes_layer(x.dtype, x, v, g, bias)
-
-
-def _gradients(dy: Tensor, found: Sequence[Tensor | None]) -> Gradients:
-    """Of what the C++ library gives: empty where there is none."""
-    dx, dv, dg, db, dz = (dy.new_empty(0) if t is None else t for t in found)
-    return dx, dv, dg, db, dz
 
 
 def linear(
@@ -70,12 +64,10 @@ def linear_backward(
     activation: str, slope: float,
 ) -> Gradients:  # fmt: skip
     if _in_cpp(x, v, g, None, dim):
-        return _gradients(
-            dy,
-            torch.ops.wnfused_native.linear_backward(
-                dy, y, x, v, g, norm, bits_of(needs), ACTIVATIONS.index(activation), slope
-            ),
+        found = torch.ops.wnfused_native.linear_backward(
+            dy, y, x, v, g, norm, bits_of(needs), ACTIVATIONS.index(activation), slope
         )
+        return given(found, dy)
     dz = masked(dy, y, activation, slope)
     flat = dz.reshape(dz.shape[:-1].numel(), dz.shape[-1])
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
@@ -166,13 +158,11 @@ def conv_backward(
 ) -> Gradients:  # fmt: skip
     stride, padding, dilation, transposed, _, groups = geometry
     if not transposed and _in_cpp(x, v, g, None, dim):
-        return _gradients(
-            dy,
-            torch.ops.wnfused_native.conv_backward(
-                dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, groups, ACTIVATIONS.index(activation),
-                slope,
-            ),
+        found = torch.ops.wnfused_native.conv_backward(
+            dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, groups, ACTIVATIONS.index(activation),
+            slope,
         )  # fmt: skip
+        return given(found, dy)
     dz = masked(dy, y, activation, slope)
     dx, dv, dg, db = (dy.new_empty(0) for _ in range(4))
     if needs[0] or needs[1]:
