@@ -61,7 +61,7 @@ def reset_stage_(
     kind: str | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[float, float]:
-    """All identity blocks of a stage at once, with gamma ``(2, 1 / B_k)`` unless stated; fans are equal.
+    """Directions, ``g = sqrt(gamma)``, zero bias, for all identity blocks of a stage at once, whose fans are equal.
 
     Args:
         gammas: two numbers, each at least 0, of the convolution before the ReLU and of the one that closes the block;

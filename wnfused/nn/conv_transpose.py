@@ -81,9 +81,9 @@ class WNConvTranspose2d(_WNConvTranspose, nn.ConvTranspose2d):
     where ``C_in = C_out``.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: and
-            padding_mode, device, dtype, as in ``nn.ConvTranspose2d``, in its order; the dtype is float32, float64,
-            float16 or bfloat16.
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode:
+            as in ``nn.ConvTranspose2d``, in its order.
+        device, dtype: behind them, as there; float32, float64, float16 or bfloat16.
         activation, negative_slope, gamma, init, dim: as in ``WNConv2d``.
 
     Parameters: ``weight_v [C_in, C_out / groups, k_h, k_w]``, ``weight_g [C_in, 1, 1, 1]``, ``bias [C_out]``.

@@ -25,6 +25,9 @@ class WNLinear(WeightNormalised, nn.Linear):
 
     Parameters: ``weight_v [out_features, in_features]``, ``weight_g [out_features, 1]``, ``bias [out_features]``.
 
+    Maps ``[*, in_features]`` to ``[*, out_features]``, in the input's dtype or autocast's; the input is in the dtype of
+    the parameters, or in half precision with float32 ones.
+
     Raises:
         TypeError, ValueError: naming the argument that cannot work, its value and what is right. A device is torch's
             to refuse, with a RuntimeError.

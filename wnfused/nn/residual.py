@@ -32,10 +32,17 @@ class PlainResidualBlock(nn.Module):
     Args:
         in_channels, out_channels, stride: of the block; the first convolution and the shortcut have the stride.
         skip_scale: factor on the sum.
-        device, dtype: of the parameters, as in ``nn.Conv2d``.
+        device, dtype: of the parameters, as in ``nn.Conv2d``; float32, float64, float16 or bfloat16.
+
+    Parameters: those of ``conv1``, ``conv2`` and, where it is a convolution, ``shortcut``.
+
+    Maps ``[N, in_channels, H, W]`` to ``[N, out_channels, H / stride, W / stride]``, sizes rounded up, or both without
+    N, in the dtype of the parameters or autocast's.
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work, its value and what is right.
+
+    Source: Arpit, Campos & Bengio 2019, section 4, without the normalisation.
     """
 
     def __init__(
@@ -126,10 +133,12 @@ class StageBlock:
 
 
 class WNResidualStage(nn.Module):
-    """``num_blocks`` weight-normalised residual blocks as one layer.
+    """``num_blocks`` weight-normalised residual blocks as one layer, ``h <- skip_scale (h + conv2(relu(conv1(h))))``.
 
     One transition block (``transition``, a ``WNResidualBlock``) if shapes change, then ``B'`` identity blocks
-    with stacked parameters that one op runs: one autograd node, however many they are.
+    with stacked parameters that one op runs: one autograd node, however many they are. Gains start as
+    ``g = sqrt(gamma fan_in / fan_out)`` with gamma 2 for the first convolution of a block, ``1 / B_k`` for its last one
+    and 1 for the transition's shortcut.
 
     Args:
         in_channels, out_channels, stride: of the stage; the first block makes the change.
@@ -142,6 +151,10 @@ class WNResidualStage(nn.Module):
     Parameters: ``weight_v [B', 2, C, C, 3, 3]``, ``weight_g`` and ``bias [B', 2, C]``. Elementwise optimisers see no
     difference from separate blocks; rules that look at a whole tensor (LARS, LAMB, Muon, freezing a block, ``ndim``
     rules) do, and ``unstack`` is the way around that.
+
+    Maps ``[N, in_channels, H, W]`` to ``[N, out_channels, H / stride, W / stride]``, sizes rounded up, or both without
+    N, in the input's dtype or autocast's; the input is in the dtype of the parameters, or in half precision with
+    float32 ones.
 
     Raises:
         TypeError, ValueError: naming the argument that cannot work, its value and what is right.

@@ -165,6 +165,8 @@ def orthogonal_proxy(layer: nn.Module, name: str | None = None, orthogonal_map: 
         ValueError: for an unknown ``orthogonal_map``; a name that is none of the layer's own parameters, as that of a
             weight which something else computes; a parameter without a shape or memory yet, or with NaN or inf; or one
             that is no matrix: torch would make every kernel tap orthogonal on its own.
+
+    Source: Lezcano-Casado & Martinez-Rubio 2019, "Cheap orthogonal constraints in neural networks".
     """
     check_module(layer=layer)
     if orthogonal_map is not None and orthogonal_map not in _MAPS:

@@ -54,6 +54,8 @@ class Regularizer:
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is right.
+
+    Source: Hlav 2019, eq. 8 and 10; Bansal et al. 2018, section 3.
     """
 
     def __init__(
@@ -160,6 +162,8 @@ def retract_(
             else computes, or normalised over other rows; NaN or inf in a weight. Nothing has been changed then: all new
             weights are there before the first is written.
         RuntimeError: inside ``wnfused.frozen``.
+
+    Source: Absil, Mahony & Sepulchre 2008, example 4.1.3; Hlav 2019.
     """
     check_module(model=model)
     refuse_frozen(model=model)

@@ -90,6 +90,9 @@ def adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
 def double_soft(w: Tensor) -> Tensor:
     """``||W^T W - I||_F^2 + ||W W^T - I||_F^2``, ``[...]``: twice ``soft`` and the constant ``|r - c|``.
 
+    Args:
+        w: ``[..., r, c]``, floating point.
+
     Raises:
         TypeError, ValueError: as ``soft``.
 
@@ -102,6 +105,9 @@ def mutual_coherence(w: Tensor) -> Tensor:
     """The largest absolute entry of ``W W^T - I``, ``[...]``. Where several are largest, the gradient is the first's.
 
     For more rows than columns that of ``W^T W - I``.
+
+    Args:
+        w: ``[..., r, c]``, floating point.
 
     Raises:
         TypeError, ValueError: as ``soft``.
