@@ -160,7 +160,7 @@ def test_layers_that_keep_the_size_of_their_map(pairs, case, layout):
         assert_same_bits_by_threads(case, in_bfloat16)
 
 
-@pytest.mark.parametrize("counts", [(1, 256, 64, (7, 7)), (2, 130, 90, (3, 4)), (1, 33, 300, (5, 5))], ids=str)
+@pytest.mark.parametrize("counts", [(1, 512, 128, (7, 7)), (2, 330, 90, (3, 4)), (1, 33, 800, (5, 5))], ids=str)
 @pytest.mark.parametrize("prepared", [in_bfloat16, all_in_bfloat16])
 def test_pixels_that_are_rows_are_those_of_a_linear_layer(pairs, counts, prepared):
     if pairs == "avx512_bf16":
@@ -184,7 +184,9 @@ def test_pixels_that_are_rows_are_those_of_a_linear_layer(pairs, counts, prepare
 @pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
 def test_a_row_that_is_not_finite_stays_by_itself(pairs, which):
     for value in (float("inf"), float("nan")):
-        assert_not_finite_as_torch(Case(1, 256, 64, (7, 7), (1, 1), (1, 1), (0, 0), (1, 1)), which, value, rows_in_half)
+        assert_not_finite_as_torch(
+            Case(1, 512, 128, (7, 7), (1, 1), (1, 1), (0, 0), (1, 1)), which, value, rows_in_half
+        )
 
 
 def is_last(t):

@@ -36,21 +36,21 @@ bool has_tiles() {
 }
 
 // Whether pixels are rows of a linear layer as they lie, x's and y's, and nothing is copied: in floats for its panels
-// (linear/panel.h), in bfloat16 for tiles, while so many weights to a pixel are most of the work.
-bool has_pixels_for_rows(const ConvTraits& layer, int64_t weights_a_pixel) {
+// (linear/panel.h), in bfloat16 for tiles, where so many weights to a pixel are most of the work.
+bool has_pixels_for_rows(const ConvTraits& layer) {
+  constexpr int64_t kTileWeights = 1024;
   const ConvShape& shape = layer.shape;
   const bool lie = layer.rows && layer.last && shape.is_pointwise() && shape.groups == 1;
   if (!lie || layer.transposed || layer.plain || shape.outputs == 1) return false;
   if (!layer.bfloat16) return active_isa() == Isa::kAvx512;
-  return has_tiles() && shape.inputs * shape.outputs >= weights_a_pixel * shape.output_pixels();
+  return has_tiles() && shape.inputs * shape.outputs >= kTileWeights * shape.output_pixels();
 }
 
 }  // namespace
 
 bool suits_unfolding(const ConvTraits& layer) {
   constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
-  constexpr int64_t kTileWeights = 64;
-  if (has_pixels_for_rows(layer, kTileWeights)) return true;
+  if (has_pixels_for_rows(layer)) return true;
   if (!can_unfold(layer) || is_vendors_bfloat16(layer)) return false;
   const ConvShape& shape = layer.shape;
   const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
@@ -67,9 +67,9 @@ bool suits_unfolding(const ConvTraits& layer) {
 
 bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
-  constexpr int64_t kBesideWinograd = 50, kTileWeights = 150;
+  constexpr int64_t kBesideWinograd = 50;
   const ConvShape& shape = layer.shape;
-  if (has_pixels_for_rows(layer, kTileWeights)) return true;
+  if (has_pixels_for_rows(layer)) return true;
   if (!can_unfold(layer)) return false;
   // The vendor's backward of patches takes twice as long as this in float32.
   const bool patches = is_patches(shape);
