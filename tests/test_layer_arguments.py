@@ -88,6 +88,7 @@ from wnfused.nn import (
         (lambda: WNResidualStage(4, 4, 2, recompute=10**30), ValueError, "recompute: 10{30} must be below 2"),
         (lambda: WNResidualStage(4, 4, 2, skip_scale=True), TypeError, "skip_scale: expected a number, got True"),
         (lambda: WNConv2d(3, 0, 3)(torch.randn(1, 3, 5, 5)), ValueError, r"v: shape \[0, 3, 3, 3\] has no entry"),
+        (lambda: WNConv2d(0, 3, 3)(torch.randn(1, 0, 5, 5)), ValueError, r"v: shape \[3, 0, 3, 3\] has no entry"),
         (lambda: WNConvTranspose2d(3, 0, 3)(torch.randn(1, 3, 5, 5)), ValueError, r"v: shape \[3, 0, 3, 3\] has no"),
         (
             lambda: WNResidualStage(4, 4, 2)(torch.randn(1, 4, 0, 6)),

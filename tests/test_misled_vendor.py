@@ -82,6 +82,27 @@ MISLEADING = {
         (2, 2, 1, 9, 4),
         torch.bfloat16,
     ),
+    "one column of four groups": (
+        lambda: wnfused.WNConv2d(16, 16, (1, 3), (1, 2), groups=4),
+        (1, 16, 6, 3),
+        torch.bfloat16,
+    ),
+    "one column of sixty-four": (
+        lambda: wnfused.WNConv3d(64, 64, (3, 3, 5), (1, 1, 2), (1, 1, 0)),
+        (1, 64, 5, 6, 5),
+        torch.bfloat16,
+    ),
+    "transposed from a column": (
+        lambda: wnfused.WNConvTranspose2d(16, 16, (1, 3), (1, 2), groups=4),
+        (1, 16, 6, 1),
+        torch.bfloat16,
+    ),
+    "levels behind every window": (lambda: wnfused.WNConv3d(8, 1, 2, 2), (1, 8, 9, 6, 41), torch.bfloat16),
+    "levels of an output_padding": (
+        lambda: wnfused.WNConvTranspose3d(8, 4, 2, 2, output_padding=1),
+        (1, 8, 4, 6, 9),
+        torch.bfloat16,
+    ),
     "beyond the depth": (
         lambda: wnfused.WNConv3d(16, 16, 5, (3, 1, 1), (4, 2, 1), groups=4),
         (2, 16, 3, 8, 3),
@@ -186,6 +207,9 @@ def check_where_the_vendor_is_wrong(layer, x, last, backend, create_graph):
     x64 = x.double().requires_grad_()
     x.requires_grad_()
     for _ in range(5):  # of memory that nobody wrote
+        like = [x.detach(), exact(x64).detach().to(dtype)]
+        litter = [torch.full_like(t, 1e30) for t in like for _ in range(20)]
+        del litter
         with wnfused.use_backend(backend):
             y = layer(x)
             found = torch.autograd.grad(y.sum(), [x, *layer.parameters()], create_graph=create_graph)

@@ -34,7 +34,7 @@ def vendor_is_wrong(
     # A transposed convolution is the data gradient of another.
     if (recorded or transposed) and _backward_is_wrong(x, w, stride, dilation, transposed, groups, half, recorded):
         return True
-    return _is_unwritten(x, w, stride, padding, dilation, transposed, output_padding, half)
+    return _is_unwritten(x, w, stride, padding, dilation, transposed, output_padding, half, recorded)
 
 
 def convolution_backward(
@@ -48,7 +48,7 @@ def convolution_backward(
     half = x.dtype == torch.bfloat16
     wrong = not _is_wide_or_traced(x) and (
         _backward_is_wrong(x, w, stride, dilation, transposed, groups, half, needs[1])
-        or _is_unwritten(x, w, *geometry[:-1], half)
+        or _is_unwritten(x, w, *geometry[:-1], half, True)
     )
     if not wrong:
         found: Sequence[Tensor] = backward(dz, x, w, bias_sizes, *geometry, needs)
@@ -98,14 +98,16 @@ def _backward_is_wrong(
 
 def _is_unwritten(
     x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
-    output_padding: Sequence[int], half: bool,
+    output_padding: Sequence[int], half: bool, backward: bool,
 ) -> bool:  # fmt: skip
     """Whether results may be unwritten memory, or the process crash, by the same library.
 
     That is so over three dims with a stride along the depth where no window lies within it; where groups of one channel
     are one column wide in the output, with a stride along it; and where a whole kernel meets nothing but padding. In
-    bfloat16 it is so, too, where one of its taps does, and over three dims where no window lies within the depth, or
-    its padding is more than half of a window. (``conv_vendor.cpp`` asks the same of its own calls.)
+    bfloat16 it is so, too, where one of its taps does; where any output is one column wide, over two dims or three with
+    a stride along it; and over three dims where no window lies within the depth, its padding is more than half of a
+    window, or its last levels are behind every window: those of dx in a ``backward``, of y in a transposed convolution.
+    (``conv_vendor.cpp`` asks the same of its own calls.)
     """
     if min(*stride, *dilation) < 1:  # torch refuses it
         return False
@@ -117,9 +119,11 @@ def _is_unwritten(
             count, size = size, (size - 1) * s - 2 * p + reach + extra + 1
         if w.dim() == 5 and dim == 0:
             beyond, deep = inside >= count or inside * s - p + reach >= size, 2 * p > reach
-            if (beyond or deep) if half else (beyond and s > 1):
+            unread = (backward or transposed) and (count - 1) * s - p + reach < size - 1
+            if (beyond or deep or unread) if half else (beyond and s > 1):
                 return True
-        if dim == w.dim() - 3 and w.shape[1] == 1 and count == 1 and s > 1:
+        any_column = half and w.dim() > 3 and taps > 1
+        if dim == w.dim() - 3 and (any_column or w.shape[1] == 1) and count == 1 and s > 1:
             return True
         missing = 0
         for shift in range(-p, taps * d - p, d):

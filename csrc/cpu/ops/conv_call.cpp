@@ -28,6 +28,7 @@ void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial,
                   "conv: stride, padding and dilation must have ", spatial, " entries");
   STD_TORCH_CHECK(at.groups >= 1, "conv: groups must be at least 1");
+  STD_TORCH_CHECK(v.numel() > 0, "conv: v must have channels and taps, at least 1 each");
 }
 
 std::optional<int64_t> output_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d) {

@@ -20,8 +20,8 @@ namespace {
 // Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. It does over three
 // dims with a stride along the depth where no window lies within it; where groups of one input are one column wide in the
 // output, with a stride along it; and where a whole kernel reads nothing but padding. In bfloat16 it does, too, where some
-// tap of it does, and over three dims where no window lies within the depth, or the padding there is more than half of a
-// window.
+// tap of it does, where any output is one column wide, over two dims or three with a stride along it, and over three dims
+// where no window lies within the depth, or the padding there is more than half of a window.
 // (wnfused/_convolution.py asks the same for torch's own functions.)
 bool vendor_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at) {
   const bool half = is_bfloat16(x), single = x.scalar_type() == ScalarType::Float;
@@ -35,7 +35,8 @@ bool vendor_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at) {
       const bool deep = 2 * padding > reach;
       if (half ? beyond || deep : beyond && stride > 1) return true;
     }
-    if (d == w.dim() - 1 && w.size(1) == 1 && windows == 1 && stride > 1) return true;
+    const bool any_column = half && w.dim() > 3 && w.size(d) > 1;
+    if (d == w.dim() - 1 && (any_column || w.size(1) == 1) && windows == 1 && stride > 1) return true;
     int64_t missing = 0;
     for (int64_t tap = 0; tap < w.size(d); ++tap) {
       const int64_t shift = tap * at.dilation[d - 2] - padding;
@@ -47,12 +48,20 @@ bool vendor_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at) {
   return false;
 }
 
-// The same for the backward, where more goes wrong in bfloat16: with a single tap, a stride and fewer than 16 inputs it
-// writes beyond its memory; with a dilation dw is wrong of groups, and in channels_last of more than 16 inputs that are no
+// Whether the last levels of a volume lie behind every window.
+bool has_levels_unread(const Tensor& x, const Tensor& w, const Sliding& at) {
+  if (w.dim() != 5) return false;
+  const int64_t last = (output_extent(x, w, at, 2).value_or(1) - 1) * at.stride[0] - at.padding[0];
+  return last + at.dilation[0] * (w.size(2) - 1) < x.size(2) - 1;
+}
+
+// The same for the backward, where more goes wrong in bfloat16: gradients of levels that no window reads are not written;
+// with a single tap, a stride and fewer than 16 inputs it writes beyond its memory; with a dilation dw is wrong of groups, and in channels_last of more than 16 inputs that are no
 // multiple of that.
 bool vendor_backward_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at, bool weight) {
   if (vendor_is_wrong(x, w, at)) return true;
   if (!is_bfloat16(x)) return false;
+  if (has_levels_unread(x, w, at)) return true;
   const bool strided = *std::max_element(at.stride.begin(), at.stride.end()) > 1;
   const bool dilated = *std::max_element(at.dilation.begin(), at.dilation.end()) > 1;
   const bool one_tap = w.numel() == w.size(0) * w.size(1);
