@@ -1,5 +1,6 @@
 """``wnfused.frozen``: the same outputs, weights computed once, nothing left behind."""
 
+import contextlib
 import copy
 import pickle
 import sys
@@ -429,3 +430,19 @@ def test_a_residual_that_does_not_fit_is_refused_inside_too(shape):
         pytest.raises(ValueError, match=r"residual: .* does not fit"),
     ):
         layer(x, residual)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("features", [7, 33, 100])
+def test_rows_cut_out_of_wider_ones_do_not_meet_their_neighbours(features, dim):
+    """In bfloat16; torch's own product reads behind the rows."""
+    wide = torch.full((300, features + 33), float("nan"), dtype=torch.bfloat16)
+    wide[:, :features] = torch.randn(300, features)
+    layer = wnfused.WNLinear(features, 64, dim=dim, dtype=torch.bfloat16)
+    wanted = layer.double()(wide[:, :features].double())
+    layer.bfloat16()
+    with torch.no_grad():
+        for context in (contextlib.nullcontext(), wnfused.frozen(layer)):
+            with context:
+                found = layer(wide[:, :features])
+            assert (found.double() - wanted).norm() <= 2**-6 * wanted.norm()

@@ -34,6 +34,9 @@ def _process(rank: int, port: int, folder: str) -> None:
         scaled = wnfused.nn.PlainResidualBlock(2, 2)
         initialize(scaled, "half_scaling")
         found = {"state": model.state_dict(), "report": str(report), "message": message, "scale": scaled.skip_scale}
+        parts = torch.nn.Sequential(*(wnfused.WNLinear(4, 4) for _ in range(1 + rank)))
+        with pytest.raises(ValueError, match="model: process 1 holds other parameters than process 0"):
+            initialize(parts)
         torch.save({**found, "sample": sample}, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import wnfused
+from wnfused.backends import native
 from wnfused.train import TrainConfig, UsageError, checkpoint, train
 from wnfused.train.batches import Batch
 from wnfused.train.graph import GraphedModel
@@ -137,6 +138,14 @@ def test_every_kind_of_run(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- divergence
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.filterwarnings("always::wnfused.dispatch.BackendWarning")
+def test_a_backend_that_is_passed_over_inside_a_run_is_announced(tmp_path: Path) -> None:
+    """Stages of float64 have no kernel; what Lightning calls is not taken for its own affair."""
+    with pytest.warns(wnfused.BackendWarning, match="residual_stage passes over backend 'native'"):
+        train(replace(SMALL, precision="64-true"), tmp_path)
 
 
 def test_the_caller_s_process_group_stays(tmp_path: Path) -> None:

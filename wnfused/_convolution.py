@@ -1,4 +1,5 @@
-"""torch's convolution and its derivatives, where oneDNN's are right, and in float64 where they are not."""
+"""torch's convolution and its derivatives, where oneDNN's are right, and in float64 where they are not; and where its
+linear layers are not."""
 
 from __future__ import annotations
 
@@ -55,6 +56,12 @@ def convolution_backward(
         return found
     wider = backward(dz.double(), x.double(), w.double(), bias_sizes, *geometry, needs)
     return [t.to(x.dtype) if needed else t for t, needed in zip(wider, needs, strict=True)]
+
+
+def reads_behind_rows(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a linear layer in ``dtype`` takes what stands behind the rows of ``x`` times zero, be it infinite: with
+    AMX, oneDNN does where rows of bfloat16 are no whole depth of a tile. (``linear_routes.cpp`` asks the same.)"""
+    return dtype == torch.bfloat16 and x.is_cpu and x.shape[-1] % 32 != 0
 
 
 def _readable(x: Tensor, w: Tensor, transposed: bool, groups: int) -> tuple[Tensor, Tensor]:

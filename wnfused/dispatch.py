@@ -154,8 +154,10 @@ def _warn_once(op: str, backend: str, reason: str) -> None:
 
 
 def _level_of_the_caller() -> int:
-    """The stack level, seen from who warns, of the first frame outside this package and torch: the user's line."""
+    """The stack level, seen from who warns, of the first frame outside this package and what runs models for others:
+    the user's line."""
+    runners = ("wnfused", "torch", "lightning", "pytorch_lightning")
     frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("wnfused", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in runners:
         frame, level = frame.f_back, level + 1
     return level

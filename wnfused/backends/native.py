@@ -206,13 +206,14 @@ def takes_linear(v: Tensor) -> bool:
     """Whether a linear layer is multiplied here, and faster than a plain one for any number of rows.
 
     The instruction sets are those of ``panel_kernels()`` (``csrc/cpu/ops/linear_panels.cpp``), up to the length of row
-    that they take, and for longer rows and bfloat16 of ``linear_kernels()`` (``linear_products.cpp``).
+    that they take, and for longer rows and bfloat16 of ``linear_kernels()`` (``linear_products.cpp``). Where rows end
+    within a tile's depth, oneDNN reads on behind them.
     """
     if not v.is_cpu or v.shape[0] < 2:
         return False
     isa = instruction_set()
     if v.dtype == torch.bfloat16:
-        return isa == "avx512_bf16" and v.numel() >= 2**16
+        return (isa == "avx512_bf16" and v.numel() >= 2**16) or (isa == "amx" and v.shape[1] % 32 != 0)
     longest = 2**12 if isa == "avx2" else math.inf
     return v.dtype == torch.float32 and isa in ("amx", "avx512_bf16", "avx512", "avx2") and v.shape[1] <= longest
 

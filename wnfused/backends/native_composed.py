@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wnfused import reference
-from wnfused._convolution import convolution, convolution_backward
+from wnfused._convolution import convolution, convolution_backward, reads_behind_rows
 from wnfused.backends.asked import bits_of, given
 from wnfused.backends.epilogue import epilogue_, masked
 from wnfused.backends.native_norm import weight_norm, weight_norm_backward
@@ -41,7 +41,8 @@ def linear(
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     w, norm = effective_weight(v, g, dim, x.dtype)
-    y = torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
+    wide = torch.float32 if reads_behind_rows(x, x.dtype) else x.dtype
+    y = torch.nn.functional.linear(x.to(wide), w.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
     return epilogue_(y, residual, activation, negative_slope), norm
 
 

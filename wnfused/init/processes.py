@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+if dist.is_available():
+    from torch.distributed.tensor import DTensor
+
 T = TypeVar("T")
 
 
@@ -16,9 +19,13 @@ def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T
     """Runs ``initialise`` in the first process and gives its result and its parameters to all; or raises its error.
 
     Without a process group it just runs. The devices are those of each process's own parameters.
+
+    Raises:
+        ValueError: the parameters are sharded, or other ones than in the first process.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return initialise()
+    _check_agreement(model)
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -37,6 +44,21 @@ def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T
     for tensor in model.parameters():
         dist.broadcast(tensor.detach(), src=0)
     return result
+
+
+def _check_agreement(model: nn.Module) -> None:
+    """Every process raises, or none: one that went on alone would wait for the others for ever."""
+    held = [(name, list(p.shape), isinstance(p, DTensor)) for name, p in model.named_parameters()]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, held)
+    if any(sharded for parameters in gathered for _, _, sharded in parameters):
+        raise ValueError("model: its parameters are sharded (DTensor); initialise it first, then shard")
+    for rank, other in enumerate(gathered):
+        if other != gathered[0]:
+            raise ValueError(
+                f"model: process {rank} holds other parameters than process 0; all processes of a group initialise one "
+                "model together, so initialise the whole before it is split into parts"
+            )
 
 
 def _skip_scales(model: nn.Module) -> dict[str, float]:

@@ -110,8 +110,9 @@ def initialize(
         model: any module; weight-normalised or not, as far as the scheme has a rule for it.
         scheme: a name of ``schemes``.
         sample: a batch of inputs, for the schemes that look at data; a tuple is taken for several arguments. 64 or more
-            inputs are enough for every scheme. Fewer are taken, one too where the model runs on it: the statistics are
-            then those of so few, and the report says where they leave a layer short.
+            inputs are enough for every scheme but ``daneshmand2021``, which asks for three times as many as the widest
+            linear layer has inputs. Fewer are taken, one too where the model runs on it: the statistics are then those
+            of so few, and the report says where they leave a layer short.
         generator: source of randomness, on the model's device; torch's own if None.
         gammas: factors stated by hand, by layer name, where the model's structure does not tell: 2 before a ReLU,
             ``1 / B_k`` for the last layer of a branch in a stage of ``B_k`` blocks.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from wnfused._convolution import vendor_is_wrong
+from wnfused._convolution import reads_behind_rows, vendor_is_wrong
 from wnfused._spatial import padded_behind, zeros_around
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES
@@ -22,9 +22,10 @@ class Plain(nn.Module):
     def __init__(self, plain: nn.Module, activation: str | None, negative_slope: float) -> None:
         super().__init__()
         self.plain, self.activation, self.negative_slope = plain, activation, negative_slope
-        self.may_be_misled = isinstance(plain, _ConvNd) and (
-            plain.weight.dtype != torch.float32 or max(*plain.stride, *plain.dilation) > 1
-        )
+        if isinstance(plain, _ConvNd):
+            self.may_be_misled = plain.weight.dtype != torch.float32 or max(*plain.stride, *plain.dilation) > 1
+        else:
+            self.may_be_misled = plain.weight.dtype == torch.bfloat16
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         # In float32 dense windows are right.
@@ -39,13 +40,18 @@ class Plain(nn.Module):
         return y
 
     def _product(self, input: Tensor) -> Tensor:
-        """The plain layer's, in float64 where torch's own would be wrong."""
-        if not isinstance(self.plain, _ConvNd) or not _vendor_is_wrong(self.plain, input):
-            y: Tensor = self.plain.forward(input)
+        """The plain layer's, in float64 where torch's own would be wrong; linear layers in float32."""
+        plain, dtype = self.plain, arguments.autocast(input).dtype
+        if isinstance(plain, nn.Linear) and reads_behind_rows(input, dtype):
+            with torch.autocast(input.device.type, enabled=False):
+                bias = None if plain.bias is None else plain.bias.float()
+                return nn.functional.linear(input.float(), plain.weight.float(), bias).to(dtype)
+        if not isinstance(plain, _ConvNd) or not _vendor_is_wrong(plain, input):
+            y: Tensor = plain.forward(input)
             return y
         with torch.autocast(input.device.type, enabled=False):
-            wide: Tensor = copy.deepcopy(self.plain).double().forward(input.double())
-        return wide.to(arguments.autocast(input).dtype)
+            wide: Tensor = copy.deepcopy(plain).double().forward(input.double())
+        return wide.to(dtype)
 
 
 def _vendor_is_wrong(conv: _ConvNd, x: Tensor) -> bool:
