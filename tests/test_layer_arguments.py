@@ -360,3 +360,26 @@ def test_truth_values_are_no_numbers(function, options, error, message):
 def test_layers_that_pad_themselves_name_the_input_they_were_given(x, error, message):
     with pytest.raises(error, match=message):
         WNConv2d(3, 4, 3, padding=1, padding_mode="circular")(x)
+
+
+@pytest.mark.parametrize(
+    ("mode", "padding", "shape", "least"),
+    [
+        ("reflect", 3, (1, 3, 3, 3), [4, 4]),
+        ("reflect", (0, 3), (3, 3, 3), [1, 4]),
+        ("reflect", "same", (2, 3, 4, 1), [2, 2]),
+        ("reflect", -2, (1, 3, 3, 5), [5, 5]),
+        ("circular", 4, (1, 3, 3, 4), [4, 4]),
+        ("circular", (1, 2), (3, 0, 2), [1, 2]),
+        ("replicate", 2, (1, 3, 0, 4), [1, 1]),
+    ],
+)
+def test_maps_too_small_for_their_padding_mode_are_named(mode, padding, shape, least):
+    layer = WNConv2d(3, 4, 3, padding=padding, padding_mode=mode)
+    sizes = list(shape[-2:])
+    right = f"x: spatial size {sizes} must be at least {least}, dim by dim, for padding .* with padding_mode '{mode}'"
+    with pytest.raises(ValueError, match=right.replace("[", r"\[").replace("]", r"\]")):
+        layer(torch.randn(shape))
+    if padding != -2:  # cropped, these leave less than the kernel
+        fitting = [*shape[:-2], *(max(3, n) for n in least)]
+        assert layer(torch.randn(fitting)).isfinite().all()

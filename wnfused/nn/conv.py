@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wnfused._spatial import Extent
@@ -43,13 +44,35 @@ class _WNConv(WeightNormalised):
             if not arguments.has_override((input,)):
                 arguments.floating("x", input)
                 arguments.maps(input, self.in_channels, self._spatial)
-            border = self._reversed_padding_repeated_twice
-            input, padding = nn.functional.pad(input, border, mode=self.padding_mode), (0,) * len(self.kernel_size)
+            input, padding = _bordered(input, self), (0,) * len(self.kernel_size)
         v, g, bias = self._v_g_bias()
         return type(self)._op(
             input, v, g, bias, self.stride, padding, self.dilation, self.groups,
             activation=self.activation, negative_slope=self.negative_slope, residual=residual, dim=self.dim,
         )  # fmt: skip
+
+
+def _bordered(x: Tensor, layer: nn.modules.conv._ConvNd) -> Tensor:
+    """``x`` with the border of the layer's padding mode."""
+    border, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
+    if torch.compiler.is_compiling():
+        return nn.functional.pad(x, border, mode=mode)
+    try:  # not looked at before, which takes 3 us a call, and in a trace adds guards
+        return nn.functional.pad(x, border, mode=mode)
+    except RuntimeError:
+        least = _least_sizes(mode, border)
+        sizes = list(x.shape[-len(least) :])
+        if all(size >= n for size, n in zip(sizes, least, strict=True)):
+            raise
+        right = f"must be at least {least}, dim by dim, for padding {layer.padding!r} with padding_mode {mode!r}"
+        raise ValueError(f"x: spatial size {sizes} {right}") from None
+
+
+def _least_sizes(mode: str, border: list[int]) -> list[int]:
+    """Of each spatial dim. ``border``: before and behind, the last dim first; below 0 where it crops."""
+    pairs = list(zip(border[::2], border[1::2], strict=True))[::-1]
+    taken = [{"reflect": max(pair) + 1, "circular": max(pair)}.get(mode, 1) for pair in pairs]
+    return [max(1, least, 1 - sum(pair)) for least, pair in zip(taken, pairs, strict=True)]
 
 
 class WNConv1d(_WNConv, nn.Conv1d):
