@@ -121,6 +121,25 @@ def test_delta_orthogonal_in_stages_and_where_it_cannot_be():
         initialize(narrow, "xiao2018", otherwise="error")
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("make", [
+    lambda *a, **k: torch_weight_norm(nn.Conv1d(*a, **k), dim=2),
+    lambda *a, **k: torch.nn.utils.weight_norm(nn.Conv1d(*a, **k), dim=2),
+    lambda *a, **k: wnfused.WNConv1d(*a, **k, dim=-1),
+])  # fmt: skip
+def test_delta_orthogonal_under_a_norm_over_taps(make):
+    """Rows of zero taps have directions, which torch's norms need, and no gain."""
+    model, x = nn.Sequential(make(4, 5, 3, padding=1, padding_mode="circular")), torch.randn(2, 4, 6)
+    for p in model.parameters():
+        p.data.zero_()  # what was there before does not matter
+    for _ in range(2):
+        initialize(model, "xiao2018", generator=generator())
+        y = model(x)
+        torch.testing.assert_close(y.flatten(1).norm(dim=1), x.flatten(1).norm(dim=1))
+    gradients = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 # ---------------------------------------------------------------------------------------------------- every scheme
 
 

@@ -24,7 +24,7 @@ from wnfused._modules import class_of, norm_dim
 from wnfused.init.roles import Role
 from wnfused.linalg import orthogonal_batched
 from wnfused.nn import WeightNormalised, WNResidualStage
-from wnfused.nn._layer import row_norm
+from wnfused.nn._layer import row_norm, with_directions
 from wnfused.nn._rule import check_directions, computed_parameters, fan_ratio, fill_directions_
 from wnfused.reference import wide
 
@@ -119,10 +119,16 @@ class Unit:
         return gain.detach().double().mean().item() if gain.numel() else 0.0
 
     def set_weight_(self, weight: Tensor) -> None:
-        """``v <- w``, ``g <- ||w||``, row by row; a plain layer's weight ``<- w``."""
-        self.v.copy_(weight)
-        if self.g is not None:
-            self.g.copy_(self._row_norms(weight).reshape(self.g.shape))
+        """``v <- w``, ``g <- ||w||``, row by row; a plain layer's weight ``<- w``.
+
+        A row of zeros keeps its ``v``, as in a layer's ``set_weight``: of zeros torch's own norms make NaN.
+        """
+        if self.g is None:
+            self.v.copy_(weight)
+            return
+        norm = self._row_norms(weight).reshape(self.g.shape)
+        self.v.copy_(with_directions(weight, norm, self.v))
+        self.g.copy_(norm)
 
     def set_gain_(self, gain: float) -> None:
         """All row norms of the effective weight; a plain layer's rows, of its first dim, are scaled to them."""

@@ -2,7 +2,8 @@
 
 A kernel is zero but for its centre tap, which is ``gain * Q`` with ``Q [c_out, c_in]`` of orthonormal columns,
 Haar-distributed: the convolution with it is an isometry. It takes ``c_out >= c_in`` and an odd kernel; linear layers
-are orthogonal. On a weight-normalised layer v is that kernel and g its row norms. Biases are zero.
+are orthogonal. On a weight-normalised layer v is that kernel and g its row norms; rows of zero taps, where ``dim``
+numbers those, have g = 0 and orthogonal directions. Biases are zero.
 
 Source: Xiao, Bahri, Sohl-Dickstein, Schoenholz & Pennington 2018, "Dynamical Isometry and a Mean Field Theory of
 CNNs", algorithm 1.
@@ -66,6 +67,8 @@ def _fill_delta_(unit: Unit, gain: float, generator: torch.Generator | None) -> 
     centre = weight
     for size in reversed(unit.kernel):
         centre = centre[..., size // 2]
+    if unit.normalised and unit.dim is not None and unit.dim % len(unit.shape) >= 2:
+        fill_orthogonal_([unit], generator=generator)  # what rows of zero taps keep
     # Groups lie one after the other along the first dim of a weight, which numbers inputs where it is transposed.
     centre.copy_((isometries.mT if unit.transposed else isometries).reshape(centre.shape))
     unit.set_weight_(weight)
