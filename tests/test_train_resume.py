@@ -58,6 +58,15 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         assert resumed[name] == result[name], name
 
 
+def test_a_run_with_only_its_tests_left_keeps_the_time_of_a_step(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out, result = finished
+    for name in ("config.json", "last.ckpt", "best.ckpt"):
+        (tmp_path / name).write_bytes((out / name).read_bytes())
+    assert train(SMALL, tmp_path, resume=True)["seconds_per_step"] == result["seconds_per_step"] > 0
+
+
 def test_resuming_augmented_training_with_batch_norm_and_steps_is_exact(tmp_path: Path) -> None:
     config = replace(
         SMALL, data="synthetic", norm="batch", epochs=3, batch_size=100, accumulate=2, warmup=1.5, milestones=(2,),

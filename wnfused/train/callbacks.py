@@ -70,21 +70,29 @@ class Clock(Callback):
     """Wall time of the updates, with what comes between them (data, optimiser), without validation and checkpoints.
 
     The first update of the process is left out, unless it is the only one: it allocates, and may compile. A GPU is
-    waited for at the ends of each measured stretch only.
+    waited for at the ends of each measured stretch only. A checkpoint holds the mean, for a process that goes on from it
+    and has nothing to train.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._updates = 0
-        self._first = 0.0
+        self._first = 0.0  # until there is one, what the checkpoint says
         self._began = 0.0
         self._before = 0
         self._warm = False
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean over the measured updates of this process; 0 if there was none."""
+        """Mean over the measured updates of this process, else of the one that wrote its checkpoint; 0 if there was
+        none in either."""
         return self._seconds / self._updates if self._updates else self._first
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds_per_step": self.seconds_per_step}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self._first = state_dict["seconds_per_step"]
 
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         self._began = _now(module)

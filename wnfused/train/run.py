@@ -9,8 +9,9 @@
 * ``train_loss``: mean over the images of the last epoch, each as it was when it was trained on; null if diverged.
 * ``diverged``: some loss was NaN or infinite, which ends the run at once.
 * ``epochs_finished``, ``updates``; ``history``: one row for each epoch.
-* ``seconds_per_step``: mean wall time of an update; ``seconds``: of the whole process, set-up included. Both count the
-  last process only if the run was resumed.
+* ``seconds_per_step``: mean wall time of an update, 0 if none was finished; ``seconds``: of the whole process, set-up
+  included. Both count the last process only if the run was resumed; the first that of the one before if the last had
+  only the tests left to do.
 * ``peak_memory_bytes``, ``baseline_memory_bytes``: of the first process, see ``wnfused.train.memory``.
 * ``parameters``, ``world_size``, ``versions``, and ``config``, the full configuration.
 """
