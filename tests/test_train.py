@@ -309,6 +309,7 @@ def test_a_field_of_the_wrong_type_is_named(wrong: dict[str, Any], message: str)
         ({"data": "imagenet"}, "--data imagenet: is not a data set; there are digits"),
         ({"init": "magic"}, "--init magic: is not a scheme; there are arpit2019"),
         ({"recompute": 2, "stack": False}, "--recompute 2: is for stacked blocks"),
+        ({"model": "cnn", "stack": False}, "--stack False: is for the weight-normalised stages of wrn and resnet"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(wrong: dict[str, Any], message: str) -> None:

@@ -70,8 +70,8 @@ class Clock(Callback):
     """Wall time of the updates, with what comes between them (data, optimiser), without validation and checkpoints.
 
     The first update of the process is left out, unless it is the only one: it allocates, and may compile. A GPU is
-    waited for at the ends of each measured stretch only. A checkpoint holds the mean, for a process that goes on from it
-    and has nothing to train.
+    waited for at the ends of each measured stretch only. A checkpoint holds the mean, for a process that goes on from
+    it and has nothing to train.
     """
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -103,8 +104,7 @@ class TrainConfig:
             raise UsageError("devices", self.devices, "must be a number of devices or auto")
         if self.cuda_graph and (self.device == "cpu" or self.devices not in ("auto", "1")):
             raise UsageError("cuda_graph", True, "needs one CUDA device: device cuda, devices 1")
-        if self.recompute is not None and (self.model not in RESIDUAL or self.norm != "weight"):
-            raise UsageError("recompute", self.recompute, "is for the weight-normalised stages of wrn and resnet")
+        self.refuse_unused([f.name for f in fields(self) if getattr(self, f.name) != f.default])
         if self.recompute is not None and not self.stack:
             raise UsageError("recompute", self.recompute, "is for stacked blocks; leave --no-stack out")
         if self.norm == "fixup" and self.model not in RESIDUAL:
@@ -112,6 +112,18 @@ class TrainConfig:
         wrong = depth_error(self.model, self.depth) if self.model in RESIDUAL else None
         if wrong is not None:
             raise UsageError("depth", self.depth, wrong)
+
+    def refuse_unused(self, given: Collection[str]) -> None:
+        """Of what was asked for by name, at its default or not, what this network has no use for.
+
+        Raises:
+            UsageError: for the first such.
+        """
+        if self.model in RESIDUAL and self.norm == "weight":
+            return
+        for name in ("stack", "recompute"):
+            if name in given and getattr(self, name) is not None:
+                raise UsageError(name, getattr(self, name), "is for the weight-normalised stages of wrn and resnet")
 
     def _take_other_integers(self) -> None:
         """numpy's, say, as Python's own, which JSON has a form for."""

@@ -28,7 +28,9 @@ def from_options(given: dict[str, Any], base: TrainConfig | None = None) -> Trai
     Raises:
         UsageError: if that cannot be run.
     """
-    return TrainConfig.from_dict({**(base.to_dict() if base else {}), **fields_of(given)})
+    config = TrainConfig.from_dict({**(base.to_dict() if base else {}), **fields_of(given)})
+    config.refuse_unused(given)
+    return config
 
 
 def fields_of(given: dict[str, Any]) -> dict[str, Any]:

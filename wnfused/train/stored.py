@@ -37,6 +37,7 @@ def configuration(
             _same_network(TrainConfig.from_dict(of_file), TrainConfig.from_dict(saved), file, where)
         saved, where = of_file, file
     config = TrainConfig.from_dict({**(saved or {}), **given})
+    config.refuse_unused(given)
     if saved is not None and where is not None:
         _same_network(config, TrainConfig.from_dict(saved), "what was asked for", where)
     return config, states
