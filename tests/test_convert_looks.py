@@ -155,6 +155,76 @@ def test_what_a_forward_writes_to_is_put_back(look):
     assert model.assigned.data_ptr() == where
 
 
+class Grows(nn.Module):
+    """Writes through a view that repeats its entries, and into a table that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
+        self.register_buffer("once", torch.ones(1, 4))
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, x):
+        self.once.expand(3, 4)[:, torch.tensor([0])] = 2.0
+        torch.add(torch.ones(5), 1, out=self.table.resize_(0))
+        return self.body(x)
+
+
+@pytest.mark.filterwarnings("ignore:Use of index_put_ on expanded tensors")
+def test_tensors_that_grow_or_repeat_are_put_back():
+    model = wnfused.convert(Grows())
+    assert model.body[0].activation == "relu"
+    assert (model.once.tolist(), model.table.tolist()) == ([[1] * 4], [1, 1])
+
+
+def scripted():
+    """Its first module is one of TorchScript, its last has a hook."""
+    inside = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = nn.Sequential(inside, nn.Linear(4, 4), nn.ReLU(), nn.Dropout()).eval()
+    model.seen = []
+    model[3].register_forward_hook(lambda *_: model.seen.append(1))
+    return model
+
+
+@pytest.mark.parametrize("look", [wnfused.convert, lambda m: wnfused.fold(wnfused.convert(m)), wnfused.init.initialize])
+def test_what_is_in_torchscript_stays_as_it_is(look):
+    model, x = scripted(), torch.randn(2, 4)
+    inside = {name: t.clone() for name, t in model[0].state_dict().items() if look is not wnfused.init.initialize}
+    look(model)
+    assert isinstance(model(x), torch.Tensor)
+    assert model.seen == [1]
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(model[0].state_dict()[name], value) for name, value in inside.items())
+    assert wnfused.convert(model, plain=True)[1].activation == "relu"
+
+
+class ReadOnly(dict):
+    """Cannot be emptied."""
+
+    def clear(self):
+        raise RuntimeError("read only")
+
+
+@pytest.mark.parametrize("look", [wnfused.convert, wnfused.init.initialize])
+def test_what_cannot_be_put_back_is_said_and_all_else_is(look):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
+            self.kept, self.last = ReadOnly(), []
+
+        def forward(self, x):
+            self.kept["x"] = x
+            self.last.append(x)
+            return self.body(x)
+
+    model = Keeps().eval()
+    with pytest.raises(RuntimeError, match="cannot undo it: read only"):
+        look(model)
+    assert model.last == []
+    assert not any(module.training for module in model.modules())
+
+
 class InTraining(nn.Module):
     """The activation follows in training only, as in a network that gives its features in evaluation."""
 

@@ -21,9 +21,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wnfused._reachable import MUTABLE, Container, containers, is_class_of_a_user
+from wnfused._undisturbed import is_expanded
 
 WRITES = "writes"
 """In the ``meta`` of a node: it is ``a += b`` or another such statement, of which torch's own trace shows ``a + b``."""
+
+
+class NotRestoredError(RuntimeError):
+    """Something that a symbolic run changed could not be put back; all else was."""
 
 
 class _Proxy(fx.Proxy):
@@ -55,6 +60,8 @@ class _Tracer(fx.Tracer):
         return made
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        if isinstance(module, torch.jit.ScriptModule):
+            return True
         return isinstance(module, self.leaves) or super().is_leaf_module(module, qualified_name)
 
 
@@ -64,6 +71,8 @@ _WRAPPERS = (nn.DataParallel, AveragedModel)
 
 def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training: bool | None = None) -> fx.Graph:
     """What ``forward`` computes. It is the user's own code, and may raise anything.
+
+    ``NotRestoredError`` alone is not the user's: the model is not as it was.
 
     Args:
         leaves: modules of these classes, and torch's own, are nodes, also where ``forward`` of one is called by name;
@@ -76,13 +85,13 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
     tracer = _Tracer(leaves)
     with warnings.catch_warnings(), _without(tracer.proxies, model), _untouched(model):
         warnings.simplefilter("ignore")
-        for module in model.modules():
+        for module in _of_python(model):
             # Hooks may keep what they see, outside of the model.
             module.__dict__.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
             module.training = module.training if training is None else training
         if "forward" in vars(root):  # torch.fx runs the class's
             raise TypeError("forward was replaced on the model itself, and cannot be traced")
-        for module in root.modules():
+        for module in _of_python(root):
             if module is not root and tracer.is_leaf_module(module, ""):
                 module.__dict__["forward"] = functools.partial(_as_called, tracer, module, module.forward)
         graph = tracer.trace(root)
@@ -90,6 +99,12 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
         if node.op in ("call_module", "get_attr"):
             node.target = f"{path}{node.target}"
     return graph
+
+
+def _of_python(model: nn.Module) -> list[nn.Module]:
+    """The modules that a run may change. Those of TorchScript are nodes of it, and their tables are views that cannot
+    be filled anew."""
+    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
 
 
 def _as_called(
@@ -107,7 +122,7 @@ def argument(node: fx.Node, name: str, position: int) -> Any:
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Undoes what ``forward`` does beside computing: tensors written, attributes set, lists filled, numbers drawn."""
     tables = ("_parameters", "_buffers", "_modules")
-    before = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in model.modules()]
+    before = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in _of_python(model)]
     data = [(p, p.data) for p in model.parameters() if type(p) is nn.Parameter and not is_lazy(p)]
     held = containers([attributes for _, attributes, _ in before])
     contents = [(container, _content(container)) for container in held]
@@ -121,23 +136,41 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             with writes:
                 yield
         finally:
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(state_of_numpy)
-            for container, content in contents:
-                _put_back(container, content)
-            for generator, then in generators:
-                generator.set_state(then)
-            for module, attributes, kept in before:
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
-                for table, entries in kept.items():
-                    module.__dict__[table].clear()
-                    module.__dict__[table].update(entries)
-            for parameter, values in data:
-                if parameter.data_ptr() != values.data_ptr():
-                    parameter.data = values
-            writes.undo()
+            with _undoing() as undo:
+                undo.callback(writes.undo)
+                for parameter, values in data:
+                    undo.callback(_point_back, parameter, values)
+                for module, attributes, kept in before:
+                    undo.callback(_refill, module.__dict__, attributes)
+                    for table, entries in kept.items():
+                        undo.callback(_refill, attributes[table], entries)
+                for generator, then in generators:
+                    undo.callback(generator.set_state, then)
+                for container, content in contents:
+                    undo.callback(_put_back, container, content)
+                if numpy is not None:
+                    undo.callback(numpy.random.set_state, state_of_numpy)
+                undo.callback(random.setstate, state)
+
+
+@contextlib.contextmanager
+def _undoing() -> Iterator[contextlib.ExitStack]:
+    """Calls what is given to it, the last first, each also where others raise."""
+    try:
+        with contextlib.ExitStack() as undo:
+            yield undo
+    except Exception as reason:
+        raise NotRestoredError(f"the look into forward changed the model, and cannot undo it: {reason}") from reason
+
+
+def _point_back(parameter: nn.Parameter, values: Tensor) -> None:
+    if parameter.data_ptr() != values.data_ptr():
+        parameter.data = values
+
+
+def _refill(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    table.clear()
+    table.update(entries)
 
 
 @contextlib.contextmanager
@@ -163,21 +196,30 @@ def _without(proxies: weakref.WeakSet[fx.Proxy], model: nn.Module) -> Iterator[N
         yield
     finally:
         if len(proxies):
-            for container, content in contents:
-                _put_back(container, content)
-            for cell, value in cells:
-                cell.cell_contents = value
-            for scope, values in variables:
-                for name in [*scope]:
-                    if name not in values:
-                        del scope[name]
-                scope.update(values)
-            for kind, values in attributes:
-                for name, value in [*vars(kind).items()]:
-                    if name not in values:
-                        delattr(kind, name)
-                    elif value is not values[name]:
-                        setattr(kind, name, values[name])
+            with _undoing() as undo:
+                for kind, values in attributes:
+                    undo.callback(_reset_attributes, kind, values)
+                for scope, values in variables:
+                    undo.callback(_reset_variables, scope, values)
+                for cell, value in cells:
+                    undo.callback(setattr, cell, "cell_contents", value)
+                for container, content in contents:
+                    undo.callback(_put_back, container, content)
+
+
+def _reset_variables(scope: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in [*scope]:
+        if name not in values:
+            del scope[name]
+    scope.update(values)
+
+
+def _reset_attributes(kind: type, values: dict[str, Any]) -> None:
+    for name, value in [*vars(kind).items()]:
+        if name not in values:
+            delattr(kind, name)
+        elif value is not values[name]:
+            setattr(kind, name, values[name])
 
 
 def _may_keep(kind: type) -> bool:
@@ -231,7 +273,17 @@ class _Writes(TorchDispatchMode):
 
     def undo(self) -> None:
         """The latest write first: of views of one memory, the earliest state is the last to be put back."""
-        for tensor, values in reversed(self._kept):
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(values)
+        with contextlib.ExitStack() as undo:
+            for tensor, values in self._kept:
+                undo.callback(_write_back, tensor, values)
         self._kept.clear()
+
+
+def _write_back(tensor: Tensor, values: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape != values.shape:  # an op with ``out=`` resizes
+            tensor.resize_(values.shape)
+        if is_expanded(tensor):  # which torch refuses to write to; so it may have before
+            for dim in (d for d, step in enumerate(tensor.stride()) if step == 0):
+                tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        tensor.copy_(values)

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from wnfused._modules import class_of
 from wnfused._surgery import LAYERS, has_hooks
-from wnfused._symbolic import WRITES, argument, symbolic_run
+from wnfused._symbolic import WRITES, NotRestoredError, argument, symbolic_run
 from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
 
 _LEAVES = (*LAYERS, WNResidualBlock, WNResidualStage)
@@ -48,6 +48,8 @@ def look(
     """
     try:
         graph = symbolic_run(model, (*_LEAVES, *leaves), training)
+    except NotRestoredError:
+        raise
     except Exception as reason:  # the run is of the user's own code, which may raise anything
         logger.log(level, "%s: the model does not trace (%s)", wanted, reason)
         return None

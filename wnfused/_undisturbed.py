@@ -20,7 +20,9 @@ def as_written() -> contextlib.AbstractContextManager[object]:
 @contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards every module has the buffers that it had, and they hold what they held."""
-    tables = [(module, dict(module._buffers)) for module in model.modules()]
+    # The table of a module of TorchScript is a view that cannot be filled anew.
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    tables = [(module, dict(module._buffers)) for module in modules]
     values = [(b, b.detach().clone()) for b in model.buffers() if not is_lazy(b) and not is_expanded(b)]
     try:
         yield

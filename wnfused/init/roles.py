@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from wnfused._modules import check_module
+from wnfused._symbolic import NotRestoredError
 from wnfused.init.graph import Graph, activation_module_gamma, is_layer, places
 from wnfused.nn import FixupBlock, PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
 from wnfused.nn._rule import activation_gamma
@@ -98,6 +99,8 @@ def find_roles(model: nn.Module) -> list[Role]:
     check_module(model=model)
     try:
         graph = Graph(model)
+    except NotRestoredError:
+        raise
     except Exception as reason:  # a trace runs the user's own code, which may raise anything
         logger.info("the model does not trace, roles are read off its structure: %s", reason)
         roles = _roles_by_structure(model)
