@@ -130,6 +130,45 @@ def test_a_forward_that_reads_weights_goes_the_same_way(norm, caplog):
     assert not caplog.records
 
 
+def casts(layer, x):
+    return x.to(layer.weight.device, layer.weight.dtype)
+
+
+def shapes(layer, x):
+    return x.view(-1, layer.weight.shape[1])[:, : layer.weight.size(1)]
+
+
+def branches(layer, x):
+    weight = layer.weight * 2
+    return x if weight.ndim == 2 == weight.dim() and weight.T.dtype is torch.float32 else x.half()
+
+
+def computes(layer, x):
+    return x.type_as(layer.weight) * layer.weight.norm()
+
+
+class AsksWeights(nn.Module):
+    """Learns from a layer's weight what to do with its input."""
+
+    def __init__(self, norm, asks):
+        super().__init__()
+        self.a, self.net = norm(nn.Linear(4, 4)), nn.Sequential(norm(nn.Linear(4, 4)), nn.ReLU())
+        self.asks = asks
+
+    def forward(self, x):
+        return self.net(self.a(self.asks(self.a, x)))
+
+
+@pytest.mark.parametrize("norm", [old, new, lambda layer: layer], ids=["old", "new", "plain"])
+@pytest.mark.parametrize("asks", [casts, shapes, branches, computes])
+def test_a_forward_that_asks_what_a_weight_is_goes_the_same_way(norm, asks, caplog):
+    model, x = AsksWeights(norm, asks), torch.randn(3, 4)
+    expected = model(x)
+    torch.testing.assert_close(wnfused.convert(model, plain=True)(x), expected)
+    assert model.net[0].activation == "relu"
+    assert not caplog.records
+
+
 class TakesResiduals(nn.Module):
     def __init__(self):
         super().__init__()

@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +35,30 @@ class NotRestoredError(RuntimeError):
 
 
 class _Proxy(fx.Proxy):
-    """Tells ``a += b`` from ``a + b``."""
+    """Tells ``a += b`` from ``a + b``, and what is known of a tensor made of the model's own alone.
+
+    torch's old weight norm leaves a plain tensor as ``layer.weight``, of which ``forward`` learns the dtype itself; so
+    it must of one that is made of parameters when it is asked for.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self, name)
+
+
+class _Attribute(fx.proxy.Attribute):
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self, name)
+
+
+def _attribute(proxy: fx.Proxy, name: str) -> Any:
+    known = proxy.tracer.known(proxy.node) if name in _FACTS and isinstance(proxy.tracer, _Tracer) else None
+    return _Attribute(proxy, name) if known is None else getattr(known, name)
+
+
+_FACTS = {"dtype", "device", "shape", "ndim"}
+_ASKED_BY_CALLS = {"size", "dim", "numel", "ndimension", "get_device", "is_floating_point", "is_complex"}
+_KNOWN = ("torch", "_operator", "builtins", "wnfused")
+"""Packages whose functions only compute."""
 
 
 def _in_place(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -53,16 +79,62 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.leaves = leaves
         self.proxies = weakref.WeakSet[fx.Proxy]()
+        self._fakes = FakeTensorMode()
+        self._known: dict[fx.Node, Tensor | None] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         made = _Proxy(node, self)
         self.proxies.add(made)
         return made
 
+    def create_proxy(self, kind: str, target: Any, args: Any, *others: Any, **keywords: Any) -> Any:
+        if kind == "call_method" and target in _ASKED_BY_CALLS and isinstance(args[0], fx.Proxy):
+            known = self.known(args[0].node)
+            if known is not None and not any(isinstance(a, fx.Proxy) for a in args[1:]):
+                return getattr(known, target)(*args[1:], **(others[0] if others else keywords.get("kwargs", {})))
+        return super().create_proxy(kind, target, args, *others, **keywords)
+
+    def known(self, node: fx.Node) -> Tensor | None:
+        """A tensor without values that is otherwise what a node gives, if that is made of the model's own alone."""
+        if node not in self._known:
+            try:
+                with self._fakes, torch.no_grad():
+                    made = self._made(node)
+            except Exception:  # it depends on values, or on the model's inputs
+                made = None
+            self._known[node] = made if isinstance(made, Tensor) else None
+        return self._known[node]
+
+    def _made(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            module = self.root.get_submodule(path)
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+            return self._fakes.from_tensor(next(table[name] for table in tables if name in table), static_shapes=True)
+        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), self._needed)
+        if node.op == "call_method":
+            return getattr(arguments[0], str(node.target))(*arguments[1:], **keywords)
+        if callable(node.target) and (node.target.__module__ or "torch").partition(".")[0] in _KNOWN:
+            return node.target(*arguments, **keywords)
+        raise TypeError(f"{node} is not made of the model's own alone")
+
+    def _needed(self, node: fx.Node) -> Tensor:
+        known = self.known(node)
+        if known is None:
+            raise TypeError(f"{node} is not known")
+        return known
+
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
             return True
+        if isinstance(module, _WeightNorm) or _computes_a_norm(module):  # else reading a weight would be a call
+            return False
         return isinstance(module, self.leaves) or super().is_leaf_module(module, qualified_name)
+
+
+def _computes_a_norm(module: nn.Module) -> bool:
+    """Whether it is what stands behind ``layer.weight`` under torch's parametrised weight norm, and nothing else."""
+    return isinstance(module, ParametrizationList) and len(module) == 1 and isinstance(module[0], _WeightNorm)
 
 
 _WRAPPERS = (nn.DataParallel, AveragedModel)
