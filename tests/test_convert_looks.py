@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 import random
+from collections import ChainMap, UserDict, UserList
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -153,6 +154,45 @@ def test_what_a_forward_writes_to_is_put_back(look):
     assert {name for name in before if not torch.equal(before[name], model.state_dict()[name])} == set()
     assert model.table.tolist() == [[1, 1], [1, 1]]
     assert model.assigned.data_ptr() == where
+
+
+class HoldsOtherKinds(nn.Module):
+    """Draws from sources of its own, and writes to an array and to containers that Python implements in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(old(nn.Linear(4, 4)), nn.ReLU())
+        self.array, self.fixed = numpy.zeros(3), numpy.broadcast_to(1.0, 3)
+        self.cache, self.log, self.chain = UserDict(), UserList(), ChainMap({}, {})
+        self.cache["layer"] = self.body[0]
+        self.random, self.system = random.Random(1), random.SystemRandom()
+        self.generator, self.bits = numpy.random.default_rng(1), numpy.random.PCG64(1)
+        self.legacy = numpy.random.RandomState(1)
+
+    def forward(self, x):
+        self.array += self.fixed
+        self.cache["x"] = self.chain["x"] = x
+        self.log.append(x)
+        self.random.random()
+        self.system.random()
+        self.generator.random()
+        self.bits.random_raw()
+        self.legacy.rand()
+        return self.body(x)
+
+    def state(self):
+        held = self.array.tolist(), [*self.cache], [*self.log], [*self.chain]
+        states = self.random.getstate(), self.generator.bit_generator.state, self.bits.state
+        return str((held, states, self.legacy.get_state()[2]))
+
+
+@pytest.mark.parametrize("look", [wnfused.convert, wnfused.init.initialize])
+def test_other_kinds_that_a_forward_changes_are_put_back(look):
+    model = HoldsOtherKinds()
+    before = model.state()
+    look(model)
+    assert model.state() == before
+    assert model.cache["layer"] is model.body[0]
 
 
 class Grows(nn.Module):

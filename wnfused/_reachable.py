@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -17,6 +17,8 @@ Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
 MUTABLE = (list, deque, dict, set)
 _IMMUTABLE = (tuple, frozenset)
 _NO_HOLDERS = (nn.Module, Tensor, type, ModuleType, FunctionType)
+_WITH_ATTRIBUTES = (SimpleNamespace, UserDict, UserList, ChainMap)
+"""Python's own classes that hold what they are given in attributes."""
 _NOTHING_HELD = {type(None), bool, int, float, str, Tensor, nn.Parameter}
 _MAY_BE_EMPTY = {dict, OrderedDict, list, tuple, set}
 """Both are most of what a model's modules have among their attributes."""
@@ -26,7 +28,7 @@ def containers(values: Iterable[Any]) -> Iterator[Container]:
     """Every container that changes in place among the values and in what these hold, each once.
 
     The attributes of an object (a dataclass, a ``SimpleNamespace``) are a dict. Modules are not gone into, nor are
-    objects of torch's and of Python's own classes: loggers, locks, optimisers.
+    objects of torch's and of Python's own classes: loggers, locks, optimisers. ``UserDict`` and its like are.
     """
     pending, seen = list(values), set[int]()
     while pending:
@@ -66,7 +68,7 @@ def _held(value: Any) -> Iterator[Any]:
 def _is_of_a_user(value: Any) -> bool:
     if isinstance(value, _NO_HOLDERS):
         return False
-    return isinstance(value, SimpleNamespace) or is_class_of_a_user(type(value))
+    return isinstance(value, _WITH_ATTRIBUTES) or is_class_of_a_user(type(value))
 
 
 def is_class_of_a_user(kind: type) -> bool:

@@ -198,8 +198,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     data = [(p, p.data) for p in model.parameters() if type(p) is nn.Parameter and not is_lazy(p)]
     held = containers([attributes for _, attributes, _ in before])
     contents = [(container, _content(container)) for container in held]
-    parts = (part for _, content in contents for part in content)
-    generators = [(part, part.get_state()) for part in parts if isinstance(part, torch.Generator)]
+    kinds = _stateful()
+    parts = {id(part): part for _, content in contents for part in content if isinstance(part, kinds)}
+    states = [_put_back_state(part) for part in parts.values()]
     state, numpy = random.getstate(), sys.modules.get("numpy")
     state_of_numpy = None if numpy is None else numpy.random.get_state()
     writes = _Writes()
@@ -216,13 +217,46 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     undo.callback(_refill, module.__dict__, attributes)
                     for table, entries in kept.items():
                         undo.callback(_refill, attributes[table], entries)
-                for generator, then in generators:
-                    undo.callback(generator.set_state, then)
+                for put_back in states:
+                    undo.callback(put_back)
                 for container, content in contents:
                     undo.callback(_put_back, container, content)
                 if numpy is not None:
                     undo.callback(numpy.random.set_state, state_of_numpy)
                 undo.callback(random.setstate, state)
+
+
+def _stateful() -> tuple[type, ...]:
+    """What changes in place and holds nothing that may be a module: sources of random numbers, and numpy's arrays."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (torch.Generator, random.Random)
+    generators = (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState)
+    return (torch.Generator, random.Random, *generators, numpy.ndarray)
+
+
+def _put_back_state(value: Any) -> Callable[[], object]:
+    """What gives ``value`` its present state."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.SystemRandom):  # it has none
+        return lambda: None
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    numpy = sys.modules["numpy"]
+    if isinstance(value, numpy.ndarray):
+        if not value.flags.writeable or value.nbytes > _LARGEST_ARRAY:
+            return lambda: None
+        array = value.view(numpy.ndarray)
+        return functools.partial(numpy.copyto, array, array.copy())
+    if isinstance(value, numpy.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    bits = getattr(value, "bit_generator", value)
+    return functools.partial(setattr, bits, "state", bits.state)
+
+
+_LARGEST_ARRAY = 1 << 26
+"""Bytes: a larger array is a data set, of which no copy is made."""
 
 
 @contextlib.contextmanager
