@@ -110,17 +110,20 @@ WNFUSED_INLINE bool has_level(const Geometry& geometry, int64_t image, int64_t s
   return level >= 0 && level < geometry.levels;
 }
 
+// Pixels of a line that are transformed together.
+constexpr int kTogether = 16;
+
 // Patches of `count` tiles, on the level that is `step` from theirs, transformed: plane p of block b, row t. Neighbours in
-// a run overlap in two columns, which are loaded and transformed once: the columns of B' d wait in a ring.
+// a run overlap in two columns: first B' d of all columns of the run, then the rows of (B' d) B tile by tile.
 template <int M, bool Round>
 inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                          int64_t step, const Panel& panel) {
-  constexpr int kPatch = M + 2;
+  constexpr int kPatch = M + 2, kColumn = kPatch * kLanes;
   const int64_t channels = geometry.padded_channels, line = geometry.width * channels, width = geometry.width;
-  const int64_t plane_stride = panel.plane_stride;
-  alignas(64) float ring[kPatch][kPatch * kLanes];
+  alignas(64) float columns[(kTogether + 2) * kColumn];
   for (int64_t row = 0; row < count;) {
-    const TileRun run = run_at(geometry, first, row, count);
+    TileRun run = run_at(geometry, first, row, count);
+    run.tiles = smaller(run.tiles, kTogether / M);
     const bool inside = has_level(geometry, run.unit.image, step);
     const float* image = map + (run.unit.image + step) * geometry.height * line;
     const float* lines[kPatch];
@@ -131,31 +134,27 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
     // Not the next chunk's: those lines may be another core's, and would have to be called back.
     const bool more_below = inside && row + run.tiles < count && run.unit.y + 2 * M < geometry.height;
     const float* below = image + (run.unit.y + M + 1) * line;
+    // Columns of the patches that lie in the map, and those of zeros.
+    const int64_t left = run.unit.x - 1, end = run.tiles * M + 2, last = smaller(end, width - left);
     for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
-      float* columns[kPatch];
-      for (int j = 0; j < kPatch; ++j) columns[j] = ring[j];
-      const auto put_column = [&](int64_t x, float* target) {
-        const int64_t offset = x * channels + b * kLanes;
-        if (x >= 0 && x < width) return input_column<M, Round>(lines, offset, target);
-        WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) store(target + i * kLanes, zero());
+      const auto clear = [&](int64_t j) {
+        WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) store(columns + j * kColumn + i * kLanes, zero());
       };
-      put_column(run.unit.x - 1, columns[0]);
-      put_column(run.unit.x, columns[1]);
-      float* target = panel.at(0, b, row);
-      for (int64_t t = 0, x = run.unit.x + 1; t < run.tiles; ++t, x += M, target += kLanes) {
-        for (int j = 0; j < M; ++j) put_column(x + j, columns[2 + j]);
+      if (left < 0) clear(0);
+      const int64_t begin = left < 0;
+      int64_t offset = (left + begin) * channels + b * kLanes;
+      for (int64_t j = begin; j < last; ++j, offset += channels) {
+        input_column<M, Round>(lines, offset, columns + j * kColumn);
         // The lines that the row of tiles below adds: far ahead for the processor, and saved maps come from memory.
         if (more_below)
-          for (int i = 0; i < M; ++i)
-            WNFUSED_UNROLL for (int j = -1; j < M - 1; ++j)
-              __builtin_prefetch(below + i * line + (x + j) * channels + b * kLanes);
-        for (int i = 0; i < kPatch; ++i)
-          input_transform_row<M>(columns, i, target + i * kPatch * plane_stride, plane_stride);
-        float* const kept[2] = {columns[M], columns[M + 1]};
-        WNFUSED_UNROLL for (int j = kPatch - 1; j >= 2; --j) columns[j] = columns[j - 2];
-        columns[0] = kept[0];
-        columns[1] = kept[1];
+          WNFUSED_UNROLL for (int i = 0; i < M; ++i) __builtin_prefetch(below + i * line + offset);
       }
+      for (int64_t j = greater(last, begin); j < end; ++j) clear(j);
+      float* target = panel.at(0, b, row);
+      for (int64_t t = 0; t < run.tiles; ++t, target += kLanes)
+        for (int i = 0; i < kPatch; ++i)
+          input_transform_row<M>(columns + t * M * kColumn + i * kLanes, target + i * kPatch * panel.plane_stride,
+                                 panel.plane_stride);
     }
     row += run.tiles;
   }
@@ -188,13 +187,15 @@ inline bool gather_tap(const Geometry& geometry, const float* map, int64_t first
   return true;
 }
 
-// Block `b` of the product, which is output block `channel_block`, for `count` tiles. False if not all is finite.
-template <int M, Ending kEnding>
+// Block `b` of the product, which is output block `channel_block`, for `count` tiles. False if not all is finite. kPlain:
+// the outputs are neither rounded nor saved a second time.
+template <int M, Ending kEnding, bool kPlain>
 inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
                           int64_t channel_block, int64_t b, const ConvEpilogue<float>& shared_epilogue) {
   // Local copies, so that the compiler need not fear that the stores change them.
   const Geometry geometry = shared_geometry;
-  const ConvEpilogue<float> epilogue = shared_epilogue;
+  ConvEpilogue<float> epilogue = shared_epilogue;
+  if constexpr (kPlain) epilogue.round = false, epilogue.saved.data = nullptr;
   const int64_t plane_stride = product.plane_stride;
   const Block bias = epilogue.bias ? load(epilogue.bias + channel_block * kLanes) : zero();
   Block poison = zero();
@@ -204,13 +205,17 @@ inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product,
     const float* source = product.at(0, b, row);
     int64_t pixel = pixel_index(geometry, run.unit), x = run.unit.x;
     for (int64_t t = 0; t < run.tiles; ++t, x += M, pixel += M, source += kLanes) {
+      const int64_t columns = geometry.width - x;
+      const auto finish = [&](auto all, int i, const Block (&line)[M]) __attribute__((always_inline)) {
+        WNFUSED_UNROLL for (int j = 0; j < M; ++j)
+          if (all || j < columns)
+            finish_pixel<kEnding>(geometry, epilogue, pixel + i * geometry.width + j, channel_block, line[j], bias,
+                                  poison);
+      };
       output_transform<M>(source, plane_stride, [&](int i, const Block (&line)[M]) __attribute__((always_inline)) {
         if (i >= lines) return;
-        WNFUSED_UNROLL for (int j = 0; j < M; ++j) {
-          const int64_t place = pixel + i * geometry.width + j;
-          if (x + j < geometry.width)
-            finish_pixel<kEnding>(geometry, epilogue, place, channel_block, line[j], bias, poison);
-        }
+        if (columns >= M) finish(std::true_type(), i, line);
+        else finish(std::false_type(), i, line);
       });
     }
     row += run.tiles;
@@ -236,31 +241,47 @@ inline bool scatter_pixels(const Geometry& shared_geometry, const Panel& product
 template <Ending kEnding>
 inline bool scatter(const Geometry& geometry, const Panel& product, int64_t first, int64_t count,
                     int64_t channel_block, int64_t b, const ConvEpilogue<float>& epilogue) {
-  const auto run = geometry.method == Method::kWinograd4   ? scatter_tiles<4, kEnding>
-                   : geometry.method == Method::kWinograd2 ? scatter_tiles<2, kEnding>
-                                                           : scatter_pixels<kEnding>;
+  const bool plain = !epilogue.round && !epilogue.saved.data;
+  const auto run = geometry.method == Method::kWinograd4
+                       ? plain ? scatter_tiles<4, kEnding, true> : scatter_tiles<4, kEnding, false>
+                   : geometry.method == Method::kWinograd2
+                       ? plain ? scatter_tiles<2, kEnding, true> : scatter_tiles<2, kEnding, false>
+                       : scatter_pixels<kEnding>;
   return run(geometry, product, first, count, channel_block, b, epilogue);
 }
 
-// The lines that a chunk of tiles will write, called to the first level while the chunk is multiplied. Saved maps are
-// written to memory that is in no cache, and a store that misses keeps all that come after it waiting.
-struct OutputLines {
-  float* map;  // null: in a cache already
-  int64_t first, count, first_block, blocks;
+// The lines that a chunk of tiles will write, called to the first level while the chunk is multiplied, a part before each
+// plane. Saved maps are written to memory that is in no cache, and a store that misses keeps all that come after it
+// waiting.
+class OutputLines {
+ public:
+  // Of `count` tiles from `first` on. map null: its lines are in a cache already.
+  OutputLines(const Geometry& geometry, float* map, int64_t first, int64_t count, int64_t first_block, int64_t blocks)
+      : map_(map), unit_(unit_at(geometry, first)), left_(map ? count * geometry.tile : 0),
+        each_((left_ + geometry.planes - 1) / geometry.planes), first_block_(first_block), blocks_(blocks) {}
 
-  WNFUSED_INLINE void prefetch(const Geometry& geometry, int64_t part, int64_t parts) const {
-    if (!map) return;
-    const int64_t tile = geometry.tile, channels = geometry.padded_outputs, pieces = count * tile;
-    for (int64_t piece = pieces * part / parts; piece < pieces * (part + 1) / parts; ++piece) {
-      const Unit unit = unit_at(geometry, first + piece / tile);
-      const int64_t y = unit.y + piece % tile;
-      if (y >= geometry.height) continue;
-      const float* line = map + pixel_index(geometry, {unit.image, y, unit.x}) * channels + first_block * kLanes;
-      const int64_t columns = smaller(tile, geometry.width - unit.x);
-      for (int64_t j = 0; j < columns; ++j)
-        for (int64_t b = 0; b < blocks; ++b) prefetch_for_writing(line + j * channels + b * kLanes);
+  WNFUSED_INLINE void step(const Geometry& geometry) {
+    const int64_t channels = geometry.padded_outputs;
+    for (int64_t end = left_ - smaller(left_, each_); left_ > end; --left_) {
+      if (unit_.y + line_ < geometry.height) {
+        const int64_t pixel = pixel_index(geometry, {unit_.image, unit_.y + line_, unit_.x});
+        const float* line = map_ + pixel * channels + first_block_ * kLanes;
+        const int64_t columns = smaller(geometry.tile, geometry.width - unit_.x);
+        for (int64_t j = 0; j < columns; ++j)
+          for (int64_t b = 0; b < blocks_; ++b) prefetch_for_writing(line + j * channels + b * kLanes);
+      }
+      if (++line_ < geometry.tile) continue;
+      line_ = 0;
+      advance(geometry, unit_);
     }
   }
+
+ private:
+  float* map_;
+  Unit unit_;         // of the next piece, which is one line of a tile
+  int64_t line_ = 0;  // of that tile
+  int64_t left_, each_;
+  int64_t first_block_, blocks_;
 };
 
 // Whether `count` tiles lie in one image.
@@ -274,7 +295,7 @@ using Gather = void (*)(const Geometry&, const float*, const float*, int64_t, in
 // Winograd over three dims: the products of every level's panel and bank, summed.
 __attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, const float* map, const float* zeros,
                                                       int64_t first, int64_t count, const float* bank,
-                                                      const Depth& depth, int64_t blocks, const OutputLines& outputs,
+                                                      const Depth& depth, int64_t blocks, OutputLines& outputs,
                                                       Gather gather, const Panel& panel, const Panel& product) {
   PlanePair levels[kMaxLevelTaps];
   int64_t level_count = 0;
@@ -286,7 +307,7 @@ __attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, 
     levels[level_count++] = {level.data, bank + l * geometry.level_bank()};
   }
   for (int64_t p = 0; p < geometry.planes; ++p) {
-    outputs.prefetch(geometry, p, geometry.planes);
+    outputs.step(geometry);
     multiply_rows(levels, level_count, depth, round_up_rows(count), blocks, geometry.padded_channels * kLanes,
                   product.at(p, 0, 0), product.rows * kLanes);
     for (int64_t l = 0; l < level_count; ++l) {
@@ -301,7 +322,7 @@ __attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, 
 template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                      const float* bank, int64_t first_block, int64_t blocks, const Ahead& ahead,
-                     const OutputLines& outputs, bool gathered, const Panel& panel, const Panel& product) {
+                     OutputLines& outputs, bool gathered, const Panel& panel, const Panel& product) {
   const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
   const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
   bank += first_block * col_stride;
@@ -318,9 +339,10 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
     };
     for (int64_t c = 0; c < blocks; c += columns) fetch(0, c);
     if (!gathered) gather(geometry, map, zeros, first, count, 0, panel);
+    FetchEvenly upcoming(ahead, geometry.planes);
     for (int64_t p = 0; p < geometry.planes; ++p) {
-      ahead.part(p, geometry.planes).prefetch();
-      outputs.prefetch(geometry, p, geometry.planes);
+      upcoming.step();
+      outputs.step(geometry);
       for (int64_t c = 0; c < blocks; c += columns) {
         fetch(p + 1, c);
         const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride + c * col_stride};
@@ -385,7 +407,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   const bool overwrite = geometry.channel_blocks == 1 && geometry.output_blocks == 1 && geometry.is_winograd();
   float* behind = panel.after(geometry.level_taps * geometry.planes).data;
   const Panel product(overwrite ? scratch : behind, geometry.conv_rows, blocks);
-  const OutputLines outputs{epilogue.fresh, first, count, first_block, blocks};
+  OutputLines outputs(geometry, epilogue.fresh, first, count, first_block, blocks);
   const auto run = round_map ? convolve<true> : convolve<false>;
   run(geometry, map, zeros, first, count, bank, first_block, blocks, ahead, outputs, gathered, panel, product);
   for (int64_t b = 0; b < blocks; ++b)

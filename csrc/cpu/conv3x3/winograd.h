@@ -19,6 +19,8 @@
 // (2020).
 #pragma once
 
+#include <utility>
+
 #include "cpu/vec/vec.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -28,17 +30,49 @@ struct Vectors {
   Native at[N];
 };
 
+template <class At, int... I>
+WNFUSED_INLINE Vectors<sizeof...(I)> vectors_of(const At& at, std::integer_sequence<int, I...>) {
+  return {{at(I)...}};
+}
+
+// at(0), .., at(N - 1). Not by a loop: GCC 12 unrolls one too late to keep what it indexes in registers.
+template <int N, class At>
+WNFUSED_INLINE Vectors<N> vectors_of(const At& at) {
+  return vectors_of(at, std::make_integer_sequence<int, N>());
+}
+
+template <class Run, int... I>
+WNFUSED_INLINE void for_each_of(const Run& run, std::integer_sequence<int, I...>) {
+  (run(I), ...);
+}
+
+// run(0), .., run(N - 1), in the same way.
+template <int N, class Run>
+WNFUSED_INLINE void for_each_of(const Run& run) {
+  for_each_of(run, std::make_integer_sequence<int, N>());
+}
+
 // Vector i at source + i * stride, and the other way.
 template <int N>
 WNFUSED_INLINE Vectors<N> load_vectors(const float* source, int64_t stride) {
-  Vectors<N> vectors;
-  WNFUSED_UNROLL for (int i = 0; i < N; ++i) vectors.at[i] = load_native(source + i * stride);
-  return vectors;
+  return vectors_of<N>([&](int i) __attribute__((always_inline)) { return load_native(source + i * stride); });
+}
+
+template <int N, int... I>
+WNFUSED_INLINE void store_vectors(float* target, int64_t stride, const Vectors<N>& vectors,
+                                  std::integer_sequence<int, I...>) {
+  (store_native(target + I * stride, vectors.at[I]), ...);
 }
 
 template <int N>
 WNFUSED_INLINE void store_vectors(float* target, int64_t stride, const Vectors<N>& vectors) {
-  WNFUSED_UNROLL for (int i = 0; i < N; ++i) store_native(target + i * stride, vectors.at[i]);
+  store_vectors(target, stride, vectors, std::make_integer_sequence<int, N>());
+}
+
+WNFUSED_INLINE Native sum_of(const Vectors<2>& vectors) { return vectors.at[0] + vectors.at[1]; }
+
+WNFUSED_INLINE Native sum_of(const Vectors<4>& vectors) {
+  return (vectors.at[0] + vectors.at[1]) + (vectors.at[2] + vectors.at[3]);
 }
 
 WNFUSED_INLINE Native times_add(float factor, const Native& a, const Native& b) {
@@ -132,23 +166,21 @@ using Patch = Vectors<Winograd<M>::kPatch>;
 template <int M, bool Round>
 WNFUSED_INLINE void input_column(const float* const (&lines)[M + 2], int64_t offset, float* column) {
   for (int part = 0; part < kLanes; part += kNativeLanes) {
-    Patch<M> pixels;
-    WNFUSED_UNROLL for (int i = 0; i < M + 2; ++i) {
-      pixels.at[i] = load_native(lines[i] + offset + part);
-      if constexpr (Round) pixels.at[i] = native_round_to_bfloat16(pixels.at[i]);
-    }
+    const auto pixels = vectors_of<M + 2>([&](int i) __attribute__((always_inline)) {
+      const Native pixel = load_native(lines[i] + offset + part);
+      return Round ? native_round_to_bfloat16(pixel) : pixel;
+    });
     store_vectors(column + part, kLanes, Winograd<M>::input(pixels));
   }
 }
 
-// Row i of (B' d) B from the columns of B' d; a position goes to the next multiple of the stride.
+// A row of (B' d) B from those columns, of which `columns` is that row of the first; a position goes to the next multiple
+// of the stride.
 template <int M>
-WNFUSED_INLINE void input_transform_row(float* const (&columns)[M + 2], int64_t i, float* target, int64_t stride) {
-  for (int part = 0; part < kLanes; part += kNativeLanes) {
-    Patch<M> row;
-    WNFUSED_UNROLL for (int j = 0; j < M + 2; ++j) row.at[j] = load_native(columns[j] + i * kLanes + part);
-    store_vectors(target + part, stride, Winograd<M>::input(row));
-  }
+WNFUSED_INLINE void input_transform_row(const float* columns, float* target, int64_t stride) {
+  for (int part = 0; part < kLanes; part += kNativeLanes)
+    store_vectors(target + part, stride,
+                  Winograd<M>::input(load_vectors<M + 2>(columns + part, (M + 2) * kLanes)));
 }
 
 // A' m A: the output tile of a product, position p at source + p * stride. finish(y, row) takes it row by row. Unrolled,
@@ -177,12 +209,15 @@ template <int M, class TapAt>
 WNFUSED_INLINE void filter_transform(const TapAt& tap, float* target, int64_t stride) {
   constexpr int kPatch = M + 2;
   WNFUSED_FOR_PARTS {
-    Patch<M> columns[3];
-    WNFUSED_UNROLL for (int j = 0; j < 3; ++j)
-      columns[j] = Winograd<M>::filter(Vectors<3>{{tap(j, i), tap(3 + j, i), tap(6 + j, i)}});
-    WNFUSED_UNROLL for (int y = 0; y < kPatch; ++y)
+    const auto column = [&](int j) __attribute__((always_inline)) {
+      return Winograd<M>::filter(Vectors<3>{{tap(j, i), tap(3 + j, i), tap(6 + j, i)}});
+    };
+    const Patch<M> left = column(0), middle = column(1), right = column(2);
+    const auto put_row = [&](int y) __attribute__((always_inline)) {
       store_vectors(target + i * kNativeLanes + kPatch * y * stride, stride,
-                    Winograd<M>::filter(Vectors<3>{{columns[0].at[y], columns[1].at[y], columns[2].at[y]}}));
+                    Winograd<M>::filter(Vectors<3>{{left.at[y], middle.at[y], right.at[y]}}));
+    };
+    for_each_of<kPatch>(put_row);
   }
 }
 
@@ -191,24 +226,18 @@ template <int M, class PixelAt>
 WNFUSED_INLINE void gradient_transform(const PixelAt& pixel, float* target, int64_t stride, float* sum) {
   constexpr int kPatch = M + 2;
   for (int part = 0; part < kLanes; part += kNativeLanes) {
-    Patch<M> columns[M];
-    Native lines[M] = {};
-    WNFUSED_UNROLL for (int j = 0; j < M; ++j) {
-      Vectors<M> column;
-      WNFUSED_UNROLL for (int y = 0; y < M; ++y) {
-        column.at[y] = pixel(y, j, part);
-        lines[y] = lines[y] + column.at[y];
-      }
-      columns[j] = Winograd<M>::gradient(column);
-    }
+    alignas(64) float columns[M][kPatch * kNativeLanes];
     Native total = load_native(sum + part);
-    WNFUSED_UNROLL for (int y = 0; y < M; ++y) total = total + lines[y];
+    for_each_of<M>([&](int j) __attribute__((always_inline)) {
+      const auto column = vectors_of<M>([&](int y) __attribute__((always_inline)) { return pixel(y, j, part); });
+      total = total + sum_of(column);
+      store_vectors(columns[j], kNativeLanes, Winograd<M>::gradient(column));
+    });
     store_native(sum + part, total);
-    WNFUSED_UNROLL for (int y = 0; y < kPatch; ++y) {
-      Vectors<M> row;
-      WNFUSED_UNROLL for (int j = 0; j < M; ++j) row.at[j] = columns[j].at[y];
+    for_each_of<kPatch>([&](int y) __attribute__((always_inline)) {
+      const auto row = load_vectors<M>(columns[0] + y * kNativeLanes, kPatch * kNativeLanes);
       store_vectors(target + part + kPatch * y * stride, stride, Winograd<M>::gradient(row));
-    }
+    });
   }
 }
 
@@ -217,15 +246,16 @@ template <int M>
 WNFUSED_INLINE void filter_gradient(const float* source, int64_t source_stride, float* target, int64_t stride) {
   constexpr int kPatch = M + 2;
   for (int part = 0; part < kLanes; part += kNativeLanes) {
-    Vectors<3> columns[kPatch];
-    WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j)
-      columns[j] = Winograd<M>::filter_gradient(
-          load_vectors<kPatch>(source + part + j * source_stride, kPatch * source_stride));
-    WNFUSED_UNROLL for (int k = 0; k < 3; ++k) {
-      Patch<M> row;
-      WNFUSED_UNROLL for (int j = 0; j < kPatch; ++j) row.at[j] = columns[j].at[k];
+    alignas(64) float columns[kPatch][3 * kNativeLanes];
+    for_each_of<kPatch>([&](int j) __attribute__((always_inline)) {
+      store_vectors(columns[j], kNativeLanes,
+                    Winograd<M>::filter_gradient(
+                        load_vectors<kPatch>(source + part + j * source_stride, kPatch * source_stride)));
+    });
+    for_each_of<3>([&](int k) __attribute__((always_inline)) {
+      const auto row = load_vectors<kPatch>(columns[0] + k * kNativeLanes, 3 * kNativeLanes);
       store_vectors(target + part + 3 * k * stride, stride, Winograd<M>::filter_gradient(row));
-    }
+    });
   }
 }
 

@@ -51,14 +51,28 @@ struct Ahead {
   Upcoming weights, map;
   bool bank = false;
 
-  WNFUSED_INLINE Ahead part(int64_t index, int64_t parts) const {
-    return {weights.part(index, parts), map.part(index, parts), bank};
-  }
-
   WNFUSED_INLINE void prefetch() const {
     weights.prefetch();
     map.prefetch();
   }
+};
+
+// The same in so many steps, as even as whole lines allow.
+class FetchEvenly {
+ public:
+  FetchEvenly(const Ahead& ahead, int64_t steps)
+      : weights_(ahead.weights), map_(ahead.map), weight_lines_(lines(weights_, steps)), map_lines_(lines(map_, steps)) {}
+
+  WNFUSED_INLINE void step() {
+    weights_.step(weight_lines_);
+    map_.step(map_lines_);
+  }
+
+ private:
+  static int64_t lines(const Upcoming& all, int64_t steps) { return (all.bytes + 64 * steps - 1) / (64 * steps); }
+
+  Upcoming weights_, map_;
+  int64_t weight_lines_, map_lines_;
 };
 
 // The same by steps, from the caller's own: a copy in whole vectors would wait until all stores before it have left the
