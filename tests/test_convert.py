@@ -113,6 +113,16 @@ def test_only_what_is_safe_is_fused():
     assert len(seen) == 2
 
 
+def test_relu6_is_not_fused_as_a_relu():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU6(), nn.Linear(4, 2))
+    x = 100 * torch.randn(8, 4)
+    expected = model(x)
+    wnfused.convert(model, plain=True)
+    assert model[0].activation is None
+    assert type(model[1]) is nn.ReLU6
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_hooks_modes_and_flags_are_carried_over():
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.ReLU())
     model[0].weight_v.requires_grad_(False)

@@ -62,6 +62,81 @@ def test_roles_in_a_sequential():
     assert gammas(model) == {"0": 2, "2": 2, "3": 1, "5": 2, "9": 1}
 
 
+class Functional(nn.Module):
+    """A layer, then an activation as a function or a method, then a head."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.layer, self.head, self.activation = WNLinear(4, 4), WNLinear(4, 2), activation
+
+    def forward(self, x):
+        return self.head(self.activation(self.layer(x)))
+
+
+class UntraceableSequence(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if x.sum() < 1e9 else x
+
+
+def assert_before(model, gamma, name):
+    first = find_roles(model)[0]
+    assert (first.activation_gamma, first.without_gamma) == (gamma, name)
+    report = initialize(model)
+    assert report.entries[0].gamma == gamma
+    assert any("no gamma" in note for note in report.notes) == bool(name)
+    assert (name or "before an activation") in report.entries[0].role
+
+
+@pytest.mark.parametrize("sequence", [nn.Sequential, UntraceableSequence])
+@pytest.mark.parametrize(
+    ("activation", "gamma", "name"),
+    [
+        (nn.ReLU6(), 2, ""),
+        (nn.GELU(), 1, "GELU"),
+        (nn.SiLU(), 1, "SiLU"),
+        (nn.Tanh(), 1, "Tanh"),
+        (nn.PReLU(), 1, "PReLU"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_activations_that_are_modules(sequence, activation, gamma, name):
+    assert_before(sequence(WNLinear(4, 4), activation, WNLinear(4, 2)), gamma, name)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gamma", "name"),
+    [
+        (F.relu6, 2, ""), (F.gelu, 1, "GELU"), (F.silu, 1, "SiLU"), (F.logsigmoid, 1, "LogSigmoid"), (F.elu_, 1, "ELU"),
+        (torch.tanh, 1, "Tanh"), (torch.sin, 1, "sin"), (lambda x: x.sigmoid(), 1, "Sigmoid"),
+        (lambda x: F.gelu(F.dropout(x)), 1, "GELU"),
+    ],
+)  # fmt: skip
+def test_activations_that_are_functions(activation, gamma, name):
+    assert_before(Functional(activation), gamma, name)
+
+
+def test_a_layer_before_an_activation_without_gamma_is_named_once():
+    model = nn.Sequential(*(part for _ in range(7) for part in (WNLinear(4, 4), nn.GELU())), WNLinear(4, 4), nn.Tanh())
+    report = initialize(model)
+    [note] = report.notes
+    assert note == (
+        "before an activation for which the paper gives no gamma, taken as 1: 0, 2, 4, 6, 8 and 2 more; state one with "
+        "gammas={'0': ...}, which is 2 for a ReLU"
+    )
+    assert report.entries[0].role == "before GELU, for which there is no gamma"
+    assert report.entries[-1].role == "head"
+    stated = initialize(model, gammas={str(i): 2.0 for i in range(0, 14, 2)})
+    assert stated.entries[0].role == "before GELU; gamma as stated"
+    assert not stated.notes
+    assert not initialize(model, "he").notes
+    assert not initialize(model, roles={str(i): {"activation_gamma": 1.5} for i in range(0, 14, 2)}).notes
+
+
+def test_uses_that_differ_have_no_activation_in_common():
+    model = Functional(lambda x: x * torch.sigmoid(x))
+    assert find_roles(model)[0].without_gamma == ""
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_roles_in_a_users_residual_network(after):
     model = nn.Sequential(

@@ -13,7 +13,7 @@ import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -30,12 +30,33 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, _LAYERS)
 
 
-def activation_module_gamma(module: nn.Module) -> float:
-    if isinstance(module, nn.ReLU):
-        return activation_gamma("relu", 0.0)
+class Activation(NamedTuple):
+    """What a layer is followed by: the gamma that it asks for, and the name of one for which there is none."""
+
+    gamma: float = 1.0
+    without_gamma: str = ""
+
+
+_NOTHING = Activation()
+# Pre-activations far below 6 never meet the upper bound of ReLU6, so that it is a ReLU to them.
+_RELUS = (nn.ReLU, nn.ReLU6)
+_RELU_CALLS = ("relu", "relu_", "relu6")
+_WITHOUT_GAMMA = (
+    nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LogSigmoid, nn.Mish,
+    nn.PReLU, nn.RReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink,
+    nn.Threshold,
+)  # fmt: skip
+_CALLS_WITHOUT_GAMMA = {kind.__name__.lower(): kind.__name__ for kind in _WITHOUT_GAMMA}
+_CALLS_WITHOUT_GAMMA |= {"log_sigmoid": "LogSigmoid", "sin": "sin", "cos": "cos"}
+
+
+def activation_of_module(module: nn.Module) -> Activation | None:
+    """None of a module that is no activation."""
+    if isinstance(module, _RELUS):
+        return Activation(activation_gamma("relu", 0.0))
     if isinstance(module, nn.LeakyReLU):
-        return activation_gamma("leaky_relu", module.negative_slope)
-    return 1.0
+        return Activation(activation_gamma("leaky_relu", module.negative_slope))
+    return Activation(without_gamma=type(module).__name__) if isinstance(module, _WITHOUT_GAMMA) else None
 
 
 _ADDS = {operator.add, operator.iadd, torch.add}
@@ -79,17 +100,19 @@ class Graph:
         module = self.module(node)
         return module is not None and is_layer(module)
 
-    def activation(self, node: fx.Node) -> float | None:
-        """gamma of an activation node, None if it is none."""
+    def activation(self, node: fx.Node) -> Activation | None:
+        """What an activation node asks for, None if it is none."""
         module = self.module(node)
-        if isinstance(module, (nn.ReLU, nn.LeakyReLU)):
-            return activation_module_gamma(module)
-        if _call_name(node) in ("relu", "relu_"):
-            return activation_gamma("relu", 0.0)
-        if _call_name(node) in ("leaky_relu", "leaky_relu_"):
+        if module is not None:
+            return activation_of_module(module)
+        name = _call_name(node)
+        if name in _RELU_CALLS:
+            return Activation(activation_gamma("relu", 0.0))
+        if name in ("leaky_relu", "leaky_relu_"):
             slope = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
-            return activation_gamma("leaky_relu", slope) if isinstance(slope, (int, float)) else None
-        return None
+            return Activation(activation_gamma("leaky_relu", slope)) if isinstance(slope, (int, float)) else None
+        other = _CALLS_WITHOUT_GAMMA.get(name.rstrip("_"))
+        return None if other is None else Activation(without_gamma=other)
 
     def is_transparent(self, node: fx.Node) -> bool:
         if isinstance(self.module(node), _TRANSPARENT_MODULES) or _call_name(node) in _TRANSPARENT_CALLS:
@@ -106,15 +129,15 @@ class Graph:
         summed = [a for a in node.args[:2] if isinstance(a, fx.Node) and a.op != "get_attr"]
         return (summed[0], summed[1]) if _is_addition(node) and len(summed) == 2 else None
 
-    def following_gamma(self, node: fx.Node) -> float:
-        """gamma that the activation after ``node`` asks for; 1 unless every use of it is that activation."""
+    def following(self, node: fx.Node) -> Activation:
+        """The activation after ``node``; nothing unless every use of it is that activation."""
         found = set()
         for user in node.users:
-            gamma = self.activation(user)
-            if gamma is None:
-                gamma = self.following_gamma(user) if self.is_transparent(user) else 1.0
-            found.add(gamma)
-        return found.pop() if len(found) == 1 else 1.0
+            activation = self.activation(user)
+            if activation is None:
+                activation = self.following(user) if self.is_transparent(user) else _NOTHING
+            found.add(activation)
+        return found.pop() if len(found) == 1 else _NOTHING
 
     def spine(self, node: fx.Node) -> Iterator[fx.Node]:
         """``node`` and what it was computed from, source by source."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from wnfused._numbers import number
-from wnfused.init.arpit2019 import by_rule, is_plain_head, plain_head
+from wnfused.init.arpit2019 import by_rule, is_plain_head, note_missing_gammas, plain_head
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
 from wnfused.init.units import Unit, fill_
@@ -31,14 +31,19 @@ def hanin2018(context: Context, v: str = "orthogonal", factor: float = 0.9) -> I
     if not 0 < factor <= 1:
         raise ValueError(f"factor: {factor} must be above 0 and at most 1")
     fill_([unit for unit in context.units if not is_plain_head(unit)], v, generator=context.generator)
+    note_missing_gammas(context, [unit for unit in context.units if not _fades(unit)])
     for unit in context.units:
         if is_plain_head(unit):
             yield plain_head(context, unit)
-        elif unit.role.closes_branch and not unit.role.by_hand:
+        elif _fades(unit):
             _fade(unit, factor)
             yield Entry(unit.name, f"{describe_unit(unit)}: {factor:g}^b", None, unit.mean_gain())
         else:
             yield by_rule(unit)
+
+
+def _fades(unit: Unit) -> bool:
+    return unit.role.closes_branch and not unit.role.by_hand
 
 
 def _fade(unit: Unit, factor: float) -> None:

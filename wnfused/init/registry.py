@@ -300,5 +300,7 @@ _STATABLE: dict[str, Callable[..., None]] = {
 
 
 def _with_stated(role: Role, gamma: float | None, attributes: Mapping[str, Any] | None) -> Role:
+    if "activation_gamma" in (attributes or {}):
+        role = replace(role, without_gamma="")
     role = replace(role, **(attributes or {}), placed=True)
     return role if gamma is None else replace(role, stated=gamma, by_hand=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from wnfused.init.roles import Role
@@ -76,6 +76,12 @@ class Report:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def describe(role: Role) -> str:
     """A role in words, for the report."""
     parts = []
@@ -85,6 +91,8 @@ def describe(role: Role) -> str:
         parts.append("before an activation")
     if role.head:
         parts.append("head")
+    elif role.without_gamma:
+        parts.append(f"before {role.without_gamma}")
     words = ", ".join(parts) or ("no activation after it" if role.placed else "not placed")
     return words if role.stated is None else f"{words}; gamma as stated"
 

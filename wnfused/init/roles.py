@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from wnfused._modules import check_module
 from wnfused._symbolic import NotRestoredError
-from wnfused.init.graph import Graph, activation_module_gamma, is_layer, places
+from wnfused.init.graph import Activation, Graph, activation_of_module, is_layer, places
 from wnfused.nn import FixupBlock, PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
 from wnfused.nn._rule import activation_gamma
 
@@ -31,7 +31,7 @@ class Role:
     Attributes:
         name: the module's path in the model.
         layer: the module: a layer, weight-normalised or plain, or a ``wnfused.WNResidualStage``.
-        activation_gamma: 2 before a ReLU, ``2 / (1 + slope^2)`` before a leaky one, 1 otherwise.
+        activation_gamma: 2 before a ReLU (ReLU6 too), ``2 / (1 + slope^2)`` before a leaky one, 1 otherwise.
         closes_branch: whether it is the last layer of a residual branch.
         num_blocks: ``B_k``, how many blocks its stage has; 1 outside a residual stage.
         block: which block of its stage it is in, from 1; 0 outside.
@@ -41,6 +41,8 @@ class Role:
         stated: a gamma that the layer's constructor or the caller stated, which wins over what was found.
         by_hand: whether ``stated`` is the caller's.
         placed: False where neither trace nor structure tells, and the role is only assumed.
+        without_gamma: the name of the activation after it, where that is one for which the schemes have no gamma, such
+            as GELU; empty otherwise.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Role:
     stated: float | None = None
     by_hand: bool = False
     placed: bool = True
+    without_gamma: str = ""
 
     @property
     def gamma(self) -> float:
@@ -132,15 +135,13 @@ def _roles_by_graph(model: nn.Module, graph: Graph) -> list[Role]:
         if not graph.is_layer(node):
             continue
         name, layer = str(node.target), graph.modules[str(node.target)]
-        gamma = _fused_gamma(layer)
-        if gamma == 1.0:
-            gamma = graph.following_gamma(node)
+        after = _with_fused(layer, graph.following(node))
         place = found.get(node, {})
         if place.get("closes_branch") and not _activated_before_sum(graph, node):
             # An activation after the sum belongs to the stream, not to the branch.
-            gamma = _fused_gamma(layer)
-        head = node in heads and not place and gamma == 1.0
-        roles.setdefault(name, Role(name, layer, gamma, head=head, **place))
+            after = Activation(_fused_gamma(layer))
+        head = node in heads and not place and after.gamma == 1.0
+        roles.setdefault(name, Role(name, layer, after.gamma, head=head, without_gamma=after.without_gamma, **place))
     for name, module in model.named_modules():  # layers that the trace never called
         if is_layer(module) and name not in roles and not _inside_stage(name, model):
             roles[name] = Role(name, module, _fused_gamma(module), placed=False)
@@ -155,6 +156,12 @@ def _inside_stage(name: str, model: nn.Module) -> bool:
     parts = name.split(".")
     ancestors = (".".join(parts[:i]) for i in range(1, len(parts)))
     return any(isinstance(model.get_submodule(a), WNResidualStage) for a in ancestors)
+
+
+def _with_fused(layer: nn.Module, after: Activation) -> Activation:
+    """What follows a layer, or the activation that it applies itself."""
+    fused = _fused_gamma(layer)
+    return after if fused == 1.0 else Activation(fused)
 
 
 def _fused_gamma(layer: nn.Module) -> float:
@@ -196,8 +203,8 @@ def _roles_by_structure(model: nn.Module) -> list[Role]:
         elif isinstance(module, nn.Sequential):
             for child_name, child, after in _neighbours(module):
                 if is_layer(child) and f"{prefix}{child_name}" not in roles:
-                    gamma = activation_module_gamma(after) if _fused_gamma(child) == 1.0 else _fused_gamma(child)
-                    place(f"{prefix}{child_name}", child, activation_gamma=gamma)
+                    gamma, name_of_other = _with_fused(child, activation_of_module(after) or Activation())
+                    place(f"{prefix}{child_name}", child, activation_gamma=gamma, without_gamma=name_of_other)
     for name, module in model.named_modules():
         if is_layer(module) and name not in roles and not _inside_stage(name, model):
             place(name, module, placed=_fused_gamma(module) != 1.0)
