@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from drawn import generator
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
 import wnfused
 from wnfused import diagnostics
@@ -603,6 +603,33 @@ def test_a_layer_of_no_outputs_is_no_error():
     layer = nn.Sequential(nn.Linear(8, 0, bias=False), nn.Linear(0, 4))
     initialize(layer, "salimans2016", sample=sample(64, 8))
     assert all(parameter.isfinite().all() for parameter in layer.parameters())
+
+
+class Mixed(nn.Module):
+    """Parts that no scheme has a rule for, beside layers, normalisations and a tied embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.tied, self.head = nn.Embedding(4, 8), nn.Embedding(4, 8), nn.Linear(8, 4)
+        self.head.weight = self.tied.weight
+        self.more = nn.ModuleList(nn.Embedding(2, 2) for _ in range(6))
+        self.rnn = parametrizations.weight_norm(nn.GRU(8, 8), "weight_hh_l0")
+        self.attention, self.scale = nn.MultiheadAttention(8, 2), nn.Parameter(torch.ones(3))
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.BatchNorm1d(8), nn.GroupNorm(2, 8), nn.PReLU()])
+        self.pruned = prune.identity(nn.Linear(2, 2), "weight")
+
+
+def test_what_no_scheme_has_a_rule_for_is_named():
+    model = Mixed()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    [note] = [note for note in initialize(model).notes if note.startswith("left as they were")]
+    assert note == (
+        "left as they were, for no scheme has a rule for their parameters: the model (Mixed); embed, more.0, more.1, "
+        "more.2, more.3 and 2 more (Embedding); rnn (GRU); attention (MultiheadAttention)"
+    )
+    left = ("scale", "embed.", "more.", "rnn.", "attention.in_proj", "norms.")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name.startswith(left))
+    assert initialize(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))).notes == ()
 
 
 @pytest.mark.parametrize("wrong", [{"x": torch.ones(2, 8)}, [torch.ones(2, 8)], (torch.ones(2, 8), "x")])

@@ -17,6 +17,11 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
+def shown(name: str) -> str:
+    """How logs, notes and reports call a module; the model itself has no name."""
+    return name or "the model"
+
+
 def check_module(**values: object) -> None:
     """Each an ``nn.Module``."""
     for name, value in values.items():

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused._modules import check_module, class_of
+from wnfused._modules import check_module, class_of, shown
 from wnfused._reachable import replace_in
 from wnfused.nn import (
     WeightNormalised,
@@ -167,11 +167,6 @@ def replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module
         if dynamo is not None and isinstance(parent, dynamo.OptimizedModule):
             parent._initialize()  # it calls the module it was built around, whatever its children are
     return replaced.get(model, model)
-
-
-def shown(name: str) -> str:
-    """How the log calls a module; the model itself has no name."""
-    return name or "the model"
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

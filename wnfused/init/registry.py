@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from wnfused._modules import check_module, holders
 from wnfused._numbers import at_least_0, draws_on, flag, from_0, positive, random_source
 from wnfused._undisturbed import as_written, forked
+from wnfused.init.others import note_on_others
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.report import Entry, Report
 from wnfused.init.roles import Role, find_roles
@@ -102,6 +103,8 @@ def initialize(
     """Initialises every layer of a model, found and placed by ``wnfused.init.find_roles``.
 
     Layers are this package's, torch's linear and convolutional ones, and these under either of torch's weight norms.
+    Other modules stay as they are, and those with parameters (recurrent ones, embeddings, attention, a module's own)
+    are named in a note; of normalisations and PReLU, which start the same in every scheme, nothing is said.
     A ``gamma`` that a layer's constructor was given goes before the one found for it; ``gammas`` goes before both.
 
     In a process group, the first process decides and all end with its parameters, whatever their samples are.
@@ -196,6 +199,7 @@ def prepared(
     computed = [part.name for part in parts if id(part.layer) not in held]
     if computed:
         context.notes.append(f"left alone, their weights are computed by something else: {', '.join(computed)}")
+    context.notes.extend(note_on_others(model, (role.layer for role in found)))
     return context
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from wnfused._modules import shown
 from wnfused.init.roles import Role
 from wnfused.init.units import Unit
 
@@ -26,8 +27,6 @@ class Entry:
     gain: float | None = None
 
 
-_ROOT = "the model"  # which is one layer, and has no name
-
 # A longer table is cut in the middle when it is printed.
 _ROWS = 60
 
@@ -41,7 +40,7 @@ class Report:
         entries: one for each layer, or stack of layers, in order of execution.
         unplaced: names of layers whose place in the model could not be found and was assumed to be
             neither before an activation nor at the end of a branch.
-        notes: what the scheme could not do as its paper has it, and what it did instead.
+        notes: what the scheme could not do as its paper has it, and what it did instead; what it left alone.
     """
 
     scheme: str
@@ -60,7 +59,7 @@ class Report:
             return "" if value is None else f"{value:.4g}"
 
         rows = [("layer", "role", "gamma", "gain")]
-        rows += [(e.layer or _ROOT, e.role, number(e.gamma), number(e.gain)) for e in self.entries]
+        rows += [(shown(e.layer), e.role, number(e.gamma), number(e.gain)) for e in self.entries]
         if len(rows) > _ROWS:
             half = _ROWS // 2
             omitted = (f"... {len(rows) - _ROWS} more, which iterating over the report gives ...", "", "", "")
@@ -71,7 +70,7 @@ class Report:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
         if self.unplaced:
-            names = ", ".join(name or _ROOT for name in self.unplaced)
+            names = ", ".join(map(shown, self.unplaced))
             lines.append(f"not placed, taken as neither before a ReLU nor last in a branch: {names}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
