@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import wnfused
 
@@ -50,6 +50,54 @@ def test_a_chain_behind_a_weight_norm_changes_nothing():
     parametrize.register_parametrization(layer, "weight", nn.Softplus())
     [decayed] = wnfused.param_groups(layer, 0.1)[0]["params"]
     assert decayed is layer.parametrizations.weight.original1
+
+
+def decayed_and_kept(net):
+    names = {id(p): name for name, p in net.named_parameters()}
+    return tuple([names[id(p)] for p in group["params"]] for group in wnfused.param_groups(net, 0.1))
+
+
+def test_normalisations_of_several_dims_are_not_decayed():
+    net = nn.ModuleDict(
+        {
+            "layer": nn.LayerNorm((4, 6, 6)), "rms": nn.RMSNorm((4, 6)), "batch": nn.BatchNorm2d(4),
+            "group": nn.GroupNorm(2, 4), "linear": nn.Linear(6, 6, bias=False), "pruned": nn.LayerNorm((4, 6)),
+            "parametrised": nn.LayerNorm((4, 6)),
+        }
+    )  # fmt: skip
+    prune.identity(net["pruned"], "weight")
+    parametrize.register_parametrization(net["parametrised"], "weight", nn.Softplus())
+    assert decayed_and_kept(net)[0] == ["linear.weight"]
+
+
+def test_gains_and_biases_that_something_else_computes_are_not_decayed():
+    net = nn.ModuleDict(
+        {
+            "pruned": wnfused.WNLinear(3, 4), "parametrised": wnfused.WNConv2d(3, 4, 3),
+            "stage": wnfused.WNResidualStage(4, 4, 2), "old": nn.utils.weight_norm(nn.Linear(3, 4)),
+            "recurrent": nn.utils.weight_norm(nn.RNN(3, 4, bias=False), "weight_hh_l0"),
+            "new": parametrizations.weight_norm(nn.Linear(3, 4)),
+        }
+    )  # fmt: skip
+    prune.identity(net["pruned"], "weight_g")
+    prune.identity(net["pruned"], "weight_v")
+    parametrize.register_parametrization(net["parametrised"], "weight_g", nn.Softplus())
+    parametrize.register_parametrization(net["parametrised"], "weight_v", nn.Identity())
+    prune.identity(net["stage"], "bias")
+    parametrize.register_parametrization(net["stage"], "weight_g", nn.Softplus())
+    prune.identity(net["old"], "weight_g")
+    prune.identity(net["recurrent"], "weight_hh_l0_g")
+    prune.identity(net["new"].parametrizations.weight, "original0")
+    decayed, kept = decayed_and_kept(net)
+    assert sorted(decayed) == [
+        "new.parametrizations.weight.original1", "old.weight_v", "parametrised.parametrizations.weight_v.original",
+        "pruned.weight_v_orig", "recurrent.weight_hh_l0_v", "recurrent.weight_ih_l0", "stage.weight_v",
+    ]  # fmt: skip
+    assert {
+        "pruned.weight_g_orig", "parametrised.parametrizations.weight_g.original", "stage.bias_orig",
+        "stage.parametrizations.weight_g.original", "old.weight_g_orig", "recurrent.weight_hh_l0_g_orig",
+        "new.parametrizations.weight.original0_orig",
+    } <= set(kept)  # fmt: skip
 
 
 def test_an_optimiser_takes_them():
