@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from drawn import generator
 from init_weights import effective
 from torch import nn
+from torch.nn.utils import prune
 
 import wnfused
 from wnfused.init import initialize
@@ -157,6 +158,22 @@ def test_half_scaling_refuses_what_it_cannot_scale():
     block = PlainResidualBlock(4, 4)
     initialize(block, "half_scaling")
     assert block.skip_scale == math.sqrt(0.5)
+
+
+@pytest.mark.parametrize("name", ["weight_v", "bias"])
+def test_half_scaling_leaves_the_sums_of_stages_that_it_leaves_alone(name):
+    model = nn.Sequential(*(wnfused.WNResidualStage(4, 4, 2) for _ in range(2)), wnfused.WNResidualStage(4, 8, 1))
+    prune.identity(model[0], name)
+    report = initialize(model, "half_scaling")
+    assert any("0.weight_v[:, 0], 0.weight_v[:, 1]" in note for note in report.notes)
+    assert [stage.skip_scale for stage in model] == [1.0, math.sqrt(0.5), math.sqrt(0.5)]
+
+
+def test_half_scaling_scales_the_sums_of_blocks_that_share_a_weight():
+    model = nn.Sequential(PlainResidualBlock(4, 4), PlainResidualBlock(4, 4))
+    model[1].conv2.weight = model[0].conv2.weight
+    initialize(model, "half_scaling")
+    assert [block.skip_scale for block in model] == [math.sqrt(0.5)] * 2
 
 
 class Upsampled(nn.Module):

@@ -3,7 +3,7 @@
 Where He's weights double the variance with every residual block, the factor halves it again, at the price that what a
 block saw fades exponentially on the way out. It is a change of the forward pass, which this package's blocks and
 stages know as ``skip_scale``. It stays with the model until another scheme initialises it, which puts back what was
-there before.
+there before. Sums of blocks and stages that are left alone, since something else computes their weights, stay too.
 
 Source: Gehring et al. 2017, "Convolutional Sequence to Sequence Learning", section 3.4, and Balduzzi et al. 2017, "The
 Shattered Gradients Problem"; the baseline of Zhang, Dauphin & Ma 2019, section 4.1.
@@ -47,7 +47,7 @@ def _scalable_blocks(context: Context) -> list[nn.Module]:
         for layer in block.children()
     }
     found: list[nn.Module] = []
-    for unit in context.units:
+    for unit in (*context.units, *context.repeated):
         if not unit.role.closes_branch:
             continue
         block = unit.module if isinstance(unit.module, WNResidualStage) else scalable.get(id(unit.module))
@@ -58,4 +58,10 @@ def _scalable_blocks(context: Context) -> list[nn.Module]:
                 "multiplies its sum by an attribute skip_scale of its own"
             )
         found.append(block)
-    return [*found, *(m for m in context.model.modules() if isinstance(m, WNResidualStage))]
+    return [*found, *_of_one_block(context.model, found)]
+
+
+def _of_one_block(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
+    """Stages of a transition alone, which sum nothing themselves: their factor says what the transition's is."""
+    stages = (m for m in model.modules() if isinstance(m, WNResidualStage))
+    return [stage for stage in stages if stage.transition in found and not len(stage.weight_v)]
