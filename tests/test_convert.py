@@ -258,6 +258,14 @@ def test_fold_gives_back_the_activation_of_a_layer_that_never_had_a_module():
     torch.testing.assert_close(again(x), expected)
 
 
+def test_fold_of_a_block_whose_strides_were_set_anew():
+    block = wnfused.WNResidualBlock(4, 8, 2)
+    block.conv1.stride = block.shortcut.stride = 2
+    x = torch.randn(2, 4, 8, 8)
+    expected = block(x)
+    torch.testing.assert_close(wnfused.fold(block)(x), expected)
+
+
 def test_fold_of_a_deep_network_has_only_torchs_layers():
     model = wnfused.models.wrn(22, 2, in_channels=1).double()
     x = torch.randn(2, 1, 8, 8).double()

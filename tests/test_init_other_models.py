@@ -605,6 +605,50 @@ def test_a_layer_of_no_outputs_is_no_error():
     assert all(parameter.isfinite().all() for parameter in layer.parameters())
 
 
+def encoder_and_decoder(kinds, options):
+    conv, transposed = kinds
+    model = nn.Sequential(
+        conv(3, 8, 3, stride=2, padding=1), nn.ReLU(), conv(8, 8, 3), nn.ReLU(),
+        transposed(8, 8, 3, stride=2, padding=1, output_padding=1), nn.ReLU(), transposed(8, 3, 3, stride=2),
+    )  # fmt: skip
+    for layer in (model[0], model[4]):
+        for name in ("stride", "dilation", "output_padding"):  # the padding of a transposed one must stay a tuple
+            value = getattr(layer, name)
+            setattr(layer, name, value if options is None else options(value))
+    return model
+
+
+@pytest.mark.parametrize("kinds", [(nn.Conv2d, nn.ConvTranspose2d), (wnfused.WNConv2d, wnfused.WNConvTranspose2d)])
+@pytest.mark.parametrize("scheme", ["arpit2019", "he", *DATA_DEPENDENT])
+@pytest.mark.parametrize("options", [lambda value: value[0], list])
+def test_a_stride_that_was_set_anew(kinds, scheme, options):
+    """To one number, or to a list of them: torch takes both."""
+    torch.manual_seed(0)
+    model = encoder_and_decoder(kinds, options)
+    expected = encoder_and_decoder(kinds, None)
+    expected.load_state_dict(model.state_dict())
+    for each in (model, expected):
+        initialize(each, scheme, sample=sample(64, 3, 8, 8), generator=generator(0))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+def test_a_transposed_layer_whose_stride_was_set_anew_starts_by_the_rule():
+    layer = wnfused.WNConvTranspose2d(4, 4, 3)
+    layer.stride = 2
+    layer.reset_parameters()
+    torch.testing.assert_close(layer.weight_g, torch.full_like(layer.weight_g, 2.0))
+
+
+def test_a_padding_that_was_set_anew_counts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(256, 2))
+    expected = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 2))
+    model[1].padding = 1
+    for each in (model, expected):
+        initialize(each, "daneshmand2021", sample=sample(64, 3, 8, 8), generator=generator(0))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
 class Mixed(nn.Module):
     """Parts that no scheme has a rule for, beside layers, normalisations and a tied embedding."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from wnfused._spatial import extents
 from wnfused._surgery import LAYERS, OPTIONS, additions, checked, move_hooks, named, replace, twin
 from wnfused._tracing import given_a_residual
 from wnfused.convert import FusedActivation
@@ -142,7 +143,11 @@ def _folded(layer: WeightNormalised, with_activation: bool = True, with_residual
 def _plain_block(block: WNResidualBlock) -> PlainResidualBlock:
     conv = block.conv1
     plain = PlainResidualBlock(
-        conv.in_channels, conv.out_channels, conv.stride[0], skip_scale=block.skip_scale, device="meta"
+        conv.in_channels,
+        conv.out_channels,
+        extents("stride", conv.stride, 2, 1)[0],
+        skip_scale=block.skip_scale,
+        device="meta",
     )
     plain.conv1 = _folded(block.conv1, with_activation=False)  # type: ignore[assignment]
     plain.conv2 = _folded(block.conv2)  # type: ignore[assignment]

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from wnfused._numbers import number
 from wnfused.init.glorot2010 import draw_xavier_
@@ -144,8 +145,7 @@ class _RowsTaken:
         """Behind those of the layers that saw the same tensor through the same geometry."""
         if x is not self._input or x._version != self._version:
             self._input, self._version, self._next = x, x._version, {}
-        module: Any = unit.module
-        how = (unit.kernel, unit.groups, getattr(module, "stride", None), getattr(module, "padding", None))
+        how = (unit.kernel, unit.groups, *_stride_and_padding(unit))
         start = self._next.get(how, 0)
         self._next[how] = start + unit.channels[1]
         return start
@@ -203,19 +203,31 @@ def patches_of(unit: Unit, x: Tensor) -> Tensor:
         return patches(F.pad(x, [1] * 4), unit.kernel, ones, ones, 1)
     if not unit.transposed:
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-        return patches(x, unit.kernel, module.stride, module.dilation, module.groups)
+        sizes = module._reversed_padding_repeated_twice
+        if mode == "constant" and not isinstance(module.padding, str):  # which is what counts where it was set anew
+            sizes = [size for size in reversed(unit.option("padding")) for _ in range(2)]
+        x = F.pad(x, sizes, mode=mode)
+        return patches(x, unit.kernel, unit.option("stride"), unit.option("dilation"), module.groups)
     # A convolution of stride 1 over the input with zeros between its entries, its kernel flipped.
-    spread = x.new_zeros(*x.shape[:2], *(s * (n - 1) + 1 for s, n in zip(module.stride, x.shape[2:], strict=True)))
+    stride, dilation, padding, behind = map(unit.option, ("stride", "dilation", "padding", "output_padding"))
+    spread = x.new_zeros(*x.shape[:2], *(s * (n - 1) + 1 for s, n in zip(stride, x.shape[2:], strict=True)))
     entries = spread
-    for i, step in enumerate(module.stride):
+    for i, step in enumerate(stride):
         entries = entries.movedim(2 + i, 0)[::step].movedim(0, 2 + i)
     entries.copy_(x)
     border: list[int] = []
     for i in reversed(range(spatial)):
-        reach = module.dilation[i] * (unit.kernel[i] - 1) - module.padding[i]
-        border += [reach, reach + module.output_padding[i]]
-    return patches(F.pad(spread, border), unit.kernel, ones, module.dilation, module.groups)
+        reach = dilation[i] * (unit.kernel[i] - 1) - padding[i]
+        border += [reach, reach + behind[i]]
+    return patches(F.pad(spread, border), unit.kernel, ones, dilation, module.groups)
+
+
+def _stride_and_padding(unit: Unit) -> tuple[Any, ...]:
+    """Of a convolution; nothing of other layers."""
+    if not isinstance(unit.module, _ConvNd):
+        return ()
+    padding = unit.module.padding
+    return unit.option("stride"), padding if isinstance(padding, str) else unit.option("padding")
 
 
 def as_weight(unit: Unit, matrix: Tensor) -> Tensor:

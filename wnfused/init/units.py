@@ -21,6 +21,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from wnfused._modules import class_of, norm_dim
+from wnfused._spatial import extents
 from wnfused.init.roles import Role
 from wnfused.linalg import orthogonal_batched
 from wnfused.nn import WeightNormalised, WNResidualStage
@@ -90,13 +91,17 @@ class Unit:
     @property
     def fan_in(self) -> float:
         """How many products are summed in one output; on average, where a transposed convolution has a stride."""
-        stride = math.prod(self.module.stride) if self.transposed else 1  # type: ignore[arg-type]
-        return self.channels[0] * math.prod(self.kernel) / stride
+        stride = self.option("stride") if self.transposed else ()
+        return self.channels[0] * math.prod(self.kernel) / math.prod(stride)
 
     @property
     def fan_out(self) -> float:
         """How many outputs of a layer of stride 1 one input reaches."""
         return self.channels[1] * math.prod(self.kernel)
+
+    def option(self, name: str) -> tuple[int, ...]:
+        """A convolution's ``stride``, say, dim by dim, though it was set anew, to one number for all."""
+        return extents(name, getattr(self.module, name), len(self.kernel), None)
 
     @property
     def fan_ratio(self) -> float:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from wnfused._spatial import extents
 from wnfused.linalg import orthogonal_batched
 
 if TYPE_CHECKING:
@@ -46,15 +47,15 @@ def fan_ratio(layer: nn.Module, shape: torch.Size, dim: int | None) -> float:
     the mean square per output element where ``c_in = c_out``.
     """
     rows = 1 if dim is None else shape[dim]
-    return _filter_ratio(layer) * (shape[0] / rows if dim != 0 else 1.0)
+    return _filter_ratio(layer, len(shape) - 2) * (shape[0] / rows if dim != 0 else 1.0)
 
 
-def _filter_ratio(layer: nn.Module) -> float:
+def _filter_ratio(layer: nn.Module, spatial: int) -> float:
     if isinstance(layer, nn.Linear):
         return layer.in_features / layer.out_features
     assert isinstance(layer, nn.modules.conv._ConvNd)
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
-        return math.prod(layer.stride)
+        return math.prod(extents("stride", layer.stride, spatial, 1))  # which may have been set anew, to one number
     return layer.in_channels / layer.out_channels
 
 
