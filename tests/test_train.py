@@ -392,9 +392,15 @@ def test_exceptions_can_be_pickled_and_copied(copied: Callable[[BaseException], 
         assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
-def test_integers_of_numpy_become_pythons_own() -> None:
-    config = TrainConfig(depth=np.int64(40), milestones=(np.int32(2),), lr=np.int64(1))
-    assert config == TrainConfig(depth=40, milestones=(2,), lr=1)
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    options = {"steps": np.int64(3), "tolerance": np.float32(0.25), "on": np.bool_(True), "v": "he", "none": None}
+    config = TrainConfig(
+        depth=np.int64(40), milestones=(np.int32(2),), lr=np.int64(1), momentum=np.float32(0.5), stack=np.bool_(True),
+        init_options=options,
+    )  # fmt: skip
+    own = {"steps": 3, "tolerance": 0.25, "on": True, "v": "he", "none": None}
+    assert config == TrainConfig(depth=40, milestones=(2,), lr=1, momentum=0.5, init_options=own)
+    assert {name: type(value) for name, value in config.init_options.items()} == {n: type(v) for n, v in own.items()}
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
     with pytest.raises(UsageError, match=r"--epochs 2\.0: must be of type int"):
         TrainConfig(epochs=np.float64(2))  # type: ignore[arg-type]

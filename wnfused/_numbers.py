@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import sys
 from typing import Any
 
 import torch
@@ -41,6 +42,12 @@ def plain_int(value: Any) -> Any:
         return operator.index(value)
     except TypeError:
         return value
+
+
+def plain_number(value: Any) -> Any:
+    """``plain_int``, and Python's own number, string or truth value of one of numpy's."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else plain_int(value)
 
 
 def flag(**values: bool) -> None:

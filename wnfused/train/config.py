@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from wnfused._numbers import plain_int
+from wnfused._numbers import plain_number
 from wnfused.init import schemes
 from wnfused.models._common import RESIDUAL_NORMS
 from wnfused.models.resnet import depth_error
@@ -71,7 +71,7 @@ class TrainConfig:
     strategy: str = _option("auto", "Lightning's: auto, ddp, fsdp ...")
 
     def __post_init__(self) -> None:
-        self._take_other_integers()
+        self._take_other_numbers()
         self._check_types()
         for name, choices in (("model", MODELS), ("norm", RESIDUAL_NORMS), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
@@ -125,12 +125,15 @@ class TrainConfig:
             if name in given and getattr(self, name) is not None:
                 raise UsageError(name, getattr(self, name), "is for the weight-normalised stages of wrn and resnet")
 
-    def _take_other_integers(self) -> None:
+    def _take_other_numbers(self) -> None:
         """numpy's, say, as Python's own, which JSON has a form for."""
         for name in option_types():
             value = getattr(self, name)
-            plain = tuple(map(plain_int, value)) if isinstance(value, tuple) else plain_int(value)
-            object.__setattr__(self, name, plain)
+            if isinstance(value, tuple):
+                value = tuple(map(plain_number, value))
+            elif isinstance(value, dict):
+                value = {option: plain_number(of_option) for option, of_option in value.items()}
+            object.__setattr__(self, name, plain_number(value))
 
     def _check_types(self) -> None:
         """argparse has seen to it for the command line; not so for Python, and for files that were edited by hand."""
