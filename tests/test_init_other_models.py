@@ -649,6 +649,60 @@ def test_a_padding_that_was_set_anew_counts():
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
+class Doubled(nn.Linear):
+    """A layer that holds another one with its own weight."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.other = nn.Linear(4, 4)
+        self.other.weight = self.weight
+
+    def forward(self, x):
+        return super().forward(self.other(x))
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+        self.layer.weight = self.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "note"),
+    [
+        (lambda: prune.identity(nn.Linear(4, 4), "weight"), "he", "computed by something else: the model"),
+        (lambda: nn.Conv2d(4, 2, 3), "xiao2018", "the model: orthogonal, not delta-orthogonal"),
+        (lambda: nn.Linear(4, 4), "mishkin2016", "the model: its output's variance on the sample is 0, not 1"),
+        (lambda: nn.Linear(4, 4), "salimans2016", "the model: 4 units are constant"),
+        (Doubled, "he", "the model: its weight is that of other too, and is initialised for the model"),
+        (Holding, "he", "layer: its weight is that of the model too"),
+    ],
+)
+def test_notes_call_a_model_that_is_one_layer_the_model(model, scheme, note):
+    notes = initialize(model(), scheme, sample=torch.zeros(8, 4)).notes
+    assert any(note in each for each in notes), notes
+    assert not any(each.startswith(": ") for each in notes)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: initialize(nn.Linear(4, 4), gammas={"x": 1}), "no layer 'x'; it has '', which is the model itself$"),
+        (lambda: initialize(nn.Linear(4, 4), roles={"": {"x": 1}}), "roles: 'x' for the model is none of"),
+        (
+            lambda: initialize(nn.Conv2d(4, 2, 3), "xiao2018", otherwise="error"),
+            "model: the model cannot be delta-orthogonal",
+        ),
+        (lambda: wnfused.regularize.retract_(wnfused.WNLinear(4, 4, dim=1)), "the model is normalised over other rows"),
+        (lambda: wnfused.regularize.retract_(prune.identity(nn.Linear(4, 4), "weight")), "weight of the model is"),
+    ],
+)
+def test_errors_call_a_model_that_is_one_layer_the_model(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 class Mixed(nn.Module):
     """Parts that no scheme has a rule for, beside layers, normalisations and a tied embedding."""
 

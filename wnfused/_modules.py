@@ -22,6 +22,11 @@ def shown(name: str) -> str:
     return name or "the model"
 
 
+def quoted(name: str) -> str:
+    """The same in an error, where names are in quotes."""
+    return repr(name) if name else shown(name)
+
+
 def check_module(**values: object) -> None:
     """Each an ``nn.Module``."""
     for name, value in values.items():

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from wnfused._modules import quoted
 from wnfused._numbers import number
 from wnfused.init.glorot2010 import draw_xavier_
 from wnfused.init.isotropic import Representation, isotropic_weight, patches, represent, represent_columns
@@ -89,7 +90,7 @@ def daneshmand2021(
                 _scale_output_(unit, x, batch_normalised)
             return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
         if unit.run is not None:
-            context.notes.append(f"{unit.name}: computes by a forward of its own: stays Xavier's")
+            context.notes.append(f"{unit.shown}: computes by a forward of its own: stays Xavier's")
             return Entry(unit.name, f"{words}; Xavier", None, unit.mean_gain())
         start = taken.start(unit, x)
 
@@ -157,12 +158,12 @@ def _check_rank(context: Context, unit: Unit, solution: _Solution, deficient: st
         return True
     shortage = f"the sample gives its input rank {solution.rank} of {solution.enough}"
     if deficient == "error":
-        raise ValueError(f"sample: {unit.name!r}: {shortage}; use a larger one, or deficient='pseudo_inverse'")
+        raise ValueError(f"sample: {quoted(unit.name)}: {shortage}; use a larger one, or deficient='pseudo_inverse'")
     if solution.rank == 0:
-        context.notes.append(f"{unit.name}: {shortage}: stays Xavier's")
+        context.notes.append(f"{unit.shown}: {shortage}: stays Xavier's")
         return False
     drawn = ", V' drawn at random" if solution.drawn else ""
-    context.notes.append(f"{unit.name}: {shortage}: pseudo-inverse{drawn}")
+    context.notes.append(f"{unit.shown}: {shortage}: pseudo-inverse{drawn}")
     return True
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from wnfused._modules import quoted
 from wnfused.init.he2015 import draw_he_
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
@@ -53,9 +54,9 @@ def _scalable_blocks(context: Context) -> list[nn.Module]:
         block = unit.module if isinstance(unit.module, WNResidualStage) else scalable.get(id(unit.module))
         if block is None:
             raise ValueError(
-                f"model: the residual branch that {unit.name!r} closes has no skip_scale to set; half_scaling changes "
-                "the forward pass and takes WNResidualBlock, WNResidualStage, PlainResidualBlock, or a block that "
-                "multiplies its sum by an attribute skip_scale of its own"
+                f"model: the residual branch that {quoted(unit.name)} closes has no skip_scale to set; half_scaling "
+                "changes the forward pass and takes WNResidualBlock, WNResidualStage, PlainResidualBlock, or a block "
+                "that multiplies its sum by an attribute skip_scale of its own"
             )
         found.append(block)
     return [*found, *_of_one_block(context.model, found)]

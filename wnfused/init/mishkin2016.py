@@ -34,7 +34,7 @@ def mishkin2016(context: Context, tolerance: float = 0.1, steps: int = 10) -> li
     def visit(unit: Unit, x: Tensor) -> Entry:
         variance = to_unit_variance_(unit, x, tolerance, steps)
         if not abs(variance - 1) < tolerance:
-            context.notes.append(f"{unit.name}: its output's variance on the sample is {variance:.3g}, not 1")
+            context.notes.append(f"{unit.shown}: its output's variance on the sample is {variance:.3g}, not 1")
         return Entry(unit.name, describe_unit(unit), None, unit.mean_gain())
 
     return walk(context, visit)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 
-from wnfused._modules import check_module, holders
+from wnfused._modules import check_module, holders, quoted, shown
 from wnfused._numbers import at_least_0, draws_on, flag, from_0, positive, random_source
 from wnfused._undisturbed import as_written, forked
 from wnfused.init.others import note_on_others
@@ -189,14 +189,14 @@ def prepared(
     same = [other for _, others in repeated for other in others]
     context = Context(model, units, sample, generator, same, recorded=recorded)
     for first, others in repeated:
-        names = ", ".join(other.name for other in others)
-        context.notes.append(f"{first.name}: its weight is that of {names} too, and is initialised for {first.name}")
+        names = ", ".join(other.shown for other in others)
+        context.notes.append(f"{first.shown}: its weight is that of {names} too, and is initialised for {first.shown}")
     context.notes.extend(_held_elsewhere(context))
     if not found:
         context.notes.append("no layer was found")
     held = {id(unit.module) for unit in (*units, *context.repeated)}
     parts = (p for r in found for p in (r.parts() if isinstance(r.layer, WNResidualStage) else (r,)))
-    computed = [part.name for part in parts if id(part.layer) not in held]
+    computed = [shown(part.name) for part in parts if id(part.layer) not in held]
     if computed:
         context.notes.append(f"left alone, their weights are computed by something else: {', '.join(computed)}")
     context.notes.extend(note_on_others(model, (role.layer for role in found)))
@@ -211,8 +211,8 @@ def _held_elsewhere(context: Context) -> Iterator[str]:
     for unit in context.units:
         others = found.get(id(unit.v), set()) - layers
         if others:
-            shown = ", ".join(sorted(names[module] for module in others))
-            yield f"{unit.name}: its weight is that of {shown} too, which changes with it"
+            listed = ", ".join(sorted(shown(names[module]) for module in others))
+            yield f"{unit.shown}: its weight is that of {listed} too, which changes with it"
 
 
 def run_scheme(context: Context, scheme: str, options: Mapping[str, object]) -> Report:
@@ -273,7 +273,8 @@ def _stated(
     for argument, stated in (("gammas", gammas), ("roles", roles)):
         unknown = sorted(set(stated) - set(names), key=repr)
         if unknown:
-            raise ValueError(f"{argument}: the model has no layer {unknown[0]!r}; it has {', '.join(names)}")
+            known = ", ".join(name or "'', which is the model itself" for name in names)
+            raise ValueError(f"{argument}: the model has no layer {unknown[0]!r}; it has {known}")
     for name, gamma in gammas.items():
         at_least_0(**{f"gammas[{name!r}]": gamma})
     for name, attributes in roles.items():
@@ -281,7 +282,7 @@ def _stated(
             raise TypeError(f"roles[{name!r}]: expected a mapping, got {type(attributes).__name__}")
         for attribute, value in attributes.items():
             if attribute not in _STATABLE:
-                raise ValueError(f"roles: {attribute!r} for {name!r} is none of {', '.join(_STATABLE)}")
+                raise ValueError(f"roles: {attribute!r} for {quoted(name)} is none of {', '.join(_STATABLE)}")
             _STATABLE[attribute](**{f"roles[{name!r}][{attribute!r}]": value})
     return [
         replace(unit, role=_with_stated(unit.role, gammas.get(unit.name), roles.get(unit.name)))

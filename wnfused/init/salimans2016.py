@@ -37,7 +37,7 @@ def salimans2016(context: Context, v: str = "orthogonal") -> list[Entry]:
             return plain_head(context, unit)
         constant = standardise_(unit, x)
         if constant:
-            context.notes.append(f"{unit.name}: {constant} units are constant over the sample and keep g = 1")
+            context.notes.append(f"{unit.shown}: {constant} units are constant over the sample and keep g = 1")
         return Entry(unit.name, describe_unit(unit), None, unit.mean_gain())
 
     return walk(context, visit)

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused._modules import class_of, norm_dim
+from wnfused._modules import class_of, norm_dim, shown
 from wnfused._spatial import extents
 from wnfused.init.roles import Role
 from wnfused.linalg import orthogonal_batched
@@ -58,6 +58,11 @@ class Unit:
     dim: int | None = 0
     stacked: bool = False
     run: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def shown(self) -> str:
+        """The name as notes have it."""
+        return shown(self.name)
 
     # -------------------------------------------------------------------------------------------------- shape
 

@@ -43,9 +43,9 @@ def walk(context: Context, visit: Visit) -> list[Entry]:
         context.model(*arguments_of(context.sample))
     own = [unit for unit in context.units if _is_behind_own_forward(unit)]
     if own:
-        names = ", ".join(unit.name for unit in own)
+        names = ", ".join(unit.shown for unit in own)
         context.notes.append(f"run by a forward of the stage's own, not block by block, left as they started: {names}")
-    unreached = [unit.name for unit in context.units if id(unit) not in reached and unit not in own]
+    unreached = [unit.shown for unit in context.units if id(unit) not in reached and unit not in own]
     if unreached:
         context.notes.append(f"not reached by the sample, left as they started: {', '.join(unreached)}")
     return entries

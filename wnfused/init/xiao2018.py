@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
+from wnfused._modules import quoted
 from wnfused._numbers import above_0
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
@@ -34,13 +35,15 @@ def xiao2018(context: Context, gain: float = 1.0, otherwise: str = "orthogonal")
     for unit in context.units:
         reason = obstacles[id(unit)]
         if reason and otherwise == "error":
-            raise ValueError(f"model: {unit.name!r} cannot be delta-orthogonal: {reason}; say otherwise='orthogonal'")
+            raise ValueError(
+                f"model: {quoted(unit.name)} cannot be delta-orthogonal: {reason}; say otherwise='orthogonal'"
+            )
     plain = [unit for unit in context.units if not unit.kernel or obstacles[id(unit)]]
     fill_orthogonal_(plain, generator=context.generator)
     for unit in context.units:
         reason = obstacles[id(unit)]
         if reason:
-            context.notes.append(f"{unit.name}: orthogonal, not delta-orthogonal: {reason}")
+            context.notes.append(f"{unit.shown}: orthogonal, not delta-orthogonal: {reason}")
         if reason or not unit.kernel:
             yield start_orthogonal(unit, gain)
         else:

@@ -45,7 +45,7 @@ def zhang2019(context: Context) -> Iterator[Entry]:
         draw_he_(unit, context)
         if role.head or role.closes_branch:
             if not held_by.get(id(unit.v if unit.g is None else unit.g), set()) <= silent:
-                context.notes.append(f"{unit.name}: stays He's, 0 would silence the others that hold its weight")
+                context.notes.append(f"{unit.shown}: stays He's, 0 would silence the others that hold its weight")
                 yield Entry(unit.name, words, None, unit.mean_gain())
                 continue
             unit.zero_()

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from wnfused._modules import Filter, check_module
+from wnfused._modules import Filter, check_module, quoted
 from wnfused._numbers import at_least_0, finite, function, random_source
 from wnfused.init.units import stored_parameters_of
 from wnfused.nn import WNResidualStage
@@ -133,7 +133,9 @@ class Regularizer:
             now = torch.linalg.matrix_norm(w.to(wide(w.dtype))) / math.sqrt(min(w.shape[-2:]))
             for name, layer, gains in zip(layers.names, layers.modules, now.split(layers.counts), strict=True):
                 if layer not in self._initial and not (gains > 0).all():
-                    raise ValueError(f"gain: 'initial' of {name!r} is {gains.tolist()}, and must be finite and above 0")
+                    raise ValueError(
+                        f"gain: 'initial' of {quoted(name)} is {gains.tolist()}, and must be finite and above 0"
+                    )
                 self._initial.setdefault(layer, gains)
         return torch.cat([self._initial[layer].to(w.device) for layer in layers.modules])
 
@@ -184,7 +186,9 @@ def retract_(
         together = torch.cat([matrix for *_, matrix in same])
         if not together.isfinite().all():
             name = next(name for name, *_, matrix in same if not matrix.isfinite().all())
-            raise ValueError(f"model: the weight of {name!r} has NaN or inf; no orthogonal matrix is nearest to that")
+            raise ValueError(
+                f"model: the weight of {quoted(name)} has NaN or inf; no orthogonal matrix is nearest to that"
+            )
         result = methods[method](together, gain=factor)
         for (_, layer, v, _), part in zip(same, result.split([len(m) for *_, m in same]), strict=True):
             stage = isinstance(layer, WNResidualStage)
@@ -198,9 +202,11 @@ def _retractable(name: str, layer: nn.Module, gain: float) -> list[tuple[Tensor,
     """What to write to, its matrices, and their gain."""
     held = stored_parameters_of(layer)
     if held is None:
-        raise ValueError(f"model: the weight of {name!r} is computed by something else; leave it out by filter")
+        raise ValueError(f"model: the weight of {quoted(name)} is computed by something else; leave it out by filter")
     weight, g, dim = held
     factor = gain if g is None else 1.0
     if g is not None and (dim != 0 or isinstance(layer, nn.modules.conv._ConvTransposeNd)):
-        raise ValueError(f"model: {name!r} is normalised over other rows than its outputs; leave it out by filter")
+        raise ValueError(
+            f"model: {quoted(name)} is normalised over other rows than its outputs; leave it out by filter"
+        )
     return [(weight, matrix, factor) for _, matrix in of_layer(name, layer, "direction")]
