@@ -328,6 +328,13 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for part in (wnfused.__version__, "torch", "backend native", "backend reference  available", "arpit2019"):
         assert part in text
+    assert ["mishkin2016", "tolerance=0.1,", "steps=10"] in [line.split() for line in text.splitlines()]
+
+
+def test_the_help_says_where_options_of_a_scheme_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "--help"])
+    assert "an option of the scheme; `wnfused info` lists them" in " ".join(capsys.readouterr().out.split())
 
 
 def test_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,6 +343,7 @@ def test_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["backends"]["reference"] is None
     assert {k: v for k, v in facts["backends"].items() if k != "cuda"} == wnfused.backend_status()
     assert facts["threads"] >= 1
+    assert facts["init_options"]["mishkin2016"] == {"tolerance": 0.1, "steps": 10}
 
 
 @pytest.mark.parametrize("name", ["native", "cuda", "triton"])

@@ -81,6 +81,22 @@ def test_links_and_pictures_exist(page: Path) -> None:
             assert (page.parent / target.split("#")[0]).exists(), f"{page.name} links to {target}"
 
 
+def test_the_guide_has_every_option_of_every_scheme() -> None:
+    """With its default, and none that is no longer there. The table before has every scheme."""
+    page = (ROOT / "docs" / "guide" / "initialisation.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `([^`]+)` \| .+ \| .+ \|$", page, re.M)
+    options = {name: registry.options_of(name) for name in registry.schemes()}
+    assert len(rows) == len({*rows})
+    assert {*rows} == {(name, o, repr(value)) for name, taken in options.items() for o, value in taken.items()}
+    overview = page.partition("## Options")[0]
+    assert {name for line in re.findall(r"^\| (`.+?) \|", overview, re.M) for name in re.findall(r"`(\w+)`", line)} == {
+        *options
+    }
+    without = re.search(r"^(`.+) have none\.$", page, re.M)
+    assert without is not None
+    assert {*re.findall(r"`(\w+)`", without[1])} == {name for name, taken in options.items() if not taken}
+
+
 REFERENCE = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
 DOCUMENTED = re.findall(r"^::: ([\w.]+)$(?!\n +options: .*members: false)", REFERENCE, re.M)
 NAMESPACES = ("", ".nn", ".functional", ".models", ".init", ".regularize", ".diagnostics", ".train")

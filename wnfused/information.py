@@ -11,6 +11,7 @@ import torch
 
 import wnfused
 from wnfused.dispatch import backend_module, requested
+from wnfused.init.registry import options_of
 from wnfused.train.data import names
 
 EXTRAS = ("lightning", "scikit-learn", "rich", "matplotlib", "triton")
@@ -34,6 +35,7 @@ def collect() -> dict[str, Any]:
         "requested_backend": requested(),
         "extras": {name: _version(name) for name in EXTRAS},
         "init_schemes": list(wnfused.init.schemes()),
+        "init_options": {scheme: options_of(scheme) for scheme in wnfused.init.schemes()},
         "data": names(),
     }
 
@@ -58,9 +60,16 @@ def as_text(facts: dict[str, Any]) -> str:
     if facts["requested_backend"]:
         lines.append(("WNFUSED_BACKEND", facts["requested_backend"]))
     lines += [(name, version or "not installed") for name, version in facts["extras"].items()]
-    lines += [("init schemes", ", ".join(facts["init_schemes"])), ("data sets", ", ".join(facts["data"]))]
+    lines += [("init schemes", ", ".join(facts["init_schemes"]))]
+    lines += [(f"  {scheme}", _options(options)) for scheme, options in facts["init_options"].items() if options]
+    lines += [("data sets", ", ".join(facts["data"]))]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _options(options: dict[str, Any]) -> str:
+    """As ``--init-option`` takes them, at their defaults."""
+    return ", ".join(f"{option}={default}" for option, default in options.items())
 
 
 def _instruction_set() -> str:

@@ -89,6 +89,12 @@ def schemes() -> list[str]:
     return sorted(_schemes)
 
 
+def options_of(scheme: str) -> dict[str, Any]:
+    """The options of a scheme, with their defaults."""
+    parameters = list(inspect.signature(_schemes[scheme]).parameters.values())
+    return {parameter.name: parameter.default for parameter in parameters[1:]}
+
+
 @torch.no_grad()
 def initialize(
     model: nn.Module,
@@ -121,7 +127,7 @@ def initialize(
             ``1 / B_k`` for the last layer of a branch in a stage of ``B_k`` blocks.
         roles: attributes of ``Role`` stated by hand, by layer name, for the schemes that need to know more than a
             gamma: ``{"tail": {"closes_branch": True, "num_blocks": 4, "block": 2}}``.
-        options: of the scheme.
+        options: of the scheme; the guide to initialising has a table of them, and ``wnfused info`` lists them.
 
     Returns:
         A ``Report`` of what was set where; it names what it could not place.
@@ -157,7 +163,7 @@ def check_request(model: nn.Module, scheme: str, options: Mapping[str, object]) 
     check_module(model=model)
     if not isinstance(scheme, str) or scheme not in _schemes:
         raise ValueError(f"scheme: unknown {scheme!r}; use one of {', '.join(map(repr, schemes()))}")
-    known = list(inspect.signature(_schemes[scheme]).parameters)[1:]
+    known = options_of(scheme)
     unknown = sorted(set(options) - set(known))
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"

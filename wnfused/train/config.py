@@ -50,7 +50,9 @@ class TrainConfig:
     )
     data: str = _option("digits", "digits, mnist, cifar10, cifar100 or synthetic")
     init: str = _option("arpit2019", "initialisation scheme; `wnfused info` lists them")
-    init_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of the scheme"})
+    init_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "an option of the scheme; `wnfused info` lists them"}
+    )
     epochs: int = _option(4, "passes over the training split")
     batch_size: int = _option(64, "images of a mini-batch, over all processes together")
     accumulate: int = _option(1, "mini-batches whose gradients make one update")
