@@ -28,7 +28,7 @@ from wnfused.nn import (
         (lambda: WNLinear(3, 2, gamma=float("nan")), ValueError, "gamma: nan must be finite"),
         (lambda: WNLinear(3, 2, gamma=-1.0), ValueError, "gamma: -1.0 must be finite and at least 0"),
         (lambda: WNLinear(3, 2, gamma="2"), TypeError, "gamma: expected a number, got str"),
-        (lambda: WNLinear(3, 2, dim=2), ValueError, "dim: 2 is out of range"),
+        (lambda: WNLinear(3, 2, dim=2), ValueError, r"dim: 2 .* a weight of shape \[2, 3\]; use -2 to 1, or None$"),
         (lambda: WNLinear(3, 2, dim="0"), TypeError, "dim: '0' must be an int or None"),
         (
             lambda: WNLinear(3, 2, activation="leaky_relu", negative_slope=-0.1),
@@ -209,7 +209,7 @@ def test_what_torchs_layers_run_with_is_taken(kind, arguments):
         ({"padding": "same", "stride": (1, 1), "dilation": (1.0, 1.0)}, r"dilation: \(1.0, 1.0\) must be an int or 2"),
         ({"groups": 3}, "groups: 3 must be at least 1 and divide"),
         ({"groups": "a"}, "groups: 'a' must be at least 1 and divide"),
-        ({"dim": 4}, "dim: 4 is out of range"),
+        ({"dim": 4}, r"dim: 4 is out of range for v of shape \[4, 2, 3, 3\]; use -4 to 3, or None$"),
         ({"residual": torch.ones(1)}, r"residual: \[1\]"),
     ],
 )
@@ -217,6 +217,18 @@ def test_bad_arguments_of_the_function(arguments, message):
     given = {"x": torch.randn(1, 2, 5, 5), "v": torch.randn(4, 2, 3, 3), "g": torch.ones(4), **arguments}
     with pytest.raises(ValueError, match=message):
         wnfused.functional.conv2d(**given)
+
+
+@pytest.mark.parametrize(
+    ("v", "dim", "message"),
+    [
+        (torch.ones(3, 4), -3, r"dim: -3 is out of range for v of shape \[3, 4\]; use -2 to 1, or None$"),
+        (torch.ones(()), 0, r"dim: 0 is out of range for v of shape \[\]; use None$"),
+    ],
+)
+def test_a_dim_that_v_does_not_have(v, dim, message):
+    with pytest.raises(ValueError, match=message):
+        wnfused.functional.weight_norm(v, torch.ones(3), dim)
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,7 @@ class WeightNormalised(nn.Module):
 
     def _adopt(self, weight: nn.Parameter) -> None:
         """Torch's freshly allocated weight becomes ``weight_v``."""
-        if self.dim is not None and not -weight.dim() <= self.dim < weight.dim():
-            raise ValueError(f"dim: {self.dim} is out of range for a weight of shape {list(weight.shape)}")
+        arguments.in_range(self.dim, weight, "a weight")
         self.register_parameter("weight_v", weight)
         self.register_parameter("weight_g", nn.Parameter(weight.new_empty(self._gain_shape(weight))))
 

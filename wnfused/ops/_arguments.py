@@ -100,13 +100,19 @@ def row_dim(dim: int | None) -> int | None:
     return plain
 
 
+def in_range(dim: int | None, t: Tensor, name: str) -> None:
+    """``dim`` is one of ``t``'s, or None."""
+    if dim is not None and not -t.dim() <= dim < t.dim():
+        right = f"{-t.dim()} to {t.dim() - 1}, or None" if t.dim() else "None"
+        raise ValueError(f"dim: {dim} is out of range for {name} of shape {list(t.shape)}; use {right}")
+
+
 def gain(g: Tensor, v: Tensor, dim: int | None) -> None:
     """``g`` has one entry a row of ``v``, in torch's weight-norm shape or flat."""
     row_dim(dim)
     if dim == 0 and v.dim() and g.dim() in (1, v.dim()) and g.shape[0] == g.numel() == v.shape[0]:
         return
-    if dim is not None and not -v.dim() <= dim < v.dim():
-        raise ValueError(f"dim: {dim} is out of range for v of shape {list(v.shape)}")
+    in_range(dim, v, "v")
     rows = 1 if dim is None else v.shape[dim]
     keepdim = [1] * v.dim() if dim is None else [n if d == dim % v.dim() else 1 for d, n in enumerate(v.shape)]
     if list(g.shape) not in ([rows], keepdim, [] if dim is None else keepdim):
