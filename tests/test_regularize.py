@@ -554,3 +554,16 @@ def test_bad_arguments(call, error, message):
 def test_matrices_by_keyword(name, others):
     function, w = getattr(wnfused.regularize, name), torch.randn(3, 3)
     torch.testing.assert_close(function(w=w, **others), function(w, **others))
+
+
+def test_a_regularizer_shows_what_it_was_built_with():
+    def hidden(name, module):
+        return "hidden" in name
+
+    assert repr(Regularizer()) == "Regularizer('soft', strength=0.0001)"
+    given = {"strength": 1e-3, "gain": "initial", "weight": "direction"}
+    shown = repr(Regularizer("gain_adjusted", **given))
+    assert shown == "Regularizer('gain_adjusted', strength=0.001, gain='initial', weight='direction')"
+    assert repr(eval(shown)) == shown
+    assert f"filter={hidden!r}" in repr(Regularizer(filter=hidden))
+    assert "generator=<torch" in repr(Regularizer("srip", generator=torch.Generator()))

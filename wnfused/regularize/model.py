@@ -77,6 +77,13 @@ class Regularizer:
         self.filter, self.generator = filter, generator
         self._initial: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
+    def __repr__(self) -> str:
+        """Penalty and strength, and of the other arguments those that are not at their defaults."""
+        given = [repr(self.penalty), f"strength={self.strength!r}"]
+        defaults = {"gain": 1.0, "weight": "effective", "filter": None, "generator": None}
+        given += [f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value]
+        return f"{type(self).__name__}({', '.join(given)})"
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the initial gains, whose layers are not copied with it."""
         return {name: value for name, value in self.__dict__.items() if name != "_initial"}
