@@ -122,7 +122,8 @@ def initialize(
             inputs are enough for every scheme but ``daneshmand2021``, which asks for three times as many as the widest
             linear layer has inputs. Fewer are taken, one too where the model runs on it: the statistics are then those
             of so few, and the report says where they leave a layer short.
-        generator: source of randomness, on the model's device; torch's own if None.
+        generator: source of randomness, on the model's device; torch's own if None. The blocks of a stage are drawn
+            together, so that a model of stages and one of the same separate blocks get other weights from one seed.
         gammas: factors stated by hand, by layer name, where the model's structure does not tell: 2 before a ReLU,
             ``1 / B_k`` for the last layer of a branch in a stage of ``B_k`` blocks.
         roles: attributes of ``Role`` stated by hand, by layer name, for the schemes that need to know more than a
