@@ -1,6 +1,7 @@
 """The rules of a run's folder, and resuming what was interrupted."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert (tmp_path / "last.ckpt").exists() == (epoch > 0)
     with pytest.raises(UsageError, match="holds a run already"):
         train(SMALL, tmp_path)
-    resumed = train(SMALL, tmp_path, resume=True)
+    with pytest.warns(UserWarning, match="begins again") if epoch == 0 else nullcontext():
+        resumed = train(SMALL, tmp_path, resume=True)
     assert_same_weights(out, tmp_path)
     for name in ("test_accuracy", "test_loss", "history", "updates", "best_epoch", "best_test_accuracy"):
         assert resumed[name] == result[name], name
@@ -104,6 +106,34 @@ def test_parts_of_a_run_with_nothing_to_go_on_by_are_left_alone(tmp_path: Path) 
     assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_run_whose_last_checkpoint_is_gone_does_not_begin_again_over_its_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.setattr("wnfused.train.callbacks.best_epoch", lambda history: len(history) - 1)
+    train(SMALL, tmp_path)
+    for name in ("last.ckpt", "result.json"):
+        (tmp_path / name).unlink()
+    if not whole:
+        (tmp_path / "best.ckpt").write_bytes(b"cut off")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match=r"no last\.ckpt to go on by: .* or delete best\.ckpt to begin the run again$"):
+        train(SMALL, tmp_path, resume=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_run_that_finished_no_epoch_says_that_it_begins_again(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Killed between the two files of its first epoch."""
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path, reporter=Interrupt(1))
+    (tmp_path / "last.ckpt").unlink()
+    with pytest.warns(UserWarning, match=r"no last\.ckpt in .* to go on by: the run there begins again"):
+        train(SMALL, tmp_path, resume=True)
+    assert_same_weights(finished[0], tmp_path)
+
+
 @pytest.mark.parametrize(
     ("others", "right"),
     [
@@ -120,10 +150,13 @@ def test_a_broken_configuration_says_what_leads_on(tmp_path: Path, others: list[
         train(SMALL, tmp_path, resume=True)
 
 
-def test_a_broken_result_without_a_checkpoint_says_what_leads_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("others", "files"), [([], "it"), (["best.ckpt"], r"it and best\.ckpt")])
+def test_a_broken_result_without_a_checkpoint_says_what_leads_on(tmp_path: Path, others: list[str], files: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"config": SMALL.to_dict()}))
-    (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"result\.json: .*; delete it, and --resume trains again from the start"):
+    for name in ("result.json", *others):
+        (tmp_path / name).write_text("{}")
+    right = rf"result\.json: .*; delete {files}, and --resume trains again from the start"
+    with pytest.raises(UsageError, match=right):
         train(SMALL, tmp_path, resume=True)
 
 
@@ -176,7 +209,8 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         train(SMALL, tmp_path, reporter=Second())
     assert refused == [0]
-    train(SMALL, tmp_path, resume=True)
+    with pytest.warns(UserWarning, match="begins again"):
+        train(SMALL, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("epochs", [0, 1])

@@ -150,7 +150,7 @@ def _add_train(commands: Any) -> None:
         "--resume",
         action="store_true",
         help="continue the run in --out after its last finished epoch; options that are not given are that run's; "
-        "where --out holds no run, one is started, which is said",
+        "where --out holds no run, one is started, and one that finished no epoch begins again, which is said",
     )
     parser.add_argument("--data-folder", type=_path, metavar="FOLDER", help="scikit-learn's data cache")
     parser.set_defaults(run=_train)

@@ -27,7 +27,8 @@ class CorruptCheckpointError(KeepsMessage, RuntimeError):
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
         begins = Path(path).name == "last.ckpt" and Path(path).with_name("config.json").exists()
-        right = " Delete it to begin that run again" if begins else ""
+        files = "it and best.ckpt" if Path(path).with_name("best.ckpt").exists() else "it"
+        right = f" Delete {files} to begin that run again" if begins else ""
         super().__init__(f"checkpoint {path}: {reason}; nothing was changed.{right}")
 
 

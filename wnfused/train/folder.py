@@ -172,13 +172,26 @@ class RunFolder:
         """The checkpoint to go on from; None if the run was killed before it finished an epoch.
 
         Raises:
-            UsageError: if the checkpoint has another configuration.
+            UsageError: if the checkpoint has another configuration, or is gone while epochs were finished.
             CorruptCheckpointError: if it is not whole.
         """
         if not self.last.exists():
+            if self._lost_epochs():
+                right = "holds best.ckpt, but no last.ckpt to go on by: put that back, or choose another folder, or "
+                raise UsageError("resume", self.path, right + "delete best.ckpt to begin the run again")
             return None
         _refuse_differences(config, self._config_of_checkpoint(), self.last)
         return self.last
+
+    def _lost_epochs(self) -> bool:
+        """Whether ``best.ckpt`` tells of a ``last.ckpt`` that is gone. The first epoch's need not: a process killed
+        between the two files leaves it alone, and to begin again loses nothing but that epoch."""
+        try:
+            return len(checkpoint.load(self.best)["wnfused"]["history"]) > 1
+        except FileNotFoundError:
+            return False
+        except (checkpoint.CorruptCheckpointError, KeyError):  # no process that was killed leaves such a file
+            return True
 
     def _config_of_checkpoint(self) -> TrainConfig:
         content = checkpoint.load(self.last)
@@ -192,8 +205,10 @@ class RunFolder:
         Raises:
             UsageError: if its file is not whole.
         """
-        again = "tests the last checkpoint again" if self.last.exists() else "trains again from the start"
-        right = f"delete it, and --resume {again}"
+        right = "delete it, and --resume tests the last checkpoint again"
+        if not self.last.exists():
+            files = "it and best.ckpt" if self.best.exists() else "it"
+            right = f"delete {files}, and --resume trains again from the start"
         try:
             result = json.loads(self.result.read_text())
         except (OSError, ValueError) as error:

@@ -75,9 +75,10 @@ def train(
 
     Args:
         out: the run's folder. It must hold no run, unless ``resume`` is true.
-        resume: go on after the last finished epoch; a folder without a run begins one, a finished run is returned
-            as it is. Weights, optimiser, order and augmentation are those of a run that was never interrupted, bit
-            for bit if device, number of processes and of threads are the same.
+        resume: go on after the last finished epoch; a folder without a run begins one, a run that finished no epoch
+            begins again, with a warning, and a finished run is returned as it is. Weights, optimiser, order and
+            augmentation are those of a run that was never interrupted, bit for bit if device, number of processes and
+            of threads are the same.
         data_folder: see ``wnfused.train.data.load``.
         reporter: a ``wnfused.train.callbacks.Reporter``.
 
@@ -137,6 +138,8 @@ def _train(
             folder.begin(config, versions())
             for remark in config.remarks():
                 warnings.warn(remark, stacklevel=3)
+        elif checkpoint is None:
+            warnings.warn(f"no last.ckpt in {folder.path} to go on by: the run there begins again", stacklevel=3)
     try:
         result = run.fit_and_test(checkpoint)
     except (SystemExit, KeyboardInterrupt) as error:
