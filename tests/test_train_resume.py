@@ -241,6 +241,21 @@ def test_a_run_without_its_best_checkpoint_can_be_finished(tmp_path: Path, monke
     assert result["test_accuracy"] == expected["test_accuracy"]
 
 
+def test_a_run_does_not_go_on_in_a_folder_that_became_read_only(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "last.ckpt", "best.ckpt"):
+        (tmp_path / name).write_bytes((finished[0] / name).read_bytes())
+
+    def refuse(**_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("wnfused.train.files.tempfile.TemporaryFile", refuse)
+    with pytest.raises(UsageError, match=rf"--out {tmp_path}: cannot be written: Permission denied"):
+        train(SMALL, tmp_path, resume=True)
+    assert train(SMALL, finished[0], resume=True) == json.loads(json.dumps(finished[1])), "its result can be read"
+
+
 @pytest.mark.parametrize("out", ["", "x" * 300, "a\0b"])
 def test_a_folder_that_cannot_be_is_named(out: str) -> None:
     with pytest.raises(UsageError, match="--out"):

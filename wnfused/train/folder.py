@@ -59,6 +59,14 @@ class RunFolder:
             UsageError: if it does not.
         """
         self.refuse_run(resume=resume)
+        self.check_writable()
+
+    def check_writable(self) -> None:
+        """Make sure that files can be written here: an epoch whose checkpoint cannot be is lost.
+
+        Raises:
+            UsageError: if not.
+        """
         make_folder(self.path)
 
     def refuse_run(self, *, resume: bool = False, trained: bool = False) -> None:

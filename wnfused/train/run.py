@@ -113,7 +113,9 @@ def train(
             folder.refuse_run(resume=resume, trained=True)
         return _train(config, folder, going_on, data_folder, reporter, began)
     with nullcontext() if going_on else folder.claimed(resume=resume), folder.locked():
-        if not going_on:
+        if going_on:
+            folder.check_writable()
+        else:
             folder.claim(resume=resume)  # nobody else has begun meanwhile
         return _train(config, folder, going_on, data_folder, reporter, began)
 
