@@ -162,6 +162,18 @@ def test_training_and_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "holds a finished run already: choose another folder, or --resume prints its result" in says
 
 
+def test_a_diverged_run_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    assert cli.main([*TRAIN, "--lr", "1e20", "--batch-size", "256", "--out", out]) == cli.DIVERGED == 3
+    says = capsys.readouterr().out
+    assert says.endswith(f"diverged in epoch 1: a loss was not finite -> {out}/result.json\n")
+    assert cli.main(["train", "--resume", "--out", out]) == cli.DIVERGED
+    assert capsys.readouterr().out == says
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert "3 if it diverged" in " ".join(capsys.readouterr().out.split())
+
+
 def test_resuming_nothing_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "typo"
     assert cli.main([*TRAIN, "--resume", "--out", str(out)]) == 0

@@ -1,7 +1,7 @@
 """The command line: ``wnfused info | demo | train | probe | bench``.
 
-A wrong argument ends with status 2 and one line that names it, its value and what would be right. ``info`` needs
-torch alone; the others say which extra to install when a library is missing.
+A wrong argument ends with status 2 and one line that names it, its value and what would be right; a training run that
+diverged with status 3. ``info`` needs torch alone; the others say which extra to install when a library is missing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from wnfused.train.options import add_options, fields_of, from_options
 
 # Wrong input of any kind; 1 is for what went wrong with right input.
 USAGE = 2
+
+# A training run whose loss was not finite: its result is written, but a script must not go on as if it had trained.
+DIVERGED = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,6 +146,9 @@ def _add_train(commands: Any) -> None:
         description="Train a network. test_accuracy is that of the weights after the last epoch. Under torchrun, "
         "--batch-size counts the images of all processes together, and the order of the images does not depend on "
         "how many there are.",
+        epilog="Exit status: 0 if the run was finished, 3 if it diverged, now or before --resume; 2 for arguments that "
+        "cannot work, 1 for what the system refused, 130 and 143 if stopped by Ctrl-C and SIGTERM. torchrun makes 1 of "
+        "all but 0.",
     )
     add_options(parser)
     parser.add_argument("--out", type=_path, required=True, metavar="FOLDER", help="the run's folder")
@@ -170,9 +176,10 @@ def _train(out: Path, resume: bool, data_folder: Path | None, **given: Any) -> i
             print(f"no run in {out}: starting one", flush=True)
         with Console(config.epochs) as console:
             result = train(config, out, resume=resume, data_folder=data_folder, reporter=console)
-    if is_first_process():
-        print(_verdict(result), f"-> {out / 'result.json'}")
-    return 0
+    if not is_first_process():  # torchrun stops the others when one fails, and the first may still be writing
+        return 0
+    print(_verdict(result), f"-> {out / 'result.json'}")
+    return DIVERGED if result["diverged"] else 0
 
 
 def _verdict(result: dict[str, Any]) -> str:
