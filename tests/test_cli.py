@@ -1,6 +1,7 @@
 """The command line: what it says, and the status it ends with."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -338,15 +339,28 @@ def test_a_library_that_fails_inside_keeps_its_own_error(tmp_path: Path, monkeyp
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
-    for part in (wnfused.__version__, "torch", "backend native", "backend reference  available", "arpit2019"):
+    for part in (wnfused.__version__, "torch", "backend native on CPU", "backend native on CUDA", "arpit2019"):
         assert part in text
     assert ["mishkin2016", "tolerance=0.1,", "steps=10"] in [line.split() for line in text.splitlines()]
+    assert re.search(r"^backend reference +available$", text, re.M)
 
 
 def test_the_help_says_where_options_of_a_scheme_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["train", "--help"])
     assert "an option of the scheme; `wnfused info` lists them" in " ".join(capsys.readouterr().out.split())
+
+
+def test_info_says_what_each_way_of_running_costs() -> None:
+    facts = information.collect()
+    fast = information.as_text({**facts, "autograd_nodes": None, "layer_calls": None})
+    assert re.search(r"^layers' autograd +recorded in C\+\+, the fast way$", fast, re.M)
+    assert re.search(r"^layers' calls +made in C\+\+, the fast way$", fast, re.M)
+    slow = information.as_text({**facts, "autograd_nodes": "not built", "layer_calls": "not loaded"})
+    assert re.search(r"^layers' autograd +recorded by Python, slower for small layers: not built$", slow, re.M)
+    assert re.search(
+        r"^layers' calls +made through torch's dispatcher, slower for small layers: not loaded$", slow, re.M
+    )
 
 
 def test_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,7 +286,7 @@ def test_without_a_device_the_reason_is_told():
     reason = native.cuda_unavailable()
     assert reason in ("torch is a CPU build", "torch finds no CUDA device")
     assert information.collect()["backends"]["cuda"] == reason
-    assert "cuda" in information.as_text(information.collect())
+    assert f"backend native on CUDA  {reason}\n" in information.as_text(information.collect())
     assert wnfused.backend_status()["native"] == native.unavailable()
 
 

@@ -18,9 +18,9 @@ EXTRAS = ("lightning", "scikit-learn", "rich", "matplotlib", "triton")
 
 
 def collect() -> dict[str, Any]:
-    """The facts. ``backends`` holds None for an available backend, otherwise the reason; ``autograd_nodes`` holds None
-    where layers record theirs in C++, otherwise why they are Python's; ``layer_calls`` None where Python calls
-    layers in C++, otherwise why by torch's op objects."""
+    """The facts. ``backends`` holds None for an available backend, otherwise the reason, and under ``cuda`` that of the
+    CUDA kernels of ``native``; ``autograd_nodes`` holds None where layers record theirs in C++, otherwise why they are
+    Python's; ``layer_calls`` None where Python calls layers in C++, otherwise why by torch's op objects."""
     return {
         "wnfused": wnfused.__version__,
         "python": platform.python_version(),
@@ -54,9 +54,11 @@ def as_text(facts: dict[str, Any]) -> str:
         ("GPUs", ", ".join(facts["devices"]) or "none"),
         ("CPU", f"{facts['instruction_set']}, {facts['threads']} threads"),
     ]
-    lines += [(f"backend {name}", reason or "available") for name, reason in facts["backends"].items()]
-    lines.append(("layers' nodes", facts["autograd_nodes"] or "C++"))
-    lines.append(("layers' calls", facts["layer_calls"] or "C++"))
+    names = {"native": "native on CPU", "cuda": "native on CUDA"}
+    order = sorted(facts["backends"], key=lambda name: name not in names)  # the two of one backend together
+    lines += [(f"backend {names.get(name, name)}", facts["backends"][name] or "available") for name in order]
+    lines.append(("layers' autograd", _way("recorded", "by Python", facts["autograd_nodes"])))
+    lines.append(("layers' calls", _way("made", "through torch's dispatcher", facts["layer_calls"])))
     if facts["requested_backend"]:
         lines.append(("WNFUSED_BACKEND", facts["requested_backend"]))
     lines += [(name, version or "not installed") for name, version in facts["extras"].items()]
@@ -70,6 +72,11 @@ def as_text(facts: dict[str, Any]) -> str:
 def _options(options: dict[str, Any]) -> str:
     """As ``--init-option`` takes them, at their defaults."""
     return ", ".join(f"{option}={default}" for option, default in options.items())
+
+
+def _way(done: str, otherwise: str, reason: str | None) -> str:
+    """How small layers are run: in C++, or for a reason in a way that takes some microseconds more each time."""
+    return f"{done} {otherwise}, slower for small layers: {reason}" if reason else f"{done} in C++, the fast way"
 
 
 def _instruction_set() -> str:
