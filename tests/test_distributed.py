@@ -59,19 +59,82 @@ def test_wrapped_models_are_refused(tmp_path):
         dist.destroy_process_group()
 
 
-@needs_gloo
-def test_sharded_layers_are_left_alone(tmp_path, caplog):
+@pytest.fixture
+def mesh(tmp_path):
+    """Of one process, which takes tensors apart as many do."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        wnfused.convert(model)
-        assert "0: left alone, its parameters are of type DTensor" in caplog.text
+        yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+@needs_gloo
+def test_sharded_layers_are_left_alone(mesh, caplog):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))
+    fully_shard(model, mesh=mesh)
+    wnfused.convert(model)
+    assert "0: left alone, its parameters are of type DTensor" in caplog.text
+
+
+def _loss(model):
+    return wnfused.regularize.Regularizer().loss(model)
+
+
+def _plain_state(model):
+    return wnfused.state_dict_to_torch(model, "plain")
+
+
+LAYERS = {
+    "linear": lambda: wnfused.WNLinear(4, 4),
+    "plain linear": lambda: nn.Linear(4, 4),
+    "stage": lambda: wnfused.WNResidualStage(4, 4, 3),
+}
+REFUSALS = {
+    _loss: "leave it out by filter",
+    wnfused.regularize.retract_: "leave it out by filter",
+    wnfused.init.initialize: "initialise the model first, then shard it",
+    wnfused.fold: "fold before the model is sharded",
+    _plain_state: "give the full state dict",
+}
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        (kind, function)
+        for kind in LAYERS
+        for function in REFUSALS
+        if not (kind == "plain linear" and function in (wnfused.fold, _plain_state))  # which leave it alone
+    ],
+)
+def test_sharded_parameters_are_refused_by_name(mesh, kind, function):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(LAYERS[kind]())
+    fully_shard(model, mesh=mesh)
+    says = rf"'0.* is sharded \(a DTensor\), of which each process holds a part; {REFUSALS[function]}"
+    with pytest.raises(ValueError, match=says):
+        function(model)
+
+
+@needs_gloo
+def test_the_full_state_dict_of_a_sharded_model_is_the_way_out(mesh):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(wnfused.WNLinear(4, 4), wnfused.WNResidualStage(4, 4, 3))
+    expected = wnfused.state_dict_to_torch(model, "plain")
+    fully_shard(model, mesh=mesh)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    found = wnfused.state_dict_to_torch(full, "plain")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_copies_in_threads_see_their_parameters():

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
+
+if dist.is_available():
+    from torch.distributed.tensor import DTensor
 
 Filter = Callable[[str, nn.Module], bool]
 """Which modules of a model are meant, by name and module."""
@@ -32,6 +36,16 @@ def check_module(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, nn.Module):
             raise TypeError(f"{name}: expected an nn.Module, got {type(value).__name__}")
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a tensor is spread over processes, as FSDP2 and tensor parallelism leave parameters."""
+    return dist.is_available() and isinstance(value, DTensor)
+
+
+def sharded_error(what: str, remedy: str) -> ValueError:
+    """For a function that cannot do with ``what``, a tensor that ``is_sharded``."""
+    return ValueError(f"{what} is sharded (a DTensor), of which each process holds a part; {remedy}")
 
 
 def norm_dim(stored: int) -> int | None:

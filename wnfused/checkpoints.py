@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from wnfused import functional
-from wnfused._modules import check_module
+from wnfused._modules import check_module, is_sharded, sharded_error
 from wnfused.nn import WeightNormalised, WNResidualStage
 from wnfused.nn._keys import ORIGINALS, tensor_at, unstack_blocks
 
@@ -49,7 +49,8 @@ def state_dict_to_torch(
 
     Raises:
         TypeError: ``source`` or ``like`` is neither a module nor a mapping, or a weight's entry no tensor.
-        ValueError: ``api`` is none of the three, or a lazy layer has no shape yet.
+        ValueError: ``api`` is none of the three, a lazy layer has no shape yet, or a plain weight is to be computed of
+            one that is sharded.
     """
     if api not in APIS:
         raise ValueError(f"api: unknown {api!r}; use 'old', 'new' or 'plain'")
@@ -76,6 +77,12 @@ def state_dict_to_torch(
         layers[_form(prefix, wanted) or api].append(prefix)
     for prefix in layers["plain"]:
         v, g = state[f"{prefix}weight_v"], state.pop(f"{prefix}weight_g")
+        if is_sharded(v):
+            remedy = (
+                "give the full state dict, of torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)), or ask for api='old' or 'new'"
+            )
+            raise sharded_error(f"source: '{prefix}weight_v'", remedy)
         state[f"{prefix}weight_v"] = functional.weight_norm(v, g, _dim(v, g))
     _rename(state, layers["plain"], {"weight_v": "weight"})
     _rename(state, layers["new"], ORIGINALS)

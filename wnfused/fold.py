@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from wnfused._modules import is_sharded, sharded_error
 from wnfused._spatial import extents
 from wnfused._surgery import LAYERS, OPTIONS, additions, checked, move_hooks, named, replace, twin
 from wnfused._tracing import given_a_residual
@@ -51,7 +52,8 @@ def fold(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``model`` is or holds a ``DistributedDataParallel``; fold what it wraps.
+        ValueError: ``model`` is or holds a ``DistributedDataParallel``; fold what it wraps. A parameter of one of this
+            package's layers is sharded; nothing has been changed then.
     """
     model = checked(model, "fold")
     markers = [module for module in model.modules() if isinstance(module, FusedActivation)]
@@ -64,6 +66,7 @@ def fold(model: nn.Module) -> nn.Module:
         if module in inside or not isinstance(module, (WNResidualStage, WNResidualBlock, WeightNormalised)):
             continue
         inside.update(module.modules())
+        _refuse_sharded(name, module)
         if any(map(is_lazy, module.parameters())):
             logger.warning("%s: left alone, it has no shape yet; run the model once, then fold", name)
             continue
@@ -93,6 +96,13 @@ def fold(model: nn.Module) -> nn.Module:
     for marker in markers:
         marker.activation.train(marker.training)
     return replace(model, replaced)
+
+
+def _refuse_sharded(name: str, module: nn.Module) -> None:
+    for path, parameter in module.named_parameters(prefix=name):
+        if is_sharded(parameter):
+            remedy = "fold before the model is sharded, or load its full state dict into one that is not, and fold that"
+            raise sharded_error(f"model: {path!r}", remedy)
 
 
 def _computed(module: nn.Module) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-if dist.is_available():
-    from torch.distributed.tensor import DTensor
+from wnfused._modules import is_sharded, sharded_error
 
 T = TypeVar("T")
 
@@ -23,9 +23,11 @@ def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T
     Raises:
         ValueError: the parameters are sharded, or other ones than in the first process.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not (dist.is_available() and dist.is_initialized()):
         return initialise()
     _check_agreement(model)
+    if dist.get_world_size() == 1:
+        return initialise()
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -48,11 +50,13 @@ def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T
 
 def _check_agreement(model: nn.Module) -> None:
     """Every process raises, or none: one that went on alone would wait for the others for ever."""
-    held = [(name, list(p.shape), isinstance(p, DTensor)) for name, p in model.named_parameters()]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, held)
-    if any(sharded for parameters in gathered for _, _, sharded in parameters):
-        raise ValueError("model: its parameters are sharded (DTensor); initialise it first, then shard")
+    held = [(name, list(p.shape), is_sharded(p)) for name, p in model.named_parameters()]
+    gathered: list[Any] = [held] * dist.get_world_size()
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, held)
+    for name, _, sharded in itertools.chain.from_iterable(gathered):
+        if sharded:
+            raise sharded_error(f"model: {name!r}", "initialise the model first, then shard it")
     for rank, other in enumerate(gathered):
         if other != gathered[0]:
             raise ValueError(

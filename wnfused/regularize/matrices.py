@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from wnfused import functional
-from wnfused._modules import Filter
+from wnfused._modules import Filter, is_sharded, sharded_error
 from wnfused.init.graph import is_layer
 from wnfused.init.units import parameters_of
 from wnfused.nn import WNResidualStage
@@ -119,6 +119,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def of_layer(name: str, layer: nn.Module, weight: str) -> Iterator[tuple[str, Tensor]]:
     """Named matrices ``[n, r, c]`` of one layer; a stage's transition block is made of layers of its own."""
     if isinstance(layer, WNResidualStage):
+        _refuse_sharded(name, layer.weight_v)
         if layer.weight_v.numel():
             gains = layer.weight_g if weight == "effective" else torch.ones_like(layer.weight_g)
             rows = functional.weight_norm(layer.weight_v.flatten(0, 2).flatten(1), gains.flatten())
@@ -127,11 +128,19 @@ def of_layer(name: str, layer: nn.Module, weight: str) -> Iterator[tuple[str, Te
     held = parameters_of(layer)
     if held is None:
         assert isinstance(layer.weight, Tensor)
+        _refuse_sharded(name, layer.weight)
         yield name, as_matrices(layer, layer.weight)
         return
     v, g, dim = held
+    _refuse_sharded(name, v)
     w = v if g is None else functional.weight_norm(v, g if weight == "effective" else torch.ones_like(g), dim)
     yield name, as_matrices(layer, w)
+
+
+def _refuse_sharded(name: str, weight: Tensor) -> None:
+    if is_sharded(weight):
+        remedy = "leave it out by filter; DistributedDataParallel leaves weights whole"
+        raise sharded_error(f"model: the weight of {name!r}", remedy)
 
 
 def as_matrices(layer: nn.Module, w: Tensor) -> Tensor:

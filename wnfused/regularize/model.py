@@ -97,8 +97,8 @@ class Regularizer:
 
         Raises:
             TypeError: ``model`` is not a module.
-            ValueError: the model has no layer to regularise, or a lazy one without a shape; an initial gain that is
-                not above 0.
+            ValueError: the model has no layer to regularise, a lazy one without a shape or a sharded one; an initial
+                gain that is not above 0.
         """
         values = [self._values(layers).sum() for layers in self._layers(model)]
         dtype = reduce(torch.promote_types, (value.dtype for value in values))
@@ -168,8 +168,8 @@ def retract_(
     Raises:
         TypeError: ``model`` is not a module, ``gain`` not a number or ``filter`` not a function.
         ValueError: an unknown method; a gain that is not finite; a lazy layer without a shape; a weight that something
-            else computes, or normalised over other rows; NaN or inf in a weight. Nothing has been changed then: all new
-            weights are there before the first is written.
+            else computes, that is sharded, or normalised over other rows; NaN or inf in a weight. Nothing has been
+            changed then: all new weights are there before the first is written.
         RuntimeError: inside ``wnfused.frozen``.
 
     Source: Absil, Mahony & Sepulchre 2008, example 4.1.3; Hlav 2019.
