@@ -347,6 +347,18 @@ def test_what_is_no_axes_is_named(measured: Callable, ax: object, message: str) 
         measured().draw(ax)
 
 
+def test_the_band_of_norms_says_whose_theory_it_is() -> None:
+    pytest.importorskip("matplotlib")
+    models = {"": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))}
+    models[r": a stage multiplies norms by $\sqrt{2}$ to $\sqrt{e}$"] = nn.Sequential(
+        WNResidualStage(2, 2, 3), nn.Flatten()
+    )
+    for growth, model in models.items():
+        x = torch.randn(4, 2, 2, 2) if growth else torch.randn(4, 8)
+        for axis in layer_norms(model, x).draw():
+            assert f"theory of arpit2019's start{growth}" in axis.get_legend_handles_labels()[1]
+
+
 def test_what_is_no_path_is_named() -> None:
     with pytest.raises(TypeError, match="path: expected a path, got None"):
         similarity(nn.Linear(5, 3), torch.randn(4, 5)).save(None)  # type: ignore[arg-type]

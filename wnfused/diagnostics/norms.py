@@ -168,7 +168,8 @@ class NormProfile(Drawable):
             values = self._without_heads(values)
             over_stations(axis, np.where(np.isfinite(values) & (values > 0), values, np.nan), label)
             low, high = band()
-            name_of_band = r"theory: $\sqrt{2}$ to $\sqrt{e}$ a stage" if self.blocks.any() else "theory"
+            growth = r": a stage multiplies norms by $\sqrt{2}$ to $\sqrt{e}$" if self.blocks.any() else ""
+            name_of_band = f"theory of arpit2019's start{growth}"
             # Lines of other initialisations start where they start: one band, the first one's, says enough.
             if not any(patch.get_gid() == "theory" for patch in axis.collections):
                 x = np.arange(1, len(values) + 1)
