@@ -149,6 +149,23 @@ def test_a_library_that_does_not_load_leaves_a_working_package(tmp_path):
     assert "linear passes over backend 'native'" in result.stderr
 
 
+def test_a_checkout_imported_in_place_of_the_installed_package_says_so(tmp_path, monkeypatch):
+    """As after `pip install .` without -e, by a Python that was started in the checkout."""
+    sources, installed = tmp_path / "checkout" / "wnfused", tmp_path / "site-packages" / "wnfused"
+    for package in (sources, installed):
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        metadata = package.parent / "wnfused-0.1.0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text("Metadata-Version: 2.1\nName: wnfused\nVersion: 0.1.0\n")
+    monkeypatch.setattr(library, "_PACKAGE", sources)
+    monkeypatch.setattr(sys, "path", [str(sources.parent), str(installed.parent)])
+    says = library.opened("cpu")
+    assert f"{sources} holds the sources alone, and was imported in place of {installed}; start Python in" in says
+    monkeypatch.setattr(sys, "path", [str(sources.parent)])
+    assert "the C++ library was not built; `pip install" in library.opened("cpu")
+
+
 def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
     """With another signature a call would crash. A wheel has no sources to differ from."""
     package = tmp_path / "wnfused"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import json
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -33,8 +34,7 @@ def opened(name: str) -> str | None:
     file = _PACKAGE / "_build.json"
     record = json.loads(file.read_text()) if file.exists() else {}
     if library is None:
-        otherwise = f"the {_KINDS[name]} library was not built; `pip install --no-build-isolation .` builds it"
-        return record.get("not_built", {}).get(name, otherwise)
+        return record.get("not_built", {}).get(name) or _not_built(_KINDS[name])
     csrc = _PACKAGE.parent / "csrc"  # of a checkout that the library was built in
     declarations = record.get("declarations")
     for source in sorted(found for files in _DECLARED[name] for found in csrc.glob(files)):
@@ -55,4 +55,24 @@ def opened(name: str) -> str | None:
             torch.ops.load_library(str(library))
     except (ImportError, OSError) as error:
         return f"{library.name} does not load: {error}"
+    return None
+
+
+def _not_built(kind: str) -> str:
+    """Of a package that no build has left its record in."""
+    installed = _installed_elsewhere()
+    if installed is None:
+        return f"the {kind} library was not built; `pip install --no-build-isolation .` builds it"
+    return (
+        f"{_PACKAGE} holds the sources alone, and was imported in place of {installed}; start Python in another "
+        "folder, or install in place, by `pip install --no-build-isolation -e .`"
+    )
+
+
+def _installed_elsewhere() -> Path | None:
+    """The installed package that Python passed over for this one, which the folder that it was started in holds."""
+    for distribution in importlib.metadata.distributions(name="wnfused"):
+        package = Path(str(distribution.locate_file("wnfused")))
+        if (package / "__init__.py").exists() and not package.samefile(_PACKAGE):
+            return package
     return None
