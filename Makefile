@@ -1,15 +1,18 @@
 # make demo | test | install | bench | paper | lint | gate | docs   each does the set-up it needs, once
 #
 #   VENV=path   virtual environment to create and use (default .venv)
-#   VENV=       use the active environment, which must have torch >= 2.11
-#   TORCH=spec  what to install as torch (default torch==2.13.0)
+#   VENV=       use the active environment, which must have torch >= 2.11; the extras train and test go into it, too
+#   TORCH=spec  what to install as torch (default torch==2.13.0): one requirement, in quotes if it has spaces
+#
+# pip's own variables say where it comes from:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make TORCH=torch==2.13.0+cpu install
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 
 # The gate's tables hold for the registers that Triton 3.7 needs, and a CPU build of torch brings no Triton; any other torch
 # keeps the one that it asks for.
-TRITON := triton$(if $(filter torch==2.13.0,$(TORCH)),==3.7.*); sys_platform == 'linux'
+TRITON := triton$(if $(filter torch==2.13.0 torch==2.13.0+%,$(TORCH)),==3.7.*); sys_platform == 'linux'
 
 ifeq ($(strip $(VENV)),)
 PYTHON := python3

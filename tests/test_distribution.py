@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -82,3 +85,21 @@ def test_without_torch_it_builds_a_package_in_plain_torch(unpacked: Path, tmp_pa
     assert (tmp_path / "package" / "wnfused" / "py.typed").exists()
     said = run("-W", "error", "-c", USE, cwd=tmp_path, path=tmp_path / "package")
     assert said.startswith("torch was not importable when wnfused was built; install torch first")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("torch", "triton"),
+    [
+        ("torch==2.13.0", "triton==3.7.*; "),
+        ("torch==2.13.0+cpu", "triton==3.7.*; "),
+        ("torch==2.15.0", "triton; "),
+        ("torch >= 2.12, < 2.14", "triton; "),
+    ],
+)
+def test_make_hands_a_requirement_of_torch_to_pip_as_it_stands(torch: str, triton: str) -> None:
+    command = ["make", "--dry-run", "--always-make", "install", "VENV=nowhere", f"TORCH={torch}"]
+    alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    shown = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True).stdout
+    line = next(line for line in shown.splitlines() if "setuptools" in line)
+    assert shlex.split(line)[-4:-2] == [torch, f"{triton}sys_platform == 'linux'"]
