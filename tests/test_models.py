@@ -33,6 +33,16 @@ def test_wrn_has_its_depth(depth, norm):
         assert layers(wrn(depth, stack=False)) == depth
 
 
+@pytest.mark.parametrize("x", [torch.ones(16), torch.tensor(1.0)])
+def test_an_mlp_says_that_it_takes_batches(x):
+    model = mlp(2, 8, in_features=16)
+    with pytest.raises(ValueError, match=r"x: shape \[.*\] must be \[n, \.\.\.\] for n samples"):
+        model(x)
+    batch = torch.randn(3, 16)
+    for traced in (torch.fx.symbolic_trace(model), torch.jit.script(mlp(2, 8, in_features=16, norm="none"))):
+        assert traced(batch).shape == (3, 10)
+
+
 @pytest.mark.parametrize("norm", ["weight", "batch", "none"])
 @pytest.mark.parametrize(("channels", "size"), [(1, (8, 8)), (3, (9, 7)), (3, (32, 32))])
 def test_any_input_size_and_width(norm, channels, size):

@@ -17,7 +17,7 @@ class MLP(nn.Module):
         in_features: numbers of one flattened input.
 
     Raises:
-        ValueError: naming the argument, its value and what is right.
+        ValueError: naming the argument, its value and what is right; an input that is no batch.
     """
 
     def __init__(self, depth: int, width: int, num_classes: int, in_features: int, norm: str) -> None:
@@ -31,6 +31,8 @@ class MLP(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Tensor) and x.dim() < 2:  # torch.fx traces with what is no tensor
+            raise ValueError(f"x: shape {list(x.shape)} must be [n, ...] for n samples")
         return self.head(self.layers(x.flatten(1)))
 
 
