@@ -226,16 +226,16 @@ template <int M, class PixelAt>
 WNFUSED_INLINE void gradient_transform(const PixelAt& pixel, float* target, int64_t stride, float* sum) {
   constexpr int kPatch = M + 2;
   for (int part = 0; part < kLanes; part += kNativeLanes) {
-    alignas(64) float columns[M][kPatch * kNativeLanes];
+    Patch<M> columns[M];
     Native total = load_native(sum + part);
     for_each_of<M>([&](int j) __attribute__((always_inline)) {
       const auto column = vectors_of<M>([&](int y) __attribute__((always_inline)) { return pixel(y, j, part); });
       total = total + sum_of(column);
-      store_vectors(columns[j], kNativeLanes, Winograd<M>::gradient(column));
+      columns[j] = Winograd<M>::gradient(column);
     });
     store_native(sum + part, total);
     for_each_of<kPatch>([&](int y) __attribute__((always_inline)) {
-      const auto row = load_vectors<M>(columns[0] + y * kNativeLanes, kPatch * kNativeLanes);
+      const auto row = vectors_of<M>([&](int j) __attribute__((always_inline)) { return columns[j].at[y]; });
       store_vectors(target + part + kPatch * y * stride, stride, Winograd<M>::gradient(row));
     });
   }
@@ -246,14 +246,13 @@ template <int M>
 WNFUSED_INLINE void filter_gradient(const float* source, int64_t source_stride, float* target, int64_t stride) {
   constexpr int kPatch = M + 2;
   for (int part = 0; part < kLanes; part += kNativeLanes) {
-    alignas(64) float columns[kPatch][3 * kNativeLanes];
+    Vectors<3> columns[kPatch];
     for_each_of<kPatch>([&](int j) __attribute__((always_inline)) {
-      store_vectors(columns[j], kNativeLanes,
-                    Winograd<M>::filter_gradient(
-                        load_vectors<kPatch>(source + part + j * source_stride, kPatch * source_stride)));
+      columns[j] = Winograd<M>::filter_gradient(
+          load_vectors<kPatch>(source + part + j * source_stride, kPatch * source_stride));
     });
     for_each_of<3>([&](int k) __attribute__((always_inline)) {
-      const auto row = load_vectors<kPatch>(columns[0] + k * kNativeLanes, 3 * kNativeLanes);
+      const auto row = vectors_of<kPatch>([&](int j) __attribute__((always_inline)) { return columns[j].at[k]; });
       store_vectors(target + part + 3 * k * stride, stride, Winograd<M>::filter_gradient(row));
     });
   }
