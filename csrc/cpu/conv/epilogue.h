@@ -32,7 +32,7 @@ struct ConvEpilogue {
   const float* other;    // kResidual, kAdd, kLayer
   const Operand* mask;   // kMask: a
   const float* bias;     // kRelu, kResidual, kLayer: null for none
-  Operand* fresh;        // the output again, where it is memory that no worker's cache holds; else null
+  Operand* fresh;        // the output again, where its lines are to be fetched before they are written; else null
   float factor;          // kLayer: the slope below 0
   Activation activation; // kLayer
   bool round;            // float operands: rounded to bfloat16 all the same

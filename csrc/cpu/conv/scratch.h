@@ -6,21 +6,25 @@
 
 namespace wnfused::cpu {
 
+// Floats between the regions of two workers. A processor that reads a region to its end fetches on, and the worker whose
+// lines those are then waits for each of them in turn, as it writes them: with cores of two dies twice the time of a
+// small map's convolution.
+constexpr int64_t kApart = 2048;
+
 // The line of zeros, `shared` banks unless workers have their own, and `worker_floats` for each worker.
 template <class G>
 void lay_out_common(Arena& arena, const G& geometry, int64_t shared, int64_t workers, int64_t worker_floats,
                     Scratch& scratch) {
   scratch.zeros = arena.take(zeros_floats(geometry));
   if (geometry.own_banks) {
-    scratch.own_bank_stride = geometry.bank_size() + geometry.padded_outputs + kLanes;
+    scratch.own_bank_stride = geometry.bank_size() + geometry.padded_outputs + kLanes + kApart;
     scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
   } else {
     for (int64_t i = 0; i < shared; ++i)
       scratch.bank[i] = {arena.take(geometry.bank_size()), arena.take(geometry.padded_outputs)};
   }
-  // One line more, so that workers do not share a line of cache, and an odd number of them, so that they do not share
-  // its sets.
-  scratch.worker_stride = ((worker_floats / kLanes + 2) | 1) * kLanes;
+  // An odd number of lines, so that workers do not share the sets of a cache that they share.
+  scratch.worker_stride = ((worker_floats / kLanes + 2) | 1) * kLanes + kApart;
   scratch.worker = arena.take(scratch.worker_stride * workers);
   scratch.packing = 0;
 }

@@ -122,6 +122,11 @@ class Worker {
   int64_t count() const { return queue_.workers(); }
   bool is_alone() const { return count() == 1; }
 
+  // Whether an item of a group of `items` is the first or the last of this worker's share: its neighbour is another's.
+  bool is_at_edge(int64_t item, int64_t items) const {
+    return !is_alone() && (item == share_begin(items, index_) || item + 1 == share_begin(items, index_ + 1));
+  }
+
   // Runs this worker's part of groups of so many items, numbered through. Every worker calls phase() with the same groups
   // in the same order.
   template <class Run>

@@ -187,9 +187,10 @@ class Backward {
   // An item of the data gradient of `convolution`.
   template <Ending kEnding>
   void convolution(int64_t convolution, int64_t item, const Operand* map, bool round_map, const Operand* next,
-                   const ConvEpilogue<Operand>& epilogue) {
+                   ConvEpilogue<Operand>& epilogue) {
     const Bank& bank = banks_.of(convolution, item,
                                  [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
+    fetch_output(geometry_, worker_, item, false, epilogue);
     convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
                               {upcoming_weights(job_.v, geometry_, convolution, -1, item), upcoming_map(next, item)},
                               scratch_, *job_.poisoned, finds_panel(geometry_, item, left_));

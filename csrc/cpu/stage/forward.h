@@ -41,10 +41,9 @@ class Forward {
   void hidden(int64_t b, const BlockMaps<Operand>& maps, bool last) {
     ConvEpilogue<Operand> epilogue{};
     epilogue.operand = maps.hidden;
-    epilogue.fresh = fresh(maps.hidden, true);
     epilogue.round = job_.round_operands;
     epilogue.saved = maps.saved_hidden;
-    phase<Ending::kRelu>(2 * b, maps.stream.operand, job_.round_operands, epilogue, last);
+    phase<Ending::kRelu>(2 * b, maps.stream.operand, job_.round_operands, true, epilogue, last);
   }
 
   // Second convolution of block b and the residual sum; after it, unless it is the last one, comes the next block.
@@ -53,18 +52,19 @@ class Forward {
     epilogue.operand = maps.next.operand;
     epilogue.out = maps.next.sum;
     epilogue.other = maps.stream.sum;
-    epilogue.fresh = fresh(maps.next.operand, b + 1 < geometry_.blocks);
     epilogue.factor = job_.skip_scale;
     epilogue.saved = maps.saved_next;
-    phase<Ending::kResidual>(2 * b + 1, maps.hidden, false, epilogue, last);
+    phase<Ending::kResidual>(2 * b + 1, maps.hidden, false, b + 1 < geometry_.blocks, epilogue, last);
   }
 
  private:
   template <Ending kEnding>
-  void phase(int64_t convolution, const Operand* map, bool round_map, ConvEpilogue<Operand>& epilogue, bool last) {
+  void phase(int64_t convolution, const Operand* map, bool round_map, bool saved, ConvEpilogue<Operand>& epilogue,
+             bool last) {
     const bool own = geometry_.own_banks;
     float* packed_norm = own && !packs_once() ? nullptr : norm_;
     const int64_t prepared = count_of(own ? norm_ != packed_norm : !last, geometry_.channel_blocks);
+    const bool fresh = saved && job_.saved.in_place;
     LeftPanels left;
     worker_.phase({geometry_.conv_items(), prepared}, [&](int64_t item) {
       if (item < geometry_.conv_items()) {
@@ -74,6 +74,7 @@ class Forward {
                                      });
         // Kernels copy the epilogue in whole vectors, which would wait for a store into it to leave the core.
         if (epilogue.bias != bank.bias) epilogue.bias = bank.bias;
+        fetch_output(geometry_, worker_, item, fresh, epilogue);
         convolution_item<kEnding>(geometry_, item, map, round_map, job_.scratch.zeros, bank.weights, epilogue,
                                   {upcoming_weights(job_.v, geometry_, convolution, 1, item), {}}, scratch_,
                                   *job_.poisoned, finds_panel(geometry_, item, left));
@@ -84,12 +85,6 @@ class Forward {
         pack(convolution + 1, item - geometry_.conv_items(), job_.scratch.bank[(convolution + 1) % 2], norm_);
       }
     });
-  }
-
-  // A map that is written into saved memory. Lines that workers share are called back when they are needed, not before:
-  // another worker may not have read them yet.
-  Operand* fresh(Operand* map, bool saved) const {
-    return saved && job_.saved.in_place && !geometry_.weights_stay ? map : nullptr;
   }
 
   // Whether a row is packed by one worker and once: it is measured then, too. Nothing is packed for an empty batch.

@@ -60,6 +60,18 @@ StreamMap<Operand> scratch_stream(const Scratch& scratch) {
   return {scratch.stream, as_operand<Operand>(is_pair<Operand>() ? scratch.operand : scratch.stream)};
 }
 
+// Whether item `item` of a convolution fetches the lines of its output, the epilogue's operand, before it writes them:
+// those that are `fresh`, memory that no worker's cache holds, and those beside another worker's, which has read them.
+// Workers that share all maps call lines back when they are needed.
+template <class Operand>
+inline void fetch_output(const Geometry& geometry, const Worker& worker, int64_t item, bool fresh,
+                         ConvEpilogue<Operand>& epilogue) {
+  const bool read_beside = !is_pair<Operand>() && worker.is_at_edge(item, geometry.conv_items());
+  const bool fetched = !geometry.weights_stay && (fresh || read_beside);
+  Operand* map = fetched ? epilogue.operand : nullptr;
+  if (epilogue.fresh != map) epilogue.fresh = map;
+}
+
 // The rounded copy of a stream map.
 template <class Operand>
 inline void round_stream(const Geometry& geometry, const StreamMap<Operand>& map, int64_t item) {
