@@ -6,11 +6,6 @@
 
 namespace wnfused::cpu {
 
-// Floats between the regions of two workers. A processor that reads a region to its end fetches on, and the worker whose
-// lines those are then waits for each of them in turn, as it writes them: with cores of two dies twice the time of a
-// small map's convolution.
-constexpr int64_t kApart = 2048;
-
 // The line of zeros, `shared` banks unless workers have their own, and `worker_floats` for each worker.
 template <class G>
 void lay_out_common(Arena& arena, const G& geometry, int64_t shared, int64_t workers, int64_t worker_floats,

@@ -127,9 +127,9 @@ int64_t pixel_floats(const MapShape& shape) { return kMapPixels * shape.padded_c
 
 // A worker's bank and, behind its bias, a note of which blocks it has packed (depthwise/driver.h).
 void lay_out_banks(Arena& arena, const Depthwise& layer, int64_t workers, int64_t worker_floats, Scratch& scratch) {
-  scratch.own_bank_stride = layer.bank_size() + 2 * layer.padded_outputs + kLanes;
+  scratch.own_bank_stride = layer.bank_size() + 2 * layer.padded_outputs + kLanes + kApart;
   scratch.own_bank = arena.take(scratch.own_bank_stride * workers);
-  scratch.worker_stride = worker_floats + 3 * kLanes;
+  scratch.worker_stride = worker_floats + 3 * kLanes + kApart;
   scratch.worker = arena.take(scratch.worker_stride * workers);
 }
 

@@ -74,8 +74,8 @@ std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tens
   const std::optional<Tensor> added = residual ? std::optional(in_planes(*residual)) : std::nullopt;
   const int64_t workers = product_workers(products_of(shape));
   const ProductShares shares = share_products(product_shape(shape, shape.outputs, shape.inputs), workers);
-  const int64_t packed = WideShape(shares.groups.largest() * kLanes, shape.inputs, {1}).size();
-  const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks));
+  const int64_t packed = WideShape(shares.groups.largest() * kLanes, shape.inputs, {1}).size() + kApart;
+  const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks)) + kApart;
   const Workspace memory(workers * (packed + own));
   const PlanesForward job{shape,
                           entries<float>(maps),
@@ -128,8 +128,8 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
   const ProductShares shares = share_products(product_shape(shape, shape.inputs, shape.outputs), workers);
   const Cut row_blocks = cut(shape.outputs, kNarrowRows / kLanes, workers);
   const Cut columns = cut_blocks(channels, kWideBlocks, divide_up(workers, row_blocks.parts));
-  const int64_t packed = needs.x ? WideShape(shares.groups.largest() * kLanes, shape.outputs, {1}).size() : 0;
-  const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks));
+  const int64_t packed = needs.x ? WideShape(shares.groups.largest() * kLanes, shape.outputs, {1}).size() + kApart : 0;
+  const int64_t own = kNarrowRows * (kDepthChunk + row_stride(kWideBlocks)) + kApart;
   const int64_t copies = needs.v ? depth.chunks * channels * depth.units() * kLanes : 0;
   const int64_t weights = needs.v ? row_blocks.count * kLanes * row_stride(channels) : 0;
   const Workspace memory(copies + weights + workers * (packed + own));

@@ -132,7 +132,7 @@ void linear_by_panels_backward(const LinearGradient& call, const Tensor& dz) {
       product_cuts(features, blocks, std::min(most_rows(rows), kMostOfGradient / inner), workers);
   const int64_t stride = row_stride(divide_up(rows, kLanes)), turned = call.dv ? features * stride : 0;
   const int64_t depth = std::min(PanelBackward::kDepth, std::max(call.dx ? features : 0, call.dv ? rows : 0));
-  const int64_t panels = PanelBackward::kGroup * depth * kLanes;
+  const int64_t panels = PanelBackward::kGroup * depth * kLanes + kApart;
   const Workspace memory(turned + workers * panels);
   const std::vector<float> scale = scales_of(call.gain, call.norms, features);
   const auto out = [](std::optional<Tensor> t) { return t ? static_cast<float*>(t->mutable_data_ptr()) : nullptr; };

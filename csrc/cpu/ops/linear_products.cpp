@@ -73,8 +73,8 @@ bool linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const int64_t item_rows = kernels.tiles ? tile_item_rows(lanes) : kNarrowRows;
   const auto [groups, row_blocks, cost] =
       share_products({lane_blocks, most_blocks, features, item_rows, kTransposed}, workers);
-  const int64_t packed = WideShape(groups.largest() * kLanes, inner, kernels.unit).size();
-  const int64_t own = kNarrowRows * kDepthChunk + item_rows * (kLanes + kWideBlocks * kLanes);
+  const int64_t packed = WideShape(groups.largest() * kLanes, inner, kernels.unit).size() + kApart;
+  const int64_t own = kNarrowRows * kDepthChunk + item_rows * (kLanes + kWideBlocks * kLanes) + kApart;
   const Workspace memory(workers * (packed + own));
   std::atomic<bool> out_of_range{false};
   const LinearForward job{
@@ -98,10 +98,10 @@ bool linear_by_products_backward(const LinearKernels& kernels, const LinearGradi
   const int64_t most_blocks = std::clamp(kGradientFloats / columns / kLanes, int64_t{1}, kNarrowRows / kLanes);
   const Cut row_blocks = cut(features, most_blocks, workers);
   const bool shared = workers > 1 && shape.size() > kOwnFloats;
-  const int64_t packed = call.dv ? shape.size() : 0, copies = shared ? 1 : workers;
+  const int64_t packed = call.dv ? shape.size() + kApart : 0, copies = shared ? 1 : workers;
   const int64_t inputs = call.dx ? kWideBlocks * kLanes * kDepthChunk + row_stride(kWideBlocks) * kInputRows : 0;
   const int64_t weights = call.dv ? row_blocks.largest() * kLanes * row_stride(shape.blocks) : 0;
-  const int64_t own = kNarrowRows * kDepthChunk + std::max(inputs, weights);
+  const int64_t own = kNarrowRows * kDepthChunk + std::max(inputs, weights) + kApart;
   const Workspace memory(copies * packed + workers * own);
   const std::vector<float> scale = scales_of(call.gain, call.norms, features);
   std::atomic<bool> out_of_range{false};

@@ -188,6 +188,7 @@ class Backward {
   template <Ending kEnding>
   void convolution(int64_t convolution, int64_t item, const Operand* map, bool round_map, const Operand* next,
                    ConvEpilogue<Operand>& epilogue) {
+    fetch_input(geometry_, worker_, item, map);
     const Bank& bank = banks_.of(convolution, item,
                                  [&](int64_t block, const Bank& target) { pack(convolution, block, target); });
     fetch_output(geometry_, worker_, item, false, epilogue);

@@ -68,6 +68,7 @@ class Forward {
     LeftPanels left;
     worker_.phase({geometry_.conv_items(), prepared}, [&](int64_t item) {
       if (item < geometry_.conv_items()) {
+        fetch_input(geometry_, worker_, item, map);
         const Bank& bank = banks_.of(convolution, item,
                                      [&](int64_t block, const Bank& target) {
                                        pack(convolution, block, target, packed_norm);

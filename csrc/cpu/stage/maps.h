@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cpu/conv/maps.h"
+#include "cpu/conv3x3/conv.h"
 #include "cpu/stage/stage.h"
 #include "cpu/vec/prefetch.h"
 
@@ -58,6 +59,35 @@ Operand* as_operand(float* scratch) {
 template <class Operand>
 StreamMap<Operand> scratch_stream(const Scratch& scratch) {
   return {scratch.stream, as_operand<Operand>(is_pair<Operand>() ? scratch.operand : scratch.stream)};
+}
+
+// Fetches what item `item` of a convolution reads of other workers' outputs, before its bank is packed: lines of another
+// die take longer than a unit of it. Workers that share all maps wrote the other groups' channels, others the lines of
+// pixels above and below theirs.
+template <class Operand>
+inline void fetch_input(const Geometry& geometry, const Worker& worker, int64_t item, const Operand* map) {
+  if (is_pair<Operand>() || !geometry.is_winograd() || !worker.is_at_edge(item, geometry.conv_items())) return;
+  const auto [chunk, group] = geometry.conv_item(item);
+  const int64_t channels = geometry.padded_channels;
+  const auto fetch = [&](int64_t pixel, int64_t count, int64_t first, int64_t last) {
+    for (const Operand* at = map + pixel * channels; count > 0; --count, at += channels)
+      for (int64_t b = first; b < last; ++b) __builtin_prefetch(at + b * kLanes);
+  };
+  if (geometry.weights_stay) {
+    constexpr int64_t kMost = 1 << 14;  // floats that a first-level cache holds beside what is packed
+    if (geometry.conv_chunks > 1 || geometry.map_size() > kMost) return;
+    const int64_t begin = group * geometry.conv_group_blocks, end = begin + geometry.conv_group_blocks;
+    fetch(0, geometry.pixels(), 0, begin);
+    fetch(0, geometry.pixels(), end, geometry.channel_blocks);
+    return;
+  }
+  const int64_t first = chunk * geometry.conv_rows;
+  const Unit top = unit_at(geometry, first);
+  const Unit bottom = unit_at(geometry, smaller(first + geometry.conv_rows, geometry.units) - 1);
+  const int64_t below = bottom.y + geometry.tile;
+  if (top.y > 0) fetch(pixel_index(geometry, {top.image, top.y - 1, 0}), geometry.width, 0, geometry.channel_blocks);
+  if (below < geometry.height)
+    fetch(pixel_index(geometry, {bottom.image, below, 0}), geometry.width, 0, geometry.channel_blocks);
 }
 
 // Whether item `item` of a convolution fetches the lines of its output, the epilogue's operand, before it writes them:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cpu/machine/workspace.h"
 #include "cpu/vec/lanes.h"
 
 namespace wnfused::cpu {
@@ -129,7 +130,7 @@ StripRoom strip_room(const Strips& strips, const StripCut& cut) {
   room.targets = strips.source_planes() * cut.source_floats;
   room.weights = room.targets + cut.targets * cut.target_floats;
   room.lines = room.weights + round_up(strips.targets * strips.sources * strips.channel_taps, kLanes);
-  room.size = room.lines + round_up(lines * static_cast<int64_t>(sizeof(StripLine) / sizeof(float)), kLanes);
+  room.size = room.lines + round_up(lines * static_cast<int64_t>(sizeof(StripLine) / sizeof(float)), kLanes) + kApart;
   return room;
 }
 
