@@ -40,10 +40,28 @@ bool run(int64_t workers, int round) {
   return true;
 }
 
+// Where the owner changes from one item to the next, both are at an edge; a worker alone has none.
+bool edges(int64_t workers) {
+  WorkQueue queue(workers);
+  std::vector<Worker> all;
+  for (int64_t w = 0; w < workers; ++w) all.emplace_back(queue, w);
+  const auto owner = [&](int64_t item) {
+    int64_t w = 0;
+    while (kItems * (w + 1) / workers <= item) ++w;
+    return w;
+  };
+  for (int64_t i = 0; i < kItems; ++i) {
+    const bool begins = i == 0 || owner(i - 1) != owner(i), ends = i + 1 == kItems || owner(i + 1) != owner(i);
+    if (all[owner(i)].is_at_edge(i, kItems) != (workers > 1 && (begins || ends))) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
   const int64_t workers = std::atoi(arguments[1]);
+  if (!edges(workers)) return std::puts("an edge is missing"), 1;
   for (int round = 0; round < 100; ++round)
     if (!run(workers, round)) return std::puts("a phase was lost"), 1;
   return 0;
