@@ -369,3 +369,12 @@ def test_frozen_layers_are_traced_as_open_ones():
     with wnfused.frozen(model):
         traced = torch.fx.symbolic_trace(model)
         torch.testing.assert_close(traced(x), model(x))
+
+
+def test_a_sequence_with_a_place_left_empty():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model[1] = None
+    model = wnfused.convert(model, plain=True)
+    assert isinstance(model[0], wnfused.WNLinear)
+    assert model[1] is None
+    assert type(wnfused.fold(model)[2]) is nn.Linear

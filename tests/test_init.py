@@ -195,6 +195,25 @@ def test_a_model_that_does_not_trace_is_read_by_its_structure():
     assert {entry.layer: entry.gamma for entry in stated}["tail"] == 2
 
 
+class EitherWay(nn.Module):
+    """A model that no trace goes through, made of parts."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_a_list_with_a_place_left_empty():
+    model = EitherWay(
+        layers=nn.ModuleList([nn.ModuleList([WNLinear(4, 4), None]), None, wnfused.WNResidualBlock(4, 4)])
+    )
+    assert gammas(model) == {"layers.0.0": 1, "layers.2.conv1": 2, "layers.2.conv2": 1}
+
+
 # ------------------------------------------------------------------------------------------------------- schemes
 
 

@@ -178,9 +178,9 @@ def _is_in_place(node: fx.Node) -> bool:
     return bool(node.meta.get(WRITES)) or _name(node).endswith("_") or bool(node.kwargs.get("inplace"))
 
 
-def _is_fusable(module: nn.Module) -> bool:
+def _is_fusable(module: nn.Module | None) -> bool:
     """A ReLU, or a leaky one whose output's sign is its input's; called by no method of the user's."""
-    if "forward" in vars(module):
+    if module is None or "forward" in vars(module):
         return False
     return type(module) is nn.ReLU or (type(module) is nn.LeakyReLU and 0 <= module.negative_slope < math.inf)
 

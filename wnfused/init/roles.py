@@ -227,7 +227,7 @@ def _places_in_stages(model: nn.Module) -> dict[nn.Module, dict[str, int]]:
                 if stage is None or is_layer(child.shortcut):
                     stages.append(stage := [])
                 stage.append(child)
-            elif any(map(is_layer, child.modules())):
+            elif child is not None and any(map(is_layer, child.modules())):
                 stage = None
     return {block: {"block": i, "num_blocks": len(stage)} for stage in stages for i, block in enumerate(stage, start=1)}
 
