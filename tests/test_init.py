@@ -214,6 +214,18 @@ def test_a_list_with_a_place_left_empty():
     assert gammas(model) == {"layers.0.0": 1, "layers.2.conv1": 2, "layers.2.conv2": 1}
 
 
+def test_an_activation_that_layers_share_comes_after_each():
+    act = nn.ReLU()
+    model = EitherWay(body=nn.Sequential(WNLinear(4, 4), act, WNLinear(4, 4), act, WNLinear(4, 4)))
+    assert gammas(model) == {"body.0": 2, "body.2": 2, "body.4": 1}
+
+
+def test_a_layer_that_sequences_share_has_one_role():
+    layer = WNLinear(4, 4)
+    model = EitherWay(first=nn.Sequential(layer, nn.ReLU()), second=nn.Sequential(layer, nn.ReLU(), layer, nn.Tanh()))
+    assert gammas(model) == {"first.0": 2}
+
+
 # ------------------------------------------------------------------------------------------------------- schemes
 
 

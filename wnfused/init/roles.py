@@ -182,9 +182,11 @@ def _roles_by_structure(model: nn.Module) -> list[Role]:
     branches = 0
     stages = _places_in_stages(model)
     alone = {m for m in model.modules() if isinstance(m, _BLOCKS) and m not in stages}
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
 
     def place(name: str, layer: nn.Module, **place: Any) -> None:
-        roles[name] = Role(name, layer, **{"activation_gamma": _fused_gamma(layer), **place})
+        if name in order:  # a shared layer has its role under its first name
+            roles[name] = Role(name, layer, **{"activation_gamma": _fused_gamma(layer), **place})
 
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -208,7 +210,6 @@ def _roles_by_structure(model: nn.Module) -> list[Role]:
     for name, module in model.named_modules():
         if is_layer(module) and name not in roles and not _inside_stage(name, model):
             place(name, module, placed=_fused_gamma(module) != 1.0)
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     ordered = sorted(roles.values(), key=lambda role: order[role.name])
     if ordered and not ordered[-1].branch and ordered[-1].activation_gamma == 1.0:
         ordered[-1] = replace(ordered[-1], head=True)
@@ -233,6 +234,7 @@ def _places_in_stages(model: nn.Module) -> dict[nn.Module, dict[str, int]]:
 
 
 def _neighbours(sequence: nn.Sequential) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Every module of a sequence that another one follows, with its name and that other one."""
-    for (name, child), after in itertools.pairwise(sequence.named_children()):
-        yield name, child, after[1]
+    """Every module of a sequence that another one follows, with its name and that other one; shared ones each time."""
+    children = [(name, child) for name, child in sequence._modules.items() if child is not None]
+    for (name, child), (_, after) in itertools.pairwise(children):
+        yield name, child, after
