@@ -152,6 +152,11 @@ def test_what_would_take_the_weight_over_is_refused(who, apply):
     assert set(layer.state_dict()) == {"weight_v", "weight_g", "bias"}
 
 
+def test_who_removes_a_parametrization_is_told_that_there_is_none():
+    with pytest.raises(RuntimeError, match=r"nor has it a parametrization to remove: .*wnfused\.fold\(model\)"):
+        parametrize.remove_parametrizations(WNLinear(3, 3), "weight")
+
+
 def test_weight_v_can_be_parametrised():
     class Doubled(nn.Module):
         def forward(self, v):

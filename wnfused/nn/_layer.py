@@ -56,7 +56,7 @@ class _Refuses(nn.ModuleDict):
         return name == "weight"
 
     def __getitem__(self, name: str) -> nn.Module:
-        raise RuntimeError(f"weight: cannot be parametrized, {NOT_STORED}")
+        raise RuntimeError(f"weight: cannot be parametrized, nor has it a parametrization to remove: {NOT_STORED}")
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
