@@ -269,12 +269,12 @@ def test_cuda_graphs_need_cuda(tmp_path: Path, device: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"epochs": 1.5}, "--epochs 1.5: must be of type int"),
-        ({"depth": True}, "--depth True: must be of type int"),
-        ({"lr": "0.1"}, "--lr 0.1: must be of type float"),
-        ({"width": "2"}, "--width 2: must be of type int or None"),
-        ({"devices": 2}, "--devices 2: must be of type str"),
-        ({"milestones": [1]}, r"--milestones \[1\]: must be of type tuple"),
+        ({"epochs": 1.5}, "--epochs 1.5: must be of type int, not float"),
+        ({"depth": True}, "--depth True: must be of type int, not bool"),
+        ({"lr": "0.1"}, "--lr 0.1: must be of type float, not str"),
+        ({"width": "2"}, "--width 2: must be of type int or None, not str"),
+        ({"devices": 2}, "--devices 2: must be of type str, not int"),
+        ({"milestones": [1]}, r"--milestones \[1\]: must be of type tuple, not list"),
         ({"milestones": ("a",)}, r"--milestones \('a',\): must be epochs"),
         ({"milestones": (1.5,)}, r"--milestones \(1\.5,\): must be epochs"),
         ({"milestones": (True,)}, r"--milestones \(True,\): must be epochs"),
@@ -402,12 +402,12 @@ def test_numbers_of_numpy_become_pythons_own() -> None:
     assert config == TrainConfig(depth=40, milestones=(2,), lr=1, momentum=0.5, init_options=own)
     assert {name: type(value) for name, value in config.init_options.items()} == {n: type(v) for n, v in own.items()}
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
-    with pytest.raises(UsageError, match=r"--epochs 2\.0: must be of type int"):
+    with pytest.raises(UsageError, match=r"--epochs 2\.0: must be of type int, not float"):
         TrainConfig(epochs=np.float64(2))  # type: ignore[arg-type]
 
 
 def test_a_configuration_is_read_from_a_dict() -> None:
     with pytest.raises(TypeError, match="content: expected a dict, got int"):
         TrainConfig.from_dict(3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="--milestones 3: must be of type tuple"):
+    with pytest.raises(UsageError, match="--milestones 3: must be of type tuple, not int"):
         TrainConfig.from_dict({"milestones": 3})

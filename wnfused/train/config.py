@@ -143,7 +143,8 @@ class TrainConfig:
             value = getattr(self, name)
             fits = isinstance(value, (int, float) if kind is float else kind)
             if not (fits and isinstance(value, bool) == (kind is bool)) and not (optional and value is None):
-                raise UsageError(name, value, f"must be of type {kind.__name__}{' or None' if optional else ''}")
+                right = f"must be of type {kind.__name__}{' or None' if optional else ''}, not {type(value).__name__}"
+                raise UsageError(name, value, right)
 
     def _check_names(self) -> None:
         if self.data not in names():
