@@ -266,6 +266,12 @@ def test_cuda_graphs_need_cuda(tmp_path: Path, device: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_float16_is_not_mixed_on_the_cpu_where_bfloat16_would_take_its_place(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--precision 16-mixed: is not for the CPU, .* bf16-mixed is"):
+        train(replace(SMALL, precision="16-mixed", device="cpu"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

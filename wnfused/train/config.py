@@ -67,7 +67,7 @@ class TrainConfig:
     mixup: float = _option(0.0, "augment by mixing pairs of images, with shares from Beta(mixup, mixup)")
     seed: int = _option(0, "of the weights, the validation split, the order and the augmentation")
     cuda_graph: bool = _option(False, "record the network as CUDA graphs and replay them; one CUDA device")
-    precision: str = _option("32-true", "as Lightning names them", PRECISIONS)
+    precision: str = _option("32-true", "as Lightning names them; 16-mixed for CUDA alone", PRECISIONS)
     device: str = _option("auto", "cpu, cuda or auto")
     devices: str = _option("auto", "how many, or auto; under torchrun its processes")
     strategy: str = _option("auto", "Lightning's: auto, ddp, fsdp ...")

@@ -337,6 +337,9 @@ def _check_device(config: TrainConfig) -> None:
         raise UsageError("device", "cuda", "is not available to this installation of torch; cpu is")
     if config.cuda_graph and (_device(config).type != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         raise UsageError("cuda_graph", True, f"needs one CUDA device; this run is on {_device(config)}")
+    if config.precision == "16-mixed" and _device(config).type == "cpu":
+        # Lightning would take bfloat16 in its place, and the result would say float16.
+        raise UsageError("precision", "16-mixed", "is not for the CPU, which this run is on; bf16-mixed is")
 
 
 def _check_cutout(config: TrainConfig, data: Dataset) -> None:
