@@ -158,7 +158,7 @@ def test_training_and_resuming(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert cli.main(["train", "--out", out, "--resume"]) == 0
     assert "test accuracy" in capsys.readouterr().out
     says = refused(capsys, "train", "--out", out, "--resume", "--depth", "40")
-    assert "is of another configuration; asked for depth: 40, not 16" in says
+    assert "is of another configuration; asked for depth: 40, not 16: a run goes on as it was begun, another" in says
     says = refused(capsys, *TRAIN, "--out", out)
     assert "holds a finished run already: choose another folder, or --resume prints its result" in says
 

@@ -237,4 +237,6 @@ def _exists(file: Path) -> bool:
 def _refuse_differences(asked: TrainConfig, saved: TrainConfig, where: Path) -> None:
     differences = asked.differences(saved)
     if differences:
-        raise UsageError("resume", where, f"is of another configuration; asked for {'; '.join(differences)}")
+        rule = "a run goes on as it was begun, another one needs another folder"
+        right = f"is of another configuration; asked for {'; '.join(differences)}: {rule}"
+        raise UsageError("resume", where, right)
