@@ -358,7 +358,7 @@ def test_what_is_hardly_meant_is_said(tmp_path: Path) -> None:
     assert config.remarks() == [
         "--norm fixup: its blocks are meant for --init zhang2019, not arpit2019",
         "--crop-flip: shifts by up to four pixels and mirrors, which leaves little of a digit",
-        "--warmup 2.5: the run ends before, after 2 epochs",
+        "--warmup 2.5: the run ends before, by --epochs 2",
         "--milestones 2,60: never reached, the last epoch is 1",
     ]
     assert not replace(config, init="zhang2019", crop_flip=False, warmup=2.0, milestones=(1,)).remarks()

@@ -175,7 +175,7 @@ class TrainConfig:
         if self.crop_flip and self.data == "digits":
             remarks.append("--crop-flip: shifts by up to four pixels and mirrors, which leaves little of a digit")
         if self.warmup > self.epochs:
-            remarks.append(f"--warmup {self.warmup:g}: the run ends before, after {self.epochs} epochs")
+            remarks.append(f"--warmup {self.warmup:g}: the run ends before, by --epochs {self.epochs}")
         late = [m for m in self.milestones if m >= self.epochs]
         if late:
             never = ",".join(map(str, late))
