@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import wnfused
 from wnfused.train import checkpoint
 
 COMMAND = ["-m", "wnfused", "train", "--depth", "16", "--lr", "0.02", "--epochs", "3", "--batch-size", "50"]
@@ -73,6 +74,17 @@ def test_two_processes_train_as_one(whole: Path, tmp_path: Path) -> None:
     a, b = (checkpoint.load(folder / "last.ckpt")["state_dict"] for folder in (whole, out))
     distance = sum((a[n] - b[n]).square().sum() for n in a) / sum(a[n].square().sum() for n in a)
     assert distance.sqrt() < 2e-2
+
+
+def test_two_processes_of_a_command_that_is_no_script_are_refused(tmp_path: Path) -> None:
+    text = "from wnfused.train import *; train(TrainConfig(depth=10, data='synthetic', devices='2'), 'run')"
+    for arguments, given in ((["-c", text], ""), (["-"], text)):
+        done = subprocess.run(
+            [sys.executable, *arguments], input=given, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            env={**ENVIRONMENT, "PYTHONPATH": str(Path(wnfused.__file__).parents[1])},
+        )  # fmt: skip
+        assert "UsageError: --devices 2: are processes, each of which runs the script anew" in done.stderr
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_divergence_under_torchrun_ends_all_processes_cleanly(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -319,7 +320,20 @@ def _trainer(config: TrainConfig, **options: Any) -> Any:
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         right = "trains in processes that keep their results to themselves; use ddp"
         raise UsageError("strategy", config.strategy, right)
+    if trainer.world_size > 1 and not trainer._accelerator_connector.cluster_environment.creates_processes_externally:
+        _check_script(config)
     return trainer
+
+
+def _check_script(config: TrainConfig) -> None:
+    """Lightning starts the other processes by the script or the module that runs here."""
+    import __main__
+
+    if getattr(__main__, "__spec__", None) is None and not os.path.isfile(sys.argv[0]):
+        right = (
+            "are processes, each of which runs the script anew, and here is none; put this into a file, or use torchrun"
+        )
+        raise UsageError("devices", config.devices, right)
 
 
 def _in_process_group() -> bool:
