@@ -324,7 +324,9 @@ def test_an_error_leaves_the_factors_of_sums(scheme, wrong):
 
 
 def test_a_model_without_layers_is_said_to_have_none():
-    assert initialize(nn.Sequential(nn.ReLU())).notes == ("no layer was found",)
+    report = initialize(nn.Sequential(nn.ReLU()))
+    assert report.notes == ("no layer was found",)
+    assert str(report) == "init scheme arpit2019\nnote: no layer was found", "no table without rows"
 
 
 # ------------------------------------------------------------------------------------------------ residual branches

@@ -58,13 +58,13 @@ class Report:
         def number(value: float | None) -> str:
             return "" if value is None else f"{value:.4g}"
 
-        rows = [("layer", "role", "gamma", "gain")]
+        rows = [("layer", "role", "gamma", "gain")] if self.entries else []
         rows += [(shown(e.layer), e.role, number(e.gamma), number(e.gain)) for e in self.entries]
         if len(rows) > _ROWS:
             half = _ROWS // 2
             omitted = (f"... {len(rows) - _ROWS} more, which iterating over the report gives ...", "", "", "")
             rows = [*rows[:half], omitted, *rows[-half:]]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
         lines = [f"init scheme {self.scheme}"]
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
