@@ -425,6 +425,13 @@ def test_probe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert json.loads(out.with_suffix(".json").read_text()) == content
 
 
+def test_probe_says_what_a_scheme_could_not_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main([*PROBE, "--init", "zhang2019", "--out", str(tmp_path / "p.png")]) == 0
+    says = capsys.readouterr().err
+    note = "branches outside of FixupBlock have no scalar multipliers and biases"
+    assert says == f"wnfused: warning: --init zhang2019: {note}\n"
+
+
 def test_probe_measures_everything(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from wnfused.train.probe import MEASUREMENTS
 

@@ -364,6 +364,17 @@ def test_what_is_hardly_meant_is_said(tmp_path: Path) -> None:
     assert not replace(config, init="zhang2019", crop_flip=False, warmup=2.0, milestones=(1,)).remarks()
 
 
+def test_what_a_scheme_could_not_do_is_said(tmp_path: Path) -> None:
+    config = TrainConfig(model="mlp", depth=6, width=130, init="daneshmand2021", epochs=1, batch_size=1300)
+    with pytest.warns(UserWarning, match="--init daneshmand2021") as caught:
+        train(config, tmp_path / "run")
+    notes = [
+        f"layers.{i}: the sample gives its input rank 128 of 130: pseudo-inverse, V' drawn at random" for i in (1, 2, 3)
+    ]
+    notes.append("2 more notes of this kind")
+    assert [str(warning.message) for warning in caught] == [f"--init daneshmand2021: {note}" for note in notes]
+
+
 def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="config: expected a TrainConfig, got dict"):
         train({"depth": 16}, tmp_path / "run")  # type: ignore[arg-type]

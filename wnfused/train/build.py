@@ -16,6 +16,9 @@ from wnfused.train.errors import UsageError
 # The data-dependent schemes look at this many training images.
 SAMPLE = 128
 
+# A note for each layer would be thousands.
+_MOST_NOTES = 3
+
 
 def build(config: TrainConfig, data: Dataset) -> nn.Module:
     """The network of ``config`` for the images of ``data``, initialised by its scheme from its seed.
@@ -24,6 +27,11 @@ def build(config: TrainConfig, data: Dataset) -> nn.Module:
         UsageError: if the model or the scheme refuses its options.
         BackendUnavailableError: if the backend that was asked for by name cannot make them.
     """
+    return build_with_remarks(config, data)[0]
+
+
+def build_with_remarks(config: TrainConfig, data: Dataset) -> tuple[nn.Module, list[str]]:
+    """The same, and what the scheme could not do as its paper has it on this network; a sentence each."""
     from wnfused import init
 
     torch.manual_seed(config.seed)
@@ -43,12 +51,15 @@ def build(config: TrainConfig, data: Dataset) -> nn.Module:
         raise UsageError("init_options", given, f"is no option of scheme {config.init!r}")
     generator = torch.Generator().manual_seed(config.seed)
     try:
-        init.initialize(
+        report = init.initialize(
             model, config.init, sample=sample(data, config.seed), generator=generator, **config.init_options
         )
     except (ValueError, TypeError) as error:
         raise UsageError("init", config.init, str(error)) from error
-    return model
+    remarks = [f"--init {config.init}: {note}" for note in report.notes]
+    if len(remarks) > _MOST_NOTES:
+        remarks[_MOST_NOTES:] = [f"--init {config.init}: {len(remarks) - _MOST_NOTES} more notes of this kind"]
+    return model, remarks
 
 
 def sample(data: Dataset, seed: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import wnfused
 from wnfused.diagnostics import NormProfile
 from wnfused.diagnostics.drawing import Drawable, checked_path, save_together
 from wnfused.optional import require
-from wnfused.train.build import build
+from wnfused.train.build import build, build_with_remarks
 from wnfused.train.config import TrainConfig
 from wnfused.train.data import Dataset, load
 from wnfused.train.errors import UsageError
@@ -79,7 +80,11 @@ def probe(
     if not inits and not states:
         inits = ("arpit2019",)
     data = load(config.data, config.seed, folder)
-    models = {init: build(replace(config, init=init), data) for init in dict.fromkeys(inits)}
+    models: dict[str, nn.Module] = {}
+    for init in dict.fromkeys(inits):
+        models[init], remarks = build_with_remarks(replace(config, init=init), data)
+        for remark in remarks:
+            warnings.warn(remark, stacklevel=2)
     for path, state in states.items():
         models[str(path)] = loaded(build(config, data), state, path)
     texts = [_one(name, models, config, data, samples, outs[name], bool(states)) for name in what]

@@ -38,7 +38,7 @@ from wnfused.dispatch import BackendUnavailableError
 from wnfused.optional import require
 from wnfused.train.augment import Augmentation
 from wnfused.train.batches import EvalBatches, Plan, TrainBatches
-from wnfused.train.build import build
+from wnfused.train.build import build_with_remarks
 from wnfused.train.checkpoint import CorruptCheckpointError
 from wnfused.train.checkpoint import load as load_checkpoint
 from wnfused.train.config import TrainConfig
@@ -133,13 +133,13 @@ def _train(
     data = load(config.data, config.seed, data_folder)
     _check_cutout(config, data)
     watch = PeakMemory(_device(config))
-    model = build(config, data)
+    model, of_scheme = build_with_remarks(config, data)
     run = _Run(config, data, model, folder, reporter or Silent())
     if first:
         remove_leftovers(*folder.files)
         if not folder.config.exists():
             folder.begin(config, versions())
-            for remark in config.remarks():
+            for remark in (*config.remarks(), *of_scheme):
                 warnings.warn(remark, stacklevel=3)
         elif checkpoint is None:
             warnings.warn(f"no last.ckpt in {folder.path} to go on by: the run there begins again", stacklevel=3)
