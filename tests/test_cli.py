@@ -213,7 +213,7 @@ def heeds_signals() -> Iterator[None]:
 def test_a_stopped_run_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
 ) -> None:
-    out, before = tmp_path / "run", [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    out, before = tmp_path / "my run", [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     arguments = ["train", "--depth", "10", "--batch-size", "512", "--out", str(out)]
     stop_in = 0
 
@@ -222,7 +222,7 @@ def test_a_stopped_run_says_how_to_go_on(
             signal.raise_signal(number)
 
     monkeypatch.setattr("wnfused.train.console.Console.on_batch", on_batch)
-    go_on = f"go on with `wnfused train --out {out} --resume`"
+    go_on = f"go on with `wnfused train --out '{out}' --resume`"
     assert cli.main([*arguments, "--epochs", "3"]) == status
     assert capsys.readouterr().err == (
         f"wnfused train: error: stopped after 0 of 3 epochs; no epoch was finished, so nothing is kept; {go_on}\n"

@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import platform
+import shlex
 import sys
 import time
 import warnings
@@ -238,7 +239,7 @@ class _Run:
         if not done and self.folder.last.exists():  # from before, or written this moment
             done = len(load_checkpoint(self.folder.last)["wnfused"]["history"])
         kept = f"{self.folder.last} is kept" if done else "no epoch was finished, so nothing is kept"
-        go_on = f"go on with `wnfused train --out {self.folder.path} --resume`"
+        go_on = f"go on with `wnfused train --out {shlex.quote(str(self.folder.path))} --resume`"
         return f"stopped after {done} of {self.config.epochs} epochs; {kept}; {go_on}"
 
     @property
