@@ -401,6 +401,14 @@ def test_importing_wnfused_imports_no_extra() -> None:
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_outputs_are_no_error(closed: str) -> None:
+    command = ["sh", "-c", f'exec "$0" -m wnfused info {closed}', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("init schemes" in done.stdout) == (closed == "2>&-")
+
+
 # ----------------------------------------------------------------------------------------- probe, demo and bench
 
 

@@ -32,6 +32,7 @@ DIVERGED = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
+    _open_closed_outputs()
     parser = _parser()
     parsed, others = parser.parse_known_args(arguments)
     options = vars(parsed)
@@ -65,6 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         # As shells count: 130 for Ctrl-C, 143 for SIGTERM.
         return _fail(command, str(interrupt) or "stopped", 128 + (signal_of(interrupt) or 0))
+
+
+def _open_closed_outputs() -> None:
+    """``wnfused ... >&-`` leaves Python without the stream, and its number to the next file that is opened."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  it stays open
 
 
 def _fail(command: str, error: object, status: int) -> int:
