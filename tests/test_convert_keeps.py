@@ -274,6 +274,25 @@ def test_wrapped_models():
     torch.testing.assert_close(parallel(x), expected)
 
 
+@pytest.mark.parametrize("part", ["whole", "the two", "layer", "activation"])
+def test_activations_are_fused_in_what_is_compiled(part):
+    layer, x = old(nn.Linear(4, 4)), torch.randn(9, 4)
+    parts = [nn.Sequential(layer, nn.ReLU()), nn.Tanh()] if part == "the two" else [layer, nn.ReLU(), nn.Tanh()]
+    model = nn.Sequential(*parts)
+    expected = model(x)
+    if part == "whole":
+        model = torch.compile(model, backend="eager")
+    else:
+        which = int(part == "activation")
+        model[which] = torch.compile(model[which], backend="eager")
+    torch.testing.assert_close(model(x), expected)
+    wnfused.convert(model)
+    torch.testing.assert_close(model(x), expected)
+    (new,) = [module for module in model.modules() if isinstance(module, WNLinear)]
+    assert new.activation == ("relu" if part in ("whole", "the two") else None), "neighbours in one nn.Sequential"
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("bare", [False, True])
 def test_compiled_models_compute_with_the_new_layers(bare):
     layer = old(nn.Linear(4, 4))

@@ -200,6 +200,34 @@ def test_a_compiled_model_is_walked(before):
     torch._dynamo.reset()
 
 
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = wnfused.WNLinear(4, 4), wnfused.WNLinear(4, 4)
+
+    def forward(self, x):
+        return x + self.last(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("compiled", ["whole", "whole, in place", "a block", "a block, in place", "wrapped"])
+def test_places_are_found_in_what_is_compiled(compiled):
+    model = nn.Sequential(wnfused.WNLinear(4, 4), Branch(), Branch(), wnfused.WNLinear(4, 2))
+    expected = [(entry.role, entry.gamma) for entry in initialize(model)]
+    if compiled == "wrapped":
+        model = nn.DataParallel(torch.compile(model, backend="eager"))
+    elif compiled.endswith("in place"):
+        (model if "whole" in compiled else model[1]).compile(backend="eager")
+    elif compiled == "whole":
+        model = torch.compile(model, backend="eager")
+    else:
+        model[1] = torch.compile(model[1], backend="eager")
+    report = initialize(model)
+    assert [(entry.role, entry.gamma) for entry in report] == expected
+    assert report.unplaced == ()
+    assert {entry.layer for entry in report} <= {name for name, _ in model.named_modules()}
+    torch._dynamo.reset()
+
+
 class Draws(nn.Module):
     def __init__(self):
         super().__init__()

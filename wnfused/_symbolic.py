@@ -152,10 +152,10 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
         training: the mode that all modules are in meanwhile; None for that of each.
     """
     root, path = model, ""
-    while isinstance(root, _WRAPPERS):
-        root, path = root.module, path + "module."
+    while (name := _name_of_wrapped(root)) is not None:
+        root, path = getattr(root, name), f"{path}{name}."
     tracer = _Tracer(leaves)
-    with warnings.catch_warnings(), _without(tracer.proxies, model), _untouched(model):
+    with warnings.catch_warnings(), _through_compiled(), _without(tracer.proxies, model), _untouched(model):
         warnings.simplefilter("ignore")
         for module in _of_python(model):
             # Hooks may keep what they see, outside of the model.
@@ -171,6 +171,20 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
         if node.op in ("call_module", "get_attr"):
             node.target = f"{path}{node.target}"
     return graph
+
+
+def _name_of_wrapped(module: nn.Module) -> str | None:
+    """Of the child that a module only stands before; None for other modules."""
+    if isinstance(module, _WRAPPERS):
+        return "module"
+    dynamo = sys.modules.get("torch._dynamo")
+    return "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
+
+
+def _through_compiled() -> contextlib.AbstractContextManager[object]:
+    """While this holds, a run goes through what ``torch.compile`` made of a part as through that part."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return contextlib.nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False)
 
 
 def _of_python(model: nn.Module) -> list[nn.Module]:
