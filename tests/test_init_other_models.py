@@ -760,6 +760,29 @@ def test_what_no_scheme_has_a_rule_for_is_named():
     assert initialize(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))).notes == ()
 
 
+class Asserts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branch, self.head = Branch(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        if x.dim() != 2:
+            raise ValueError("two dims are right")
+        return self.head(self.branch(x))
+
+
+def test_why_places_are_not_found_is_said():
+    model = Asserts()
+    report = initialize(model)
+    assert report.unplaced == ("branch.first", "branch.last", "head")
+    assert report.notes == (
+        "the model's forward does not trace (symbolically traced variables cannot be used as inputs to control flow): "
+        "places are read off its structure; gammas= and roles= state others",
+    )
+    stated = initialize(model, gammas={"branch.first": 2, "branch.last": 1}, roles={"head": {"head": True}})
+    assert (stated.unplaced, stated.notes) == ((), ()), "nothing is missing"
+
+
 @pytest.mark.parametrize("wrong", [{"x": torch.ones(2, 8)}, [torch.ones(2, 8)], (torch.ones(2, 8), "x")])
 def test_a_sample_of_another_kind_is_named(wrong):
     with pytest.raises(TypeError, match=r"sample: expected a batch .*, got (dict|list|str)$"):

@@ -19,7 +19,7 @@ from wnfused._undisturbed import as_written, forked
 from wnfused.init.others import note_on_others
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.report import Entry, Report
-from wnfused.init.roles import Role, find_roles
+from wnfused.init.roles import Role, roles_and_trouble
 from wnfused.init.skip_scale import restore_sums_
 from wnfused.init.trial import arguments_of, put_back_on_error, try_sample
 from wnfused.init.units import Unit, once, units_of
@@ -188,7 +188,7 @@ def prepared(
     _materialise(model, sample)
     recorded = looks and try_sample(model, sample, settle=True)
     restore_sums_(model)
-    found = find_roles(model)
+    found, trouble = roles_and_trouble(model)
     units = _stated([unit for role in found for unit in units_of(role)], *stated)
     units, repeated = once(units)
     for unit in units:
@@ -201,6 +201,11 @@ def prepared(
     context.notes.extend(_held_elsewhere(context))
     if not found:
         context.notes.append("no layer was found")
+    if trouble and any(not unit.role.placed for unit in units):
+        context.notes.append(
+            f"the model's forward does not trace ({trouble}): places are read off its structure; gammas= and roles= "
+            "state others"
+        )
     held = {id(unit.module) for unit in (*units, *context.repeated)}
     parts = (p for r in found for p in (r.parts() if isinstance(r.layer, WNResidualStage) else (r,)))
     computed = [shown(part.name) for part in parts if id(part.layer) not in held]

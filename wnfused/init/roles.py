@@ -99,13 +99,20 @@ def find_roles(model: nn.Module) -> list[Role]:
     Raises:
         TypeError: ``model`` is not a module.
     """
+    return roles_and_trouble(model)[0]
+
+
+def roles_and_trouble(model: nn.Module) -> tuple[list[Role], str]:
+    """``find_roles``, and in a line why the model does not trace; empty if it does."""
     check_module(model=model)
+    trouble = ""
     try:
         graph = Graph(model)
     except NotRestoredError:
         raise
     except Exception as reason:  # a trace runs the user's own code, which may raise anything
         logger.info("the model does not trace, roles are read off its structure: %s", reason)
+        trouble = str(reason).partition("\n")[0].rstrip(".") or type(reason).__name__
         roles = _roles_by_structure(model)
     else:
         roles = _roles_by_graph(model, graph)
@@ -113,7 +120,7 @@ def find_roles(model: nn.Module) -> list[Role]:
         id(layer): module for module in model.modules() if isinstance(module, WNResidualBlock)
         for layer in module.children()
     }  # fmt: skip
-    return [_with_what_is_stated(role, blocks.get(id(role.layer))) for role in roles]
+    return [_with_what_is_stated(role, blocks.get(id(role.layer))) for role in roles], trouble
 
 
 def _with_what_is_stated(role: Role, block: WNResidualBlock | None) -> Role:
