@@ -108,11 +108,19 @@ def test_activations_that_are_modules(sequence, activation, gamma, name):
     [
         (F.relu6, 2, ""), (F.gelu, 1, "GELU"), (F.silu, 1, "SiLU"), (F.logsigmoid, 1, "LogSigmoid"), (F.elu_, 1, "ELU"),
         (torch.tanh, 1, "Tanh"), (torch.sin, 1, "sin"), (lambda x: x.sigmoid(), 1, "Sigmoid"),
-        (lambda x: F.gelu(F.dropout(x)), 1, "GELU"),
+        (lambda x: F.gelu(F.dropout(x)), 1, "GELU"), (lambda x: x.clamp(min=0), 2, ""),
+        (lambda x: torch.clamp_min(x, 0.0), 2, ""), (lambda x: torch.clamp(x, 0), 2, ""),
     ],
 )  # fmt: skip
 def test_activations_that_are_functions(activation, gamma, name):
     assert_before(Functional(activation), gamma, name)
+
+
+@pytest.mark.parametrize(
+    "clamp", [lambda x: x.clamp(0, 1), lambda x: x.clamp(max=0), lambda x: x.clamp_min(1), lambda x: x.clamp(min=x)]
+)
+def test_other_clamps_are_no_relu(clamp):
+    assert gammas(Functional(clamp))["layer"] == 1
 
 
 def test_a_layer_before_an_activation_without_gamma_is_named_once():

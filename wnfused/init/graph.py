@@ -41,6 +41,7 @@ _NOTHING = Activation()
 # Pre-activations far below 6 never meet the upper bound of ReLU6, so that it is a ReLU to them.
 _RELUS = (nn.ReLU, nn.ReLU6)
 _RELU_CALLS = ("relu", "relu_", "relu6")
+_CLAMPS = ("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_")
 _WITHOUT_GAMMA = (
     nn.CELU, nn.ELU, nn.GELU, nn.GLU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LogSigmoid, nn.Mish,
     nn.PReLU, nn.RReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink,
@@ -78,6 +79,12 @@ def _call_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
+def _clamps_at_0(node: fx.Node) -> bool:
+    """From below alone, so that it is a ReLU."""
+    least = argument(node, "min", 1)
+    return type(least) in (int, float) and least == 0 and argument(node, "max", 2) is None
+
+
 def _is_addition(node: fx.Node) -> bool:
     return (node.op == "call_function" and node.target in _ADDS) or _call_name(node) in ("add", "add_")
 
@@ -106,7 +113,7 @@ class Graph:
         if module is not None:
             return activation_of_module(module)
         name = _call_name(node)
-        if name in _RELU_CALLS:
+        if name in _RELU_CALLS or (name in _CLAMPS and _clamps_at_0(node)):
             return Activation(activation_gamma("relu", 0.0))
         if name in ("leaky_relu", "leaky_relu_"):
             slope = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
