@@ -4,8 +4,7 @@
 #   VENV=       use the active environment, which must have torch >= 2.11; the extras train and test go into it, too
 #   TORCH=spec  what to install as torch (default torch==2.13.0): one requirement, in quotes if it has spaces
 #
-# pip's own variables say where it comes from:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make TORCH=torch==2.13.0+cpu install
+# pip's own variables, PIP_EXTRA_INDEX_URL and the like, say where it comes from.
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
