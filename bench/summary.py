@@ -82,7 +82,7 @@ def load(*names: str) -> Rows:
 
 def tables() -> dict[str, list[str]]:
     """Lines of Markdown by the names of the marks."""
-    stages = load("cpu-epyc-2core-networks")
+    stages = load("cpu-epyc5-2core-networks")
     layers = load("cpu-epyc-2core-convolutions", "cpu-epyc-2core-linear", "cpu-epyc-2core")
     frozen = load("cpu-epyc-2core-frozen")
     users = [row for row in load("cpu-epyc-2core-converted") if row["group"] == "converted"]
@@ -90,6 +90,7 @@ def tables() -> dict[str, list[str]]:
     avx2 = load("cpu-epyc-2core-avx2-linear", "cpu-epyc-2core-avx2-windows", "cpu-epyc-2core-avx2")
     return {
         "networks": _networks(stages),
+        "networks-zen4": _residual_networks(load("cpu-epyc-2core-networks")),
         "networks-avx2": _residual_networks(load("cpu-epyc-2core-avx2-networks")),
         "amx": _amx(load("cpu-xeon-2core-amx")),
         "users": _both_passes(users, NETWORKS),
