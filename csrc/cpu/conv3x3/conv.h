@@ -134,7 +134,7 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
     // Not the next chunk's: those lines may be another core's, and would have to be called back.
     const bool more_below = inside && row + run.tiles < count && run.unit.y + 2 * M < geometry.height;
     const float* below = image + (run.unit.y + M + 1) * line;
-    // Columns of the patches that lie in the map, and those of zeros.
+    // Columns of the patches that lie in the map, two at least, and those of zeros.
     const int64_t left = run.unit.x - 1, end = run.tiles * M + 2, last = smaller(end, width - left);
     for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
       const auto clear = [&](int64_t j) {
@@ -149,7 +149,7 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
         if (more_below)
           WNFUSED_UNROLL for (int i = 0; i < M; ++i) __builtin_prefetch(below + i * line + offset);
       }
-      for (int64_t j = greater(last, begin); j < end; ++j) clear(j);
+      for (int64_t j = last; j < end; ++j) clear(j);
       float* target = panel.at(0, b, row);
       for (int64_t t = 0; t < run.tiles; ++t, target += kLanes)
         for (int i = 0; i < kPatch; ++i)

@@ -61,9 +61,9 @@ StreamMap<Operand> scratch_stream(const Scratch& scratch) {
   return {scratch.stream, as_operand<Operand>(is_pair<Operand>() ? scratch.operand : scratch.stream)};
 }
 
-// Fetches what item `item` of a convolution reads of other workers' outputs, before its bank is packed: lines of another
-// die take longer than a unit of it. Workers that share all maps wrote the other groups' channels, others the lines of
-// pixels above and below theirs.
+// Fetches what item `item` of a convolution reads of other workers' outputs, before its bank is packed: the lines come
+// meanwhile, which from another die takes about as long. Workers that share all maps wrote the other groups' channels,
+// others the lines of pixels above and below.
 template <class Operand>
 inline void fetch_input(const Geometry& geometry, const Worker& worker, int64_t item, const Operand* map) {
   if (is_pair<Operand>() || !geometry.is_winograd() || !worker.is_at_edge(item, geometry.conv_items())) return;
