@@ -29,6 +29,7 @@ inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t 
                          uint16_t* panel) {
   const int64_t padded = geometry.padded_channels, line = geometry.conv_line_pixels * padded;
   for (int64_t y = begin - 1; y < end + 1; ++y, panel += line) {
+    Pairs::keep_awake();
     if (y < 0 || y >= geometry.height) {
       clear_elements(panel, line);
       continue;
@@ -95,7 +96,7 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
   const RowPixels where{(image * geometry.height + begin) * geometry.width, pixels, geometry.conv_line_rows, width, inside};
   int64_t offsets[kMaxGroups], groups = 0, first_row = 0;
   const auto multiply = [&] {
-    sink.begin(where, first_row);
+    sink.begin(where, first_row, groups);
     Pairs::multiply(product, offsets, groups, chunk.blocks * pixels, sink);
     first_row += groups * tile;
     groups = 0;
@@ -124,7 +125,7 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
       segments[i] = {chunk.panel + (position + tap_shift(geometry, taps[i])) * rows * padded,
                      chunk.bank + geometry.filters_offset(taps[i], 0)};
     const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.filters_stride()};
-    sink.begin({begin * pixels + position, pixels, rows, count, count}, 0);
+    sink.begin({begin * pixels + position, pixels, rows, count, count}, 0, rows / geometry.pair_rows);
     Pairs::multiply(product, offsets, rows / geometry.pair_rows, chunk.blocks, sink);
   }
 }
@@ -143,7 +144,7 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const uint1
   Finisher<kEnding> finisher(geometry, epilogue, ahead, first_block, scratch + geometry.conv_sums_at());
   if (geometry.method == Method::kLines) convolve_lines(geometry, map, part, chunk, finisher);
   else convolve_positions(geometry, map, part, chunk, finisher);
-  if (sum_of(finisher.end()) != 0.0f) poisoned.store(true, std::memory_order_relaxed);
+  if (finisher.end()) poisoned.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

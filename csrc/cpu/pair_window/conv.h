@@ -125,6 +125,8 @@ struct LineRows {
 // The sink of a window's products (pairs.h).
 class WindowFinisher {
  public:
+  static constexpr bool kFinishes = true;
+
   // `sums` has room for kTileSums floats.
   WindowFinisher(const PairWindow& window, const PairWindowEnding& ending, const LineRows& where, int64_t first_block,
                  float* sums)

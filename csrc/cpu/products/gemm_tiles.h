@@ -49,6 +49,8 @@ struct TileUnits : PairRuns {
  private:
   // Sums that stay where they are. Meanwhile something is fetched.
   struct StridedSink {
+    static constexpr bool kFinishes = false;
+
     TileSums sums;
     UpcomingOperands& upcoming;
 

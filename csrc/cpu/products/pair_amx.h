@@ -22,6 +22,8 @@ class Pairs {
   // Tiles belong to a thread.
   static void begin() { Tiles::configure({}); }
   static void end() { Tiles::release(); }
+  // Between products.
+  static void keep_awake() { Tiles::keep_awake(); }
 
   // Groups of 16 rows, group g at row_offset[g] elements from each segment's rows, times `cols` output blocks.
   template <class Sink>
@@ -30,8 +32,15 @@ class Pairs {
     // A wide bank comes from the second-level cache: many rows read it once, and are read, from nearby, once a block.
     const bool wide = cols >= 4 && groups >= 4;
     const int64_t wide_rows = groups % 5 == 0 ? 5 : 4;
+    // The smaller what is summed at once, the better its sink's work overlaps with the next products.
+    const bool small = Sink::kFinishes && Tiles::is_contended();
     for (int64_t c = 0; c < cols;) {
       const int64_t left = cols - c;
+      if (small && left > 1) {
+        for (int64_t g = 0; g < groups; ++g) multiply_tiles<1, 2>(product, row_offset, g, c, sink);
+        c += 2;
+        continue;
+      }
       if (groups == 1) {
         if (left >= 3) c += multiply_tiles<1, 3>(product, row_offset, 0, c, sink);
         else if (left == 2) c += multiply_tiles<1, 2>(product, row_offset, 0, c, sink);

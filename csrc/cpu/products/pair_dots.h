@@ -16,6 +16,7 @@ class Pairs {
 
   static void begin() {}
   static void end() {}
+  static void keep_awake() {}
 
   // Groups of 8 rows, group g at row_offset[g] elements from each segment's rows, times `cols` output blocks.
   template <class Sink>

@@ -11,7 +11,8 @@
 // output channels, the bank's lanes inputs, and a tap shifts the bank.
 //
 // What becomes of the sums is a Sink's business: it says where a register tile's go, and hears when they are there. Tiles
-// call it after each step of the depth, too, when the rest of the processor has little to do (meanwhile).
+// call it after each step of the depth, too, when the rest of the processor has little to do (meanwhile). kFinishes: it
+// works on them when they are there.
 //
 // An instruction set brings Pairs::multiply (pair_dots.h, pair_amx.h). Products and sums are fp32; denormal operands
 // and results count as zero, as in the processor's own instructions.
@@ -45,6 +46,8 @@ struct TileSums {
 
 // TileSums that stay where they are: [output block][rows][16].
 struct PlainSink {
+  static constexpr bool kFinishes = false;
+
   float* out;
   int64_t block_stride;
   int64_t group_rows;
@@ -122,6 +125,48 @@ WNFUSED_INLINE Block add_pairs(const Block& sum, const Block& pairs) {
   }
   return added;
 #endif
+}
+
+// A run of 32 bfloat16 (rounded_run): the ReLU of each, but 0 of a NaN whose sign is set.
+WNFUSED_INLINE Block relu_run(const Block& run) {
+  Block result;
+  WNFUSED_FOR_PARTS {
+    const NativeShort bits = (NativeShort)run.part[i];
+    result.part[i] = (Native)(bits > 0 ? bits : NativeShort{});
+  }
+  return result;
+}
+
+// A gradient where the activation passed the ReLU, 0 elsewhere.
+WNFUSED_INLINE Block mask_run(const Block& activation, const Block& gradient) {
+  Block result;
+  WNFUSED_FOR_PARTS {
+    const NativeShort passed = (NativeShort)activation.part[i], bits = (NativeShort)gradient.part[i];
+    result.part[i] = (Native)(passed != 0 ? bits : NativeShort{});
+  }
+  return result;
+}
+
+// The larger ones of two runs, by their bits without the signs: infinities are larger than what is finite, and NaNs larger
+// than these.
+WNFUSED_INLINE Block largest_run(const Block& largest, const Block& run) {
+  Block result;
+  WNFUSED_FOR_PARTS {
+    const NativeShort size = (NativeShort)((NativeBits)run.part[i] & 0x7fff7fffu), other = (NativeShort)largest.part[i];
+    result.part[i] = (Native)(size > other ? size : other);
+  }
+  return result;
+}
+
+WNFUSED_INLINE bool any_beyond_finite(const Block& largest) {
+  constexpr int16_t kInfinity = 0x7f80;
+  NativeShort found{};
+  WNFUSED_FOR_PARTS found |= (NativeShort)largest.part[i] >= kInfinity;
+  int16_t entries[2 * kNativeLanes];
+  __builtin_memcpy(entries, &found, sizeof entries);
+  int any = 0;
+  for (int16_t entry : entries) any |= entry;
+  return any != 0;
 }
 
 WNFUSED_INLINE Block load_bits(const uint16_t* source) {

@@ -27,6 +27,7 @@ typedef float Native __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
 typedef int32_t NativeInt __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
 typedef uint32_t NativeBits __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
 typedef uint16_t NativeHalf __attribute__((vector_size(WNFUSED_VECTOR_BITS / 16)));
+typedef int16_t NativeShort __attribute__((vector_size(WNFUSED_VECTOR_BITS / 8)));
 
 struct Block {
   Native part[kParts];
