@@ -40,9 +40,9 @@ inline void write_run(const Parameter& parameter, int64_t index, int64_t count, 
 WNFUSED_INLINE float value_of(float entry) { return entry; }
 WNFUSED_INLINE float value_of(uint16_t entry) { return from_bfloat16(entry); }
 
-// The norm of one row of v, `floats` long.
+// The squares of one row of v, `floats` long, summed up lane by lane.
 template <class T>
-float row_norm(const T* values, int64_t floats) {
+Block row_squares(const T* values, int64_t floats) {
   Block squares[4] = {zero(), zero(), zero(), zero()};
   int64_t k = 0;
   for (; k + 4 * kLanes <= floats; k += 4 * kLanes)
@@ -50,28 +50,42 @@ float row_norm(const T* values, int64_t floats) {
       const Block value = load(values + k + i * kLanes);
       squares[i] = multiply_add(value, value, squares[i]);
     }
-  float rest = 0.0f;
   for (; k + kLanes <= floats; k += kLanes) {
     const Block value = load(values + k);
     squares[0] = multiply_add(value, value, squares[0]);
   }
-  for (; k < floats; ++k) rest += value_of(values[k]) * value_of(values[k]);
-  return __builtin_sqrtf(sum_of((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest);
+  if (k < floats) {
+    float rest[kLanes] = {};
+    for (int64_t i = 0; k + i < floats; ++i) rest[i] = value_of(values[k + i]);
+    squares[1] = multiply_add(load(rest), load(rest), squares[1]);
+  }
+  return (squares[0] + squares[1]) + (squares[2] + squares[3]);
 }
 
-inline float row_norm(const Parameter& v, int64_t floats, int64_t row) {
-  if (v.bfloat16) return row_norm(static_cast<const uint16_t*>(v.data) + row * floats, floats);
-  return row_norm(static_cast<const float*>(v.data) + row * floats, floats);
+// The norms of one output block's rows of v, all at once; 0 of absent rows.
+inline Block block_norms(const Parameter& v, int64_t outputs, int64_t floats, int64_t convolution, int64_t output_block) {
+  const int64_t first = convolution * outputs + output_block * kLanes;
+  const int64_t rows = smaller(outputs - output_block * kLanes, kLanes);
+  Block squares[kLanes];
+  for (int64_t r = 0; r < kLanes; ++r) {
+    if (r >= rows) squares[r] = zero();
+    else if (v.bfloat16) squares[r] = row_squares(static_cast<const uint16_t*>(v.data) + (first + r) * floats, floats);
+    else squares[r] = row_squares(static_cast<const float*>(v.data) + (first + r) * floats, floats);
+  }
+  return square_root(sums_of(squares));
+}
+
+inline void store_norms(const Block& norms, int64_t outputs, int64_t convolution, int64_t output_block, float* norm) {
+  float entries[kLanes];
+  store(entries, norms);
+  const int64_t rows = smaller(outputs - output_block * kLanes, kLanes);
+  __builtin_memcpy(norm + convolution * outputs + output_block * kLanes, entries, rows * sizeof(float));
 }
 
 // The norms of one output block's rows.
 inline void measure_norms(const Parameter& v, int64_t outputs, int64_t floats, int64_t convolution,
                           int64_t output_block, float* norm) {
-  const int64_t end = smaller((output_block + 1) * kLanes, outputs);
-  for (int64_t channel = output_block * kLanes; channel < end; ++channel) {
-    const int64_t index = convolution * outputs + channel;
-    norm[index] = row_norm(v, floats, index);
-  }
+  store_norms(block_norms(v, outputs, floats, convolution, output_block), outputs, convolution, output_block, norm);
 }
 
 // g / ||v|| of a row; 0 for a row of zeros, and 1 for every row of a plain convolution, which has no g.
@@ -96,18 +110,28 @@ void known_scales(const Job& job, int64_t rows, int64_t block, Block (&scale)[kL
   }
 }
 
-// g / ||v|| and the bias of one output block's rows, and their norms unless that is null; zeros for absent rows.
+// g / ||v|| of one output block's rows, lane by lane, and their bias and, unless that is null, their norms; zeros for absent
+// rows.
 template <class Job>
-void measure_scales(const Job& job, int64_t outputs, int64_t floats, int64_t convolution, int64_t output_block,
-                    float* bias, float* norm, Block (&scale)[kLanes]) {
+Block measure_scales(const Job& job, int64_t outputs, int64_t floats, int64_t convolution, int64_t output_block,
+                     float* bias, float* norm) {
+  const Block norms = job.g.data ? block_norms(job.v, outputs, floats, convolution, output_block) : splat(1.0f);
+  if (norm) store_norms(norms, outputs, convolution, output_block, norm);
+  float gains[kLanes];
   for (int64_t r = 0; r < kLanes; ++r) {
     const int64_t channel = output_block * kLanes + r, index = convolution * outputs + channel;
     const bool present = channel < outputs;
-    const float length = present && job.g.data ? row_norm(job.v, floats, index) : 0.0f;
-    scale[r] = splat(present ? row_scale(job, index, length) : 0.0f);
+    gains[r] = !present ? 0.0f : job.g.data ? read(job.g, index) : 1.0f;
     bias[channel] = present && job.bias.data ? read(job.bias, index) : 0.0f;
-    if (present && norm) norm[index] = length;
   }
+  return ratio(load(gains), norms);
+}
+
+// Each lane by itself.
+WNFUSED_INLINE void splat_lanes(const Block& lanes, Block (&splats)[kLanes]) {
+  float entries[kLanes];
+  store(entries, lanes);
+  for (int r = 0; r < kLanes; ++r) splats[r] = splat(entries[r]);
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

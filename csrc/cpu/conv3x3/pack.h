@@ -38,8 +38,8 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
   float* staging = scratch;
   float* lanes = scratch + kLanes * shape.unit_floats;  // [16 inputs][taps][16 outputs]
   const int64_t row0 = output_block * kLanes;
-  Block scale[kLanes];
-  measure_scales(job, geometry.outputs, shape.row_floats(), convolution, output_block, bank.bias, norm, scale);
+  const Block scale =
+      measure_scales(job, geometry.outputs, shape.row_floats(), convolution, output_block, bank.bias, norm);
   float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
   const PairFilters pair_filters(geometry, bank.weights, output_block);
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
@@ -49,10 +49,12 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
       for (int64_t k = 0; k < shape.taps; ++k) {
         Block block[kLanes];
         const float* source = rows.data + order.block(k, rows.tap_stride);
-        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(source + r * rows.stride) * scale[r];
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(source + r * rows.stride);
         transpose(block);
-        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r)
-          store(lanes + order.entry(k, r) * kLanes, job.round_operands ? round_to_bfloat16(block[r]) : block[r]);
+        WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) {
+          const Block scaled = block[r] * scale;
+          store(lanes + order.entry(k, r) * kLanes, job.round_operands ? round_to_bfloat16(scaled) : scaled);
+        }
       }
     });
     const auto filter = [&](int input, int64_t level = 0) {
@@ -81,12 +83,9 @@ WNFUSED_INLINE void row_filters(const UnitRows& rows, int64_t r, int64_t taps, i
   if constexpr (kTapsFirst) {
     WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) filter[k] = load(row + k * rows.tap_stride);
   } else {
-    // The last input's load would pass the end of the row, so its 9 taps are copied out first.
-    float last[kLanes] = {};
-    __builtin_memcpy(last, row + (kLanes - 1) * taps, kTaps * sizeof(float));
-    WNFUSED_UNROLL for (int i = 0; i < kLanes - 1; ++i) filter[i] = load(row + i * taps);
-    filter[kLanes - 1] = load(last);
-    transpose(filter);
+    load_columns(row, taps, filter);
+    load_columns(row + 4, taps, filter + 4);
+    load_columns<3>(row + 5, taps, filter + 8);
   }
   WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
     filter[k] = filter[k] * scale;

@@ -48,36 +48,33 @@ class PairFilters {
   uint16_t* taps_[2][kTaps];  // each pixel's, from the first depth on
 };
 
-// Rows r and r + 1 of a unit, scaled and rounded: filter[k] are pairs of tap k of 16 inputs.
-template <bool kTapsFirst>
-WNFUSED_INLINE void row_filter_pairs(const UnitRows& rows, int64_t r, const Block& even, const Block& odd,
-                                     Block (&filter)[kLanes]) {
-  const float *first = rows.data + r * rows.stride, *second = first + rows.stride;
-  if constexpr (kTapsFirst) {
-    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
-      const int64_t at = k * rows.tap_stride;
-      filter[k] = rounded_pairs(load(first + at) * even, load(second + at) * odd);
-    }
-  } else {
-    // The last input's load passes the end.
-    uint16_t entries[(kTaps + 1) * 2 * kLanes];
-    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) {
-      const int64_t at = k * kLanes;
-      store_pairs(entries + 2 * at, load(first + at) * even, load(second + at) * odd);
-    }
-    store_bits(entries + kTaps * 2 * kLanes, zero());
-    WNFUSED_UNROLL for (int i = 0; i < kLanes; ++i) filter[i] = load_bits(entries + i * 2 * kTaps);
-    transpose(filter);
-  }
-}
-
 // A unit's outputs as the depth of a data gradient, taps turned by 180 degrees.
 template <bool kTapsFirst>
 WNFUSED_INLINE void put_turned_pairs(const UnitRows& rows, const Block (&scale)[kLanes], const PairFilters& filters,
                                      int64_t depth) {
+  const auto pairs_of_rows = [&](int64_t r, int64_t at) {
+    const float* first = rows.data + r * rows.stride + at;
+    return rounded_pairs(load(first) * scale[r], load(first + rows.stride) * scale[r + 1]);
+  };
+  if constexpr (kTapsFirst) {
+    for (int64_t r = 0; r < kLanes; r += 2) {
+      Block filter[kTaps];
+      WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) filter[k] = pairs_of_rows(r, k * rows.tap_stride);
+      filters.put(depth + r, [&filter](int k) { return filter[kTaps - 1 - k]; });
+    }
+    return;
+  }
+  // Pairs of rows are rounded, then turned; all of them first, since a quarter of a vector is not there before the whole
+  // stores around it have left the core.
+  uint16_t entries[kLanes / 2][kTaps * 2 * kLanes];
+  for (int64_t r = 0; r < kLanes; r += 2)
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) store_bits(entries[r / 2] + 2 * k * kLanes, pairs_of_rows(r, k * kLanes));
   for (int64_t r = 0; r < kLanes; r += 2) {
-    Block filter[kLanes];
-    row_filter_pairs<kTapsFirst>(rows, r, scale[r], scale[r + 1], filter);
+    const float* words = reinterpret_cast<const float*>(entries[r / 2]);
+    Block filter[kTaps];
+    load_columns(words, kTaps, filter);
+    load_columns(words + 4, kTaps, filter + 4);
+    load_columns<3>(words + 5, kTaps, filter + 8);
     filters.put(depth + r, [&filter](int k) { return filter[kTaps - 1 - k]; });
   }
 }

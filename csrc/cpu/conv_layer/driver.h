@@ -86,7 +86,7 @@ struct PiecesParts : PlainMapParts<Pieces> {
     const G& geometry = job.geometry;
     const int64_t outputs = geometry.target.channels;
     Block scale[kLanes];
-    measure_scales(job, outputs, row_floats(geometry), 0, block, bank.bias, norm, scale);
+    splat_lanes(measure_scales(job, outputs, row_floats(geometry), 0, block, bank.bias, norm), scale);
     pack_window(geometry.direct, job.v, block, scale, scratch);
     transform(geometry, block, scratch, bank);
   }
@@ -149,7 +149,7 @@ struct DirectParts : WindowParts {
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float*) {
     const Window& window = job.geometry;
     Block scale[kLanes];
-    measure_scales(job, window.target.channels, row_floats(window), 0, block, bank.bias, norm, scale);
+    splat_lanes(measure_scales(job, window.target.channels, row_floats(window), 0, block, bank.bias, norm), scale);
     pack_window(window, job.v, block, scale, bank.weights + block * window.block_floats());
   }
 

@@ -38,7 +38,7 @@ void pair_window_forward(const ConvForward<PairWindow>& job, Worker& worker) {
       pack_turned_pair_window(job, window, block, weights, staging);
     } else {
       Block scale[kLanes];
-      measure_scales(job, window.target.channels, row_floats, 0, block, bank.bias, norm, scale);
+      splat_lanes(measure_scales(job, window.target.channels, row_floats, 0, block, bank.bias, norm), scale);
       pack_pair_window(window, job.v, block, scale, weights, staging);
     }
   };

@@ -163,6 +163,20 @@ WNFUSED_INLINE Block leaky_mask(const Block& activation, const Block& gradient, 
   return result;
 }
 
+// a / b, 0 where b is.
+WNFUSED_INLINE Block ratio(const Block& a, const Block& b) {
+  Block result;
+  WNFUSED_FOR_PARTS result.part[i] = b.part[i] != 0.0f ? a.part[i] / b.part[i] : Native{};
+  return result;
+}
+
+WNFUSED_INLINE Block square_root(const Block& a) {
+  float entries[kLanes];
+  store(entries, a);
+  for (float& entry : entries) entry = __builtin_sqrtf(entry);
+  return load(entries);
+}
+
 // Nearest bfloat16, ties to even, still held as fp32; NaN stays a (quiet) NaN.
 WNFUSED_INLINE Native native_round_to_bfloat16(const Native& a) {
   const NativeBits bits = (NativeBits)a;
@@ -363,6 +377,47 @@ WNFUSED_INLINE void transpose(Block (&r)[kLanes]) {
   for (int i = 0; i < kLanes; ++i)
     for (int j = 0; j < kLanes; ++j) flipped[j][i] = tile[i][j];
   for (int i = 0; i < kLanes; ++i) r[i] = load(flipped[i]);
+#endif
+}
+
+// Columns of 16 rows of four floats, `stride` apart: those from kFirst on. Quarters of a vector are loaded row by row, so
+// that half of a transposition's shuffles are none.
+template <int kFirst = 0>
+WNFUSED_INLINE void load_columns(const float* source, int64_t stride, Block* columns) {
+#if WNFUSED_VECTOR_BITS == 512
+  __m512 rows[4];
+  WNFUSED_UNROLL for (int j = 0; j < 4; ++j) {
+    const float* row = source + j * stride;
+    rows[j] = _mm512_castps128_ps512(_mm_loadu_ps(row));
+    rows[j] = _mm512_insertf32x4(rows[j], _mm_loadu_ps(row + 4 * stride), 1);
+    rows[j] = _mm512_insertf32x4(rows[j], _mm_loadu_ps(row + 8 * stride), 2);
+    rows[j] = _mm512_insertf32x4(rows[j], _mm_loadu_ps(row + 12 * stride), 3);
+  }
+  const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
+  const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(rows[0], rows[1]));
+  const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
+  const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(rows[2], rows[3]));
+  const __m512d found[4] = {_mm512_unpacklo_pd(a, c), _mm512_unpackhi_pd(a, c), _mm512_unpacklo_pd(b, d),
+                            _mm512_unpackhi_pd(b, d)};
+  WNFUSED_UNROLL for (int i = kFirst; i < 4; ++i) columns[i - kFirst].part[0] = (Native)_mm512_castpd_ps(found[i]);
+#elif WNFUSED_VECTOR_BITS == 256
+  WNFUSED_UNROLL for (int part = 0; part < kParts; ++part, source += kNativeLanes * stride) {
+    __m256 rows[4];
+    WNFUSED_UNROLL for (int j = 0; j < 4; ++j) {
+      const float* row = source + j * stride;
+      rows[j] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(row + 4 * stride), 1);
+    }
+    const __m256 a = _mm256_unpacklo_ps(rows[0], rows[1]), b = _mm256_unpackhi_ps(rows[0], rows[1]);
+    const __m256 c = _mm256_unpacklo_ps(rows[2], rows[3]), d = _mm256_unpackhi_ps(rows[2], rows[3]);
+    const __m256 found[4] = {_mm256_shuffle_ps(a, c, 0x44), _mm256_shuffle_ps(a, c, 0xee),
+                             _mm256_shuffle_ps(b, d, 0x44), _mm256_shuffle_ps(b, d, 0xee)};
+    WNFUSED_UNROLL for (int i = kFirst; i < 4; ++i) columns[i - kFirst].part[part] = (Native)found[i];
+  }
+#else
+  float entries[4 - kFirst][kLanes];
+  for (int r = 0; r < kLanes; ++r)
+    for (int i = kFirst; i < 4; ++i) entries[i - kFirst][r] = source[r * stride + i];
+  for (int i = kFirst; i < 4; ++i) columns[i - kFirst] = load(entries[i - kFirst]);
 #endif
 }
 
