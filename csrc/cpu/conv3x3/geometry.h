@@ -47,7 +47,11 @@ struct Geometry : MapShape, Division {
   // (pair_conv.h).
   int64_t segments, bank_blocks, segment_depth, row_pixels;
   int64_t pair_rows;                                                         // of the register tile
+  bool pair_tiles;                                                           // which is a matrix
   int64_t conv_lines, conv_line_pixels, conv_line_rows;                      // lines: of a chunk; of a panel, a product
+  // Lines, with tiles: the operands of a forward that saves nothing have a border of zeros, as panels have, and are read in
+  // the place of these. Not where workers share all maps: a copy calls lines back from other cores many at a time.
+  bool bordered;
   int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
   int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
   bool wgrad_positions;  // the weight gradient's method, which need not be the convolution's; else lines
@@ -58,7 +62,17 @@ struct Geometry : MapShape, Division {
 
   bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
   bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
-  int64_t operand_size() const { return is_pairs() ? (pixels() * channels + 1) / 2 : map_size(); }  // floats
+  bool can_be_bordered() const {
+    return method == Method::kLines && pair_tiles && !weights_stay && channels == padded_channels;
+  }
+  // Pixels of an operand map, its border among them: from line to line, from image to image, before the first one.
+  int64_t operand_line() const { return bordered ? conv_line_pixels : width; }
+  int64_t operand_image() const { return (bordered ? height + 2 : height) * operand_line(); }
+  int64_t operand_origin() const { return bordered ? conv_line_pixels + 1 : 0; }
+  int64_t operand_slack() const { return bordered ? pair_slack() : 0; }  // elements behind the last image
+  int64_t operand_size() const {                                         // floats
+    return is_pairs() ? (images * operand_image() * channels + operand_slack() + 1) / 2 : map_size();
+  }
   int64_t taps() const { return kTaps * level_taps; }  // of the kernel
   int64_t gradient_size() const { return taps() * gradient_stride; }
   // Of an output block in a bank: of a plane, of a segment.

@@ -13,7 +13,8 @@
 //               panel [pixel][image][Cp]    product row of an image: its Cp elements at each tap that is inside the map
 //
 // The panel is a copy, 2 bytes an element: what lies outside the map or the batch is zero there, and its rows lie apart
-// by the same stride. Product rows that are no pixel (ends of lines, and what is read behind the last one) are computed and
+// by the same stride. Where nothing is saved and rows are tiles, maps have borders themselves, and lines of them are panels
+// without a copy, in memory that each convolution writes and the next one reads (clear_borders). Product rows that are no pixel (ends of lines, and what is read behind the last one) are computed and
 // left out by the epilogue.
 #pragma once
 
@@ -40,6 +41,19 @@ inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t 
     clear_elements(panel + (geometry.width + 1) * padded, line - (geometry.width + 1) * padded);
   }
   clear_elements(panel, geometry.segment_depth - (geometry.row_pixels + 2) * padded);
+}
+
+// The border of an image of a map that has one, and what tiles read behind the last image.
+inline void clear_borders(const Geometry& geometry, uint16_t* map, int64_t image) {
+  const int64_t channels = geometry.channels, line = geometry.operand_line();
+  uint16_t* at = map + image * geometry.operand_image() * channels;
+  clear_elements(at, line * channels);
+  at += line * channels;
+  for (int64_t y = 0; y < geometry.height; ++y, at += line * channels) {
+    clear_elements(at, channels);
+    clear_elements(at + (geometry.width + 1) * channels, (line - geometry.width - 1) * channels);
+  }
+  clear_elements(at, line * channels + (image + 1 == geometry.images ? geometry.operand_slack() : 0));
 }
 
 // Images [begin, begin + count), all their pixels, as groups of `rows` images.
@@ -82,18 +96,21 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
   const int64_t end = smaller(begin + geometry.conv_lines, geometry.height);
   const int64_t padded = geometry.padded_channels, tile = geometry.pair_rows, line = geometry.conv_line_pixels;
   const int64_t pixels = geometry.row_pixels;
-  gather_lines(geometry, map, image, begin, end, chunk.panel);
+  const uint16_t* lines = chunk.panel;
+  if (geometry.bordered) lines = map + (image * geometry.operand_image() + begin * line) * padded;
+  else gather_lines(geometry, map, image, begin, end, chunk.panel);
 
   Segment segments[3];
-  for (int64_t i = 0; i < 3; ++i)
-    segments[i] = {chunk.panel + i * line * padded, chunk.bank + geometry.filters_offset(i, 0)};
+  for (int64_t i = 0; i < 3; ++i) segments[i] = {lines + i * line * padded, chunk.bank + geometry.filters_offset(i, 0)};
   PairProduct product{segments, 3, geometry.segment_depth, pixels * padded, geometry.filters_stride()};
   product.neighbours = true;
   // Lines that are one run of rows have borders in between; otherwise each line begins a tile.
   const bool run = geometry.conv_line_rows * pixels == line;
   const int64_t width = geometry.width / pixels, inside = (end - begin) * width;
   const int64_t rows = run ? (end - begin - 1) * geometry.conv_line_rows + width : geometry.conv_line_rows;
-  const RowPixels where{(image * geometry.height + begin) * geometry.width, pixels, geometry.conv_line_rows, width, inside};
+  const RowPixels where{(image * geometry.height + begin) * geometry.width, pixels, geometry.conv_line_rows, width, inside,
+                        image * geometry.operand_image() + geometry.operand_origin() + begin * geometry.operand_line(),
+                        geometry.operand_line()};
   int64_t offsets[kMaxGroups], groups = 0, first_row = 0;
   const auto multiply = [&] {
     sink.begin(where, first_row, groups);
@@ -125,7 +142,8 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
       segments[i] = {chunk.panel + (position + tap_shift(geometry, taps[i])) * rows * padded,
                      chunk.bank + geometry.filters_offset(taps[i], 0)};
     const PairProduct product{segments, touching, geometry.segment_depth, padded, geometry.filters_stride()};
-    sink.begin({begin * pixels + position, pixels, rows, count, count}, 0, rows / geometry.pair_rows);
+    const int64_t first = begin * pixels + position;
+    sink.begin({first, pixels, rows, count, count, first, count * pixels}, 0, rows / geometry.pair_rows);
     Pairs::multiply(product, offsets, rows / geometry.pair_rows, chunk.blocks, sink);
   }
 }

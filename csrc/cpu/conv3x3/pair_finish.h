@@ -8,15 +8,18 @@
 namespace wnfused::cpu::WNFUSED_ISA {
 
 // Which pixels the rows of a product are: lines of `rows` rows, the first `width` of which are in the map, `count` of them
-// in all. The first one is pixel `first`, and `step` pixels lie from one to the next.
+// in all. The first one is pixel `first`, and `step` pixels lie from one to the next. In the operand's map, which may have a
+// border, it is pixel `operand`, and lines lie `operand_line` pixels apart.
 struct RowPixels {
-  int64_t first, step, rows, width, count;
+  int64_t first, step, rows, width, count, operand, operand_line;
+
+  int64_t operand_gap() const { return operand_line - width * step; }
 };
 
 // A walk through rows of a product that leaves out those that are no pixel: `count` rows from place `x` of a line on, whose
-// first `width` are in the map, with a gap of so many floats behind them.
+// first `width` are in the map, with gaps of so many floats of sums and of so many elements of operands behind them.
 struct RowWalk {
-  int64_t count, x, width, gap;
+  int64_t count, x, width, gap, operand_gap;
 };
 
 // What is not finite: 0 times the values, summed up; and the largest of runs, without their signs.
@@ -24,11 +27,12 @@ struct Poison {
   Block sum, largest;
 };
 
-// kCols blocks side by side of the rows of a walk, which lie `step` elements apart, from element `at` of the maps on.
+// kCols blocks side by side of the rows of a walk, which lie `step` elements apart, from element `at` of the maps on, element
+// `operand_at` of the operand's.
 // Of two blocks `poison` gathers rounded values: an overflow of the rounding counts, too.
 template <Ending kEnding, int kCols>
-WNFUSED_INLINE void finish_walk(const ConvEpilogue<uint16_t>& epilogue, int64_t at, int64_t step, RowWalk walk,
-                                const TileSums& sums, const Block (&bias)[2], Poison& gathered_poison) {
+WNFUSED_INLINE void finish_walk(const ConvEpilogue<uint16_t>& epilogue, int64_t at, int64_t operand_at, int64_t step,
+                                RowWalk walk, const TileSums& sums, const Block (&bias)[2], Poison& gathered_poison) {
   // Copies of its own: the compiler could keep none of these in registers across the stores to maps.
   const Block factor = splat(epilogue.factor);
   Poison poison = gathered_poison;
@@ -37,10 +41,10 @@ WNFUSED_INLINE void finish_walk(const ConvEpilogue<uint16_t>& epilogue, int64_t 
   [[maybe_unused]] const uint16_t* mask = kEnding == Ending::kMask ? epilogue.mask + at : nullptr;
   [[maybe_unused]] const float* other = is_operand(kEnding) ? nullptr : epilogue.other + at;
   [[maybe_unused]] float* out = is_operand(kEnding) ? nullptr : epilogue.out + at;
-  uint16_t* operand = epilogue.operand + at;
+  uint16_t* operand = epilogue.operand + operand_at;
   at = 0;
-  for (; walk.count > 0; --walk.count, source += kLanes, at += step) {
-    if (walk.x == walk.width) walk.x = 0, source += walk.gap;
+  for (; walk.count > 0; --walk.count, source += kLanes, at += step, operand += step) {
+    if (walk.x == walk.width) walk.x = 0, source += walk.gap, operand += walk.operand_gap;
     ++walk.x;
     Block value[kCols];
     WNFUSED_UNROLL for (int c = 0; c < kCols; ++c) {
@@ -57,11 +61,11 @@ WNFUSED_INLINE void finish_walk(const ConvEpilogue<uint16_t>& epilogue, int64_t 
       if constexpr (kEnding == Ending::kMask) run = mask_run(load_bits(mask + at), run);
       else poison.largest = largest_run(poison.largest, run);
       if constexpr (kEnding == Ending::kRelu) run = relu_run(run);
-      store_bits(operand + at, run);
+      store_bits(operand, run);
     } else {
       if constexpr (kEnding != Ending::kMask) poison.sum = multiply_add(value[0], zero(), poison.sum);
       if constexpr (kEnding == Ending::kRelu) value[0] = relu(value[0]);
-      store_rounded(operand + at, value[0]);
+      store_rounded(operand, value[0]);
     }
   }
   gathered_poison = poison;
@@ -91,19 +95,26 @@ class Finisher {
   void begin(const RowPixels& pixels, int64_t first_row, int64_t groups) {
     pixels_ = pixels;
     // Lines without a gap are one.
-    if (pixels.rows == pixels.width) pixels_.rows = pixels_.width = pixels.count;
+    if (pixels.rows == pixels.width && pixels.operand_gap() == 0) {
+      pixels_.rows = pixels_.width = pixels.count;
+      pixels_.operand_line = pixels.count * pixels.step;
+    }
     const int64_t rows = pixels_.rows, width = pixels_.width, line = first_row / rows;
-    int64_t x = first_row - line * rows, before = line * width;  // of the line
+    const int64_t step = pixels.step, operand_line = pixels_.operand_line;
+    int64_t x = first_row - line * rows, before = line * width, operand = pixels.operand + line * operand_line;
     for (int64_t g = 0; g <= groups; ++g, x += geometry_.pair_rows) {
-      while (x >= rows) x -= rows, before += width;
-      places_[g] = {x, smaller(before + smaller(x, width), pixels_.count)};
+      while (x >= rows) x -= rows, before += width, operand += operand_line;
+      const int64_t inside = smaller(x, width);
+      places_[g] = {x, smaller(before + inside, pixels_.count), operand + inside * step};
     }
   }
 
   TileSums place(int64_t group, int64_t groups, int64_t col, int64_t cols) {
     if (fetches_operand_) {
-      const int64_t begin = places_[group].inside, end = places_[group + groups].inside;
-      target_ = {(pixels_.first + begin * pixels_.step) * geometry_.channel_blocks + block_of(col), cols, end - begin};
+      const RowPlace& begin = places_[group];
+      const int64_t blocks = geometry_.channel_blocks, block = block_of(col);
+      target_ = {(pixels_.first + begin.inside * pixels_.step) * blocks + block, begin.operand * blocks + block, cols,
+                 places_[group + groups].inside - begin.inside, smaller(begin.x, pixels_.width)};
     }
     return {sums_, groups * geometry_.pair_rows * kLanes};
   }
@@ -129,9 +140,10 @@ class Finisher {
   // them the bank needs the first-level cache itself, and only what no cache holds is fetched.
   static constexpr int64_t kFewBlocks = 3;
 
-  // Where a row is: in its line, and how many pixels of the map lie before it.
+  // Where a row is: in its line, and how many pixels of the map lie before it; and its pixel of the operand's map, in a gap
+  // that behind the line.
   struct RowPlace {
-    int64_t x, inside;
+    int64_t x, inside, operand;
   };
 
   // `row_pixels` output blocks of the product are one of the map, for neighbouring pixels.
@@ -142,11 +154,14 @@ class Finisher {
   WNFUSED_INLINE void fetch_target() {
     constexpr int64_t kRows = 4, kLine = 2;  // blocks of an operand's line
     const int64_t step = pixels_.step * geometry_.channel_blocks;
-    for (int64_t i = 0; i < kRows && target_.rows > 0; ++i, --target_.rows, target_.block += step) {
-      const int64_t at = target_.block * kLanes;
+    for (int64_t i = 0; i < kRows && target_.rows > 0; ++i, --target_.rows) {
+      if (target_.x == pixels_.width) target_.x = 0, target_.operand += pixels_.operand_gap() * geometry_.channel_blocks;
       for (int64_t c = 0; !is_operand(kEnding) && fetches_sums_ && c < target_.cols; ++c)
-        prefetch_for_writing(epilogue_.out + at + c * kLanes);
-      if (fetches_sums_ || target_.block % kLine == 0) prefetch_for_writing(epilogue_.operand + at);
+        prefetch_for_writing(epilogue_.out + (target_.block + c) * kLanes);
+      if (fetches_sums_ || target_.operand % kLine == 0) prefetch_for_writing(epilogue_.operand + target_.operand * kLanes);
+      ++target_.x;
+      target_.block += step;
+      target_.operand += step;
     }
   }
 
@@ -157,18 +172,16 @@ class Finisher {
     for (int64_t c = 0; epilogue_.bias && c < cols; ++c)
       bias[c] = load(epilogue_.bias + (block + (geometry_.row_pixels == 1 ? c : 0)) * kLanes);
     const RowPlace begin = places_[group];
-    RowWalk walk{places_[group + groups].inside - begin.inside, begin.x, pixels_.width,
-                 (pixels_.rows - pixels_.width) * kLanes};
-    if (begin.x > walk.width) {  // in the gap
-      sums.out += (pixels_.rows - begin.x) * kLanes;
-      walk.x = 0;
-    }
+    const int64_t blocks = geometry_.channel_blocks;
+    RowWalk walk{places_[group + groups].inside - begin.inside, smaller(begin.x, pixels_.width), pixels_.width,
+                 (pixels_.rows - pixels_.width) * kLanes, pixels_.operand_gap() * blocks * kLanes};
+    sums.out -= (begin.x - walk.x) * kLanes;  // a walk that begins in a gap passes it as a whole
     const int64_t pixel = pixels_.first + begin.inside * pixels_.step;
     if (!full_) return finish_part(block, pixel, cols, walk, sums, bias);
-    const int64_t blocks = geometry_.channel_blocks;
     const int64_t at = (pixel * blocks + block) * kLanes, step = pixels_.step * blocks * kLanes;
-    if (cols == 2) finish_walk<kEnding, 2>(epilogue_, at, step, walk, sums, bias, poison_);
-    else finish_walk<kEnding, 1>(epilogue_, at, step, walk, sums, bias, poison_);
+    const int64_t operand_at = (begin.operand * blocks + block) * kLanes;
+    if (cols == 2) finish_walk<kEnding, 2>(epilogue_, at, operand_at, step, walk, sums, bias, poison_);
+    else finish_walk<kEnding, 1>(epilogue_, at, operand_at, step, walk, sums, bias, poison_);
   }
 
   // Of a map whose last block is not a whole one, or that is saved as a copy.
@@ -191,9 +204,10 @@ class Finisher {
   FetchBySteps fetch_;
   RowPixels pixels_{};
   RowPlace places_[kMaxGroups + 1];  // of each group's first row, and of the row behind the last one
-  // Blocks of the map that are still to be fetched: the first one of a row, how many side by side, and rows.
+  // Blocks of the maps that are still to be fetched: the first ones of a row, how many side by side; rows, and the next one's
+  // place in its line.
   struct {
-    int64_t block, cols, rows;
+    int64_t block, operand, cols, rows, x;
   } target_{};
   Poison poison_{zero(), zero()};
 };

@@ -152,6 +152,7 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
       geometry.channel_blocks > 1 && kTaps * geometry.padded_channels > kStay * geometry.pixels();
   geometry.weights_stay = workers > 1 && geometry.weights_dominate;
   geometry.pair_rows = tile.rows;
+  geometry.pair_tiles = tile.is_matrix;
   divide_pair_convolution(tile, workers, geometry);
   divide_pair_gradient(tile, workers, geometry);
   return geometry;

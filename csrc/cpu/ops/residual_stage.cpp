@@ -150,6 +150,8 @@ void run_stage(const Tensor& x, int64_t blocks, Job& job, bool parameters, const
   Method method = preferred_method(images, height, width);
   if (const StagePairKernels* pairs = bfloat16 ? pair_kernels(method) : nullptr) {
     job.geometry = make_pair_geometry(images, channels, height, width, blocks, pairs->tile, worker_limit());
+    if constexpr (std::is_same_v<Job, StageForward>)
+      job.geometry.bordered = !job.saved.data && job.geometry.can_be_bordered();
     if (run_once(job, parameters, lay_out, pairs->kernels.*run)) return;
     method = Method::kDirect;
   }

@@ -137,9 +137,15 @@ inline void forward(const StageForward& job, Worker& worker) {
   };
 
   const int64_t first = count_of(blocks > 0, convolutions.first_items());
-  worker.phase({first, geometry.runs()}, [&](int64_t item) {
+  const int64_t borders = count_of(geometry.bordered, geometry.images);
+  worker.phase({first, borders, geometry.runs()}, [&](int64_t item) {
     if (item < first) return convolutions.prepare_first(0, item);
-    item -= first;
+    if ((item -= first) < borders) {
+      if constexpr (is_pair<Operand>())
+        for (Operand* map : {stream(0).operand, hidden(0)}) clear_borders(geometry, map, item);
+      return;
+    }
+    item -= borders;
     read_map(geometry, job.x, item, stream(0).sum);
     round_stream(geometry, stream(0), item);
     const SavedMap copy = saved_stream(0);

@@ -105,7 +105,11 @@ inline void fetch_output(const Geometry& geometry, const Worker& worker, int64_t
 // The rounded copy of a stream map.
 template <class Operand>
 inline void round_stream(const Geometry& geometry, const StreamMap<Operand>& map, int64_t item) {
-  if constexpr (is_pair<Operand>()) write_saved(geometry, map.sum, item, {map.operand, true});
+  if constexpr (is_pair<Operand>()) {
+    const int64_t channels = geometry.channels, line = geometry.operand_line() * channels;
+    write_map(geometry, map.sum, item,
+              {map.operand + geometry.operand_origin() * channels, true, geometry.operand_image() * channels, 1, line, channels});
+  }
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA
