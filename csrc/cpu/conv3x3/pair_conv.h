@@ -14,8 +14,8 @@
 //
 // The panel is a copy, 2 bytes an element: what lies outside the map or the batch is zero there, and its rows lie apart
 // by the same stride. Where nothing is saved and rows are tiles, maps have borders themselves, and lines of them are panels
-// without a copy, in memory that each convolution writes and the next one reads (clear_borders). Product rows that are no pixel (ends of lines, and what is read behind the last one) are computed and
-// left out by the epilogue.
+// without a copy, in memory that each convolution writes and the next one reads (clear_borders). Product rows that are no
+// pixel (ends of lines, and what is read behind the last one) are computed and left out by the epilogue.
 #pragma once
 
 #include "cpu/conv/pair_panels.h"

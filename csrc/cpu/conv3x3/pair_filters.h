@@ -66,15 +66,15 @@ WNFUSED_INLINE void put_turned_pairs(const UnitRows& rows, const Block (&scale)[
   }
   // Pairs of rows are rounded, then turned; all of them first, since a quarter of a vector is not there before the whole
   // stores around it have left the core.
-  uint16_t entries[kLanes / 2][kTaps * 2 * kLanes];
+  float words[kLanes / 2][kTaps * kLanes];  // a pair each
   for (int64_t r = 0; r < kLanes; r += 2)
-    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) store_bits(entries[r / 2] + 2 * k * kLanes, pairs_of_rows(r, k * kLanes));
+    WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) store(words[r / 2] + k * kLanes, pairs_of_rows(r, k * kLanes));
   for (int64_t r = 0; r < kLanes; r += 2) {
-    const float* words = reinterpret_cast<const float*>(entries[r / 2]);
+    const float* row = words[r / 2];
     Block filter[kTaps];
-    load_columns(words, kTaps, filter);
-    load_columns(words + 4, kTaps, filter + 4);
-    load_columns<3>(words + 5, kTaps, filter + 8);
+    load_columns(row, kTaps, filter);
+    load_columns(row + 4, kTaps, filter + 4);
+    load_columns<3>(row + 5, kTaps, filter + 8);
     filters.put(depth + r, [&filter](int k) { return filter[kTaps - 1 - k]; });
   }
 }

@@ -67,7 +67,10 @@ class Amx {
   }
   template <int T>
   static void load(const void* rows, int64_t stride_bytes) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" WNFUSED_TILE_PAUSE : : "r"(rows), "r"(stride_bytes), "i"(T) : "memory");
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" WNFUSED_TILE_PAUSE
+                 :
+                 : "r"(rows), "r"(stride_bytes), "i"(T)
+                 : "memory");
   }
   template <int T>
   static void store(void* rows, int64_t stride_bytes) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <string>
 #include <tuple>
+#include <type_traits>
 
 #include "cpu/conv/scratch.h"
 #include "cpu/machine/isa.h"

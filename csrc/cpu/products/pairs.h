@@ -137,7 +137,7 @@ WNFUSED_INLINE Block relu_run(const Block& run) {
   return result;
 }
 
-// A gradient where the activation passed the ReLU, 0 elsewhere.
+// A gradient where the activation, a ReLU's output and so never below 0, is not 0; a NaN passes, as in torch.
 WNFUSED_INLINE Block mask_run(const Block& activation, const Block& gradient) {
   Block result;
   WNFUSED_FOR_PARTS {
