@@ -232,16 +232,21 @@ CONSTANTS = {
     "linear": (1, 0.0),
     "conv2d": ((1, 1), (1, 1), (1, 1), 1, 1, 0.0),
     "conv_transpose2d": ((2, 2), (1, 1), (1, 1), (0, 0), 2, 1, 0.0),
+    "residual_stage": (1.0, 0),
 }
+STAGE = (residual_stage, ((2, 3, 5, 5), (2, 2, 3, 3, 3, 3), (2, 2, 3), (2, 2, 3)))
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [(n, c) for n in CONSTANTS for c in CALLS if not (n == "residual_stage" and "of residual" in c)],
+)
 def test_both_entries_are_open_to_the_same_calls(name, call, nodes):
     """What is plain stands in Python and in C++."""
     if nodes != "C++ entry":
         pytest.skip("asks the entry in C++")
-    shapes = LAYERS[name][1]
+    call = CALLS[call]
+    shapes = {**LAYERS, "residual_stage": STAGE}[name][1]
     inputs = [t.detach() for t in tensors(*shapes)]
     entry = native_entry.layer(name.removesuffix("2d"))
     asked = []
@@ -289,6 +294,8 @@ def test_both_entries_take_the_same_transposed_convolutions(change, nodes):
 
 
 def is_open_to_python(name, tensors):
+    if name == "residual_stage":
+        return _direct.is_open_to_stages(*tensors)
     if name != "conv_transpose2d":
         return _direct.is_open_to_layers(*tensors)
     return _direct.is_open(*tensors) and sys.modules["wnfused.ops.conv"]._is_plain(*tensors)
@@ -311,7 +318,75 @@ def test_cuda_tensors_are_left_to_others_where_the_libraries_have_no_layers(monk
         assert _direct._is_chosen(x) is (reason is None)
 
 
-STAGE = (residual_stage, ((2, 3, 5, 5), (2, 2, 3, 3, 3, 3), (2, 2, 3), (2, 2, 3)))
+def stage(*inputs, **options):
+    return residual_stage(*inputs, skip_scale=0.5, recompute=2, **options)
+
+
+def test_a_stage_has_the_same_derivatives_however_it_is_recorded(nodes):
+    x, v, g, bias = tensors(*STAGE[1])
+    inputs = (x, v, g, bias)
+    y = stage(*inputs)
+    assert ("WNResidualStage" in y.grad_fn.name()) == (nodes != "Python")
+    first = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+    second = torch.autograd.grad(sum(t.square().sum() for t in first), inputs, allow_unused=True)
+    alone = [torch.autograd.grad(stage(*inputs).square().sum(), t)[0] for t in inputs]
+    with wnfused.use_backend("reference"):
+        wanted = stage(*inputs)
+        first_wanted = torch.autograd.grad(wanted.square().sum(), inputs, create_graph=True)
+        second_wanted = torch.autograd.grad(sum(t.square().sum() for t in first_wanted), inputs)
+    for found, expected in ((y, wanted), (first, first_wanted), (alone, first_wanted), (second, second_wanted)):
+        torch.testing.assert_close(found, type(found)(expected) if found is alone else expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_stage_keeps_maps_for_a_backward_alone():
+    inputs = [t.detach() for t in tensors(*STAGE[1])]
+    assert stage(*inputs).grad_fn is None
+    with torch.no_grad():
+        assert stage(*tensors(*STAGE[1])).grad_fn is None
+    inputs[3].requires_grad_()
+    stage(*inputs).sum().backward()
+    assert inputs[3].grad is not None
+    x = tensors(STAGE[1][0])[0]
+    stage(x, *(t.detach() for t in inputs[1:])).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_stage_whose_inputs_are_written_to_has_no_backward():
+    x, v, g, bias = tensors(*STAGE[1])
+    y = stage(x, v, g, bias)
+    y.mul_(2)  # allowed, as on any output
+    with torch.no_grad():
+        v.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("first", ["reference", None])
+def test_a_checkpointed_stage_may_run_again_under_another_backend(first):
+    inputs = tensors(*STAGE[1])
+    wanted = torch.autograd.grad(stage(*inputs).sum(), inputs)
+    with wnfused.use_backend(first):
+        y = checkpoint(stage, *inputs, use_reentrant=False)
+    with wnfused.use_backend("reference" if first is None else None):
+        found = torch.autograd.grad(y.sum(), inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"recompute": 0}, ValueError, "recompute: 0"),
+        ({"skip_scale": float("inf")}, ValueError, "skip_scale: inf must be finite"),
+        ({"skip_scale": "1"}, TypeError, "skip_scale: expected a number, got str"),
+        ({"bias": None}, TypeError, "bias: expected a Tensor, got NoneType"),
+        ({"g": torch.ones(2, 3)}, ValueError, r"g: shape \[2, 3\] does not fit; use \[2, 2, 3\]"),
+        ({"x": torch.ones(2, 4, 5, 5)}, ValueError, r"x: shape \[2, 4, 5, 5\] has 4 channels, v has 3"),
+    ],
+)
+def test_what_a_stage_refuses_names_the_argument(options, error, message):
+    given = dict(zip(("x", "v", "g", "bias"), tensors(*STAGE[1]), strict=True))
+    with pytest.raises(error, match=message):
+        residual_stage(**(given | options))
 
 
 @pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "stage"])

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "autograd/node.h"
 #include "autograd/op.h"
 #include "autograd/vendor.h"
 
@@ -65,9 +66,7 @@ struct Kernels {
       const Tensor& dy, const Optional& y, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
       const Optional& residual, const Tensor& norm, int64_t needs, int64_t leaves, Constants... constants) {
     static const auto run = op<GeneralOp<Constants...>>(Ops::kGeneral);
-    // Past all dispatch: gradients of vmap would otherwise need a rule for batches of this very op.
-    constexpr c10::DispatchKeySet composite(c10::DispatchKey::CPU);
-    return run.redispatch(composite, dy, y, x, v, g, bias, residual, norm, needs, leaves, constants...);
+    return run.redispatch(kPastDispatch, dy, y, x, v, g, bias, residual, norm, needs, leaves, constants...);
   }
 };
 
@@ -124,12 +123,6 @@ struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
   }
 };
 
-// Kernels run below autograd, and autocast must not touch what they do inside: dtypes are settled before.
-struct KernelsOnly {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-};
-
 Optional given(const Tensor& t) { return t.defined() ? Optional(t) : Optional(); }
 
 // Whether dy may be the zeros of one number that wnfused/ops/_input_gradient.py hands on.
@@ -147,10 +140,7 @@ bool may_be_zero_gradient(const Tensor& dy) {
 
 // Whether a gradient asks for more than the kernels know.
 bool is_general(const Tensor& dy) {
-  const c10::DispatchKeySet keys = dy.key_set();
-  const bool is_batch = keys.has(c10::DispatchKey::Batched) || keys.has(c10::DispatchKey::FuncTorchBatched);
-  return is_batch || at::GradMode::is_enabled() || dy._fw_grad(0).defined() ||
-         (!keys.has(c10::DispatchKey::Python) && may_be_zero_gradient(dy));
+  return asks_for_graph(dy) || (!dy.key_set().has(c10::DispatchKey::Python) && may_be_zero_gradient(dy));
 }
 
 // What a constant is kept as between the passes: a tuple in the place of a list, which compiled autograd could not hash.

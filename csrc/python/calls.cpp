@@ -1,8 +1,8 @@
-// wnfused._python: single layers called from Python, past the checks and the parsing of arguments that Python and torch's
-// op objects do. Those cost a layer of 64 features as much as its kernel.
+// wnfused._python: layers and stages called from Python, past the checks and the parsing of arguments that Python and
+// torch's op objects do. Those cost a layer of 64 features as much as its kernel.
 //
 // A function here gives None where the call is not a plain one, and wnfused/ops/_direct.py takes its slower way. What is
-// plain stands there (`_is_plain_call`, `is_open_to_layers`), and here once more: a test asks both.
+// plain stands there (`_is_plain_call`, `is_open_to_layers`, `is_open_to_stages`), and here once more: a test asks both.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -35,15 +35,16 @@ bool is_watched() {
 // Exactly torch.Tensor or torch.nn.Parameter: a subclass may answer for itself.
 bool is_plain(PyObject* object) { return THPVariable_CheckExact(object); }
 
-// The tensors of a layer, and whether the kernels take them.
+// The tensors of a layer or stage, and whether the kernels take them.
 class Inputs {
  public:
-  // Of x, v, g, bias and residual, the last two None where there are none.
-  static std::optional<Inputs> read(PyObject* const* objects) {
-    for (size_t i = 0; i < 5; ++i) {
+  // Of x, v, g, bias and, where there are five, the residual; the last two None where there are none.
+  static std::optional<Inputs> read(PyObject* const* objects, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
       if (!is_plain(objects[i]) && (i < 3 || objects[i] != Py_None)) return std::nullopt;
     }
-    Inputs given{tensor(objects[0]), tensor(objects[1]), tensor(objects[2]), optional(objects[3]), optional(objects[4])};
+    Inputs given{tensor(objects[0]), tensor(objects[1]), tensor(objects[2]), optional(objects[3]),
+                 count > 4 ? optional(objects[4]) : Optional()};
     if (!given.are_open()) return std::nullopt;
     return given;
   }
@@ -154,6 +155,8 @@ struct ConvOps {
 // A kind of layer whose kernels take every call that is open.
 template <class Ops, class... Constants>
 struct Layer {
+  static constexpr size_t kTensors = 5;
+
   static bool takes(const Inputs&) { return true; }
 
   static Tensor forward(const Inputs& in, Constants... constants) {
@@ -193,13 +196,36 @@ struct ConvTranspose : Layer<ConvTransposeOps, Constants...> {
   }
 };
 
-// (x, v, g, bias, residual, *constants) -> y, or None
+// The stages of CPU tensors. Those of a GPU, whose node is Python's, are few beside their kernels.
+template <class... Constants>
+struct Stage {
+  static constexpr size_t kTensors = 4;
+
+  static bool takes(const Inputs& in) { return in.x.is_cpu() && in.x.dim() == 4 && in.bias; }
+
+  static Tensor forward(const Inputs& in, Constants... constants) {
+    using Found = std::tuple<Tensor, Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, Constants..., bool save);
+    static const auto native = op<Found>("wnfused_native::residual_stage");
+    return std::get<0>(native.call(in.x, in.v, in.g, *in.bias, constants..., false));
+  }
+  // Maps are kept for a backward alone.
+  static Tensor recorded(const Inputs& in, Constants... constants) {
+    using Found = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, Constants...);
+    static const auto recorded = op<Found>("wnfused_autograd::residual_stage");
+    const bool has_backward =
+        in.x.requires_grad() || in.v.requires_grad() || in.g.requires_grad() || in.bias->requires_grad();
+    return has_backward ? recorded.call(in.x, in.v, in.g, *in.bias, constants...) : forward(in, constants...);
+  }
+};
+
+// (*tensors, *constants) -> y, or None
 template <class Run, class... Constants, size_t... I>
 PyObject* layer(PyObject* const* objects, Py_ssize_t count, std::index_sequence<I...>) {
   HANDLE_TH_ERRORS
-  constexpr size_t kTensors = 5;
+  constexpr size_t kTensors = Run::kTensors;
   if (count != kTensors + sizeof...(Constants) || is_watched()) Py_RETURN_NONE;
-  std::optional<Inputs> in = Inputs::read(objects);
+  std::optional<Inputs> in = Inputs::read(objects, kTensors);
   std::tuple<Constant<Constants>...> constants;
   if (!in || !Run::takes(*in)) Py_RETURN_NONE;
   if (!(std::get<I>(constants).read(objects[kTensors + I]) && ...)) Py_RETURN_NONE;
@@ -248,9 +274,11 @@ PyMODINIT_FUNC PyInit__python() {
        METH_FASTCALL,
        "(x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope): y, or "
        "None where the call is no plain one."},
+      {"residual_stage", entry<Stage, double, int64_t>(), METH_FASTCALL,
+       "(x, v, g, bias, skip_scale, recompute): y, or None where the call is no plain one."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {
-      PyModuleDef_HEAD_INIT, "_python", "Single layers, past Python's argument parsing.", -1, methods, nullptr, nullptr,
+      PyModuleDef_HEAD_INIT, "_python", "Layers and stages, past Python's argument parsing.", -1, methods, nullptr, nullptr,
       nullptr, nullptr};
   return PyModule_Create(&definition);
 }

@@ -1,9 +1,10 @@
-"""Layers whose autograd nodes are in C++: the schemas of ``csrc/autograd``, and what that library calls back for.
+"""Layers and stages whose autograd nodes are in C++: the schemas of ``csrc/autograd``, and what that library calls back
+for.
 
 The library also has the single layers of CUDA tensors, which ``wnfused.backends.native`` declares.
 
 It fits one version of torch, as autograd is no part of the stable ABI. Where it was not built, or for another version,
-``wnfused.ops._direct`` records nodes of its own, which do the same; only small layers are slower then.
+``wnfused.ops`` records nodes of its own, which do the same; only small layers and stages are slower then.
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ for _name in ("linear", "conv"):
     _layer = f"Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_CONSTANTS[_name]}"
     _library.define(f"vendor_{_name}({_layer}) -> (Tensor y, Tensor norm)")
     _library.define(f"vendor_{_name}_backward({_BACKWARD}, {_CONSTANTS[_name]}) -> {_GRADIENTS}")
+_STAGE = "Tensor x, Tensor v, Tensor g, Tensor bias, "
+_STAGE_CONSTANTS = "float skip_scale, int recompute"
+_library.define(f"residual_stage({_STAGE}{_STAGE_CONSTANTS}) -> Tensor y")
+_library.define(
+    f"residual_stage_gradients(Tensor dy, {_STAGE}int needs, {_STAGE_CONSTANTS}) "
+    "-> (Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias)"
+)
 _library.define("use_small_linear(bool on) -> bool before")
 # Whether cuDNN is to be deterministic; each True is taken back by a False.
 _library.define("ask_for_deterministic(bool on) -> ()")
@@ -84,10 +92,10 @@ def use_small_linear(on: bool) -> bool:
 
 
 def layer(name: str, gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """The op that runs a layer and records it.
+    """The op that runs a layer, or a stage, and records it.
 
     Args:
-        name: one of ``linear``, ``conv``, ``conv_transpose``.
+        name: one of ``linear``, ``conv``, ``conv_transpose``, ``residual_stage``.
         gradients: what gives the gradients that no kernel does, by the arguments of ``<name>_gradients``.
     """
     _library.impl(f"{name}_gradients", gradients, "CompositeImplicitAutograd")

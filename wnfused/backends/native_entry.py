@@ -1,4 +1,4 @@
-"""The layers of the C++ libraries as functions that Python calls in C++: ``csrc/python``.
+"""The layers and stages of the C++ libraries as functions that Python calls in C++: ``csrc/python``.
 
 They do what ``wnfused.ops._direct`` does by the ops of ``native`` and ``native_autograd``, in less time on the way. The
 library fits one version of torch and one of Python.
@@ -23,8 +23,8 @@ def unavailable() -> str | None:
 
 @functools.cache
 def layer(name: str) -> Callable[..., Any] | None:
-    """The function of ``x, v, g, bias, residual`` and the layer's constants that gives y, or None where the call is
-    watched or not of the kernels' dtypes; None if the library, or the function in it, is not there."""
+    """The function of ``x, v, g, bias, residual`` (a stage has none) and the constants that gives y, or None where the
+    call is watched or not of the kernels' dtypes; None if the library, or the function in it, is not there."""
     if unavailable() is not None:
         return None
     function: Callable[..., Any] | None = getattr(importlib.import_module("wnfused._python"), name, None)

@@ -99,6 +99,16 @@ def _casts_to_open(*parameters: Any) -> bool:
     )
 
 
+def by_entry(name: str, x: Any, *arguments: Any) -> Tensor | None:
+    """``y`` by the function of ``native_entry``, recorded for autograd where that is on; None where that does not take
+    the call, which may be open all the same. RuntimeError where the kernel refuses its arguments."""
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or not _is_chosen(x):
+        return None
+    entry = native_entry.layer(name)
+    y: Tensor | None = None if entry is None else entry(x, *arguments)
+    return y
+
+
 def layer(
     name: str,
     reference: Callable[..., tuple[Tensor, ...]],
@@ -132,11 +142,9 @@ def layer(
         return record_natively(*arguments) if native_autograd.unavailable() is None else record(*arguments)
 
     def call(x: Any, v: Any, g: Any, bias: Any, residual: Any, *constants: Any) -> Tensor | None:
-        if not torch.compiler.is_compiling() and type(x) in _PLAIN and _is_chosen(x):
-            entry = native_entry.layer(name)
-            y: Tensor | None = None if entry is None else entry(x, v, g, bias, residual, *constants)
-            if y is not None:
-                return y
+        y = by_entry(name, x, v, g, bias, residual, *constants)
+        if y is not None:
+            return y
         tensors = (x, v, g, bias, residual)
         if not opens(*tensors) or not (takes is None or takes(*tensors)):
             return None

@@ -13,9 +13,10 @@ from torch.overrides import handle_torch_function
 
 from wnfused import reference
 from wnfused._numbers import positive
-from wnfused.backends import native_cuda
+from wnfused.backends import native_autograd, native_cuda
+from wnfused.backends.asked import flags_of
 from wnfused.ops import _arguments as arguments
-from wnfused.ops._direct import is_open_to_stages
+from wnfused.ops._direct import by_entry, is_open_to_stages
 from wnfused.ops._input_gradient import asks_for_input_alone
 from wnfused.ops._registration import (
     below_autograd,
@@ -97,18 +98,22 @@ def _kernel(x: Tensor) -> Any:
     return native_cuda.residual_stage if x.is_cuda else torch.ops.wnfused_native.residual_stage.default._op
 
 
-def _kernel_backward(dy: Tensor) -> Any:
+def _kernel_backward(dy: Tensor, *others: Any) -> Any:
+    """``others``: ``v, g, bias, norm, maps, signs``, the constants and whether parameters' gradients are asked for."""
     if dy.is_cuda:
-        return native_cuda.residual_stage_backward
-    return torch.ops.wnfused_native.residual_stage_backward.default._op
+        return native_cuda.residual_stage_backward(dy, *others)
+    return torch.ops.wnfused_native.residual_stage_backward.default._op(dy, *others[:5], *others[6:])
 
 
 class _Direct(torch.autograd.Function):
-    """The fast path of ``wnfused.ops._direct``: the C++ kernel and no other, which checks its arguments itself."""
+    """The fast path of ``wnfused.ops._direct``: the C++ kernel and no other, which checks its arguments itself.
+
+    Of CPU tensors ``csrc/autograd`` has the same node, where it is at hand.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        y, *kept = _kernel(arguments[0])(*arguments, True)  # norm, maps and, of a GPU, signs
+        y, *kept = _with_signs(_kernel(arguments[0])(*arguments, True), arguments)
         ctx.constants = arguments[4:]
         ctx.save_for_backward(*arguments[:4], *kept)
         return no_view(y)
@@ -125,10 +130,18 @@ def _gradients(ctx: Any, dy: Tensor) -> Any:
         return through_reference(reference.residual_stage, dy, (x, v, g, bias, *ctx.constants), needs)
     if asks_for_input_alone(ctx, needs):
         needs = (True, False, False, False)
-    found = _kernel_backward(dy)(dy, v, g, bias, *kept, *ctx.constants, any(needs[1:4]))
+    found = _kernel_backward(dy, v, g, bias, *kept, *ctx.constants, any(needs[1:4]))
     return *(gradient if needed else None for gradient, needed in zip(found, needs[:4], strict=True)), None, None
 
 
+def _gradients_of_native_node(
+    dy: Tensor, x: Tensor, v: Tensor, g: Tensor, bias: Tensor, needed: int, *constants: Any
+) -> tuple[Tensor | None, ...]:
+    """What a node in C++ calls back for: gradients with derivatives of their own, or of a batch."""
+    return through_reference(reference.residual_stage, dy, (x, v, g, bias, *constants), flags_of(needed, 4))[:4]
+
+
+_record_natively = native_autograd.layer("residual_stage", _gradients_of_native_node)
 _Direct.__name__ = _Direct.__qualname__ = "residual_stage"
 # torch.autograd.Function.apply itself: a look for functorch transforms, which is_open has seen to, and this.
 _record = super(torch.autograd.Function, _Direct).apply
@@ -166,28 +179,32 @@ def residual_stage(
     Source: Arpit, Campos & Bengio 2019, eq. 6 (alpha absorbed in the gain), with one ReLU a block.
     """
     every = 0 if recompute is None else recompute
-    direct = (
+    fits = (
         type(skip_scale) is float
         and type(every) is int
         and -math.inf < skip_scale < math.inf
         and (every > 0 or recompute is None)
-        and bias is not None
-        and is_open_to_stages(x, v, g, bias)
-        and x.dim() == 4
     )
-    if not direct:
-        return _general(x, v, g, bias, skip_scale, recompute)
     try:
-        y: Tensor = arguments.below_autocast(_run_direct, arguments.autocast(x), v, g, bias, skip_scale, every)
-        return y
+        y = _direct(x, v, g, bias, skip_scale, every) if fits else None
     except (RuntimeError, TypeError):
         _checked(x, v, g, bias, skip_scale, recompute)
         raise
+    return _general(x, v, g, bias, skip_scale, recompute) if y is None else y
+
+
+def _direct(x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, every: int) -> Tensor | None:
+    """None where the call may not take the fast path; RuntimeError where the kernel refuses its arguments."""
+    y = by_entry("residual_stage", x, v, g, bias, skip_scale, every)
+    if y is None and is_open_to_stages(x, v, g, bias) and bias is not None and x.dim() == 4:
+        y = arguments.below_autocast(_run_direct, arguments.autocast(x), v, g, bias, skip_scale, every)
+    return y
 
 
 def _run_direct(x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, every: int) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or v.requires_grad or g.requires_grad or bias.requires_grad):
-        return _record(x, v, g, bias, skip_scale, every)
+        native = x.is_cpu and native_autograd.unavailable() is None
+        return (_record_natively if native else _record)(x, v, g, bias, skip_scale, every)
     y: Tensor = _kernel(x)(x, v, g, bias, skip_scale, every, False)[0]
     return y
 

@@ -1,0 +1,27 @@
+// What the nodes of layers and of stages share.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace wnfused {
+
+// Kernels run below autograd, and autocast must not touch what they do inside: dtypes are settled before.
+struct KernelsOnly {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// Where an op that Python implements is called past all dispatch: gradients of vmap would otherwise need a rule for batches
+// of this very op.
+constexpr c10::DispatchKeySet kPastDispatch(c10::DispatchKey::CPU);
+
+// Whether the gradients for dy are to have derivatives of their own, or dy is many of them.
+inline bool asks_for_graph(const at::Tensor& dy) {
+  const c10::DispatchKeySet keys = dy.key_set();
+  const bool is_batch = keys.has(c10::DispatchKey::Batched) || keys.has(c10::DispatchKey::FuncTorchBatched);
+  return is_batch || at::GradMode::is_enabled() || dy._fw_grad(0).defined();
+}
+
+}  // namespace wnfused
