@@ -216,3 +216,18 @@ def test_a_flag_is_true_or_false():
 def test_the_classes_check_what_their_makers_check(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("make", [lambda norm: wrn(16, norm=norm), lambda norm: cnn(3, 16, norm=norm)])
+def test_images_are_laid_out_as_the_layers_have_them(make):
+    """In channels_last, whatever they came in; networks of torch's layers are left to the user."""
+    x = torch.randn(2, 3, 12, 12)
+    for norm, last in (("weight", True), ("none", False)):
+        net, seen = make(norm), []
+        for module in net.modules():
+            module.register_forward_hook(lambda module, args, y, seen=seen: seen.append((type(module), y)))
+        y = net(x)
+        maps = [y for _, y in seen if y.dim() == 4]
+        assert len(maps) > 2
+        assert all(m.is_contiguous(memory_format=torch.channels_last) is last for m in maps)
+        torch.testing.assert_close(net(x.to(memory_format=torch.channels_last)), y, rtol=1e-5, atol=1e-5)

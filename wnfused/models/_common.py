@@ -1,8 +1,10 @@
-"""What the networks share: checks of ``norm`` and of numbers, the layer followed by a ReLU in each normalisation."""
+"""What the networks share: checks of ``norm`` and of numbers, the layer followed by a ReLU in each normalisation, and
+the layout of images."""
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from wnfused._numbers import plain_int, positive
 from wnfused.nn import WNConv2d, WNLinear
@@ -41,3 +43,14 @@ def conv_relu(norm: str, in_channels: int, out_channels: int, stride: int) -> nn
     if norm == "batch":
         return nn.Sequential(conv, nn.BatchNorm2d(out_channels), nn.ReLU())
     return nn.Sequential(conv, nn.ReLU())
+
+
+def laid_out_for(first: nn.Module, images: Tensor) -> Tensor:
+    """In channels_last where a weight-normalised convolution reads them on a CPU.
+
+    What is behind it keeps that layout, which is its kernels' own; in NCHW each layer copies its input and output.
+    """
+    # What stands for them in a symbolic trace has no layout.
+    if isinstance(first, WNConv2d) and isinstance(images, Tensor) and images.is_cpu and images.dim() == 4:
+        return images.contiguous(memory_format=torch.channels_last)
+    return images

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from wnfused.models._common import checked_norm, conv_relu, counts
+from wnfused.models._common import checked_norm, conv_relu, counts, laid_out_for
 
 
 class CNN(nn.Module):
@@ -32,7 +32,7 @@ class CNN(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x).mean((-2, -1)))
+        return self.head(self.layers(laid_out_for(self.layers[0], x)).mean((-2, -1)))
 
 
 def cnn(depth: int, width: int = 512, num_classes: int = 10, in_channels: int = 3, norm: str = "weight") -> CNN:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wnfused._numbers import finite, flag, plain_int, positive
-from wnfused.models._common import RESIDUAL_NORMS, checked_norm, counts
+from wnfused.models._common import RESIDUAL_NORMS, checked_norm, counts, laid_out_for
 from wnfused.nn import FixupBlock, PlainResidualBlock, ScalarBias, WNConv2d, WNResidualStage
 
 STEM_CHANNELS = 16
@@ -118,7 +118,7 @@ class ResNet(nn.Module):
             self.head = nn.Sequential(ScalarBias(), self.head)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.stages(self.stem(x)).mean((-2, -1)))
+        return self.head(self.stages(self.stem(laid_out_for(self.stem, x))).mean((-2, -1)))
 
 
 _BLOCKS: dict[str, Any] = {"batch": BatchNormBlock, "none": PlainResidualBlock, "fixup": FixupBlock}
