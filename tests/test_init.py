@@ -96,6 +96,8 @@ def assert_before(model, gamma, name):
         (nn.SiLU(), 1, "SiLU"),
         (nn.Tanh(), 1, "Tanh"),
         (nn.PReLU(), 1, "PReLU"),
+        (nn.Threshold(0, 0), 2, ""),
+        (nn.Threshold(0.5, 0), 1, "Threshold"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -110,6 +112,11 @@ def test_activations_that_are_modules(sequence, activation, gamma, name):
         (torch.tanh, 1, "Tanh"), (torch.sin, 1, "sin"), (lambda x: x.sigmoid(), 1, "Sigmoid"),
         (lambda x: F.gelu(F.dropout(x)), 1, "GELU"), (lambda x: x.clamp(min=0), 2, ""),
         (lambda x: torch.clamp_min(x, 0.0), 2, ""), (lambda x: torch.clamp(x, 0), 2, ""),
+        (lambda x: F.threshold(x, 0, 0.0), 2, ""), (lambda x: F.threshold(x, 1.0, 0.0), 1, "Threshold"),
+        (lambda x: torch.threshold(x, threshold=0.0, value=0.0), 2, ""),
+        (lambda x: x * torch.sigmoid(x), 1, "its product with its own Sigmoid"),
+        (lambda x: x.tanh().mul(x), 1, "its product with its own Tanh"),
+        (lambda x: x * torch.tanh(F.softplus(x)), 1, "its product with its own Tanh of Softplus"),
     ],
 )  # fmt: skip
 def test_activations_that_are_functions(activation, gamma, name):
@@ -121,6 +128,13 @@ def test_activations_that_are_functions(activation, gamma, name):
 )
 def test_other_clamps_are_no_relu(clamp):
     assert gammas(Functional(clamp))["layer"] == 1
+
+
+@pytest.mark.parametrize(
+    "other", [lambda x: x * x, lambda x: x * (2 * x.sigmoid()), lambda x: x * x.sigmoid() + x, lambda x: x * x.relu()]
+)
+def test_other_products_are_no_activation(other):
+    assert find_roles(Functional(other))[0].without_gamma == ""
 
 
 def test_a_layer_before_an_activation_without_gamma_is_named_once():
@@ -141,7 +155,7 @@ def test_a_layer_before_an_activation_without_gamma_is_named_once():
 
 
 def test_uses_that_differ_have_no_activation_in_common():
-    model = Functional(lambda x: x * torch.sigmoid(x))
+    model = Functional(lambda x: torch.maximum(x, torch.sigmoid(x)))
     assert find_roles(model)[0].without_gamma == ""
 
 

@@ -70,30 +70,21 @@ struct Kernels {
   }
 };
 
-struct LinearOps {
-  static constexpr const char* kForward = "wnfused_native::linear";
-  static constexpr const char* kBackward = "wnfused_native::linear_backward";
-  static constexpr const char* kGeneral = "wnfused_autograd::linear_gradients";
+struct LinearOps : LinearNames {
   static constexpr auto kVendor = &vendor::linear;
   static constexpr auto kVendorBackward = &vendor::linear_backward;
 };
 template <class... Constants>
 using Linear = Kernels<LinearOps, Constants...>;
 
-struct ConvOps {
-  static constexpr const char* kForward = "wnfused_native::conv";
-  static constexpr const char* kBackward = "wnfused_native::conv_backward";
-  static constexpr const char* kGeneral = "wnfused_autograd::conv_gradients";
+struct ConvOps : ConvNames {
   static constexpr auto kVendor = &vendor::conv;
   static constexpr auto kVendorBackward = &vendor::conv_backward;
 };
 template <class... Constants>
 using Conv = Kernels<ConvOps, Constants...>;
 
-struct ConvTransposeOps {
-  static constexpr const char* kForward = "wnfused_autograd::composed_conv_transpose";
-  static constexpr const char* kBackward = "wnfused_autograd::composed_conv_transpose_backward";
-  static constexpr const char* kGeneral = "wnfused_autograd::conv_transpose_gradients";
+struct ConvTransposeOps : ConvTransposeNames {
   static constexpr auto kVendor = nullptr;
   static constexpr auto kVendorBackward = nullptr;
 };
@@ -107,7 +98,7 @@ struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
       Constants... constants) {
     using Signature = std::tuple<Optional, Optional>(
         const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...);
-    static const auto run = op<Signature>("wnfused_native::conv_transpose");
+    static const auto run = op<Signature>(ConvTransposeNames::kKernels);
     const auto [y, norm] = run.call(x, v, g, bias, residual, constants...);
     return y ? Outputs(*y, *norm) : Composed::forward(x, v, g, bias, residual, constants...);
   }
@@ -116,7 +107,7 @@ struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
       int64_t needs, Constants... constants) {
     using Signature = std::tuple<bool, Optional, Optional, Optional, Optional, Optional>(
         const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, Constants...);
-    static const auto run = op<Signature>("wnfused_native::conv_transpose_backward");
+    static const auto run = op<Signature>(ConvTransposeNames::kKernelsBackward);
     const auto [done, dx, dv, dg, dbias, dz] = run.call(dy, y, x, v, g, norm, needs, constants...);
     if (done) return {dx, dv, dg, dbias, dz};
     return Composed::backward(dy, y, x, v, g, norm, needs, constants...);

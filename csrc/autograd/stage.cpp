@@ -38,7 +38,7 @@ struct WNResidualStage : torch::autograd::Function<WNResidualStage> {
       AutogradContext* ctx, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& bias, double skip_scale,
       int64_t recompute) {
     const KernelsOnly guard;
-    static const auto run = op<ForwardOp>("wnfused_native::residual_stage");
+    static const auto run = op<ForwardOp>(StageNames::kForward);
     const auto [y, norm, maps] = run.call(x, v, g, bias, skip_scale, recompute, true);
     // As many, in the order of the op's own derivative: a checkpoint may run the forward again under another backend.
     const Tensor signs = at::empty({0}, x.options().dtype(at::kByte));
@@ -69,11 +69,11 @@ struct WNResidualStage : torch::autograd::Function<WNResidualStage> {
       put(3, std::get<3>(gradients));
     };
     if (asks_for_graph(dy)) {
-      static const auto run = op<GeneralOp>("wnfused_autograd::residual_stage_gradients");
+      static const auto run = op<GeneralOp>(StageNames::kGeneral);
       put_all(run.redispatch(kPastDispatch, dy, x, v, g, bias, needs, skip_scale, recompute));
     } else {
       const KernelsOnly guard;
-      static const auto run = op<BackwardOp>("wnfused_native::residual_stage_backward");
+      static const auto run = op<BackwardOp>(StageNames::kBackward);
       const bool parameters = needs >> 1 != 0;
       put_all(run.call(dy, v, g, bias, norm, maps, skip_scale, recompute, parameters));
     }

@@ -143,40 +143,26 @@ Result call(c10::TypedOperatorHandle<Signature<Result, Constants...>> op, const 
   return op.call(in.x, in.v, in.g, in.bias, in.residual, constants...);
 }
 
-struct LinearOps {
-  static constexpr const char* kForward = "wnfused_native::linear";
-  static constexpr const char* kRecorded = "wnfused_autograd::linear";
-};
-struct ConvOps {
-  static constexpr const char* kForward = "wnfused_native::conv";
-  static constexpr const char* kRecorded = "wnfused_autograd::conv";
-};
-
 // A kind of layer whose kernels take every call that is open.
-template <class Ops, class... Constants>
+template <class Names, class... Constants>
 struct Layer {
   static constexpr size_t kTensors = 5;
 
   static bool takes(const Inputs&) { return true; }
 
   static Tensor forward(const Inputs& in, Constants... constants) {
-    static const auto native = op<Signature<std::tuple<Tensor, Tensor>, Constants...>>(Ops::kForward);
+    static const auto native = op<Signature<std::tuple<Tensor, Tensor>, Constants...>>(Names::kForward);
     return std::get<0>(call(native, in, constants...));
   }
   static Tensor recorded(const Inputs& in, Constants... constants) {
-    static const auto recorded = op<Signature<Tensor, Constants...>>(Ops::kRecorded);
+    static const auto recorded = op<Signature<Tensor, Constants...>>(Names::kRecorded);
     return call(recorded, in, constants...);
   }
 };
 
-struct ConvTransposeOps {
-  static constexpr const char* kForward = "wnfused_autograd::composed_conv_transpose";
-  static constexpr const char* kRecorded = "wnfused_autograd::conv_transpose";
-};
-
 // Kernels for CPU tensors take a part of them, with parameters as a layer has them; the others are composed.
 template <class... Constants>
-struct ConvTranspose : Layer<ConvTransposeOps, Constants...> {
+struct ConvTranspose : Layer<ConvTransposeNames, Constants...> {
   static bool takes(const Inputs& in) {
     const auto fits = [](const Tensor& t) {
       return t.is_cpu() && (t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16);
@@ -190,9 +176,9 @@ struct ConvTranspose : Layer<ConvTransposeOps, Constants...> {
 
   static Tensor forward(const Inputs& in, Constants... constants) {
     using Found = std::tuple<Optional, Optional>;
-    static const auto native = op<Signature<Found, Constants...>>("wnfused_native::conv_transpose");
+    static const auto native = op<Signature<Found, Constants...>>(ConvTransposeNames::kKernels);
     const Optional y = std::get<0>(call(native, in, constants...));
-    return y ? *y : Layer<ConvTransposeOps, Constants...>::forward(in, constants...);
+    return y ? *y : Layer<ConvTransposeNames, Constants...>::forward(in, constants...);
   }
 };
 
@@ -206,13 +192,13 @@ struct Stage {
   static Tensor forward(const Inputs& in, Constants... constants) {
     using Found = std::tuple<Tensor, Tensor, Tensor>(
         const Tensor&, const Tensor&, const Tensor&, const Tensor&, Constants..., bool save);
-    static const auto native = op<Found>("wnfused_native::residual_stage");
+    static const auto native = op<Found>(StageNames::kForward);
     return std::get<0>(native.call(in.x, in.v, in.g, *in.bias, constants..., false));
   }
   // Maps are kept for a backward alone.
   static Tensor recorded(const Inputs& in, Constants... constants) {
     using Found = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, Constants...);
-    static const auto recorded = op<Found>("wnfused_autograd::residual_stage");
+    static const auto recorded = op<Found>(StageNames::kRecorded);
     const bool has_backward =
         in.x.requires_grad() || in.v.requires_grad() || in.g.requires_grad() || in.bias->requires_grad();
     return has_backward ? recorded.call(in.x, in.v, in.g, *in.bias, constants...) : forward(in, constants...);
@@ -254,9 +240,9 @@ PyCFunction entry() {
 }
 
 template <class... Constants>
-using Linear = Layer<LinearOps, Constants...>;
+using Linear = Layer<LinearNames, Constants...>;
 template <class... Constants>
-using Conv = Layer<ConvOps, Constants...>;
+using Conv = Layer<ConvNames, Constants...>;
 
 }  // namespace
 }  // namespace wnfused

@@ -49,11 +49,12 @@ _WITHOUT_GAMMA = (
 )  # fmt: skip
 _CALLS_WITHOUT_GAMMA = {kind.__name__.lower(): kind.__name__ for kind in _WITHOUT_GAMMA}
 _CALLS_WITHOUT_GAMMA |= {"log_sigmoid": "LogSigmoid", "sin": "sin", "cos": "cos"}
+_PRODUCTS = ("mul", "imul", "mul_")
 
 
 def activation_of_module(module: nn.Module) -> Activation | None:
     """None of a module that is no activation."""
-    if isinstance(module, _RELUS):
+    if isinstance(module, _RELUS) or (isinstance(module, nn.Threshold) and module.threshold == module.value == 0):
         return Activation(activation_gamma("relu", 0.0))
     if isinstance(module, nn.LeakyReLU):
         return Activation(activation_gamma("leaky_relu", module.negative_slope))
@@ -85,6 +86,12 @@ def _clamps_at_0(node: fx.Node) -> bool:
     return type(least) in (int, float) and least == 0 and argument(node, "max", 2) is None
 
 
+def _puts_0_below_0(node: fx.Node) -> bool:
+    """A threshold that is a ReLU."""
+    numbers = argument(node, "threshold", 1), argument(node, "value", 2)
+    return all(type(number) in (int, float) and number == 0 for number in numbers)
+
+
 def _is_addition(node: fx.Node) -> bool:
     return (node.op == "call_function" and node.target in _ADDS) or _call_name(node) in ("add", "add_")
 
@@ -113,12 +120,14 @@ class Graph:
         if module is not None:
             return activation_of_module(module)
         name = _call_name(node)
-        if name in _RELU_CALLS or (name in _CLAMPS and _clamps_at_0(node)):
+        bare = name.strip("_")
+        is_relu = name in _RELU_CALLS or (name in _CLAMPS and _clamps_at_0(node))
+        if is_relu or (bare == "threshold" and _puts_0_below_0(node)):
             return Activation(activation_gamma("relu", 0.0))
         if name in ("leaky_relu", "leaky_relu_"):
             slope = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
             return Activation(activation_gamma("leaky_relu", slope)) if isinstance(slope, (int, float)) else None
-        other = _CALLS_WITHOUT_GAMMA.get(name.rstrip("_"))
+        other = _CALLS_WITHOUT_GAMMA.get(bare)
         return None if other is None else Activation(without_gamma=other)
 
     def is_transparent(self, node: fx.Node) -> bool:
@@ -138,6 +147,9 @@ class Graph:
 
     def following(self, node: fx.Node) -> Activation:
         """The activation after ``node``; nothing unless every use of it is that activation."""
+        product = self._product_with_own_activation(node)
+        if product is not None:
+            return product
         found = set()
         for user in node.users:
             activation = self.activation(user)
@@ -145,6 +157,21 @@ class Graph:
                 activation = self.following(user) if self.is_transparent(user) else _NOTHING
             found.add(activation)
         return found.pop() if len(found) == 1 else _NOTHING
+
+    def _product_with_own_activation(self, node: fx.Node) -> Activation | None:
+        """``h * f(h)``, as SiLU and Mish are written out."""
+        product = next((user for user in node.users if _call_name(user) in _PRODUCTS), None)
+        if product is None or len(node.users) != 2:
+            return None
+        current = next((a for a in product.args[:2] if a is not node), None)
+        names: list[str] = []
+        while isinstance(current, fx.Node) and current is not node:
+            activation, sources = self.activation(current), current.all_input_nodes
+            if activation is None or not activation.without_gamma or len(current.users) != 1 or len(sources) != 1:
+                return None
+            names.append(activation.without_gamma)
+            current = sources[0]
+        return Activation(without_gamma=f"its product with its own {' of '.join(names)}") if names else None
 
     def spine(self, node: fx.Node) -> Iterator[fx.Node]:
         """``node`` and what it was computed from, source by source."""
@@ -157,7 +184,7 @@ class Graph:
         """The first argument, in a list too, that is no parameter; of a product the factor that the other one, a gate,
         was computed from."""
         sources = [a for a in node.all_input_nodes if a.op != "get_attr"]
-        if len(sources) == 2 and _call_name(node) in ("mul", "imul", "mul_"):
+        if len(sources) == 2 and _call_name(node) in _PRODUCTS:
             paths = _paths_to_fork(self, *sources)
             if paths is not None and paths[0][-1] in sources:
                 return paths[0][-1]

@@ -36,13 +36,16 @@ const ConvKernels<G>& kernels(bool transposed) {
                 portable::direct_kernels, portable::transposed_kernels);
 }
 
-// The geometry from x's map to y's, or back, for the op's forward or for its backward.
+// What the kernels sum: y, from x's map to y's; dv, from the same two maps; or dx, from y's map back to x's.
+enum class Sum { kOutput, kWeightGradient, kDataGradient };
+
 template <class G>
-G geometry_of(const ConvLayer& layer, bool back, bool backward) {
+G geometry_of(const ConvLayer& layer, Sum sum) {
   const ConvShape& shape = layer.shape;
   const int64_t workers = workers_for(shape);
+  const bool back = sum == Sum::kDataGradient;
   if constexpr (std::is_same_v<G, Depthwise>) {
-    return make_depthwise(shape, back, backward ? backward_shares(shape) : forward_shares(workers));
+    return make_depthwise(shape, back, sum == Sum::kOutput ? forward_shares(workers) : backward_shares(shape));
   } else if constexpr (std::is_same_v<G, Pieces>) {
     return make_pieces(shape, back, workers);
   } else if constexpr (std::is_same_v<G, Window>) {
@@ -186,7 +189,7 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
              const KeptBank* kept) {
   ConvForward<G> job{};
   describe(layer, job);
-  job.geometry = geometry_of<G>(layer, false, false);
+  job.geometry = geometry_of<G>(layer, Sum::kOutput);
   job.kept = kept;
   const int64_t stride = job.geometry.plane_stride;
   pack_by_groups(job.geometry, workers_for(layer.shape));
@@ -205,10 +208,10 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
               const ConvGradients& gradients) {
   ConvBackward<G> job{};
   describe(layer, job);
-  job.geometry = geometry_of<G>(layer, false, true);
+  job.geometry = geometry_of<G>(layer, Sum::kWeightGradient);
   // Not 0 * dy, which is NaN where dy is infinite.
   if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
-  job.transposed = geometry_of<G>(layer, true, true);
+  job.transposed = geometry_of<G>(layer, Sum::kDataGradient);
   // A transposed layer's geometry serves its weight gradient, too, whose planes hold all blocks.
   if (!layer.transposed) pack_by_groups(job.transposed, workers_for(layer.shape));
   job.dx = map_of(gradients.dx, job.input, layer.matrix);
@@ -244,9 +247,9 @@ bool run_conv_layer(const ConvLayer& layer, const std::optional<Tensor>& residua
 KeptFloats kept_floats(const ConvLayer& layer) {
   const auto floats = [](const auto& geometry) { return KeptFloats{geometry.bank_size(), geometry.padded_outputs}; };
   if (layer.method == Method::kPairs) return kept_pair_floats(layer);
-  if (layer.method == Method::kPieces) return floats(geometry_of<Pieces>(layer, false, false));
-  if (layer.method != Method::kDirect) return floats(geometry_of<Geometry>(layer, false, false));
-  return floats(geometry_of<Window>(layer, false, false));
+  if (layer.method == Method::kPieces) return floats(geometry_of<Pieces>(layer, Sum::kOutput));
+  if (layer.method != Method::kDirect) return floats(geometry_of<Geometry>(layer, Sum::kOutput));
+  return floats(geometry_of<Window>(layer, Sum::kOutput));
 }
 
 bool run_conv_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
