@@ -38,6 +38,7 @@ def _process(rank: int, port: int, folder: str) -> None:
         with pytest.raises(ValueError, match="model: process 1 holds other parameters than process 0"):
             initialize(parts)
         torch.save({**found, "sample": sample}, f"{folder}/{rank}.pt")
+        dist.barrier()  # the first process holds the store that the other one may still speak to
     finally:
         dist.destroy_process_group()
 
