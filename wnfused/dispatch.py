@@ -1,9 +1,9 @@
 """The one place that chooses a backend.
 
-Every op of ``torch.ops.wnfused`` lands here with its arguments. A backend is a module that has a function of the
-op's name and answers ``refusal(op, arguments)`` with ``None`` or the reason why it cannot run them. On each device
-the backends are asked in the order of ``order``; ``use_backend`` or ``WNFUSED_BACKEND`` names one instead, and
-then nothing else will do.
+Every op of ``torch.ops.wnfused`` lands here with its arguments, or, from C++, asks ``prefers_native``. A backend is a
+module that has a function of the op's name and answers ``refusal(op, arguments)`` with ``None`` or the reason why it
+cannot run them. On each device the backends are asked in the order of ``order``; ``use_backend`` or ``WNFUSED_BACKEND``
+names one instead, and then nothing else will do.
 """
 
 from __future__ import annotations

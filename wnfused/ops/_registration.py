@@ -22,11 +22,14 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wnfused import dispatch
-from wnfused.backends import tensors_of
+from wnfused.backends import native_entry, tensors_of
 from wnfused.ops._arguments import autocast_is_on, is_exporting
 from wnfused.reference import suggest_memory_format
 
 _library = torch.library.Library("wnfused", "DEF")
+# The same ops under names of their own. Once csrc/python is open, the others are in C++ on CPU tensors, and hand on to
+# these the calls that they do not take.
+_in_python = torch.library.Library("wnfused_python", "DEF")
 _implementations: dict[str, Callable[..., Any]] = {}
 
 
@@ -44,10 +47,11 @@ def define(
         laid_out: ``laid_out(outputs, arguments)`` puts them in formats of another rule instead.
     """
     name = schema.partition("(")[0]
-    _library.define(schema)
 
     def run(*arguments: Any) -> Any:
         device = dispatch.device_type(arguments)
+        if device == "cpu" and dispatch.prefers_native():
+            native_entry.unavailable()  # opens csrc/python, for the next call
         # Operand dtypes are settled before an op is called; autocast must not touch what a kernel does inside.
         if autocast_is_on(device):
             with torch.autocast(device, enabled=False):
@@ -58,7 +62,9 @@ def define(
             return laid_out(outputs, arguments)
         return _laid_out(outputs, [None if i is None else arguments[i] for i in like]) if like else outputs
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    for library in (_library, _in_python):
+        library.define(schema)
+        library.impl(name, run, "CompositeExplicitAutograd")
     _implementations[name] = run
     torch.library.register_fake(f"wnfused::{name}", fake, lib=_library)
     op: torch._ops.OpOverload = getattr(torch.ops.wnfused, name).default
