@@ -1,8 +1,8 @@
 """The layers and stages of the C++ libraries as functions that Python calls in C++: ``csrc/python``.
 
 They do what ``wnfused.ops._direct`` does by the ops of ``native`` and ``native_autograd``, in less time on the way. The
-library fits one version of torch and one of Python. It has the ops of ``torch.ops.wnfused`` on CPU tensors, too: opened,
-it takes the place of Python's (``wnfused.ops._registration``).
+library fits one version of torch and one of Python. It has the ops of ``torch.ops.wnfused`` on CPU tensors, too; once
+it is open, they take the place of Python's (``wnfused.ops._registration``).
 """
 
 from __future__ import annotations
