@@ -66,6 +66,8 @@ TAKEN = {
     "conv in channels_last": lambda: conv_call(x_format=torch.channels_last, activation="none"),
     "conv, weight in channels_last": lambda: conv_call(v_format=torch.channels_last),
     "conv of groups": lambda: conv_call(groups=3, activation="relu"),
+    "conv, transposed": lambda: conv_call(transposed=True),
+    "conv, transposed, in channels_last": lambda: conv_call(transposed=True, x_format=torch.channels_last),
     "stage": stage_call,
     "stage in channels_last, bfloat16": lambda: stage_call(HALF, layout=torch.channels_last),
     "stage, recomputed": lambda: stage_call(recompute=2),
@@ -77,7 +79,7 @@ PASSED_ON = {
     "linear, float16": lambda: linear_call(torch.float16, torch.float16),
     "conv, another dim": lambda: conv_call(dim=1),
     "conv, float64": lambda: conv_call(torch.float64, torch.float64),
-    "conv, transposed": lambda: conv_call(transposed=True, x_format=torch.channels_last),
+    "conv, transposed, of groups": lambda: conv_call(transposed=True, groups=3),
 }
 NEEDS = [(True, True, True, True), (True, False, False, False), (False, True, True, False)]
 

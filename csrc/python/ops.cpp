@@ -118,6 +118,43 @@ Gradients linear_backward(
   return in_form(kernel.call(dy, y, x, v, g, norm, bits_of(needs), *number, slope), dy, x, v);
 }
 
+// Nothing where the kernels of transposed layers decline.
+std::optional<Outputs> conv_natively(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual, IntArrayRef stride,
+    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
+    int64_t activation, double slope) {
+  using Kernel = Outputs(
+      const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, IntArrayRef, IntArrayRef, IntArrayRef,
+      int64_t, int64_t, double);
+  using Transposed = std::tuple<Optional, Optional>(
+      const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, IntArrayRef, IntArrayRef, IntArrayRef,
+      IntArrayRef, int64_t, int64_t, double);
+  static const auto kernel = op<Kernel>(ConvNames::kForward);
+  static const auto kernel_of_transposed = op<Transposed>(ConvTransposeNames::kKernels);
+  if (!transposed) return kernel.call(x, v, g, bias, residual, stride, padding, dilation, groups, activation, slope);
+  const auto [y, norm] = kernel_of_transposed.call(
+      x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, slope);
+  return y ? std::optional(Outputs(*y, *norm)) : std::nullopt;
+}
+
+std::optional<Found> conv_backward_natively(
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t needs,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
+    int64_t groups, int64_t activation, double slope) {
+  using Kernel = Found(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef,
+      IntArrayRef, IntArrayRef, int64_t, int64_t, double);
+  using Transposed = std::tuple<bool, Optional, Optional, Optional, Optional, Optional>(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef,
+      IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double);
+  static const auto kernel = op<Kernel>(ConvNames::kBackward);
+  static const auto kernel_of_transposed = op<Transposed>(ConvTransposeNames::kKernelsBackward);
+  if (!transposed) return kernel.call(dy, y, x, v, g, norm, needs, stride, padding, dilation, groups, activation, slope);
+  const auto [done, dx, dv, dg, dbias, dz] = kernel_of_transposed.call(
+      dy, y, x, v, g, norm, needs, stride, padding, dilation, output_padding, groups, activation, slope);
+  return done ? std::optional(Found(dx, dv, dg, dbias, dz)) : std::nullopt;
+}
+
 using ConvOp = Outputs(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
@@ -127,21 +164,22 @@ Outputs conv(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
     SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope) {
-  using Kernel = Outputs(
-      const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, IntArrayRef, IntArrayRef, IntArrayRef,
-      int64_t, int64_t, double);
-  static const auto kernel = op<Kernel>(ConvNames::kForward);
   static const auto python = op<ConvOp>("wnfused_python::conv");
   const std::optional<int64_t> number = number_of(activation);
-  if (transposed || !number || !is_first(dim, v) || !are_native(x, v, g, bias, residual))
-    return python.call(
-        x, v, g, bias, residual, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
-  const NoAutocast guard(c10::autocast_dispatch_keyset);
-  const auto [y, norm] = kernel.call(
-      x, v, g, bias, residual, C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
-      C10_AS_INTARRAYREF_SLOW(dilation), groups.expect_int(), *number, slope);
-  const at::MemoryFormat of_x = format_of(x);
-  return {y.contiguous(of_x == at::MemoryFormat::Contiguous ? format_of(v) : of_x), norm};
+  if (number && is_first(dim, v) && are_native(x, v, g, bias, residual)) {
+    const NoAutocast guard(c10::autocast_dispatch_keyset);
+    const auto found = conv_natively(
+        x, v, g, bias, residual, C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
+        C10_AS_INTARRAYREF_SLOW(dilation), transposed, C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number,
+        slope);
+    if (found) {
+      const at::MemoryFormat of_x = format_of(x);
+      const auto& [y, norm] = *found;
+      return {y.contiguous(of_x == at::MemoryFormat::Contiguous ? format_of(v) : of_x), norm};
+    }
+  }
+  return python.call(
+      x, v, g, bias, residual, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
 }
 
 using ConvBackwardOp = Gradients(
@@ -153,20 +191,18 @@ Gradients conv_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, Asked needs,
     SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
     SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope) {
-  using Kernel = Found(
-      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef,
-      IntArrayRef, IntArrayRef, int64_t, int64_t, double);
-  static const auto kernel = op<Kernel>(ConvNames::kBackward);
   static const auto python = op<ConvBackwardOp>("wnfused_python::conv_backward");
   const std::optional<int64_t> number = number_of(activation);
-  if (transposed || !number || !is_first(dim, v) || !are_native(dy, y, x, v, g, norm))
-    return python.call(
-        dy, y, x, v, g, norm, needs, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
-  const NoAutocast guard(c10::autocast_dispatch_keyset);
-  const Found found = kernel.call(
-      dy, y, x, v, g, norm, bits_of(needs), C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
-      C10_AS_INTARRAYREF_SLOW(dilation), groups.expect_int(), *number, slope);
-  return in_form(found, dy, x, v);
+  if (number && is_first(dim, v) && are_native(dy, y, x, v, g, norm)) {
+    const NoAutocast guard(c10::autocast_dispatch_keyset);
+    const auto found = conv_backward_natively(
+        dy, y, x, v, g, norm, bits_of(needs), C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
+        C10_AS_INTARRAYREF_SLOW(dilation), transposed, C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number,
+        slope);
+    if (found) return in_form(*found, dy, x, v);
+  }
+  return python.call(
+      dy, y, x, v, g, norm, needs, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
 }
 
 using StageOp = std::tuple<Tensor, Tensor, Tensor, Tensor>(  // y, norm, maps, signs
