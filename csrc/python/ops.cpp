@@ -3,6 +3,7 @@
 // Python has each of these ops as well, in torch.ops.wnfused_python: there wnfused/dispatch.py chooses the backend, and
 // wnfused/ops brings what it gives into form. Here, a call that Python would hand to one kernel of the native backend goes
 // straight to that. Any other goes to Python. A test holds both to the same results.
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -33,8 +34,9 @@ using NoAutocast = c10::impl::ExcludeDispatchKeyGuard;
 
 bool prefers_native() {
   const pybind11::gil_scoped_acquire gil;
-  static PyObject* const dispatch = pybind11::module_::import("wnfused.dispatch").release().ptr();
-  return pybind11::handle(dispatch).attr("prefers_native")().cast<bool>();
+  PYBIND11_CONSTINIT static pybind11::gil_safe_call_once_and_store<pybind11::module_> dispatch;
+  dispatch.call_once_and_store_result([] { return pybind11::module_::import("wnfused.dispatch"); });
+  return dispatch.get_stored().attr("prefers_native")().cast<bool>();
 }
 
 bool has_kernels(const Tensor& t) {
