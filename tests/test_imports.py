@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,3 +71,18 @@ def test_every_import_is_found() -> None:
 def test_what_is_imported_when_it_is_asked_for_is_listed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(wnfused), name, raising=False)
     assert {name, "frozen", "WNLinear"} <= set(dir(wnfused))
+
+
+def test_layers_import_nothing_that_takes_long() -> None:
+    """``import wnfused`` brings nothing but the package and what torch has imported; so does a layer's first step."""
+    script = (
+        "import sys, torch\nfrom torch.nn.utils.parametrizations import weight_norm\n"
+        "before = set(sys.modules)\nimport wnfused\n"
+        "wnfused.convert(weight_norm(torch.nn.Linear(3, 4)))(torch.ones(2, 3)).sum().backward()\n"
+        "print(*sorted(name for name in set(sys.modules) - before if name.split('.')[0] != 'wnfused'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found = done.stdout.split()
+    assert not [name for name in found if name.split(".")[0] != "torch"]
+    assert "torch._dynamo" not in found
+    assert "torch.distributed.tensor" not in found

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
-
-if dist.is_available():
-    from torch.distributed.tensor import DTensor
 
 Filter = Callable[[str, nn.Module], bool]
 """Which modules of a model are meant, by name and module."""
@@ -40,7 +37,9 @@ def check_module(**values: object) -> None:
 
 def is_sharded(value: object) -> bool:
     """Whether a tensor is spread over processes, as FSDP2 and tensor parallelism leave parameters."""
-    return dist.is_available() and isinstance(value, DTensor)
+    # Where there is one, its module has been imported; for us alone that would take as long as all the rest.
+    module = sys.modules.get("torch.distributed.tensor")
+    return isinstance(value, getattr(module, "DTensor", ()))
 
 
 def sharded_error(what: str, remedy: str) -> ValueError:
