@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 import wnfused
 from wnfused import dispatch, reference
@@ -80,6 +81,7 @@ PASSED_ON = {
     "conv, another dim": lambda: conv_call(dim=1),
     "conv, float64": lambda: conv_call(torch.float64, torch.float64),
     "conv, transposed, of groups": lambda: conv_call(transposed=True, groups=3),
+    "conv, transposed, of groups, bfloat16": lambda: conv_call(HALF, transposed=True, groups=3),
 }
 NEEDS = [(True, True, True, True), (True, False, False, False), (False, True, True, False)]
 
@@ -132,6 +134,13 @@ def test_what_has_no_kernel_is_passed_on(make, chosen):
         chosen.clear()
         same_as_python(*backward)
         assert chosen == [f"{name}_backward"] * 2
+
+
+@pytest.mark.parametrize("make", [*TAKEN.values(), *PASSED_ON.values()], ids=[*TAKEN, *PASSED_ON])
+def test_a_graph_expects_what_they_give(make):
+    name, arguments = call_of(make)
+    for called, given in ((name, arguments), *(backward_of(name, arguments, needs) for needs in NEEDS)):
+        opcheck(getattr(C_OPS, called).default, given, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("make", [linear_call, conv_call, stage_call])

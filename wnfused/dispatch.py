@@ -76,7 +76,9 @@ def use_backend(name: str | None) -> Iterator[None]:
     """Within this context every op runs on the named backend; so does the backward of what ran here, wherever it runs.
 
     As with ``torch.no_grad``, the context holds for the thread (and the asynchronous task) that enters it; other
-    threads go by ``WNFUSED_BACKEND``, which holds for the whole process.
+    threads go by ``WNFUSED_BACKEND``, which holds for the whole process. What ``torch.compile`` made goes by the
+    context that it is called in, its backward by the one that the backward is called in; a function that is compiled
+    with ``fullgraph=True`` cannot enter one itself.
 
     Args:
         name: ``"native"`` (C++), ``"triton"`` or ``"reference"`` (plain torch); None for the automatic choice, also

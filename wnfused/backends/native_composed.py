@@ -107,7 +107,7 @@ def conv_backward(
         done, *found = op.default(dy, y, x, w, bits_of(needs), *window)
         if done:
             dx, dw, db, dz = given(found, dy)
-            dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dw, dw)
+            dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dw, dy.new_empty(0))
             return dx, dv, dg, db, dz
     dz = masked(dy, y, activation, negative_slope)
     features = w.shape[1] * groups if transposed else w.shape[0]
@@ -116,4 +116,5 @@ def conv_backward(
     )
     dx, dw, db = given(gradients, dy)
     dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dy.new_empty(0), dy.new_empty(0))
-    return dx, dv, dg, db.to(v.dtype), dz if needs[3] and dz is not dy else dy.new_empty(0)
+    db = db.to(v.dtype) if needs[2] else db
+    return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
