@@ -26,6 +26,8 @@ using c10::SymIntArrayRef;
 using Optional = std::optional<Tensor>;
 using Outputs = std::tuple<Tensor, Tensor>;                             // y, norm
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // dx, dv, dg, dbias, dz; empty where not asked for
+using StageOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;    // y, norm, maps, signs
+using StageGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dx, dv, dg, dbias
 using Found = std::tuple<Optional, Optional, Optional, Optional, Optional>;
 using Asked = c10::List<bool>;  // of x, of v and g, of the bias, of the residual
 
@@ -85,16 +87,12 @@ Gradients in_form(const Found& found, const Tensor& dy, const Tensor& x, const T
   return {like(dx, x), like(dv, v), given(dg), given(dbias), like(dz, dy)};
 }
 
-using LinearOp = Outputs(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    std::optional<int64_t> dim, c10::string_view activation, double slope);
-
 Outputs linear(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     std::optional<int64_t> dim, c10::string_view activation, double slope) {
   using Kernel = Outputs(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, int64_t, double);
   static const auto kernel = op<Kernel>(LinearNames::kForward);
-  static const auto python = op<LinearOp>("wnfused_python::linear");
+  static const auto python = op<decltype(linear)>("wnfused_python::linear");
   const std::optional<int64_t> number = number_of(activation);
   if (!number || !is_first(dim, v) || !are_native(x, v, g, bias, residual))
     return python.call(x, v, g, bias, residual, dim, activation, slope);
@@ -102,17 +100,13 @@ Outputs linear(
   return kernel.call(x, v, g, bias, residual, *number, slope);
 }
 
-using LinearBackwardOp = Gradients(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, Asked needs,
-    std::optional<int64_t> dim, c10::string_view activation, double slope);
-
 Gradients linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, Asked needs,
     std::optional<int64_t> dim, c10::string_view activation, double slope) {
   using Kernel = Found(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, double);
   static const auto kernel = op<Kernel>(LinearNames::kBackward);
-  static const auto python = op<LinearBackwardOp>("wnfused_python::linear_backward");
+  static const auto python = op<decltype(linear_backward)>("wnfused_python::linear_backward");
   const std::optional<int64_t> number = number_of(activation);
   if (!number || !is_first(dim, v) || !are_native(dy, y, x, v, g, norm))
     return python.call(dy, y, x, v, g, norm, needs, dim, activation, slope);
@@ -157,16 +151,11 @@ std::optional<Found> conv_backward_natively(
   return done ? std::optional(Found(dx, dv, dg, dbias, dz)) : std::nullopt;
 }
 
-using ConvOp = Outputs(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
-    SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope);
-
 Outputs conv(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
     SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope) {
-  static const auto python = op<ConvOp>("wnfused_python::conv");
+  static const auto python = op<decltype(conv)>("wnfused_python::conv");
   const std::optional<int64_t> number = number_of(activation);
   if (number && is_first(dim, v) && are_native(x, v, g, bias, residual)) {
     const NoAutocast guard(c10::autocast_dispatch_keyset);
@@ -184,16 +173,11 @@ Outputs conv(
       x, v, g, bias, residual, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
 }
 
-using ConvBackwardOp = Gradients(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, Asked needs,
-    SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
-    SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope);
-
 Gradients conv_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, Asked needs,
     SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
     SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope) {
-  static const auto python = op<ConvBackwardOp>("wnfused_python::conv_backward");
+  static const auto python = op<decltype(conv_backward)>("wnfused_python::conv_backward");
   const std::optional<int64_t> number = number_of(activation);
   if (number && is_first(dim, v) && are_native(dy, y, x, v, g, norm)) {
     const NoAutocast guard(c10::autocast_dispatch_keyset);
@@ -207,33 +191,26 @@ Gradients conv_backward(
       dy, y, x, v, g, norm, needs, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
 }
 
-using StageOp = std::tuple<Tensor, Tensor, Tensor, Tensor>(  // y, norm, maps, signs
-    const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& bias, double skip_scale, int64_t recompute, bool save);
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage(
+StageOutputs residual_stage(
     const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& bias, double skip_scale, int64_t recompute,
     bool save) {
   using Kernel = std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, double, int64_t, bool);
   static const auto kernel = op<Kernel>(StageNames::kForward);
-  static const auto python = op<StageOp>("wnfused_python::residual_stage");
+  static const auto python = op<decltype(residual_stage)>("wnfused_python::residual_stage");
   if (!are_native(x, v, g, bias)) return python.call(x, v, g, bias, skip_scale, recompute, save);
   const NoAutocast guard(c10::autocast_dispatch_keyset);
   const auto [y, norm, maps] = kernel.call(x, v, g, bias, skip_scale, recompute, save);
   return {y, norm, maps, at::empty({0}, x.options().dtype(at::kByte))};
 }
 
-using StageBackwardOp = std::tuple<Tensor, Tensor, Tensor, Tensor>(  // dx, dv, dg, dbias
-    const Tensor& dy, const Tensor& v, const Tensor& g, const Tensor& bias, const Tensor& norm, const Tensor& maps,
-    double skip_scale, int64_t recompute, bool parameters, const Optional& signs);
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
+StageGradients residual_stage_backward(
     const Tensor& dy, const Tensor& v, const Tensor& g, const Tensor& bias, const Tensor& norm, const Tensor& maps,
     double skip_scale, int64_t recompute, bool parameters, const Optional& signs) {
-  using Kernel = std::tuple<Tensor, Tensor, Tensor, Tensor>(
+  using Kernel = StageGradients(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, double, int64_t, bool);
   static const auto kernel = op<Kernel>(StageNames::kBackward);
-  static const auto python = op<StageBackwardOp>("wnfused_python::residual_stage_backward");
+  static const auto python = op<decltype(residual_stage_backward)>("wnfused_python::residual_stage_backward");
   if (!are_native(dy, v, g, bias, norm, maps))
     return python.call(dy, v, g, bias, norm, maps, skip_scale, recompute, parameters, signs);
   const NoAutocast guard(c10::autocast_dispatch_keyset);
