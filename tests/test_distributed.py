@@ -123,6 +123,33 @@ def test_sharded_parameters_are_refused_by_name(mesh, kind, function):
         function(model)
 
 
+def _write(layer):
+    layer.weight = nn.Parameter(torch.ones(4, 4))
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    ("kind", "function", "remedy"),
+    [
+        ("linear", lambda layer: layer.weight, "gather them all first"),
+        ("linear", _write, "write it first, then shard the model"),
+        ("linear", wnfused.init.reset_layer_, "initialise it first, then shard it"),
+        ("linear", lambda layer: layer.reset_parameters(), "initialise it first, then shard it"),
+        ("stage", lambda layer: layer.reset_parameters(), "initialise it first, then shard it"),
+        ("stage", lambda layer: layer.unstack(), "take its blocks apart first, then shard them"),
+        ("stage", lambda layer: list(layer.blocks()), "take its blocks apart first, then shard them"),
+    ],
+)
+def test_methods_of_sharded_layers_say_what_to_do(mesh, kind, function, remedy):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(LAYERS[kind]())
+    fully_shard(model, mesh=mesh)
+    says = rf"(bias|weight_v) is sharded \(a DTensor\), of which each process holds a part; {remedy}"
+    with pytest.raises(ValueError, match=says):
+        function(model[0])
+
+
 @needs_gloo
 def test_the_full_state_dict_of_a_sharded_model_is_the_way_out(mesh):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

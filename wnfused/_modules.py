@@ -47,6 +47,14 @@ def sharded_error(what: str, remedy: str) -> ValueError:
     return ValueError(f"{what} is sharded (a DTensor), of which each process holds a part; {remedy}")
 
 
+def refuse_sharded(remedy: str, *modules: nn.Module) -> None:
+    """Raises where a parameter that one of the modules holds itself ``is_sharded``."""
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_sharded(parameter):
+                raise sharded_error(name, remedy)
+
+
 def norm_dim(stored: int) -> int | None:
     """The dim of one of torch's weight norms, which keep None, one norm over the whole tensor, as -1."""
     return None if stored == -1 else stored

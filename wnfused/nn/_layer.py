@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from wnfused import dispatch, functional
+from wnfused._modules import refuse_sharded
 from wnfused._numbers import at_least_0, floating_dtype, number, truth
 from wnfused.nn._keys import to_old
 from wnfused.nn._rule import check_directions, check_stored, reset_layer
@@ -125,9 +126,14 @@ class WeightNormalised(nn.Module):
         the other use to be refused; put hooks on ``weight_v`` or ``weight_g``.
 
         A lazy layer without a shape gives its ``weight_v``, an ``UninitializedParameter``.
+
+        Raises:
+            ValueError: the layer is sharded.
         """
         if isinstance(self._parameters.get("weight_v"), UninitializedParameter):
             return self.weight_v
+        if not torch.compiler.is_compiling():
+            refuse_sharded("gather them all first (`full_tensor`), or read it before the model is sharded", self)
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
         with torch.inference_mode(False), torch.no_grad():  # torch counts no writes to a tensor made in that mode
@@ -173,7 +179,7 @@ class WeightNormalised(nn.Module):
 
         Raises:
             TypeError: ``weight`` is not a real tensor.
-            ValueError: it has another shape.
+            ValueError: it has another shape, or the layer is sharded.
             RuntimeError: inside ``wnfused.frozen``, or the layer is lazy and has no shape yet.
         """
         if not isinstance(weight, Tensor):
@@ -183,6 +189,7 @@ class WeightNormalised(nn.Module):
         if weight.is_complex():
             raise TypeError(f"weight: expected a real tensor, got {weight.dtype}")
         refuse_frozen(weight=self)
+        refuse_sharded("write it first, then shard the model", self)
         if weight.shape != self.weight_v.shape:
             raise ValueError(f"weight: shape {list(weight.shape)} does not fit; use {list(self.weight_v.shape)}")
         weight = weight.detach().to(self.weight_v)

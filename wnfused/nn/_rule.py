@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from wnfused._modules import refuse_sharded
 from wnfused._spatial import extents
 from wnfused.linalg import orthogonal_batched
 
@@ -106,7 +107,9 @@ def computed_parameters(layer: nn.Module) -> list[str]:
 
 
 def check_stored(*layers: nn.Module) -> None:
-    """Raises RuntimeError where a parameter is computed, so that what is written to it would be lost."""
+    """Raises RuntimeError where a parameter is computed, so that what is written to it would be lost, and ValueError
+    where it is sharded."""
+    refuse_sharded("initialise it first, then shard it", *layers)
     for name in itertools.chain.from_iterable(map(computed_parameters, layers)):
         raise RuntimeError(
             f"{name}: cannot be reset, something else computes it (pruning, a parametrisation); remove that first"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wnfused import functional
+from wnfused._modules import refuse_sharded
 from wnfused._numbers import finite, floating_dtype, plain_int, positive
 from wnfused.nn._keys import count_blocks, stack_blocks
 from wnfused.nn._layer import refuse_frozen, refuse_script, row_norm, with_directions
@@ -244,13 +245,22 @@ class WNResidualStage(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def blocks(self) -> Iterator[StageBlock]:
-        """The ``B'`` identity blocks in order, as views of the stacked parameters."""
+        """The ``B'`` identity blocks in order, as views of the stacked parameters.
+
+        Raises:
+            ValueError: the stage is sharded.
+        """
+        refuse_sharded("take its blocks apart first, then shard them", self)
         for v, g, b in zip(self.weight_v, self.weight_g, self.bias, strict=True):
             yield StageBlock(v, g, b, self.skip_scale)
 
     @torch.no_grad()
     def unstack(self) -> nn.Sequential:
-        """The same stage as an ``nn.Sequential`` of ``WNResidualBlock``, with parameters of its own."""
+        """The same stage as an ``nn.Sequential`` of ``WNResidualBlock``, with parameters of its own.
+
+        Raises:
+            ValueError: the stage is sharded.
+        """
         blocks: list[nn.Module] = [] if self.transition is None else [copy.deepcopy(self.transition)]
         for view in self.blocks():
             block = WNResidualBlock(
