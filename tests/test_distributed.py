@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 
 import wnfused
@@ -133,9 +134,6 @@ def _write(layer):
     [
         ("linear", lambda layer: layer.weight, "gather them all first"),
         ("linear", _write, "write it first, then shard the model"),
-        ("linear", wnfused.init.reset_layer_, "initialise it first, then shard it"),
-        ("linear", lambda layer: layer.reset_parameters(), "initialise it first, then shard it"),
-        ("stage", lambda layer: layer.reset_parameters(), "initialise it first, then shard it"),
         ("stage", lambda layer: layer.unstack(), "take its blocks apart first, then shard them"),
         ("stage", lambda layer: list(layer.blocks()), "take its blocks apart first, then shard them"),
     ],
@@ -148,6 +146,53 @@ def test_methods_of_sharded_layers_say_what_to_do(mesh, kind, function, remedy):
     says = rf"(bias|weight_v) is sharded \(a DTensor\), of which each process holds a part; {remedy}"
     with pytest.raises(ValueError, match=says):
         function(model[0])
+
+
+def _reset_shards(rank, store, folder):
+    """As models that no process can hold begin: shapes, shards of them, memory, numbers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    try:
+        torch.manual_seed(rank)  # nothing that the processes draw is equal
+        with torch.device("meta"):
+            model = nn.Sequential(
+                wnfused.WNResidualStage(4, 8, 3, 2),
+                wnfused.WNConv2d(8, 6, 3, padding=1, dim=1),
+                nn.Flatten(),
+                wnfused.WNLinear(24, 5, init="he"),
+            )
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model.to_empty(device="cpu")
+        for part in (model[0], model[1], model[3]):
+            part.reset_parameters()
+        torch.save({name: p.full_tensor() for name, p in model.named_parameters()}, f"{folder}/{rank}.pt")
+        x = torch.randn(2, 4, 4, 4)
+        with wnfused.frozen(model), torch.no_grad():  # before a forward has gathered the parameters
+            found = [model(x), model(x)]
+        torch.testing.assert_close(found, [model(x)] * 2)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@needs_gloo
+def test_sharded_layers_are_reset_as_whole_ones_are(tmp_path):
+    mp.spawn(_reset_shards, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    rows = first["0.weight_v"].reshape(2, 2, 8, -1)
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(8).expand(2, 2, 8, 8))
+    whole = wnfused.WNResidualStage(4, 8, 3, 2)
+    assert torch.equal(first["0.weight_g"], whole.weight_g)
+    assert torch.equal(first["0.transition.conv1.weight_g"], whole.transition.conv1.weight_g)
+    assert not first["0.bias"].any()
+    rows = first["1.weight_v"].transpose(0, 1).flatten(1)
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(8))
+    assert not first["3.bias"].any()
+    assert 0.8 < first["3.weight_v"].std() / (2 / 24) ** 0.5 < 1.2
 
 
 @needs_gloo

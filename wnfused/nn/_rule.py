@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from wnfused._modules import refuse_sharded
+from wnfused._modules import is_sharded
 from wnfused._spatial import extents
 from wnfused.linalg import orthogonal_batched
 
@@ -83,11 +83,14 @@ def fill_directions_(
     """Fills ``v`` in place: ``"orthogonal"`` (Haar over ``[rows, fan_in]``) or ``"he"`` (``N(0, 2 / fan_in)``).
 
     Args:
-        v: ``[*leading dims, rows, *rest]``, ``rows`` numbered by ``dim`` (of the dims after the leading ones).
+        v: ``[*leading dims, rows, *rest]``, ``rows`` numbered by ``dim`` (of the dims after the leading ones). If it is
+            sharded, every process draws the whole, and gets its part of what the first one drew.
         leading: how many dims number independent layers.
     """
     if v.numel() == 0:
         return v
+    if is_sharded(v):
+        return _fill_shards_(v, kind, leading, dim, generator)
     rows_first = v if dim in (0, None) else v.movedim(dim + leading if dim >= 0 else dim, leading)
     if kind == "orthogonal":
         matrices = rows_first.reshape(*rows_first.shape[: leading + 1], -1)
@@ -101,15 +104,22 @@ def fill_directions_(
     return v
 
 
+def _fill_shards_(v: Any, kind: str, leading: int, dim: int | None, generator: torch.Generator | None) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = torch.empty(v.shape, dtype=v.dtype, device=v.to_local().device)
+    fill_directions_(whole, kind, leading=leading, dim=dim, generator=generator)
+    filled: Tensor = v.copy_(distribute_tensor(whole, v.device_mesh, v.placements))
+    return filled
+
+
 def computed_parameters(layer: nn.Module) -> list[str]:
     """Those of a layer's or a stage's parameters that something else computes, as pruning and parametrisations do."""
     return [name for name in PARAMETERS if name not in layer._parameters]
 
 
 def check_stored(*layers: nn.Module) -> None:
-    """Raises RuntimeError where a parameter is computed, so that what is written to it would be lost, and ValueError
-    where it is sharded."""
-    refuse_sharded("initialise it first, then shard it", *layers)
+    """Raises RuntimeError where a parameter is computed, so that what is written to it would be lost."""
     for name in itertools.chain.from_iterable(map(computed_parameters, layers)):
         raise RuntimeError(
             f"{name}: cannot be reset, something else computes it (pruning, a parametrisation); remove that first"
