@@ -50,7 +50,7 @@ def sharded_error(what: str, remedy: str) -> ValueError:
 def refuse_sharded(remedy: str, *modules: nn.Module) -> None:
     """Raises where a parameter that one of the modules holds itself ``is_sharded``."""
     for module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module._parameters.items():
             if is_sharded(parameter):
                 raise sharded_error(name, remedy)
 
