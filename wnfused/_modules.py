@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -47,12 +47,11 @@ def sharded_error(what: str, remedy: str) -> ValueError:
     return ValueError(f"{what} is sharded (a DTensor), of which each process holds a part; {remedy}")
 
 
-def refuse_sharded(remedy: str, *modules: nn.Module) -> None:
-    """Raises where a parameter that one of the modules holds itself ``is_sharded``."""
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if is_sharded(parameter):
-                raise sharded_error(name, remedy)
+def refuse_sharded(module: nn.Module, names: Sequence[str], remedy: str) -> None:
+    """Raises where one of these parameters of a module ``is_sharded``."""
+    for name in names:
+        if is_sharded(module._parameters.get(name)):
+            raise sharded_error(name, remedy)
 
 
 def norm_dim(stored: int) -> int | None:

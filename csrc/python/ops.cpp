@@ -52,10 +52,10 @@ bool are_native(const Tensors&... tensors) {
   return (has_kernels(tensors) && ...) && prefers_native();
 }
 
-// Rows along the first dim, as kernels have them.
-bool is_first(std::optional<int64_t> dim, const Tensor& v) { return dim && (*dim == 0 || *dim == -v.dim()); }
+// Whether the rows that are normalised lie along the first dim, as kernels have them.
+bool has_rows_first(std::optional<int64_t> dim, const Tensor& v) { return dim && (*dim == 0 || *dim == -v.dim()); }
 
-// An activation as kernels know it; what Python does not know either, it names in an error.
+// An activation as kernels know it; an unknown one goes to Python, which raises an error.
 std::optional<int64_t> number_of(std::string_view activation) {
   constexpr std::string_view kNames[] = {"none", "relu", "leaky_relu"};
   for (int64_t i = 0; i < 3; ++i) {
@@ -94,7 +94,7 @@ Outputs linear(
   static const auto kernel = op<Kernel>(LinearNames::kForward);
   static const auto python = op<decltype(linear)>("wnfused_python::linear");
   const std::optional<int64_t> number = number_of(activation);
-  if (!number || !is_first(dim, v) || !are_native(x, v, g, bias, residual))
+  if (!number || !has_rows_first(dim, v) || !are_native(x, v, g, bias, residual))
     return python.call(x, v, g, bias, residual, dim, activation, slope);
   const NoAutocast guard(c10::autocast_dispatch_keyset);
   return kernel.call(x, v, g, bias, residual, *number, slope);
@@ -108,7 +108,7 @@ Gradients linear_backward(
   static const auto kernel = op<Kernel>(LinearNames::kBackward);
   static const auto python = op<decltype(linear_backward)>("wnfused_python::linear_backward");
   const std::optional<int64_t> number = number_of(activation);
-  if (!number || !is_first(dim, v) || !are_native(dy, y, x, v, g, norm))
+  if (!number || !has_rows_first(dim, v) || !are_native(dy, y, x, v, g, norm))
     return python.call(dy, y, x, v, g, norm, needs, dim, activation, slope);
   const NoAutocast guard(c10::autocast_dispatch_keyset);
   return in_form(kernel.call(dy, y, x, v, g, norm, bits_of(needs), *number, slope), dy, x, v);
@@ -157,7 +157,7 @@ Outputs conv(
     SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope) {
   static const auto python = op<decltype(conv)>("wnfused_python::conv");
   const std::optional<int64_t> number = number_of(activation);
-  if (number && is_first(dim, v) && are_native(x, v, g, bias, residual)) {
+  if (number && has_rows_first(dim, v) && are_native(x, v, g, bias, residual)) {
     const NoAutocast guard(c10::autocast_dispatch_keyset);
     const auto found = conv_natively(
         x, v, g, bias, residual, C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
@@ -179,7 +179,7 @@ Gradients conv_backward(
     SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope) {
   static const auto python = op<decltype(conv_backward)>("wnfused_python::conv_backward");
   const std::optional<int64_t> number = number_of(activation);
-  if (number && is_first(dim, v) && are_native(dy, y, x, v, g, norm)) {
+  if (number && has_rows_first(dim, v) && are_native(dy, y, x, v, g, norm)) {
     const NoAutocast guard(c10::autocast_dispatch_keyset);
     const auto found = conv_backward_natively(
         dy, y, x, v, g, norm, bits_of(needs), C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
@@ -226,10 +226,12 @@ bool is_recorded(const torch::jit::Stack& stack, size_t arguments) {
   return false;
 }
 
-// Python records these ops; it is asked only where there is something to record, as it never is in a compiled graph.
+// Python records these ops; it is asked only where there is something to record. A compiled graph never has that: its own
+// node is around all of it.
 void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (is_recorded(*stack, op.schema().arguments().size())) {
-    // Its kernel stands for the tensors of all backends but this one.
+    // It registered its kernel for autograd on any backend. This one hides that from CPU tensors; a backend without a key of
+    // its own still has it.
     constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::AutogradFunctionality);
     op.redispatchBoxed((keys & kBelow) | c10::DispatchKeySet(c10::DispatchKey::AutogradOther), stack);
   } else {

@@ -22,6 +22,8 @@ from wnfused.nn._rule import check_directions, check_stored, reset_layer
 from wnfused.nn._weight import EffectiveWeight
 from wnfused.ops import _arguments as arguments
 
+_OF_WEIGHT = ("weight_v", "weight_g")
+
 NOT_STORED = (
     "it is computed from weight_v and weight_g; wnfused.fold(model) gives plain layers, "
     "wnfused.convert(model, plain=True) brings them back"
@@ -133,7 +135,7 @@ class WeightNormalised(nn.Module):
         if isinstance(self._parameters.get("weight_v"), UninitializedParameter):
             return self.weight_v
         if not torch.compiler.is_compiling():
-            refuse_sharded("gather them all first (`full_tensor`), or read it before the model is sharded", self)
+            refuse_sharded(self, _OF_WEIGHT, "read it before the model is sharded, or after `unshard` of FSDP's module")
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return EffectiveWeight.of(self, functional.weight_norm(self.weight_v, self.weight_g, self.dim))
         with torch.inference_mode(False), torch.no_grad():  # torch counts no writes to a tensor made in that mode
@@ -189,7 +191,7 @@ class WeightNormalised(nn.Module):
         if weight.is_complex():
             raise TypeError(f"weight: expected a real tensor, got {weight.dtype}")
         refuse_frozen(weight=self)
-        refuse_sharded("write it first, then shard the model", self)
+        refuse_sharded(self, _OF_WEIGHT, "write it first, then shard the model")
         if weight.shape != self.weight_v.shape:
             raise ValueError(f"weight: shape {list(weight.shape)} does not fit; use {list(self.weight_v.shape)}")
         weight = weight.detach().to(self.weight_v)

@@ -104,13 +104,20 @@ def fill_directions_(
     return v
 
 
-def _fill_shards_(v: Any, kind: str, leading: int, dim: int | None, generator: torch.Generator | None) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor
+def _write_(parameter: Any, whole: Tensor) -> Tensor:
+    """``parameter <- whole``; of a sharded one each process gets its part of what the first process has."""
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor
 
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+    written: Tensor = parameter.copy_(whole)
+    return written
+
+
+def _fill_shards_(v: Any, kind: str, leading: int, dim: int | None, generator: torch.Generator | None) -> Tensor:
     whole = torch.empty(v.shape, dtype=v.dtype, device=v.to_local().device)
     fill_directions_(whole, kind, leading=leading, dim=dim, generator=generator)
-    filled: Tensor = v.copy_(distribute_tensor(whole, v.device_mesh, v.placements))
-    return filled
+    return _write_(v, whole)
 
 
 def computed_parameters(layer: nn.Module) -> list[str]:
@@ -156,7 +163,7 @@ def reset_stage(
     fill_directions_(stage.weight_v, kind or stage.init, leading=2, generator=generator)
     first, last = (2.0, 1.0 / stage.num_blocks) if gammas is None else gammas
     gains = math.sqrt(first), math.sqrt(last)
-    for i, gain in enumerate(gains):
-        stage.weight_g[:, i].fill_(gain)
+    g = stage.weight_g
+    _write_(g, torch.tensor(gains, dtype=g.dtype, device=g.device)[:, None].expand(g.shape).contiguous())
     stage.bias.zero_()
     return gains

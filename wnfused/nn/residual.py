@@ -20,7 +20,7 @@ from wnfused._modules import refuse_sharded
 from wnfused._numbers import finite, floating_dtype, plain_int, positive
 from wnfused.nn._keys import count_blocks, stack_blocks
 from wnfused.nn._layer import refuse_frozen, refuse_script, row_norm, with_directions
-from wnfused.nn._rule import check_directions, check_stored, reset_stage
+from wnfused.nn._rule import PARAMETERS, check_directions, check_stored, reset_stage
 from wnfused.nn.conv import WNConv2d
 
 
@@ -250,7 +250,7 @@ class WNResidualStage(nn.Module):
         Raises:
             ValueError: the stage is sharded.
         """
-        refuse_sharded("take its blocks apart first, then shard them", self)
+        refuse_sharded(self, PARAMETERS, "take its blocks apart first, then shard them")
         for v, g, b in zip(self.weight_v, self.weight_g, self.bias, strict=True):
             yield StageBlock(v, g, b, self.skip_scale)
 

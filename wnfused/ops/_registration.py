@@ -13,6 +13,7 @@ differentiates right to any order.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ from wnfused.ops._arguments import autocast_is_on, is_exporting
 from wnfused.reference import suggest_memory_format
 
 _library = torch.library.Library("wnfused", "DEF")
-# The same ops under names of their own. Once csrc/python is open, the others are in C++ on CPU tensors, and hand on to
-# these the calls that they do not take.
+# Those that csrc/python/ops.cpp has for CPU tensors once it is open, by names of their own: it hands on to these the
+# calls that it does not take.
 _in_python = torch.library.Library("wnfused_python", "DEF")
 _implementations: dict[str, Callable[..., Any]] = {}
 
@@ -38,6 +39,7 @@ def define(
     fake: Callable[..., Any],
     like: Sequence[int | None] = (),
     laid_out: Callable[[Any, Sequence[Any]], Any] | None = None,
+    in_cpp: bool = False,
 ) -> torch._ops.OpOverload:
     """Defines one op from its schema; its implementation on every device asks ``dispatch.select``.
 
@@ -45,13 +47,12 @@ def define(
         like: for each output the position of the argument whose memory format it keeps, None for no promise. The fake
             kernel must promise the same, whatever strides a backend works in.
         laid_out: ``laid_out(outputs, arguments)`` puts them in formats of another rule instead.
+        in_cpp: whether ``csrc/python/ops.cpp`` has it, too.
     """
     name = schema.partition("(")[0]
 
     def run(*arguments: Any) -> Any:
         device = dispatch.device_type(arguments)
-        if device == "cpu" and dispatch.prefers_native():
-            native_entry.unavailable()  # opens csrc/python, for the next call
         # Operand dtypes are settled before an op is called; autocast must not touch what a kernel does inside.
         if autocast_is_on(device):
             with torch.autocast(device, enabled=False):
@@ -62,13 +63,27 @@ def define(
             return laid_out(outputs, arguments)
         return _laid_out(outputs, [None if i is None else arguments[i] for i in like]) if like else outputs
 
-    for library in (_library, _in_python):
+    for library in (_library, _in_python) if in_cpp else (_library,):
         library.define(schema)
         library.impl(name, run, "CompositeExplicitAutograd")
     _implementations[name] = run
-    torch.library.register_fake(f"wnfused::{name}", fake, lib=_library)
+    torch.library.register_fake(f"wnfused::{name}", _opening(fake) if in_cpp else fake, lib=_library)
     op: torch._ops.OpOverload = getattr(torch.ops.wnfused, name).default
     return op
+
+
+def _opening(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake kernel, which runs where a graph is made that will call the op: that is when the ops in C++ are opened.
+    While the graph runs it would be too late, as torch reads its table of kernels in one thread and writes it in
+    another without a lock."""
+
+    @functools.wraps(fake)
+    def run(*arguments: Any, **named: Any) -> Any:
+        if dispatch.prefers_native():
+            native_entry.unavailable()
+        return fake(*arguments, **named)
+
+    return run
 
 
 def _laid_out(outputs: Sequence[Tensor], models: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -60,6 +60,7 @@ _op = define(
     "str activation='none', float negative_slope=0.01) -> (Tensor y, Tensor norm)",
     _fake,
     laid_out=_in_suggested_format,
+    in_cpp=True,
 )
 _op_backward = define(
     "conv_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, bool[] needs, "
@@ -67,6 +68,7 @@ _op_backward = define(
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
     _fake_backward,
     like=GRADIENTS_LIKE,
+    in_cpp=True,
 )
 
 

@@ -54,6 +54,7 @@ _op = define(
     "linear(Tensor x, Tensor v, Tensor g, Tensor? bias=None, Tensor? residual=None, int? dim=0, "
     "str activation='none', float negative_slope=0.01) -> (Tensor y, Tensor norm)",
     _fake,
+    in_cpp=True,
 )
 _op_backward = define(
     "linear_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, bool[] needs, int? dim=0, "
@@ -61,6 +62,7 @@ _op_backward = define(
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias, Tensor dz)",
     _fake_backward,
     like=GRADIENTS_LIKE,
+    in_cpp=True,
 )
 
 

@@ -67,12 +67,14 @@ _op = define(
     "bool save=True) -> (Tensor y, Tensor norm, Tensor maps, Tensor signs)",
     _fake,
     laid_out=_with_signs,
+    in_cpp=True,
 )
 _op_backward = define(
     "residual_stage_backward(Tensor dy, Tensor v, Tensor g, Tensor bias, Tensor norm, Tensor maps, "
     "float skip_scale=1.0, int recompute=0, bool parameters=True, Tensor? signs=None) "
     "-> (Tensor dx, Tensor dv, Tensor dg, Tensor dbias)",
     _fake_backward,
+    in_cpp=True,
 )
 
 
