@@ -52,7 +52,7 @@ def line_call():
 
 
 def vendor_call():
-    """Of a convolution that no kernel here multiplies, on any instruction set with kernels in C++."""
+    """Of a convolution that is left to the vendor's library."""
     window = ([1, 1], [0, 0], [3, 3], False, [0, 0], 2)
     v = torch.randn(20, 10, 9, 9)
     return "conv", (torch.randn(1, 20, 30, 30), v, torch.rand(20), None, None, *window, 0, "none", 0.1)
