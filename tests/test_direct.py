@@ -1,5 +1,6 @@
 """The fast path from a layer to its C++ kernel: the same answers, errors and graph as the long one."""
 
+import contextlib
 import inspect
 import sys
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -186,6 +188,22 @@ class Mode(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class FunctionMode(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def default_device_and_mode():
+    with torch.device("cpu"), FunctionMode() as mode:
+        yield mode
+
+
 def dual(function, *inputs):
     with forward_ad.dual_level():
         return function(*inputs)
@@ -215,6 +233,9 @@ CALLS = {
     "dual": dual,
     "trace": lambda f, *inputs: torch.jit.trace(f, inputs, check_trace=False),
     "dispatch mode": under(Mode),
+    "function mode": under(FunctionMode),
+    "default device": under(lambda: torch.device("cpu")),
+    "function mode on a default device": under(default_device_and_mode),
     "inference mode": under(torch.inference_mode),
     "no gradients": under(torch.no_grad),
     "autocast": under(lambda: torch.autocast("cpu", torch.bfloat16)),
@@ -263,6 +284,17 @@ def test_both_entries_are_open_to_the_same_calls(name, call, nodes):
     call(ask, *inputs)
     ((in_python, in_cpp),) = asked
     assert in_python == in_cpp
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_function_mode_sees_the_call(name, nodes):
+    """As it sees a call of torch's own functions."""
+    call, shapes = {**LAYERS, "residual_stage": STAGE}[name]
+    inputs = tensors(*shapes)
+    with default_device_and_mode() as mode:
+        y = call(*inputs)
+    assert getattr(wnfused.functional, name) in mode.seen
+    assert torch.equal(y, call(*inputs))
 
 
 TRANSPOSED = {

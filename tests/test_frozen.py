@@ -145,6 +145,19 @@ def test_convolutions_with_kernels_of_their_own_keep_them(layer, size):
         assert not torch.equal(layer(x, residual=residual), expected)
 
 
+@pytest.mark.skipif(not dispatch.prefers_native(), reason="the C++ kernels are not what runs here")
+@pytest.mark.parametrize(
+    "options", [{"padding": "same"}, {"padding": "same", "kernel_size": 4}, {"padding": 1, "padding_mode": "reflect"}]
+)
+def test_padded_in_any_way_they_keep_their_kernels(options):
+    layer = WNConv2d(32, 32, **{"kernel_size": 3, **options})
+    x = torch.randn(2, 32, 9, 8)
+    wanted = layer(x).detach()
+    with wnfused.frozen(layer), torch.no_grad():
+        assert isinstance(layer._frozen, WNConv2d)
+        assert torch.equal(layer(x), wanted)
+
+
 def test_groups_of_few_channels_keep_their_kernels():
     """The vendor's, on a plain weight, take several times as long."""
     if native.instruction_set() not in ("avx2", "avx512", "avx512_bf16", "amx"):

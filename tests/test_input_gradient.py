@@ -6,9 +6,10 @@ from test_direct import LAYERS, layers, nodes, tensors  # noqa: F401  nodes runs
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import wnfused
-from wnfused import dispatch
+from wnfused import dispatch, reference
 from wnfused.ops import _input_gradient as input_gradient
 from wnfused.ops import _nodes
 
@@ -94,6 +95,38 @@ def test_third_derivatives(name, taken):
     assert taken[0]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
+
+
+HOOKED = {
+    "a checkpoint": lambda run, x: checkpoint(run, x, use_reentrant=False),
+    "saved on the CPU": lambda run, x: saved_elsewhere(run, x),
+}
+
+
+def saved_elsewhere(run, x):
+    with torch.autograd.graph.save_on_cpu():
+        return run(x)
+
+
+@pytest.mark.parametrize("hooked", HOOKED.values(), ids=HOOKED)
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "conv_transpose1d"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("asked", ["input", "parameters"])
+def test_derivatives_of_gradients_where_what_is_saved_goes_through_hooks(name, dtype, asked, hooked):
+    """Up to the third; torch.func, which the reference's derivatives go by elsewhere, does not do that."""
+    function, shapes = LAYERS[name]
+    x, v, g, bias, residual = inputs = [t.detach().to(dtype).requires_grad_() for t in tensors(*shapes)]
+
+    def run(x):
+        y = function(x, v, g, bias, residual).sin()
+        first = torch.autograd.grad(y.sum(), (x, residual) if asked == "input" else (v, g), create_graph=True)
+        second = torch.autograd.grad(sum(t.pow(3).sum() for t in first), (x, v, g, bias, residual), create_graph=True)
+        return sum(t.square().sum() for t in (*first, *second))
+
+    found = torch.autograd.grad(hooked(run, x), inputs)
+    wanted = torch.autograd.grad(run(x), inputs)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
 
 
 def critic():
@@ -215,11 +248,31 @@ def test_a_stage_asked_for_its_inputs_gradient_alone():
     torch.testing.assert_close(other, every[1])
 
 
-def test_zeros_are_where_the_gradient_is_whatever_the_default_device():
-    y = torch.ones(3)
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_zeros_are_where_the_gradient_is_whatever_the_default_device(device, default):
+    y = torch.ones(3, device=device)
     input_gradient._zeros.clear()
-    with torch.device("meta"):
+    with torch.device(default):
         zeros = input_gradient.zero_gradient(y)
     assert zeros.device == y.device
     assert input_gradient.is_zero_gradient(zeros)
-    assert not input_gradient.is_zero_gradient(y)
+    if device == "cpu":  # what is on "meta" is nowhere in memory
+        assert not input_gradient.is_zero_gradient(y)
+
+
+def test_zeros_for_what_is_not_on_a_cpu():
+    # "meta" stands for a GPU: the engine refuses a gradient that is not where its tensor is.
+    def kernel(x, v, g, bias, residual, activation, slope):
+        return reference.linear(x, v, g, bias, residual, 0, reference.ACTIVATIONS[activation], slope)
+
+    def kernel_backward(dy, y, x, v, g, norm, needs, *constants):
+        dx, dv, dg = torch.func.vjp(lambda *of: kernel(*of, None, None, *constants)[0], x, v, g)[1](dy)
+        return dx, dv, dg, None, dy
+
+    by_input = input_gradient.input_gradient("linear", kernel, kernel_backward, kernel)
+    x, v, g, y = (torch.rand(shape, device="meta", requires_grad=True) for shape in ((4, 8), (3, 8), (3,), (4, 3)))
+    relu = reference.ACTIVATIONS.index("relu")
+    dx, _ = by_input(torch.ones_like(y), v, g, y, x.detach(), None, None, g.detach(), False, (relu, 0.0))
+    by = torch.autograd.grad(dx.square().sum(), (v, g, y))
+    assert [gradient.device.type for gradient in by] == ["meta"] * 3

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wnfused import dispatch
 from wnfused._modules import check_module, is_sharded
-from wnfused._spatial import extents
+from wnfused._spatial import extents, zeros_around
 from wnfused.backends import native
 from wnfused.fold import plain_layer
 from wnfused.functional import weight_norm_many
@@ -204,12 +204,20 @@ def _constant(layer: WeightNormalised, weight: Tensor) -> nn.Module:
 
 
 def _has_own_products(layer: WeightNormalised) -> bool:
-    if isinstance(layer, WNLinear):
-        return layer.dim == 0 and dispatch.prefers_native() and native.takes_linear(layer.weight_v)
-    conv = _open_convolution(layer)
-    if conv is None or isinstance(conv.padding, str):
+    if layer.dim != 0 or not dispatch.prefers_native():
         return False
-    return native.takes_conv(layer.weight_v, conv.stride, conv.padding, conv.dilation, conv.groups, conv.transposed)
+    if isinstance(layer, WNLinear):
+        return native.takes_linear(layer.weight_v)
+    if not isinstance(layer, _ConvNd):
+        return False
+    padding: Any = layer.padding
+    if layer.padding_mode != "zeros":
+        padding = (0,) * len(layer.kernel_size)  # of the map with its border
+    elif isinstance(padding, str):
+        padding, _ = zeros_around(padding, layer.kernel_size, layer.dilation)
+    return native.takes_conv(
+        layer.weight_v, layer.stride, padding, layer.dilation, layer.groups, layer.transposed
+    )  # fmt: skip
 
 
 def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:
@@ -221,7 +229,7 @@ def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:
 
 def _own(layer: WeightNormalised) -> nn.Module:
     copied = _copy(layer)
-    keeps = isinstance(layer, _ConvNd) and layer.weight_v.numel() >= native.KEPT_WEIGHTS
+    keeps = _open_convolution(layer) is not None and layer.weight_v.numel() >= native.KEPT_WEIGHTS
     return Kept(copied) if keeps else copied
 
 

@@ -4,10 +4,12 @@
 // A function here gives None where the call is not a plain one, and wnfused/ops/_direct.py takes its slower way. What is
 // plain stands there (`_is_plain_call`, `is_open_to_layers`, `is_open_to_stages`), and here once more: a test asks both.
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -25,9 +27,21 @@ using at::IntArrayRef;
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 
+// The type of the mode for torch's functions that a default device is; calls of layers are not for that one.
+PyObject* device_context = nullptr;
+
+bool is_seen_by_a_function_mode() {
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  for (int64_t i = 0; i < Modes::stack_len(); ++i) {
+    PyObject* mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != device_context) return true;
+  }
+  return false;
+}
+
 // Whether a mode or a transform would want to know of the call.
 bool is_watched() {
-  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() || is_seen_by_a_function_mode() ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
          torch::jit::tracer::isTracing() || torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
@@ -66,7 +80,8 @@ class Inputs {
     const at::DeviceType device = this->x.device().type();
     const bool has_autocast = this->x.is_cpu() || this->x.is_cuda();  // of others, torch raises an error where asked
     dtype_ = this->x.scalar_type();
-    casts_ = has_autocast && dtype_ != at::kDouble && at::autocast::is_autocast_enabled(device);
+    casts_ = has_autocast && this->x.is_floating_point() && dtype_ != at::kDouble &&
+             at::autocast::is_autocast_enabled(device);
     if (casts_) dtype_ = at::autocast::get_autocast_dtype(device);
   }
 
@@ -266,5 +281,9 @@ PyMODINIT_FUNC PyInit__python() {
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, "_python", "Layers and stages, past Python's argument parsing.", -1, methods, nullptr, nullptr,
       nullptr, nullptr};
-  return PyModule_Create(&definition);
+  PyObject* devices = PyImport_ImportModule("torch.utils._device");
+  if (!devices) return nullptr;
+  device_context = PyObject_GetAttrString(devices, "DeviceContext");
+  Py_DECREF(devices);
+  return device_context ? PyModule_Create(&definition) : nullptr;
 }

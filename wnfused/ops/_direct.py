@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from wnfused import dispatch
 from wnfused.backends import native, native_autograd, native_cuda, native_entry
@@ -71,7 +72,7 @@ def is_open_to_stages(x: Any, v: Any, g: Any, bias: Any) -> bool:
 
 def _cast(x: Tensor) -> torch.dtype:
     """What autocast makes of a CUDA tensor."""
-    casts = torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
+    casts = torch.is_autocast_enabled("cuda") and x.is_floating_point() and x.dtype != torch.float64
     return torch.get_autocast_dtype("cuda") if casts else x.dtype
 
 
@@ -88,7 +89,14 @@ def _is_plain_call(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
+        and not (torch._C._len_torch_function_stack() and _is_seen_by_a_function_mode())
     )
+
+
+def _is_seen_by_a_function_mode() -> bool:
+    """Whether a mode for torch's functions is on that calls of layers are for. A default device is none."""
+    on = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in on)
 
 
 def _casts_to_open(*parameters: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wnfused.ops._registration import is_transformed
+from wnfused.ops._registration import is_hooked, is_transformed
 from wnfused.reference import ACTIVATIONS, activate_backward
 
 Kernel = Callable[..., Any]
@@ -29,25 +29,25 @@ Reference = Callable[..., tuple[Tensor, ...]]
 
 _LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# The zeros of the running backward in each dtype. Those of an earlier one may still be held by somebody, so they are
-# never used again.
-_zeros: dict[torch.dtype, tuple[int, Tensor]] = {}
+# The zeros of the running backward, by dtype and device. Those of an earlier one may still be held by somebody,
+# so they are never used again.
+_zeros: dict[tuple[torch.dtype, torch.device], tuple[int, Tensor]] = {}
 
 
 def zero_gradient(like: Tensor) -> Tensor:
     """Zeros in the place of the gradient of a layer's output, all those of one backward one number in memory."""
     backward = torch._C._current_graph_task_id()
-    known = _zeros.get(like.dtype)
+    key = like.dtype, like.device
+    known = _zeros.get(key)
     if known is None or known[0] != backward:
-        zero = torch.zeros((), dtype=like.dtype, device="cpu")  # whatever the default device is
-        known = _zeros[like.dtype] = backward, zero
+        known = _zeros[key] = backward, torch.zeros((), dtype=like.dtype, device=like.device)
     # Of one entry it would be no more guarded from writing in place than any tensor.
     return known[1].expand(like.shape) if like.numel() > 1 else torch.zeros_like(like)
 
 
 def is_zero_gradient(dy: Tensor) -> bool:
     """Whether ``dy`` comes from this backward's ``zero_gradient``, and nothing was added to it."""
-    known = _zeros.get(dy.dtype)
+    known = _zeros.get((dy.dtype, dy.device))
     return known is not None and dy.data_ptr() == known[1].data_ptr() and known[0] == torch._C._current_graph_task_id()
 
 
@@ -155,15 +155,25 @@ def _through_reference(
 ) -> Sequence[Tensor]:  # fmt: skip
     """The vector-Jacobian product of ``(dy, v, g) -> (dx, dz)`` with ``(c, e)``, with a graph of its own."""
     x, bias, residual = others
-
-    def gradients(dy: Tensor, v: Tensor, g: Tensor) -> Sequence[Tensor]:
-        def layer(x: Tensor, added: Tensor) -> Tensor:
-            return reference(x, v, g, bias, added, *constants)[0]
-
-        pullback: Callable[..., Sequence[Tensor]] = torch.func.vjp(layer, x, added)[1]
-        return pullback(dy)
-
     added = torch.zeros_like(of[0]) if residual is None else residual
     given = (torch.zeros_like(x) if c is None else c, torch.zeros_like(of[0]) if e is None else e)
+
+    def layer(x: Tensor, added: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return reference(x, v, g, bias, added, *constants)[0]
+
+    if is_hooked():
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            dy, v, g = (t.view_as(t) for t in of)
+            at = [t.detach().requires_grad_() for t in (x, added)]
+            found = torch.autograd.grad(layer(at[0], at[1], v, g), at, dy, create_graph=True)
+            return torch.autograd.grad(
+                found, (dy, v, g), given, create_graph=graph, allow_unused=True, materialize_grads=True
+            )
+
+    def gradients(dy: Tensor, v: Tensor, g: Tensor) -> Sequence[Tensor]:
+        pullback: Callable[..., Sequence[Tensor]] = torch.func.vjp(lambda x, added: layer(x, added, v, g), x, added)[1]
+        return pullback(dy)
+
     pullback: Callable[..., Sequence[Tensor]] = torch.func.vjp(gradients, *of)[1]
     return pullback(given)

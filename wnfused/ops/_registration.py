@@ -299,6 +299,11 @@ def is_batch(dy: Tensor) -> bool:
     return batch
 
 
+def is_hooked() -> bool:
+    """Whether what is saved goes through hooks, as in a checkpoint or under ``save_on_cpu``: torch.func refuses."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def through_reference(
     reference: Callable[..., tuple[Tensor, ...]], dy: Tensor, inputs: Sequence[Any], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
@@ -306,7 +311,7 @@ def through_reference(
     positions = [i for i, needed in enumerate(needs) if needed]
     function, given = _as_function_of(reference, inputs, positions), [inputs[i] for i in positions]
     gradients: Sequence[Tensor]
-    if is_batch(dy):  # which torch.func knows nothing of
+    if is_batch(dy) or is_hooked():  # which torch.func knows nothing of
         graph = torch.is_grad_enabled()
         with torch.enable_grad():
             given = [t.view_as(t) for t in given]  # apart, where one tensor is given twice
