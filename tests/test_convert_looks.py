@@ -414,6 +414,35 @@ def test_an_activation_whose_layer_was_replaced_runs_again(activation):
     torch.testing.assert_close(wnfused.fold(other)(x), y)
 
 
+class Adapted(Wrapper):
+    """A low-rank adapter."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.factors = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False))
+
+    def forward(self, x):
+        return self.inner(x) + self.factors(x)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_an_adapter_around_a_layer_that_applies_an_activation_is_warned_of(fuse, caplog):
+    model, x = nn.Sequential(new(nn.Linear(4, 4)), nn.ReLU(), new(nn.Linear(4, 4))), torch.randn(8, 4)
+    wnfused.convert(model, fuse_activation=fuse)
+    transparent = copy.deepcopy(model)
+    transparent[0] = Wrapper(transparent[0])
+    transparent(x)
+    assert not caplog.records
+    model[0] = Adapted(model[0])
+    y = model(x)
+    model(x)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == fuse
+    assert all("Adapted around WNLinear" in text and "fuse_activation=False" in text for text in warnings)
+    if not fuse:
+        torch.testing.assert_close(y, model[2](model[0](x).relu()))
+
+
 def test_a_plain_layer_of_zeros_trains_after_conversion():
     model = nn.Sequential(nn.Linear(8, 4), nn.Conv1d(4, 2, 1))
     for layer in model:

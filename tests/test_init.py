@@ -9,7 +9,7 @@ from torch import nn
 
 import wnfused
 from wnfused import WNConv2d, WNLinear
-from wnfused.init import find_roles, initialize, schemes
+from wnfused.init import find_roles, initialize, initialize_population, schemes
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,11 @@ from wnfused.init import find_roles, initialize, schemes
         ),
         (lambda: initialize(WNLinear(2, 2), v="uniform"), ValueError, "v: unknown 'uniform'; use 'orthogonal' or 'he'"),
         (lambda: initialize(3), TypeError, "model: expected an nn.Module, got int"),
+        (
+            lambda: initialize_population([nn.Linear(2, 2), 3]),
+            TypeError,
+            r"models\[1\]: expected an nn.Module, got int",
+        ),
         (lambda: initialize(WNLinear(2, 2), gammas={"x": 1.0}), ValueError, "gammas: the model has no layer 'x'"),
         (lambda: initialize(WNLinear(2, 2), gammas={"x": 1, 0: 2}), ValueError, "gammas: the model has no layer 'x'"),
     ],
@@ -407,3 +412,17 @@ def test_rows_along_another_dim_keep_the_size_of_activations(dim):
     assert ratio.item() == pytest.approx(64 / 32, rel=0.1)
     initialize(nn.Sequential(layer), "arpit2019")
     torch.testing.assert_close(layer.weight_g, torch.full_like(layer.weight_g, math.sqrt(64 / rows)))
+
+
+@pytest.mark.parametrize("scheme", ["arpit2019", "hanin2018"])
+@pytest.mark.parametrize(
+    ("stated", "gamma"), [({"gammas": {"head": 3.0}}, 3.0), ({"roles": {"head": {"activation_gamma": 2.0}}}, 2.0)]
+)
+def test_what_is_stated_of_a_plain_head_goes_before_torchs_default(scheme, stated, gamma):
+    model = wnfused.models.wrn(10)
+    report = initialize(model, scheme, **stated)
+    norms = model.head.weight.norm(dim=1)
+    torch.testing.assert_close(norms, torch.full_like(norms, math.sqrt(gamma * 64 / 10)))
+    assert next(entry.gamma for entry in report if entry.layer == "head") == gamma
+    initialize(model, scheme)
+    assert (model.head.weight.norm(dim=1) < 1).all()

@@ -57,6 +57,19 @@ def test_zhang_inside_stages_agrees():
     assert abs(stage.transition.conv1.weight_g.square().mean().sqrt() / expected - 1) < 0.05
 
 
+@pytest.mark.parametrize("form", ["plain", "blocks", "stage"])
+def test_branches_that_something_else_computes_count(form):
+    """They are left alone, and run all the same."""
+    options = {"norm": "none"} if form == "plain" else {"stack": form == "stage"}
+    model = wnfused.models.wrn(22, **options)
+    if form == "stage":
+        prune.identity(model.stages[0], "weight_v")
+    else:
+        prune.identity(model.stages[0][1].conv2, "weight" if form == "plain" else "weight_v")
+    report = initialize(model, "zhang2019")
+    assert {entry.role.rpartition(" times ")[2] for entry in report if " times " in entry.role} == {"9^(-0.5)"}
+
+
 class Bottleneck(nn.Module):
     """Three layers in the branch: the first two times ``L^(-1/4)``."""
 

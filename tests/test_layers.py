@@ -330,3 +330,28 @@ def test_a_complex_weight_is_refused():
     layer = wnfused.WNLinear(3, 2)
     with pytest.raises(TypeError, match=r"weight: expected a real tensor, got torch\.complex64"):
         layer.weight = torch.ones(2, 3, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_product_of_its_own_that_somebody_put_on_a_convolution_is_run(dims):
+    """As torch's layers run it: padding around one dim of two, say, is done so."""
+    kind = {1: wnfused.WNConv1d, 2: WNConv2d, 3: wnfused.WNConv3d}[dims]
+    layer, x = kind(3, 4, 3, padding=1, activation="relu"), torch.randn(2, 3, *[6] * dims)
+    around = copy.deepcopy(layer)
+    around.padding_mode, around._reversed_padding_repeated_twice = "circular", [1, 1] * dims
+    pointwise = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}[dims]
+
+    def product(x, weight, bias):
+        return pointwise(nn.functional.pad(x, [1, 1] * dims, mode="circular"), weight, bias)
+
+    layer._conv_forward = product
+    residual = torch.randn_like(around(x))
+    torch.testing.assert_close(layer(x), around(x))
+    torch.testing.assert_close(layer(x, residual=residual), around(x, residual=residual))
+    with wnfused.frozen(layer):
+        torch.testing.assert_close(layer(x), around(x))
+    layer(x).sum().backward()
+    around(x).sum().backward()
+    torch.testing.assert_close(layer.weight_v.grad, around.weight_v.grad, rtol=1e-4, atol=1e-4)
+    del layer._conv_forward
+    assert not torch.allclose(layer(x), around(x))

@@ -258,6 +258,8 @@ def test_the_proxy_is_torchs():
         orthogonal_proxy(nn.Conv2d(3, 3, 3))
     with pytest.raises(ValueError, match="Linear has no parameter 'w'"):
         orthogonal_proxy(nn.Linear(2, 2), "w")
+    with pytest.raises(TypeError, match="name: expected the name of a parameter, got list"):
+        orthogonal_proxy(nn.Linear(2, 2), ["weight"])
 
 
 # ----------------------------------------------------------------------------------------------------------- models

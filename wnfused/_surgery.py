@@ -40,9 +40,10 @@ OPTIONS = ("activation", "negative_slope", "gamma", "init", "dim")
 _BOOKKEEPING = set(nn.Module().__dict__)
 _HOOKS = {name for name in _BOOKKEEPING if "_hook" in name}
 _WITH_THEIR_MODULE = ("_load_state_dict_pre_hooks", "_state_dict_hooks")
-# What Python itself writes into a class that only has a constructor.
+# What Python itself writes into a class that only has a constructor; and what torch's constructors call.
 _CONSTRUCTOR_ONLY = {
-    "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__annotate_func__",
+    "__init__", "reset_parameters",
+    "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__annotate_func__",
     "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__",
     "__abstractmethods__", "_abc_impl", "__constants__", "__dict__", "__weakref__",
 }  # fmt: skip
@@ -62,7 +63,8 @@ def checked(model: nn.Module, what: str) -> nn.Module:
 
 
 def additions(kind: type[nn.Module], known: Collection[type[nn.Module]]) -> tuple[type[nn.Module], list[str]] | None:
-    """The known class that ``kind`` is or extends, and the names that it adds or overrides besides a constructor.
+    """The known class that ``kind`` is or extends, and the names that it adds or overrides besides a constructor
+    and the ``reset_parameters`` that it calls.
 
     Static methods know no instance and do not count, unless they override something.
     """

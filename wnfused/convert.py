@@ -39,12 +39,14 @@ logger = logging.getLogger("wnfused.convert")
 class FusedActivation(nn.Identity):
     """Stands where an activation was that its layer now applies; keeps it for ``wnfused.fold``.
 
-    Where the layer was taken out of its sequence since, another one put in its place, the activation runs again.
+    Where the layer was taken out of its sequence since, another one put in its place, the activation runs again. A
+    layer that was wrapped applies it inside of the wrapper; a warning names one with parameters of its own, an adapter.
     """
 
     activation: nn.Module
     layer: nn.Module
     sequence: nn.Module | None = None
+    wrapper: nn.Module | None = None  # that a warning named
 
     def __init__(self, activation: nn.Module, layer: nn.Module) -> None:
         super().__init__()
@@ -64,10 +66,24 @@ class FusedActivation(nn.Identity):
     def _is_applied(self) -> bool:
         if self.sequence is None:
             return True
-        stages = self.sequence._modules.values()
+        stages = [stage for stage in self.sequence._modules.values() if stage is not None]
         if any(module is self.layer for module in stages):
             return True
-        return any(module is self.layer for stage in stages if stage is not None for module in stage.modules())
+        wrappers = (stage for stage in stages if any(module is self.layer for module in stage.modules()))
+        wrapper = next(wrappers, None)
+        if wrapper is not None and wrapper is not self.wrapper and not torch.compiler.is_compiling():
+            self._warn_of(wrapper)
+        return wrapper is not None
+
+    def _warn_of(self, wrapper: nn.Module) -> None:
+        object.__setattr__(self, "wrapper", wrapper)
+        inside = set(self.layer.parameters())
+        if inside and not inside.issuperset(wrapper.parameters()):
+            logger.warning(
+                "%s around %s has parameters of its own, but %s is applied inside of it, by the layer; if it belongs "
+                "behind what the wrapper adds (an adapter), convert with fuse_activation=False",
+                type(wrapper).__name__, type(self.layer).__name__, self.activation,
+            )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self.activation} is applied by the layer before"
@@ -79,8 +95,8 @@ def convert(
     """Replaces torch's weight-normalised layers by this package's; the function computed stays the same.
 
     Taken are ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.parametrizations.weight_norm`` on ``nn.Linear``,
-    ``nn.Conv1d/2d/3d`` and ``nn.ConvTranspose1d/2d/3d``, and on subclasses of these that add only a constructor
-    or static methods.
+    ``nn.Conv1d/2d/3d`` and ``nn.ConvTranspose1d/2d/3d``, and on subclasses of these that add only a constructor,
+    a ``reset_parameters`` (the new layer has this package's) or static methods.
     Parameters are carried over as the objects they are, so an optimiser that holds them goes on; so are buffers,
     attributes, hooks of every kind, training mode, shared modules and tied weights.
 

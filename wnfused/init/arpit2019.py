@@ -26,10 +26,10 @@ from wnfused.init.units import Unit, fill_
 @scheme("arpit2019")
 def arpit2019(context: Context, v: str = "orthogonal") -> Iterator[Entry]:
     """``v``: directions, ``"orthogonal"`` or ``"he"``."""
-    fill_([unit for unit in context.units if not is_plain_head(unit)], v, generator=context.generator)
+    fill_([unit for unit in context.units if not keeps_default(unit)], v, generator=context.generator)
     note_missing_gammas(context, context.units)
     for unit in context.units:
-        yield plain_head(context, unit) if is_plain_head(unit) else by_rule(unit)
+        yield plain_head(context, unit) if keeps_default(unit) else by_rule(unit)
 
 
 def by_rule(unit: Unit) -> Entry:
@@ -59,6 +59,11 @@ def _lacks_gamma(unit: Unit) -> bool:
 
 def is_plain_head(unit: Unit) -> bool:
     return unit.role.head and not unit.normalised
+
+
+def keeps_default(unit: Unit) -> bool:
+    """An un-normalised head, unless a gamma was stated for it; found is none, as nothing comes after a head."""
+    return is_plain_head(unit) and unit.role.gamma == 1.0 and unit.role.stated is None
 
 
 def plain_head(context: Context, unit: Unit) -> Entry:

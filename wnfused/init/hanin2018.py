@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from wnfused._numbers import number
-from wnfused.init.arpit2019 import by_rule, is_plain_head, note_missing_gammas, plain_head
+from wnfused.init.arpit2019 import by_rule, keeps_default, note_missing_gammas, plain_head
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
 from wnfused.init.units import Unit, fill_
@@ -30,10 +30,10 @@ def hanin2018(context: Context, v: str = "orthogonal", factor: float = 0.9) -> I
     number(factor=factor)
     if not 0 < factor <= 1:
         raise ValueError(f"factor: {factor} must be above 0 and at most 1")
-    fill_([unit for unit in context.units if not is_plain_head(unit)], v, generator=context.generator)
+    fill_([unit for unit in context.units if not keeps_default(unit)], v, generator=context.generator)
     note_missing_gammas(context, [unit for unit in context.units if not _fades(unit)])
     for unit in context.units:
-        if is_plain_head(unit):
+        if keeps_default(unit):
             yield plain_head(context, unit)
         elif _fades(unit):
             _fade(unit, factor)

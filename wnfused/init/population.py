@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from wnfused._modules import check_module
 from wnfused._numbers import random_source
 from wnfused.init.processes import decided_by_first_process
 from wnfused.init.registry import Context, check_request, guarded, prepared, run_scheme
@@ -56,7 +57,8 @@ def initialize_population(
         raise ValueError("models: is empty; give at least one")
     if len({id(model) for model in population}) < len(population):
         raise ValueError("models: hold one model more than once; give each its own")
-    for model in population:
+    for i, model in enumerate(population):
+        check_module(**{f"models[{i}]": model})
         check_request(model, scheme, options)
     shapes = [[(name, tuple(p.shape)) for name, p in model.named_parameters()] for model in population]
     if any(other != shapes[0] for other in shapes):

@@ -47,6 +47,7 @@ class Context:
         repeated: layers whose weight is another unit's; only their biases are their own.
         notes: what goes into the report beside the entries.
         recorded: whether the model runs where gradients are recorded alone.
+        computed_branches: residual branches that end in a layer which is left alone, as something else computes it.
         together: ``together(x, solve)`` is this model's part of ``solve([x, ...])``, with the x of every model of a
             population that stands at the same layer; of this one alone otherwise.
     """
@@ -58,13 +59,14 @@ class Context:
     repeated: list[Unit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     recorded: bool = False
+    computed_branches: int = 0
     together: Together = _alone
 
     @property
     def num_branches(self) -> int:
         """L, how many residual branches the model has."""
         ends = (u for u in (*self.units, *self.repeated) if u.role.closes_branch)
-        return sum(len(u.v) if u.stacked else 1 for u in ends)
+        return sum(len(u.v) if u.stacked else 1 for u in ends) + self.computed_branches
 
 
 Scheme = Callable[..., Iterable[Entry]]
@@ -194,7 +196,11 @@ def prepared(
     for unit in units:
         draws_on(unit.v.device, generator=generator)
     same = [other for _, others in repeated for other in others]
-    context = Context(model, units, sample, generator, same, recorded=recorded)
+    held = {id(unit.module) for unit in (*units, *same)}
+    parts = (p for r in found for p in (r.parts() if isinstance(r.layer, WNResidualStage) else (r,)))
+    computed = [part for part in parts if id(part.layer) not in held]
+    branches = sum(_branches_closed(part) for part in computed)
+    context = Context(model, units, sample, generator, same, recorded=recorded, computed_branches=branches)
     for first, others in repeated:
         names = ", ".join(other.shown for other in others)
         context.notes.append(f"{first.shown}: its weight is that of {names} too, and is initialised for {first.shown}")
@@ -206,13 +212,18 @@ def prepared(
             f"the model's forward does not trace ({trouble}): places are read off its structure; gammas= and roles= "
             "state others"
         )
-    held = {id(unit.module) for unit in (*units, *context.repeated)}
-    parts = (p for r in found for p in (r.parts() if isinstance(r.layer, WNResidualStage) else (r,)))
-    computed = [shown(part.name) for part in parts if id(part.layer) not in held]
     if computed:
-        context.notes.append(f"left alone, their weights are computed by something else: {', '.join(computed)}")
+        names = ", ".join(shown(part.name) for part in computed)
+        context.notes.append(f"left alone, their weights are computed by something else: {names}")
     context.notes.extend(note_on_others(model, (role.layer for role in found)))
     return context
+
+
+def _branches_closed(part: Role) -> int:
+    """How many branches end in a layer, or in those that a stage stacks."""
+    if not part.closes_branch:
+        return 0
+    return len(part.layer.weight_v) if isinstance(part.layer, WNResidualStage) else 1
 
 
 def _held_elsewhere(context: Context) -> Iterator[str]:

@@ -14,6 +14,7 @@ from wnfused.nn._geometry import geometry, in_dims
 from wnfused.nn._layer import WeightNormalised
 from wnfused.ops import _arguments as arguments
 from wnfused.ops.conv import conv
+from wnfused.reference import activate
 
 
 class _WNConv(WeightNormalised):
@@ -36,6 +37,8 @@ class _WNConv(WeightNormalised):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(conv(input, w) + b + residual)``; the residual, if any, has the output's shape."""
+        if "_conv_forward" in self.__dict__:
+            return self._by_own_product(input, residual)
         if (form := self._frozen) is not None and self._runs_frozen(form, input):
             return self._frozen_output(form, input, residual)
         assert isinstance(self, nn.modules.conv._ConvNd)
@@ -50,6 +53,13 @@ class _WNConv(WeightNormalised):
             input, v, g, bias, self.stride, padding, self.dilation, self.groups,
             activation=self.activation, negative_slope=self.negative_slope, residual=residual, dim=self.dim,
         )  # fmt: skip
+
+    def _by_own_product(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        """By the ``_conv_forward`` that somebody put on this very layer: torch's own layers run it, too."""
+        y: Tensor = self.__dict__["_conv_forward"](input, self.weight, self._parameters["bias"])
+        if residual is not None:
+            y = y + arguments.residual(residual, list(y.shape), y)
+        return activate(y, self.activation or "none", self.negative_slope)
 
 
 def _bordered(x: Tensor, layer: nn.modules.conv._ConvNd) -> Tensor:

@@ -173,6 +173,8 @@ def orthogonal_proxy(layer: nn.Module, name: str | None = None, orthogonal_map: 
         raise ValueError(
             f"orthogonal_map: unknown {orthogonal_map!r}; use one of {', '.join(map(repr, _MAPS))}, or None"
         )
+    if not isinstance(name, str | None):
+        raise TypeError(f"name: expected the name of a parameter, got {type(name).__name__}")
     name = name or ("weight_v" if isinstance(layer, WeightNormalised) else "weight")
     parameter = layer._parameters.get(name)
     if parameter is None:
