@@ -1,4 +1,4 @@
-// Which gradients of a layer are asked for: the bits of a backward op's `needs` (wnfused/backends/needs.py).
+// Which gradients of a layer are asked for: the bits of a backward op's `needs` (wnfused/backends/asked.py).
 #pragma once
 
 #include <cstdint>

@@ -37,6 +37,14 @@ def tensors(*shapes):
 
 LAYERS = {
     "linear": (lambda *t: linear(*t[:4], activation="relu", residual=t[4]), ((3, 5), (4, 5), (4, 1), (4,), (3, 4))),
+    "linear_of_norm": (
+        lambda *t: linear(*t[:4], activation="relu", residual=t[4], dim=None),
+        ((3, 5), (4, 5), (), (4,), (3, 4)),
+    ),
+    "linear_of_columns": (
+        lambda *t: linear(*t[:4], activation="leaky_relu", residual=t[4], dim=1),
+        ((2, 3, 5), (4, 5), (1, 5), (4,), (2, 3, 4)),
+    ),
     "conv1d": (
         lambda *t: conv1d(*t[:4], (1,), (1,), (1,), activation="leaky_relu", residual=t[4]),
         ((2, 3, 7), (4, 3, 3), (4, 1, 1), (4,), (2, 4, 7)),
@@ -66,6 +74,8 @@ def nodes(request, monkeypatch):
         return request.param
     monkeypatch.setattr(native_entry, "layer", lambda name: None)
     if request.param == "Python":
+        if request.node.callspec.params.get("name", "").startswith("linear_of"):
+            pytest.skip("what these are composed of is in the library that has the nodes")
         monkeypatch.setattr(native_autograd, "unavailable", lambda: "a test does without")
     elif native_autograd.unavailable() is not None:
         pytest.skip(native_autograd.unavailable())
@@ -86,7 +96,12 @@ def taken(monkeypatch):
 
         return run
 
-    for module, name in (("linear", "_direct"), ("conv", "_direct"), ("conv", "_direct_transposed")):
+    for module, name in (
+        ("linear", "_direct"),
+        ("linear", "_direct_of_norm"),
+        ("conv", "_direct"),
+        ("conv", "_direct_transposed"),
+    ):
         module = sys.modules[f"wnfused.ops.{module}"]
         monkeypatch.setattr(module, name, observed(getattr(module, name)))
     is_open = _direct.is_open
@@ -251,6 +266,7 @@ CALLS = {
 
 CONSTANTS = {
     "linear": (1, 0.0),
+    "linear_of_norm": (-1, 1, 0.0),
     "conv2d": ((1, 1), (1, 1), (1, 1), 1, 1, 0.0),
     "conv_transpose2d": ((2, 2), (1, 1), (1, 1), (0, 0), 2, 1, 0.0),
     "residual_stage": (1.0, 0),
@@ -293,7 +309,7 @@ def test_a_function_mode_sees_the_call(name, nodes):
     inputs = tensors(*shapes)
     with default_device_and_mode() as mode:
         y = call(*inputs)
-    assert getattr(wnfused.functional, name) in mode.seen
+    assert getattr(wnfused.functional, name.removesuffix("_of_norm")) in mode.seen
     assert torch.equal(y, call(*inputs))
 
 
@@ -313,6 +329,57 @@ TRANSPOSED = {
 }
 
 
+OF_NORM = {
+    "v of no dims": lambda x, v, *rest: (x, v.sum(), *rest),
+    "an empty v": lambda x, v, *rest: (x, v[:0], *rest),
+    "v by columns": lambda x, v, *rest: (x, v.T.contiguous().T, *rest),
+    "bfloat16": lambda *t: tuple(one.bfloat16() for one in t),
+    "a float64 v": lambda x, v, *rest: (x, v.double(), *rest),
+    "a float64 bias": lambda *t: (*t[:3], t[3].double(), t[4]),
+    "a float64 residual": lambda *t: (*t[:4], t[4].double()),
+    "neither bias nor residual": lambda *t: (*t[:3], None, None),
+    "a bias of another size": lambda *t: (*t[:3], t[3][:1], t[4]),
+    "a residual of another size": lambda *t: (*t[:4], t[4][:1]),
+    "g of another size": lambda x, v, g, *rest: (x, v, g.expand(2), *rest),
+    "x of another size": lambda x, *rest: (x[:, 1:], *rest),
+}
+
+
+@pytest.mark.parametrize("change", OF_NORM.values(), ids=OF_NORM)
+def test_both_entries_take_the_same_linear_layers_of_other_norms(change, nodes):
+    if nodes != "C++ entry":
+        pytest.skip("asks the entry in C++")
+    inputs = change(*(t.detach() for t in tensors(*LAYERS["linear_of_norm"][1])))
+    try:
+        y = native_entry.layer("linear_of_norm")(*inputs, *CONSTANTS["linear_of_norm"])
+    except RuntimeError as refused:
+        y = refused
+        with pytest.raises((TypeError, ValueError), match=r"^(x|v|g|bias|residual): "):
+            linear(*inputs[:4], residual=inputs[4], dim=None)
+    assert is_open_to_python("linear_of_norm", inputs) == (y is not None)
+
+
+@pytest.mark.parametrize("dim", [None, 1])
+@pytest.mark.parametrize("activation", [None, "relu", "leaky_relu"])
+@pytest.mark.parametrize("shape", [(7, 9), (9,), (2, 3, 9), (0, 9)], ids=str)
+def test_linear_layers_of_other_norms(dim, activation, shape):
+    """Against the reference in float64; with rows, columns and inputs of zeros."""
+    x, v = torch.randn(shape), torch.randn(6, 9)
+    v[2], v[:, 4] = 0, 0
+    g, bias = torch.randn(() if dim is None else (1, 9)), torch.randn(6)
+    residual = torch.randn(*shape[:-1], 6)
+
+    def run(dtype):
+        inputs = [t.to(dtype, copy=True).requires_grad_() for t in (x, v, g, bias, residual)]
+        y = linear(*inputs[:4], residual=inputs[4], activation=activation, negative_slope=0.2, dim=dim)
+        return [y, *torch.autograd.grad(y.cos().sum(), inputs)]
+
+    with wnfused.use_backend("reference"):
+        wanted = run(torch.float64)
+    for one, other in zip(run(torch.float32), wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("change", TRANSPOSED.values(), ids=TRANSPOSED)
 def test_both_entries_take_the_same_transposed_convolutions(change, nodes):
     if nodes != "C++ entry":
@@ -328,6 +395,8 @@ def test_both_entries_take_the_same_transposed_convolutions(change, nodes):
 def is_open_to_python(name, tensors):
     if name == "residual_stage":
         return _direct.is_open_to_stages(*tensors)
+    if name == "linear_of_norm":
+        return _direct.is_open(*tensors) and sys.modules["wnfused.ops.linear"]._is_composed(*tensors)
     if name != "conv_transpose2d":
         return _direct.is_open_to_layers(*tensors)
     return _direct.is_open(*tensors) and sys.modules["wnfused.ops.conv"]._is_plain(*tensors)

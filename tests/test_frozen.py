@@ -459,3 +459,20 @@ def test_rows_cut_out_of_wider_ones_do_not_meet_their_neighbours(features, dim):
             with context:
                 found = layer(wide[:, :features])
             assert (found.double() - wanted).norm() <= 2**-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("change", [{"activation": None}, {"stride": (2, 2)}, {"padding": (0, 0)}], ids=str)
+@pytest.mark.parametrize("channels", [(3, 4), (64, 64)], ids=str)
+def test_options_set_inside_are_followed(change, channels):
+    layer, x = WNConv2d(*channels, 3, padding=1, activation="relu"), torch.randn(1, channels[0], 6, 6)
+    changed = copy.deepcopy(layer)
+    vars(changed).update(change)
+    with torch.no_grad():
+        wanted = changed(x)
+        with wnfused.frozen(layer):
+            layer(x)
+            for name, value in change.items():
+                setattr(layer, name, value)
+            torch.testing.assert_close(layer(x), wanted)
+        torch.testing.assert_close(layer(x), wanted)
+    assert layer._frozen is None

@@ -249,6 +249,24 @@ def test_inputs_that_are_not_dense(make, message):
         wnfused.WNLinear(8, 4)(make(torch.randn(3, 8)))
 
 
+SPARSE_CALLS = {
+    "linear": (functional.linear, ((2, 3), (4, 3), (4,), (4,))),
+    "conv2d": (functional.conv2d, ((2, 3, 5, 5), (4, 3, 3, 3), (4,), (4,))),
+    "conv_transpose2d": (functional.conv_transpose2d, ((2, 3, 5, 5), (3, 4, 3, 3), (3,), (4,))),
+    "residual_stage": (functional.residual_stage, ((2, 3, 5, 5), (1, 2, 3, 3, 3, 3), (1, 2, 3), (1, 2, 3))),
+}
+
+
+@pytest.mark.parametrize("which", ["v", "g", "bias"])
+@pytest.mark.parametrize("name", SPARSE_CALLS)
+def test_parameters_that_are_not_dense(name, which):
+    function, shapes = SPARSE_CALLS[name]
+    inputs = dict(zip(("x", "v", "g", "bias"), (torch.ones(shape) for shape in shapes), strict=True))
+    inputs[which] = inputs[which].to_sparse()
+    with pytest.raises(TypeError, match=rf"^{which}: expected a dense tensor, got layout torch\.sparse_coo"):
+        function(*inputs.values())
+
+
 def test_what_a_layer_has_in_the_place_of_parametrizations():
     layer = wnfused.WNLinear(8, 4)
     with pytest.raises(AttributeError, match=r"parametrizations\.weight: there is none; this layer has weight_v and"):

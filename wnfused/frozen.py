@@ -66,9 +66,10 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     one feature keep copies, too, since their kernels normalise while they read v (of bfloat16 from 65,536 weights
     on); other convolutions keep them beside their weights, for maps of up to eight pixels.
 
-    Layers whose parameters are parametrised, pruned or sharded run as always. So do residual stages: they normalise and
-    pack a weight while the convolution before it runs. Packed ahead, measured on the three stages of WRN-304, they
-    would be 0 to 5% faster for a second copy of their weights.
+    Layers whose parameters are parametrised, pruned or sharded run as always, and those whose options are set anew
+    inside the context. So do residual stages: they normalise and pack a weight while the convolution before it runs.
+    Packed ahead, measured on the three stages of WRN-304, they would be 0 to 5% faster for a second copy of their
+    weights.
 
     Args:
         model: any module; its ``wnfused.WNLinear`` and ``WNConv`` layers are frozen.

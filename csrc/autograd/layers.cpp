@@ -3,6 +3,7 @@
 //
 // torch's stable ABI has no autograd. So this library, unlike the others, fits one version of torch, and does nothing
 // that the node in wnfused/ops/_nodes.py does not do as well: where it is missing, that one takes its place.
+#include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
@@ -76,6 +77,13 @@ struct LinearOps : LinearNames {
 };
 template <class... Constants>
 using Linear = Kernels<LinearOps, Constants...>;
+
+struct LinearOfNormOps : LinearOfNormNames {
+  static constexpr auto kVendor = nullptr;
+  static constexpr auto kVendorBackward = nullptr;
+};
+template <class... Constants>
+using LinearOfNorm = Kernels<LinearOfNormOps, Constants...>;
 
 struct ConvOps : ConvNames {
   static constexpr auto kVendor = &vendor::conv;
@@ -169,8 +177,9 @@ struct Passes {
     const vendor::Outputs made = run_forward(x, v, g, bias, residual, constants...);
     const Tensor &y = made.y, &norm = made.norm;
     // Beside the saved tensors, which must be as many as those of any other backend: a checkpoint may run the forward again
-    // under one.
-    if (made.w.defined() && x.requires_grad()) ctx->saved_data[kWeight] = made.w;
+    // under one. Hooks on what is saved want memory back, and would not see it: then the backward makes it again.
+    const bool hooked = at::SavedTensorDefaultHooks::get_hooks().has_value();
+    if (made.w.defined() && x.requires_grad() && !hooked) ctx->saved_data[kWeight] = made.w;
     const int64_t activation = std::get<kConstants - 2>(std::make_tuple(constants...));
     // Without an activation the backward does not read y. The order is that of the node in Python.
     ctx->save_for_backward({x, v, g, bias.value_or(Tensor()), residual.value_or(Tensor()),
@@ -255,12 +264,15 @@ struct Passes {
 template <class... Constants>
 using LinearPasses = Passes<Linear<Constants...>, Constants...>;
 template <class... Constants>
+using LinearOfNormPasses = Passes<LinearOfNorm<Constants...>, Constants...>;
+template <class... Constants>
 using ConvPasses = Passes<Conv<Constants...>, Constants...>;
 template <class... Constants>
 using ConvTransposePasses = Passes<ConvTranspose<Constants...>, Constants...>;
 
 // Under these names a tensor shows its node.
 struct WNLinear : torch::autograd::Function<WNLinear>, LinearPasses<int64_t, double> {};
+struct WNLinearOfNorm : torch::autograd::Function<WNLinearOfNorm>, LinearOfNormPasses<int64_t, int64_t, double> {};
 struct WNConv : torch::autograd::Function<WNConv>,
                 ConvPasses<IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double> {};
 struct WNConvTranspose
@@ -281,6 +293,7 @@ Tensor layer(
 TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeImplicitAutograd, library) {
   using namespace wnfused;
   library.impl("linear", layer<WNLinear, int64_t, double>);
+  library.impl("linear_of_norm", layer<WNLinearOfNorm, int64_t, int64_t, double>);
   library.impl("conv", layer<WNConv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
   library.impl(
       "conv_transpose",

@@ -18,6 +18,13 @@ struct LinearNames {
   static constexpr const char* kRecorded = "wnfused_autograd::linear";
   static constexpr const char* kGeneral = "wnfused_autograd::linear_gradients";
 };
+// Of another norm than that of rows.
+struct LinearOfNormNames {
+  static constexpr const char* kForward = "wnfused_autograd::composed_linear";
+  static constexpr const char* kBackward = "wnfused_autograd::composed_linear_backward";
+  static constexpr const char* kRecorded = "wnfused_autograd::linear_of_norm";
+  static constexpr const char* kGeneral = "wnfused_autograd::linear_of_norm_gradients";
+};
 struct ConvNames {
   static constexpr const char* kForward = "wnfused_native::conv";
   static constexpr const char* kBackward = "wnfused_native::conv_backward";

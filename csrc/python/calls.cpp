@@ -175,6 +175,17 @@ struct Layer {
   }
 };
 
+// Composed of kernels for float32, dense parameters and no autocast.
+template <class... Constants>
+struct LinearOfNorm : Layer<LinearOfNormNames, Constants...> {
+  static bool takes(const Inputs& in) {
+    const auto fits = [](const Tensor& t) { return t.is_cpu() && t.scalar_type() == at::kFloat; };
+    return fits(in.x) && fits(in.v) && fits(in.g) && in.v.dim() == 2 && in.v.numel() > 0 && in.v.is_contiguous() &&
+           (!in.bias || fits(*in.bias)) && (!in.residual || fits(*in.residual)) &&
+           !at::autocast::is_autocast_enabled(at::kCPU);
+  }
+};
+
 // Kernels for CPU tensors take a part of them, with parameters as a layer has them; the others are composed.
 template <class... Constants>
 struct ConvTranspose : Layer<ConvTransposeNames, Constants...> {
@@ -267,6 +278,8 @@ PyMODINIT_FUNC PyInit__python() {
   static PyMethodDef methods[] = {
       {"linear", entry<Linear, int64_t, double>(), METH_FASTCALL,
        "(x, v, g, bias, residual, activation, negative_slope): y, or None where the call is no plain one."},
+      {"linear_of_norm", entry<LinearOfNorm, int64_t, int64_t, double>(), METH_FASTCALL,
+       "(x, v, g, bias, residual, dim, activation, negative_slope): y, or None where the call is no plain one."},
       {"conv", entry<Conv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(), METH_FASTCALL,
        "(x, v, g, bias, residual, stride, padding, dilation, groups, activation, negative_slope): y, or None where the "
        "call is no plain one."},

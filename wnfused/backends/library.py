@@ -16,9 +16,9 @@ _PACKAGE = Path(__file__).parents[1]
 
 _KINDS = {"cpu": "C++", "cuda": "CUDA", "autograd": "C++ autograd", "python": "C++ entry"}
 _DECLARED = {
-    "cpu": ("ops.h",),
-    "cuda": ("ops.h", "cuda/*"),
-    "autograd": ("autograd/*",),
+    "cpu": ("ops.h", "needs.h"),
+    "cuda": ("ops.h", "needs.h", "cuda/*"),
+    "autograd": ("needs.h", "autograd/*"),
     "python": ("autograd/op.h", "python/*"),
 }
 """The files of csrc/ that the signatures of each library stand in."""

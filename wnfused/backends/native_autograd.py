@@ -26,6 +26,7 @@ _CONSTANTS = {
     name: f"{geometry}int activation, float negative_slope"
     for name, geometry in (
         ("linear", ""),
+        ("linear_of_norm", "int dim, "),
         ("conv", f"{_GEOMETRY}int groups, "),
         ("conv_transpose", f"{_GEOMETRY}int[] output_padding, int groups, "),
     )
@@ -43,6 +44,10 @@ for _name, _constants in _CONSTANTS.items():
 _library.define(f"composed_conv_transpose({_layer}) -> (Tensor y, Tensor norm)")
 _BACKWARD = "Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs"
 _library.define(f"composed_conv_transpose_backward({_BACKWARD}, {_constants}) -> {_GRADIENTS}")
+# dim is -1 for one norm of all of v.
+_layer = f"Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_CONSTANTS['linear_of_norm']}"
+_library.define(f"composed_linear({_layer}) -> (Tensor y, Tensor norm)")
+_library.define(f"composed_linear_backward({_BACKWARD}, {_CONSTANTS['linear_of_norm']}) -> {_GRADIENTS}")
 # What wnfused_native::linear and conv are on CUDA tensors, for tests on the CPU.
 for _name in ("linear", "conv"):
     _layer = f"Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_CONSTANTS[_name]}"
@@ -95,7 +100,7 @@ def layer(name: str, gradients: Callable[..., Any]) -> Callable[..., Any]:
     """The op that runs a layer, or a stage, and records it.
 
     Args:
-        name: one of ``linear``, ``conv``, ``conv_transpose``, ``residual_stage``.
+        name: one of ``linear``, ``linear_of_norm``, ``conv``, ``conv_transpose``, ``residual_stage``.
         gradients: what gives the gradients that no kernel does, by the arguments of ``<name>_gradients``.
     """
     _library.impl(f"{name}_gradients", gradients, "CompositeImplicitAutograd")

@@ -23,6 +23,10 @@ from wnfused.nn._weight import EffectiveWeight
 from wnfused.ops import _arguments as arguments
 
 _OF_WEIGHT = ("weight_v", "weight_g")
+_OPTIONS = frozenset((
+    "activation", "negative_slope", "dim",
+    "stride", "padding", "dilation", "output_padding", "groups", "padding_mode", "_reversed_padding_repeated_twice",
+))  # fmt: skip
 
 NOT_STORED = (
     "it is computed from weight_v and weight_g; wnfused.fold(model) gives plain layers, "
@@ -157,8 +161,10 @@ class WeightNormalised(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # nn.Module would register a Parameter under this name instead of asking the property
             object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+            return
+        if name in _OPTIONS:  # what wnfused.frozen made has the old ones: the layer runs as always then
+            self.__dict__.pop("_frozen", None)
+        super().__setattr__(name, value)
 
     def _adopt(self, weight: nn.Parameter) -> None:
         """Torch's freshly allocated weight becomes ``weight_v``."""

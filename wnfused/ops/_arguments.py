@@ -60,7 +60,7 @@ def matches(name: str, tensor: Tensor, x: Tensor, other: str = "x") -> None:
 
     ``other``: what the caller calls ``x``.
     """
-    if isinstance(tensor, Tensor) and tensor.dtype == x.dtype and tensor.device == x.device:
+    if _is_like(tensor, x):
         return
     floating(name, tensor)
     if tensor.device != x.device:
@@ -74,7 +74,7 @@ def matches(name: str, tensor: Tensor, x: Tensor, other: str = "x") -> None:
 
 def directions(v: Tensor, x: Tensor) -> None:
     """As ``matches``, but errors are about ``x``: a layer's ``v`` is not something that its caller gave."""
-    if isinstance(v, Tensor) and v.dtype == x.dtype and v.device == x.device:
+    if _is_like(v, x):
         return
     floating("v", v)
     if v.device != x.device:
@@ -84,6 +84,17 @@ def directions(v: Tensor, x: Tensor) -> None:
             f"x: dtype {x.dtype} does not go with v (a layer's weight_v) of {v.dtype}; cast one of them: "
             f"v has the dtype of x, or float32 with a half-precision x"
         )
+
+
+def _is_like(tensor: Tensor, x: Tensor) -> bool:
+    """Whether nothing is wrong with what goes along with ``x``: a dense tensor on its device, in its dtype."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.dtype == x.dtype
+        and tensor.device == x.device
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+    )
 
 
 def _dtypes_go(parameter: Tensor, x: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from wnfused import reference
+from wnfused.backends import native_autograd
 from wnfused.backends.asked import asked_of
 from wnfused.ops import _arguments as arguments
 from wnfused.ops._direct import CODES, FIRST_DIM, layer
@@ -97,6 +98,33 @@ def _direct_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 _direct = layer("linear", _direct_reference)
+
+# Layers of another norm have a fast path, too: no kernel runs them whole, but what they are composed of is called in
+# C++ (csrc/autograd/linear_of_norm.cpp). ``dim`` as there; any other takes the long way.
+WHOLE, LAST_DIM = -1, 1
+
+
+def _reference_of_norm(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x, v, g, bias, residual, dim, code, slope = inputs
+    return reference.linear(x, v, g, bias, residual, None if dim < 0 else dim, reference.ACTIVATIONS[code], slope)
+
+
+def _is_composed(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    given = (t for t in (x, v, g, bias, residual) if t is not None)
+    return (
+        native_autograd.unavailable() is None
+        and all(t.is_cpu and t.dtype == torch.float32 for t in given)
+        and v.dim() == 2
+        and v.numel() > 0
+        and v.is_contiguous()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+_composed = (torch.ops.wnfused_autograd.composed_linear, torch.ops.wnfused_autograd.composed_linear_backward)
+_direct_of_norm = layer(
+    "linear_of_norm", _reference_of_norm, tuple(op.default._op for op in _composed), takes=_is_composed
+)
 _call = differentiable(
     _op, reference=reference.linear, backward=_backward, reads_output=lambda inputs: inputs[-2] != "none"
 )
@@ -136,9 +164,12 @@ def linear(
         code = CODES.get(activation)
     except TypeError:  # a list, say; the check names it
         code = None
-    if code is not None and dim is FIRST_DIM:
+    if code is not None and (dim is FIRST_DIM or dim is None or dim is LAST_DIM):
         try:
-            y = _direct(x, v, g, bias, residual, code, negative_slope)
+            if dim is FIRST_DIM:
+                y = _direct(x, v, g, bias, residual, code, negative_slope)
+            else:
+                y = _direct_of_norm(x, v, g, bias, residual, WHOLE if dim is None else dim, code, negative_slope)
         except (RuntimeError, TypeError):
             _checked(x, v, g, bias, residual, dim, activation, negative_slope)
             raise
