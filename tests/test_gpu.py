@@ -165,6 +165,26 @@ def test_plain_calls_of_a_layer_are_one_node_in_cpp(name: str, last: bool, autoc
         assert torch.equal(here(moved), y)
 
 
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_a_penalty_on_the_gradient_by_the_input(name: str) -> None:
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    there = make().double()
+    here = copy.deepcopy(there).to("cuda", torch.float32)
+
+    def gradients(layer: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)
+        found = torch.autograd.grad(slope.square().sum(), [x, *layer.parameters()], allow_unused=True)
+        return [slope.detach(), *(t for t in found if t is not None)]
+
+    x = torch.randn(shape, dtype=torch.float64)
+    found, true = gradients(here, x.to("cuda", torch.float32)), gradients(there, x)
+    for one, other in zip(found, true, strict=True):
+        assert one.is_cuda
+        assert error(one, other) < 4 * TOLERANCE[torch.float32]
+
+
 # As above; tf32 rounds to ten bits of mantissa.
 ALIGNED_TOLERANCE = {"float32": 2e-5, "tf32": 3e-3, "bfloat16": 3e-2, "float16": 4e-3}
 

@@ -4,6 +4,7 @@
 #include "cpu/layer/epilogue.h"
 #include "cpu/layer/rows.h"
 #include "cpu/strips/strips.h"
+#include "cpu/vec/prefetch.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
@@ -254,8 +255,14 @@ inline void finish_strip(const StripSums& job, int64_t first, int64_t count, con
       if (job.target.layout.is_channels_last() && count > kFewTurned) {
         finish_turned<activation.value>(job, first, count, *line, stride, sums);
       } else {
-        for (int64_t c = 0; c < count; ++c)
+        // A channel's part of a line is too short for the processor to see where the next ones are.
+        constexpr int64_t kAhead = 4;
+        const int64_t channel = job.target.layout.channel;
+        for (int64_t c = 0; c < count; ++c) {
+          const float* next = job.target.data + line->at + (first + c + kAhead) * channel;
+          if (c + kAhead < count) WNFUSED_UNROLL for (int i = 0; i < 2; ++i) prefetch_for_writing(next + i * kLanes);
           finish_channel<activation.value>(job, first + c, *line, stride, sums + c * job.plan->cut.target_floats);
+        }
       }
     }
   });

@@ -149,9 +149,28 @@ WNFUSED_INLINE Block load(const float* source, int64_t count) {
            (Native)_mm256_maskload_ps(source + kNativeLanes, mask_of(count - kNativeLanes))}};
 }
 
+// By halves of what is left, as a masked store is a program of dozens of instructions on some processors. A run's last
+// block has as many entries as the last one of the run before, mostly: the branches are foreseen.
 WNFUSED_INLINE void store(float* target, const Block& block, int64_t count) {
-  _mm256_maskstore_ps(target, mask_of(count), (__m256)block.part[0]);
-  _mm256_maskstore_ps(target + kNativeLanes, mask_of(count - kNativeLanes), (__m256)block.part[1]);
+  __m256 rest = (__m256)block.part[0];
+  if (count >= 8) {
+    _mm256_storeu_ps(target, rest);
+    rest = (__m256)block.part[1];
+    target += 8;
+    if (count == 16) return _mm256_storeu_ps(target, rest);
+  }
+  __m128 last = _mm256_castps256_ps128(rest);
+  if (count & 4) {
+    _mm_storeu_ps(target, last);
+    last = _mm256_extractf128_ps(rest, 1);
+    target += 4;
+  }
+  if (count & 2) {
+    _mm_storel_pi(reinterpret_cast<__m64*>(target), last);
+    last = _mm_movehl_ps(last, last);
+    target += 2;
+  }
+  if (count & 1) _mm_store_ss(target, last);
 }
 #endif
 
