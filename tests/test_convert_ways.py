@@ -110,6 +110,24 @@ def test_a_forward_that_asks_for_exact_layers_is_warned_of(norm, compared, caplo
     assert ("forward goes another way than before" in caplog.text) == compared
 
 
+class Held(nn.Module):
+    """What convert cannot see: a closure's layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+        inner = self.inner
+        self.run = lambda x: inner(x)
+
+    def forward(self, x):
+        return self.outer(self.run(x))
+
+
+def test_a_layer_that_is_no_longer_called_is_named(caplog):
+    wnfused.convert(Held(), plain=True)
+    assert "does something hold a layer that was replaced? Not called any more: inner" in caplog.text
+
+
 class Reads(nn.Module):
     """Reads weights and shapes of its layers, and computes with them."""
 

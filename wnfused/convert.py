@@ -161,7 +161,7 @@ def convert(
     converted = replace(model, replaced)
     _note_sequences(converted)
     if before and replaced:
-        _check_the_way(converted, before, fused)
+        _check_the_way(converted, before, fused, replaced)
     return converted
 
 
@@ -176,7 +176,9 @@ def _looks(model: nn.Module, candidates: dict[nn.Module, _Candidate]) -> list[Lo
     return []
 
 
-def _check_the_way(model: nn.Module, before: list[Look], fused: dict[nn.Module, FusedActivation]) -> None:
+def _check_the_way(
+    model: nn.Module, before: list[Look], fused: dict[nn.Module, FusedActivation], replaced: dict[nn.Module, nn.Module]
+) -> None:
     """Parts layers and activations where ``forward`` goes another way for them, and warns if it still does then.
 
     It may ask for the class or an attribute of a module, or call a layer that was replaced from a closure, say.
@@ -194,10 +196,14 @@ def _check_the_way(model: nn.Module, before: list[Look], fused: dict[nn.Module, 
         _part(model, fused, lost, reason)
     elif not same and fused:
         _part(model, fused, set(fused), "forward goes another way where its activation is fused")
+    asked = set[nn.Module]().union(*(run.calls for run in before))
+    missed = {layer for old, layer in replaced.items() if old in asked} - called - set(fused.values())
     if not same and not lost and not goes_as_before()[0]:
+        names = ", ".join(name for name, layer in named(model) if layer in missed)
         logger.warning(
             "the model: forward goes another way than before, so what it computes may have changed; does it ask for a "
-            "layer's class, or for an attribute?"
+            "layer's class, or for an attribute, or does something hold a layer that was replaced?%s",
+            f" Not called any more: {names}" if names else "",
         )
 
 
