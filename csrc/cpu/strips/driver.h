@@ -259,8 +259,10 @@ inline void finish_strip(const StripSums& job, int64_t first, int64_t count, con
         constexpr int64_t kAhead = 4;
         const int64_t channel = job.target.layout.channel;
         for (int64_t c = 0; c < count; ++c) {
-          const float* next = job.target.data + line->at + (first + c + kAhead) * channel;
-          if (c + kAhead < count) WNFUSED_UNROLL for (int i = 0; i < 2; ++i) prefetch_for_writing(next + i * kLanes);
+          if (c + kAhead < count) {
+            const float* next = job.target.data + line->at + (first + c + kAhead) * channel;
+            WNFUSED_UNROLL for (int i = 0; i < 2; ++i) prefetch_for_writing(next + i * kLanes);
+          }
           finish_channel<activation.value>(job, first + c, *line, stride, sums + c * job.plan->cut.target_floats);
         }
       }
