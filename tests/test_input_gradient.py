@@ -1,5 +1,7 @@
 """Derivatives through a layer's gradient by its input: penalties on gradients, and what torch says of them."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_direct import LAYERS, layers, nodes, tensors  # noqa: F401  nodes runs every test twice
@@ -97,15 +99,12 @@ def test_third_derivatives(name, taken):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
 
 
-HOOKED = {
-    "a checkpoint": lambda run, x: checkpoint(run, x, use_reentrant=False),
-    "saved on the CPU": lambda run, x: saved_elsewhere(run, x),
-}
-
-
-def saved_elsewhere(run, x):
+def saved_on_cpu(run, x):
     with torch.autograd.graph.save_on_cpu():
         return run(x)
+
+
+HOOKED = {"a checkpoint": partial(checkpoint, use_reentrant=False), "saved on the CPU": saved_on_cpu}
 
 
 @pytest.mark.parametrize("hooked", HOOKED.values(), ids=HOOKED)

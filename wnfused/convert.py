@@ -196,9 +196,9 @@ def _check_the_way(
         _part(model, fused, lost, reason)
     elif not same and fused:
         _part(model, fused, set(fused), "forward goes another way where its activation is fused")
-    asked = set[nn.Module]().union(*(run.calls for run in before))
-    missed = {layer for old, layer in replaced.items() if old in asked} - called - set(fused.values())
     if not same and not lost and not goes_as_before()[0]:
+        asked = set[nn.Module]().union(*(run.calls for run in before))
+        missed = {layer for old, layer in replaced.items() if old in asked} - called - set(fused.values())
         names = ", ".join(name for name, layer in named(model) if layer in missed)
         logger.warning(
             "the model: forward goes another way than before, so what it computes may have changed; does it ask for a "

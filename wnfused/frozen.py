@@ -216,9 +216,7 @@ def _has_own_products(layer: WeightNormalised) -> bool:
         padding = (0,) * len(layer.kernel_size)  # of the map with its border
     elif isinstance(padding, str):
         padding, _ = zeros_around(padding, layer.kernel_size, layer.dilation)
-    return native.takes_conv(
-        layer.weight_v, layer.stride, padding, layer.dilation, layer.groups, layer.transposed
-    )  # fmt: skip
+    return native.takes_conv(layer.weight_v, layer.stride, padding, layer.dilation, layer.groups, layer.transposed)
 
 
 def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:

@@ -23,6 +23,7 @@ from wnfused.nn._weight import EffectiveWeight
 from wnfused.ops import _arguments as arguments
 
 _OF_WEIGHT = ("weight_v", "weight_g")
+# What a layer computes with, beside its parameters.
 _OPTIONS = frozenset((
     "activation", "negative_slope", "dim",
     "stride", "padding", "dilation", "output_padding", "groups", "padding_mode", "_reversed_padding_repeated_twice",

@@ -29,7 +29,7 @@ class Workspace {
 };
 
 // An uninitialised CPU tensor for what a training step frees and allocates again and again, saved maps and gradients of
-// v: large ones keep their memory for the next call, in all at most a quarter of what there is.
+// v: large ones keep their memory for the next call, in all at most a quarter of what there is, or 1 GB.
 torch::stable::Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes,
                                      torch::headeronly::ScalarType dtype);
 
