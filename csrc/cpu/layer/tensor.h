@@ -18,8 +18,6 @@ namespace wnfused::cpu {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kRecycled = int64_t{1} << 18;  // entries from which memory is worth keeping
-
 inline bool is_bfloat16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
 
 // Whether the kernels that fuse a layer take it.
@@ -32,29 +30,21 @@ const T* entries(const Tensor& t) {
 
 inline Values values_of(const Tensor& t) { return {const_cast<void*>(t.const_data_ptr()), is_bfloat16(t)}; }
 
-inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype) {
-  const int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &made));
-  Tensor tensor(made);
-  poison_for_tests(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
-  return tensor;
+// What a layer hands out. Unlike gradients of v, smaller maps are found in a cache where the allocator hands out what was
+// freed last; but for maps like these it asks the system for fresh pages in each call.
+inline Tensor empty_strided_map(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                                ScalarType dtype) {
+  constexpr int64_t kLargeMap = int64_t{1} << 22;  // floats
+  return recycled_empty(sizes, strides, dtype, kLargeMap);
 }
 
 inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(sizes[d], 1);
-  return empty_strided(sizes, strides, dtype);
+  return empty_strided_map(sizes, contiguous_strides(sizes), dtype);
 }
 
 // The sizes and strides of a dense tensor, in another dtype if need be: gradients and scratch, whose memory is kept for
-// the next call. The pages of a fresh one cost a wide layer with a small batch several times its arithmetic.
-inline Tensor empty_as(const Tensor& t, ScalarType dtype) {
-  const bool kept = dtype == ScalarType::Float || dtype == ScalarType::BFloat16;
-  if (kept && t.numel() >= kRecycled && t.is_contiguous()) return recycled_empty(t.sizes(), dtype);
-  return empty_strided({t.sizes().begin(), t.sizes().end()}, {t.strides().begin(), t.strides().end()}, dtype);
-}
+// the next call.
+inline Tensor empty_as(const Tensor& t, ScalarType dtype) { return recycled_empty(t.sizes(), t.strides(), dtype); }
 
 inline Tensor empty_as(const Tensor& t) { return empty_as(t, t.scalar_type()); }
 
@@ -75,7 +65,7 @@ inline Tensor empty_map(const std::vector<int64_t>& sizes, bool channels_last, S
   int64_t entries = sizes[1];
   for (size_t d = sizes.size(); d-- > 2; entries *= sizes[d]) strides[d] = entries;
   strides[0] = entries;
-  return empty_strided(sizes, strides, dtype);
+  return empty_strided_map(sizes, strides, dtype);
 }
 
 // The whole memory of a dense tensor, with the sizes and strides of another.

@@ -3,6 +3,7 @@
 //   set_cpu_poison(bool on) -> ()  whether memory reads as NaN until it is written, for tests
 #include "cpu/machine/workspace.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -156,9 +157,7 @@ int64_t kept_tensor_floats() {
 }
 
 Shelf<6> workspaces([] { return int64_t{1} << 25; });  // 128 MB
-Shelf<64> tensors(kept_tensor_floats);
-
-constexpr int64_t kLargeTensor = int64_t{1} << 18;  // floats; smaller ones the allocator itself recycles
+Shelf<256> tensors(kept_tensor_floats);
 
 Tensor* workspace_buffer(int64_t floats) {
   Tensor* kept = workspaces.take(floats, INT64_MAX);
@@ -192,16 +191,28 @@ float* aligned(const Tensor& buffer) {
   return reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
+int64_t entries_from_first_to_last(Sizes sizes, Sizes strides) {
+  int64_t last = 0;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    last += (sizes[d] - 1) * strides[d];
+  }
+  return last + 1;
+}
+
 template <class Release>
-Tensor tensor_in(void* data, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, Release release) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
+Tensor tensor_in(void* data, Sizes sizes, Sizes strides, ScalarType dtype, Release release) {
   const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   return torch::stable::from_blob(data, sizes, strides, cpu, dtype, release);
 }
 
 }  // namespace
+
+std::vector<int64_t> contiguous_strides(Sizes sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(sizes[d], 1);
+  return strides;
+}
 
 void poison_for_tests(void* data, int64_t bytes) {
   if (poisoning.load(std::memory_order_relaxed) && bytes > 0) std::memset(data, 0xFF, static_cast<size_t>(bytes));
@@ -219,21 +230,34 @@ Workspace::~Workspace() {
   workspaces.put(std::unique_ptr<Tensor>(buffer_));
 }
 
-Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
-  int64_t elements = 1;
-  for (int64_t size : sizes) elements *= size;
-  const int64_t size_of = dtype == ScalarType::Float ? 4 : 2;
-  const int64_t floats = (elements * size_of + 3) / 4;
-  if (floats < kLargeTensor) return torch::stable::empty(sizes, dtype);
+Tensor empty_strided(Sizes sizes, Sizes strides, ScalarType dtype) {
+  const int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), type,
+                                                  aoti_torch_device_type_cpu(), 0, &made));
+  Tensor tensor(made);
+  poison_for_tests(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
+  return tensor;
+}
+
+Tensor recycled_empty(Sizes sizes, Sizes strides, ScalarType dtype, int64_t least) {
+  const int64_t bytes = entries_from_first_to_last(sizes, strides) * (dtype == ScalarType::Float ? 4 : 2);
+  const int64_t floats = (bytes + 3) / 4;
+  const bool recycles = dtype == ScalarType::Float || dtype == ScalarType::BFloat16;
+  if (!recycles || floats < least) return empty_strided(sizes, strides, dtype);
   // A buffer of up to twice the size will do: gradients of narrow stages fit into maps of wide ones, used up by then.
   std::unique_ptr<Tensor> buffer(tensors.take(floats, 2 * floats));
   if (!buffer) buffer = std::make_unique<Tensor>(empty_floats(floats));
   Tensor* owner = buffer.get();
-  poison_for_tests(buffer->mutable_data_ptr(), elements * size_of);
-  Tensor tensor = tensor_in(buffer->mutable_data_ptr(), sizes, dtype,
+  poison_for_tests(buffer->mutable_data_ptr(), bytes);
+  Tensor tensor = tensor_in(buffer->mutable_data_ptr(), sizes, strides, dtype,
                             [owner](void*) { tensors.put(std::unique_ptr<Tensor>(owner)); });
   buffer.release();
   return tensor;
+}
+
+Tensor recycled_empty(Sizes sizes, ScalarType dtype) {
+  return recycled_empty(sizes, contiguous_strides(sizes), dtype);
 }
 
 Tensor lasting_floats(int64_t floats) {
@@ -249,7 +273,7 @@ Tensor lasting_floats(int64_t floats) {
     slab = std::make_unique<Slab>(Slab{std::make_shared<Tensor>(empty_floats(kSlabFloats + kLine)), 0});
   float* data = aligned(*slab->memory) + slab->used;
   poison_for_tests(data, floats * static_cast<int64_t>(sizeof(float)));
-  Tensor tensor = tensor_in(data, {floats}, ScalarType::Float, [memory = slab->memory](void*) {});
+  Tensor tensor = tensor_in(data, {floats}, {1}, ScalarType::Float, [memory = slab->memory](void*) {});
   slab->used += room;
   Slab* none = nullptr;
   if (filling.compare_exchange_strong(none, slab.get())) slab.release();

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -28,10 +29,20 @@ class Workspace {
   float* data_;
 };
 
-// An uninitialised CPU tensor for what a training step frees and allocates again and again, saved maps and gradients of
-// v: large ones keep their memory for the next call, in all at most a quarter of what there is, or 1 GB.
-torch::stable::Tensor recycled_empty(torch::headeronly::IntHeaderOnlyArrayRef sizes,
-                                     torch::headeronly::ScalarType dtype);
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+std::vector<int64_t> contiguous_strides(Sizes sizes);
+
+// An uninitialised CPU tensor from torch's allocator, without a trip through the dispatcher.
+torch::stable::Tensor empty_strided(Sizes sizes, Sizes strides, torch::headeronly::ScalarType dtype);
+
+// The same for what a training step frees and allocates again and again: float32 and bfloat16 tensors of `least` floats
+// and more keep their memory for the next call, in all at most a quarter of what there is, or 1 GB. Fresh pages cost more
+// than the arithmetic of most layers. Smaller tensors the allocator itself recycles (heap.cpp).
+constexpr int64_t kLargeTensor = int64_t{1} << 18;
+torch::stable::Tensor recycled_empty(Sizes sizes, Sizes strides, torch::headeronly::ScalarType dtype,
+                                     int64_t least = kLargeTensor);
+torch::stable::Tensor recycled_empty(Sizes sizes, torch::headeronly::ScalarType dtype);
 
 // Floats for what is written once and then read by many calls, from memory with huge pages: on small ones a bank of many
 // planes, each read 4 KB at a time, spends up to a seventh of a call on addresses.

@@ -123,7 +123,6 @@ ConvShape pointwise(const Tensor& map) {
 
 Tensor empty_matrix(int64_t rows, int64_t columns) {
   const int64_t sizes[] = {rows, columns};
-  if (rows * columns < kRecycled) return empty({rows, columns}, ScalarType::Float);
   return recycled_empty({sizes, 2}, ScalarType::Float);
 }
 
