@@ -93,7 +93,8 @@ struct LinearBackward {
 };
 
 // A part of a forward of floats by panels (panel_forward.h): all that has rows of x and features in these ranges. Those that
-// begin at row 0 store the norms. panel: room for 16 rows of v, of a length that is a multiple of 16.
+// begin at row 0 store the norms. panel: room for as many panels as the kernels take at once, each of 16 rows of v, of a
+// length that is a multiple of 16.
 struct PanelShare {
   int64_t row_begin, row_end, feature_begin, feature_end;
   float* panel;
@@ -101,7 +102,7 @@ struct PanelShare {
 
 // The backward of floats, by panels of 16 columns (panel_backward.h).
 struct PanelBackward {
-  static constexpr int64_t kDepth = 1024, kGroup = 4;  // of a panel, and so many at once: they stay in L2
+  static constexpr int64_t kDepth = 512, kGroup = 4;  // of a panel, and so many at once: they stay in L2
 
   int64_t rows, inner, features;
   const float *x, *v, *dz, *gain, *norm, *scale;
@@ -116,7 +117,8 @@ struct PanelBackward {
 
 // The forward says whether the range sufficed, as the small one does.
 struct PanelKernels {
-  int64_t tile;  // rows of x that a panel meets at once
+  int64_t tile;    // rows of x that a panel meets at once
+  int64_t panels;  // that are taken at once
   bool (*forward)(const SmallLinear&, const PanelShare&);
   void (*backward)(const PanelBackward&, Worker&);
 };

@@ -36,20 +36,30 @@ WNFUSED_INLINE void panel_product(const float* rows, int64_t stride, int64_t dep
           at_columns(b * kLanes, width, [&](const auto& move) __attribute__((always_inline)) {
             store(panels + ((b - group) * count + k) * kLanes, make(at + k, b * kLanes, move));
           });
-      for (int64_t b = group; b < group_end; ++b)
-        at_columns(b * kLanes, width, [&](const auto& move) __attribute__((always_inline)) {
-          const float* panel = panels + (b - group) * count * kLanes;
+      // The blocks of columns from b on, all but the last of them whole.
+      const auto multiply = [&](auto columns, int64_t b) __attribute__((always_inline)) {
+        constexpr int kColumns = columns.value;
+        const float* panel = panels + (b - group) * count * kLanes;
+        at_columns((b + kColumns - 1) * kLanes, width, [&](const auto& move) __attribute__((always_inline)) {
           const auto finish = [&](auto tile, int64_t m) __attribute__((always_inline)) {
-            Block sums[tile.value];
-            panel_sums(rows + m * stride + at, stride, count, panel, sums);
+            Block sums[kColumns][tile.value];
+            panel_sums(rows + m * stride + at, stride, count, panel, count * kLanes, sums);
             WNFUSED_UNROLL for (int t = 0; t < tile.value; ++t) {
-              float* target = out + (m + t) * width + b * kLanes;
-              move.store(target, at == 0 ? sums[t] : sums[t] + move.load(target));
+              const auto put = [&](int c, const auto& move) __attribute__((always_inline)) {
+                float* target = out + (m + t) * width + (b + c) * kLanes;
+                move.store(target, at == 0 ? sums[c][t] : sums[c][t] + move.load(target));
+              };
+              WNFUSED_UNROLL for (int c = 0; c < kColumns - 1; ++c) put(c, Whole{});
+              put(kColumns - 1, move);
             }
           };
           // Parts begin at multiples of 16 rows: so do tiles, that sums are the same in any number of parts.
           for (int64_t m = begin; m < end; m += kLanes) for_tiles(m, smaller(m + kLanes, end), finish);
         });
+      };
+      int64_t b = group;
+      for (; b + kPanels <= group_end; b += kPanels) multiply(std::integral_constant<int, kPanels>{}, b);
+      for (; b < group_end; ++b) multiply(std::integral_constant<int, 1>{}, b);
     }
   }
 }

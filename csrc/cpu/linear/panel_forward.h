@@ -48,29 +48,48 @@ WNFUSED_INLINE Block square_roots(const Block& squares) {
   return load(root);
 }
 
-// False if the range did not suffice.
-inline bool panel_forward(const SmallLinear& task, const PanelShare& share) {
+// Features of kColumns blocks from `first` on, all but the last of them whole. False if the range did not suffice.
+template <int kColumns>
+WNFUSED_INLINE bool panel_features(const SmallLinear& task, const PanelShare& share, int64_t first) {
+  const int64_t step = round_up(task.inner, kLanes) * kLanes, last = first + (kColumns - 1) * kLanes;
+  const int64_t count = smaller(kLanes, share.feature_end - last);
+  Block norms[kColumns], scales[kColumns];
+  WNFUSED_UNROLL for (int c = 0; c < kColumns; ++c)
+    norms[c] = square_roots(turn(static_cast<const float*>(task.v.data) + (first + c * kLanes) * task.inner, task.inner,
+                                 c < kColumns - 1 ? kLanes : count, share.panel + c * step));
   bool in_range = true;
-  for (int64_t first = share.feature_begin; first < share.feature_end; first += kLanes) {
-    const int64_t count = smaller(kLanes, share.feature_end - first);
-    const float* v = static_cast<const float*>(task.v.data) + first * task.inner;
-    const Block norms = square_roots(turn(v, task.inner, count, share.panel));
-    const auto run = [&](const auto& move) __attribute__((always_inline)) {
-      Block scales;
-      in_range &= panel_scales(task, first, move, norms, &scales);
-      if (share.row_begin == 0) move.store(task.norm + first, norms);
-      for_tiles(share.row_begin, share.row_end, [&](auto rows, int64_t m) __attribute__((always_inline)) {
-        const float* x = static_cast<const float*>(task.x.data) + m * task.inner;
-        Block sums[rows.value];
-        // The first to read x fetches the next rows, which no prefetcher does across the ends of eight short ones.
-        const int64_t ahead = first == share.feature_begin ? kPanelRows * task.inner : 0;
-        panel_sums(x, task.inner, task.inner, share.panel, sums, ahead);
-        in_range &= finish_features<rows.value, float>(task, first, m, move, scales, sums);
-      });
+  const auto run = [&](const auto& move) __attribute__((always_inline)) {
+    const auto scale = [&](int c, const auto& move) __attribute__((always_inline)) {
+      in_range &= panel_scales(task, first + c * kLanes, move, norms[c], &scales[c]);
+      if (share.row_begin == 0) move.store(task.norm + first + c * kLanes, norms[c]);
     };
-    if (count == kLanes) run(Whole{});
-    else run(Partial{count});
-  }
+    WNFUSED_UNROLL for (int c = 0; c < kColumns - 1; ++c) scale(c, Whole{});
+    scale(kColumns - 1, move);
+    for_tiles(share.row_begin, share.row_end, [&](auto rows, int64_t m) __attribute__((always_inline)) {
+      const float* x = static_cast<const float*>(task.x.data) + m * task.inner;
+      Block sums[kColumns][rows.value];
+      // The first to read x fetches the next rows, which no prefetcher does across the ends of eight short ones.
+      const int64_t ahead = first == share.feature_begin ? kPanelRows * task.inner : 0;
+      panel_sums(x, task.inner, task.inner, share.panel, step, sums, ahead);
+      const auto finish = [&](int c, const auto& move) __attribute__((always_inline)) {
+        in_range &= finish_features<rows.value, float>(task, first + c * kLanes, m, move, scales[c], sums[c]);
+      };
+      WNFUSED_UNROLL for (int c = 0; c < kColumns - 1; ++c) finish(c, Whole{});
+      finish(kColumns - 1, move);
+    });
+  };
+  if (count == kLanes) run(Whole{});
+  else run(Partial{count});
+  return in_range;
+}
+
+inline bool panel_forward(const SmallLinear& task, const PanelShare& share) {
+  constexpr int64_t kStep = kPanels * kLanes;
+  bool in_range = true;
+  int64_t first = share.feature_begin;
+  for (; first + (kPanels - 1) * kLanes < share.feature_end; first += kStep)
+    in_range &= panel_features<kPanels>(task, share, first);
+  for (; first < share.feature_end; first += kLanes) in_range &= panel_features<1>(task, share, first);
   return in_range;
 }
 

@@ -91,8 +91,8 @@ bool linear_by_panels(const LinearCall& call) {
       call.slope};
   const int64_t workers = product_workers(shape.panel_work() * divide_up(shape.features, kLanes) * kLanes);
   const Cuts cuts = cuts_for(shape, workers);
-  const int64_t room = round_up(shape.inner, kLanes) * kLanes, shares = cuts.rows * cuts.features;
-  const int64_t tile = panel_kernels()->tile;
+  const int64_t shares = cuts.rows * cuts.features, tile = panel_kernels()->tile;
+  const int64_t room = panel_kernels()->panels * round_up(shape.inner, kLanes) * kLanes;
   const int64_t rows_at_once = std::max(kMostOfX / shape.inner / tile * tile, kLeastRows);
   const Workspace memory(shares * room);
   std::atomic<bool> in_range{true};

@@ -21,7 +21,7 @@ const LayerKernels layer_kernels = {
     norm_kernels<uint16_t, float>(), norm_kernels<double, double>()};
 
 #if defined(__x86_64__) && WNFUSED_VECTOR_BITS > 128
-const PanelKernels panel_kernels = {kPanelRows, panel_forward, panel_backward};
+const PanelKernels panel_kernels = {kPanelRows, kPanels, panel_forward, panel_backward};
 
 const LinearKernels linear_kernels = {
     Singles::kUnit, false, nullptr, linear_forward<Singles, float>, linear_backward<Singles, float>};
