@@ -188,6 +188,42 @@ WNFUSED_INLINE void small_gradient(const SmallLinearBackward& task, const V* all
     }
 }
 
+// Of a single row of x, whose dw = dz x is cheaper to find twice than to keep in between.
+template <int kRows, bool kInput, class V>
+WNFUSED_INLINE void small_gradient_of_one(const SmallLinearBackward& task, const V* all, int64_t first) {
+  const V* v = all + first * task.inner;
+  V* dv = static_cast<V*>(task.dv.data) + first * task.inner;
+  float scale[kRows];
+  Block dz[kRows], scaled[kRows], along[kRows];  // <dw, v>, lanes yet to be added
+  for (int r = 0; r < kRows; ++r) {
+    scale[r] = row_scale(task.gain[first + r], task.norm[first + r]);
+    dz[r] = splat(task.dz[first + r]);
+    scaled[r] = splat(scale[r] * task.dz[first + r]);
+    along[r] = zero();
+  }
+  for_blocks(task.inner, [&](int64_t k, auto move) __attribute__((always_inline)) {
+    const Block x = move.load(task.x + k);
+    Block dx = kInput ? move.load(task.dx + k) : zero();
+    WNFUSED_UNROLL for (int r = 0; r < kRows; ++r) {
+      const Block row = move.load(v + r * task.inner + k);
+      along[r] = multiply_add(dz[r] * x, row, along[r]);
+      if (kInput) dx = multiply_add(scaled[r], row, dx);
+    }
+    if (kInput) move.store(task.dx + k, dx);
+  });
+  for (int r = 0; r < kRows; ++r) {
+    const float norm = task.norm[first + r], inverse = norm == 0 ? 0.0f : 1.0f / norm;
+    const float dgain = norm == 0 ? 0.0f : sum_of(along[r]) * inverse;
+    task.dgain[first + r] = dgain;
+    const Block back = splat(-dgain * inverse), outer = splat(scale[r]);
+    for_blocks(task.inner, [&](int64_t k, auto move) __attribute__((always_inline)) {
+      const int64_t at = r * task.inner + k;
+      const Block perpendicular = multiply_add(back, move.load(v + at), dz[r] * move.load(task.x + k));
+      move.store(dv + at, norm == 0 ? zero() : outer * perpendicular);
+    });
+  }
+}
+
 template <int kRows, bool kInput, bool kParameters, class V>
 WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, const V* v, int64_t begin, int64_t end) {
   int64_t first = begin;
@@ -195,12 +231,21 @@ WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, const V* v,
   for (; first < end; ++first) small_gradient<1, kInput, kParameters>(task, v, first);
 }
 
+template <bool kInput, class V>
+WNFUSED_INLINE void small_gradients_of_one(const SmallLinearBackward& task, const V* v, int64_t begin, int64_t end) {
+  constexpr int kRows = 2;
+  int64_t first = begin;
+  for (; first + kRows <= end; first += kRows) small_gradient_of_one<kRows, kInput>(task, v, first);
+  for (; first < end; ++first) small_gradient_of_one<1, kInput>(task, v, first);
+}
+
 // More rows of v at once spare loads and stores of dx, but each is a stream of memory more: a trade that the number of
 // rows of x decides.
 template <bool kInput, bool kParameters>
 WNFUSED_INLINE void small_gradients(const SmallLinearBackward& task, int64_t begin, int64_t end) {
   with_entries(task.v, [&](auto* v) __attribute__((always_inline)) {
-    if (task.rows == 1) small_gradients<2, kInput, kParameters>(task, v, begin, end);
+    if (kParameters && task.rows == 1) small_gradients_of_one<kInput>(task, v, begin, end);
+    else if (task.rows == 1) small_gradients<2, kInput, kParameters>(task, v, begin, end);
     else if (task.rows <= 4 || kParts > 1) small_gradients<4, kInput, kParameters>(task, v, begin, end);
     else small_gradients<kSmallTile, kInput, kParameters>(task, v, begin, end);
   });
