@@ -80,13 +80,18 @@ def load(*names: str) -> Rows:
     return list(found.values())
 
 
+def _of_users(rows: Rows) -> Rows:
+    return [row for row in rows if row["group"] == "converted"]
+
+
 def tables() -> dict[str, list[str]]:
     """Lines of Markdown by the names of the marks."""
     stages = load("cpu-epyc5-2core-networks")
     layers = load("cpu-epyc-2core-convolutions", "cpu-epyc-2core-linear", "cpu-epyc-2core")
     frozen = load("cpu-epyc-2core-frozen")
-    users = [row for row in load("cpu-epyc-2core-converted") if row["group"] == "converted"]
+    users = _of_users(load("cpu-epyc-2core-converted"))
     autocast = load("cpu-epyc-2core-autocast")
+    zen5 = load("cpu-epyc5-2core-layers")
     avx2 = load("cpu-epyc-2core-avx2-linear", "cpu-epyc-2core-avx2-windows", "cpu-epyc-2core-avx2")
     return {
         "networks": _networks(stages),
@@ -97,7 +102,8 @@ def tables() -> dict[str, list[str]]:
         "layers": _both_passes(layers, LAYERS),
         "kinds": _kinds(layers, users, autocast),
         "kinds-shortly": _kinds(layers, users, autocast, named=2),
-        "kinds-avx2": _kinds(avx2, [row for row in avx2 if row["group"] == "converted"], []),
+        "kinds-zen5": _kinds(zen5, _of_users(zen5), []),
+        "kinds-avx2": _kinds(avx2, _of_users(avx2), []),
         "autocast": _single(autocast),
         "amx-layers": _single(load("cpu-xeon-2core-amx-layers"), "autocast"),
         "frozen": [
