@@ -79,21 +79,23 @@ def test_large_maps_find_their_memory_again(memory_format, dtype):
     torch.testing.assert_close(dx.double(), exact_dx, rtol=tolerance, atol=100 * tolerance)
 
 
-def test_large_maps_are_tensors_like_others():
-    layer = wnfused.WNConv2d(4, 64, 3, padding=1)
-    y = layer(torch.randn(1, 4, 320, 320)).detach()
+def test_large_maps_are_tensors_like_others(tmp_path):
+    layer = wnfused.WNConv2d(16, 16, 3, padding=1)
+    y = layer(torch.randn(1, 16, 512, 512)).detach()
+    assert not y.untyped_storage().resizable(), "not of the memory that is kept"
     expected = y.clone()
-    assert y.resize_(2, *y.shape[1:]).shape[0] == 2
-    torch.testing.assert_close(y[:1], expected)
-    y.untyped_storage().resize_(0)
-    again = layer(torch.randn(1, 4, 320, 320)).detach()
-    expected = again.clone()
-    again.share_memory_()
-    assert again.is_shared()
-    torch.testing.assert_close(again, expected)
+    torch.save(y, tmp_path / "y.pt")
+    assert torch.equal(torch.load(tmp_path / "y.pt"), expected)
+    with pytest.raises(RuntimeError, match="resize"):
+        y.view_as(y).resize_(2, *y.shape[1:])
+    y.share_memory_()
+    assert y.is_shared()
+    del layer
+    wnfused.empty_cache()
+    assert torch.equal(y, expected)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
 def test_memory_is_kept_for_the_next_step_until_it_is_given_back():
     script = """
         import resource, torch, wnfused
@@ -130,7 +132,65 @@ def test_memory_is_kept_for_the_next_step_until_it_is_given_back():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")
+RESIDENT = """
+    import resource, torch, wnfused
+
+    assert wnfused.backend_status()["native"] is None
+
+    def pages(which):
+        return int(open("/proc/self/statm").read().split()[which]) * resource.getpagesize() / 2**20
+"""
+
+
+def run(script: str) -> None:
+    subprocess.run([sys.executable, "-c", textwrap.dedent(RESIDENT + script)], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+def test_memory_goes_back_whatever_was_allocated_behind_it():
+    run("""
+    layer, x = wnfused.WNLinear(32, 5200), torch.randn(1000, 32)
+    layer(x)
+    wnfused.empty_cache()
+    before, outputs, behind = pages(1), [], []
+    with torch.no_grad():
+        for _ in range(15):
+            outputs.append(layer(x))  # of 20 MB
+            behind.append(torch.ones(50_000))
+    assert pages(1) > before + 250
+    del outputs
+    wnfused.empty_cache()
+    assert pages(1) < before + 30, pages(1) - before
+    """)
+
+
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+def test_sizes_that_grow_leave_none_behind():
+    run("""
+    layer = wnfused.WNLinear(8, 4096)
+    before = pages(1)
+    with torch.no_grad():
+        for rows in range(1024, 2200, 40):
+            layer(torch.randn(rows, 8))  # of 16 to 34 MB
+    assert pages(1) < before + 100, pages(1) - before
+    """)
+
+
+@pytest.mark.skipif(not LINUX, reason="limits the address space")
+def test_tensors_take_the_memory_that_is_kept():
+    run("""
+    layer, x = wnfused.WNLinear(32, 5200), torch.randn(1000, 32)
+    large = wnfused.WNLinear(32, 60_000)
+    with torch.no_grad():
+        large(x[:1])
+        kept = [layer(x) for _ in range(15)]  # 300 MB
+        del kept
+        resource.setrlimit(resource.RLIMIT_AS, (int(pages(0) + 64) * 2**20, resource.RLIM_INFINITY))
+        assert large(x).nbytes == 240e6
+    """)
+
+
+@pytest.mark.skipif(not LINUX, reason="limits the address space")
 def test_what_is_kept_is_given_up_where_memory_runs_out():
     script = """
         import resource, torch
@@ -147,7 +207,7 @@ def test_what_is_kept_is_given_up_where_memory_runs_out():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")
+@pytest.mark.skipif(not LINUX, reason="limits the address space")
 def test_out_of_memory_raises_and_leaves_a_working_stage():
     script = """
         import resource, torch

@@ -1,4 +1,5 @@
-// Tensors as the layer ops handle them: memory and views without a trip through the dispatcher, the vendor's products.
+// Tensors as the layer ops handle them: memory and views, and the vendor's products, without a trip through the
+// dispatcher.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -30,12 +31,12 @@ const T* entries(const Tensor& t) {
 
 inline Values values_of(const Tensor& t) { return {const_cast<void*>(t.const_data_ptr()), is_bfloat16(t)}; }
 
-// What a layer hands out. Unlike gradients of v, smaller maps are found in a cache where the allocator hands out what was
-// freed last; but for maps like these it asks the system for fresh pages in each call.
+// What a layer hands out, which its user may keep. Below 16 MB maps are found in a cache where the allocator hands out
+// what was freed last; from there on fresh pages cost more.
 inline Tensor empty_strided_map(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                                 ScalarType dtype) {
-  constexpr int64_t kLargeMap = int64_t{1} << 22;  // floats
-  return recycled_empty(sizes, strides, dtype, kLargeMap);
+  constexpr Recycled kLargeMaps{int64_t{1} << 22, 4};
+  return recycled_empty(sizes, strides, dtype, kLargeMaps);
 }
 
 inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {

@@ -14,13 +14,13 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Rows at once, and the least number of sums of a panel, so that none waits for the one before it. A Block of AVX2 is two
-// registers, of which there are 16: 12 sums. With two panels AVX-512 has 16 sums for 10 loads, where a processor of two
-// multiply-adds a cycle has time for no more than two.
+// Rows at once, and the least number of sums of a panel, so that none waits for the one before it. A Block of AVX2 is
+// two registers, of which there are 16: 12 sums. With two panels AVX-512 adds to 16 sums for 10 loads; with one a
+// processor of two multiply-adds and two loads a cycle would wait for loads, 9 for 8 sums.
 constexpr int kPanelRows = kParts == 1 ? 8 : 6, kPanelSums = 8 / kParts, kPanels = kParts == 1 ? 2 : 1;
 
-// stride: from one row to the next. step: from one panel to the next. ahead: from a row to one that is to be fetched, 0 for
-// none. The order of a sum depends on kTile and the depth alone.
+// stride: from one row to the next. step: from one panel to the next. ahead: from a row to one that is to be fetched, 0
+// for none. The order of a sum depends on kTile and the depth alone.
 template <int kColumns, int kTile>
 WNFUSED_INLINE void panel_sums(const float* rows, int64_t stride, int64_t depth, const float* panel, int64_t step,
                                Block (&result)[kColumns][kTile], int64_t ahead = 0) {
@@ -58,8 +58,8 @@ WNFUSED_INLINE void panel_sums(const float* rows, int64_t stride, int64_t depth,
     WNFUSED_UNROLL for (int t = 0; t < kTile; ++t) result[c][t] = sums[0][c][t];
 }
 
-// tile(rows, m) for rows m, m + 1, ... of [begin, end), as many as fit: in the same tiles wherever it begins at a multiple of
-// kPanelRows.
+// tile(rows, m) for rows m, m + 1, ... of [begin, end), as many as fit: in the same tiles wherever it begins at a
+// multiple of kPanelRows.
 template <class Tile>
 WNFUSED_INLINE void for_tiles(int64_t begin, int64_t end, const Tile& tile) {
   int64_t m = begin;

@@ -1,11 +1,12 @@
 // Teaches the C library's allocator, when this library is loaded, what a training step frees.
 //
-// glibc takes blocks above a threshold from the system by themselves and gives them back at once, and so it does with what
-// is free at the end of its heap, above twice that threshold. Every step then pays for fresh pages, 1 us each: a sixth to
-// a third of a ResNet's training step with a batch of 8. The threshold begins at 128 KB and follows the largest block that
-// was freed by then, up to 32 MB, so that it depends on what a process happens to have done before. One such block,
-// allocated and freed without being written, leaves the process as any is that has freed a tensor of that size. Who sets
-// MALLOC_TRIM_THRESHOLD_ or its like, or calls mallopt, has switched this off; other allocators take no notice.
+// glibc takes blocks above a threshold from the system by themselves and gives them back at once, and so it does with
+// what is free at the end of a heap, above another threshold. Every step then pays for fresh pages, 1 us each: up to a
+// third of a ResNet's training step with a batch of 8. Both begin at 128 KB; the first one follows the largest block
+// that was freed by then, up to 32 MB, and the other one is twice that from then on, so that they depend on what a
+// process happens to have done before. One such block, allocated and freed without being written, leaves the process as
+// any is that has freed a tensor of that size. Who sets MALLOC_TRIM_THRESHOLD_ or its like, or calls mallopt, has
+// switched this off; other allocators take no notice.
 #include <cstdint>
 #include <cstdlib>
 

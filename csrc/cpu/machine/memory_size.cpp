@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <fstream>
+#include <sstream>
+#include <string>
 
 namespace wnfused::cpu {
 namespace {
@@ -20,19 +22,43 @@ int64_t machine_size() {
   return kUnknown;
 }
 
+// The least limit of a control group and of those above it, up to the root of their hierarchy: `limit` is a file of
+// each. A group that is not to be seen from here, as in some containers, has none of its own; "max" is no number.
+int64_t least_limit(const std::string& root, std::string group, const std::string& limit) {
+  int64_t least = INT64_MAX;
+  for (;;) {
+    int64_t found = 0;
+    if (std::ifstream(root + group + "/" + limit) >> found && found > 0) least = std::min(least, found);
+    if (group.empty()) return least;
+    const size_t parent = group.rfind('/');
+    group.erase(parent == std::string::npos ? 0 : parent);
+  }
+}
+
+// Of the groups of this process: of version 2 in lines "0::/group", of version 1 in lines "4:cpu,memory:/group".
+int64_t group_limit() {
+  int64_t least = INT64_MAX;
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    std::string number, controllers, group;
+    std::istringstream parts(line);
+    std::getline(parts, number, ':');
+    std::getline(parts, controllers, ':');
+    if (!std::getline(parts, group)) continue;
+    if (controllers.empty()) {
+      least = std::min(least, least_limit("/sys/fs/cgroup", group, "memory.max"));
+    } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
+      least = std::min(least, least_limit("/sys/fs/cgroup/memory", group, "memory.limit_in_bytes"));
+    }
+  }
+  return least;
+}
+
+// Found when the library is loaded, so that no fork comes between.
+const int64_t size = std::min(machine_size(), group_limit());
+
 }  // namespace
 
-int64_t memory_size() {
-  static const int64_t size = [] {
-    int64_t least = machine_size();
-    // Control groups of version 2, where "max" is no number, and of version 1.
-    for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-      int64_t limit = 0;
-      if (std::ifstream(path) >> limit && limit > 0) least = std::min(least, limit);
-    }
-    return least;
-  }();
-  return size;
-}
+int64_t memory_size() { return size; }
 
 }  // namespace wnfused::cpu

@@ -12,7 +12,7 @@
 namespace wnfused::cpu {
 namespace {
 
-constexpr int64_t kMostInner = 4096;  // of a row, 16 of which fill a quarter of a megabyte: they stay in L2
+constexpr int64_t kMostInner = 4096;  // of a row, 32 of which, two panels, fill half a megabyte: they stay in L2
 constexpr int64_t kMostOfX = int64_t{1} << 17;  // floats of rows of x that all of v passes by at a time: half of L2
 constexpr int64_t kLeastRows = 192;             // of them, a multiple of a tile, beside which turning v again costs little
 
@@ -70,8 +70,8 @@ const PanelKernels* panel_kernels() {
   return nullptr;
 }
 
-// Measured beside small.h, the products of AVX-512, and those of the vendor held to AVX2 (bench/NOTES.md). On AVX2, where
-// the vendor's are at home, a panel of a long row does not stay in L1: but few sums are worth no packing.
+// Measured beside small.h, the products of AVX-512, and those of the vendor held to AVX2 (bench/NOTES.md). On AVX2,
+// where the vendor's are at home, a panel of a long row does not stay in L1: but few sums are worth no packing.
 bool are_panels(const LinearCall& call, bool small) {
   constexpr int64_t kLeastFeatures = 8, kFewRows = 64, kLong = 256, kFewSums = 8192;
   const LinearShape& shape = call.shape;

@@ -19,7 +19,8 @@ int64_t most_rows_forward(int64_t inner) {
   return inner < kTiny ? 4 : inner < kShort ? 10 : inner <= kLong ? kMost : 12;
 }
 
-// The same beside panels: many short rows are worth dividing among workers, and long ones dx is added to again and again.
+// The same beside panels: many short rows are worth dividing among workers, and long ones dx is added to again and
+// again.
 int64_t most_rows_backward(int64_t inner, int64_t features) {
   constexpr int64_t kShort = 96, kLong = 512, kMany = 256, kMost = 24;
   if (inner < kShort) return features <= kMany ? kMost : 10;
@@ -91,7 +92,8 @@ void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
   const int64_t work = shape.features * (shape.inner + kRow) * std::max<int64_t>(shape.rows / 2, 1);
   const int64_t worth = std::min(work / (2 * kGrain), shape.features / kLeastFeatures);
   const int64_t shares = std::clamp<int64_t>(worth, 1, kMostShares);
-  const int64_t features = divide_up(shape.features, shares), room = dv.bfloat16 ? kSmallTile * shape.inner : 0;
+  const int64_t features = divide_up(shape.features, shares);
+  const int64_t room = dv.bfloat16 && shape.rows > 1 ? kSmallTile * shape.inner : 0;
   std::vector<float> partial(dx ? (shares - 1) * size : 0, 0.0f), scratch(shares * room);
   if (dx) std::fill(dx, dx + size, 0.0f);
   share_out(0, shares, 1, [&](int64_t begin, int64_t end) {
