@@ -65,7 +65,22 @@ SHAPES = {
 CASES = [(method, same3x3(*shape)) for method, shapes in SHAPES.items() for shape in shapes]
 CASES.append(("winograd4", Case(2, 24, 16, (3, 8, 9), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1))))
 THREE_DIMS = same3x3(2, 32, 48, 3, 8, 7)
-SOME = [*(same3x3(*shapes[1]) for shapes in SHAPES.values()), THREE_DIMS]
+# A block in and out, more of either, an odd number of them, banks of a group that a cache has no room for, several
+# slices of a weight gradient, levels that are as images; two groups and four that have a block in common.
+GROUPS = [
+    ("winograd4", same3x3(2, 64, 64, 14, 14)._replace(groups=4)),
+    ("winograd4", same3x3(1, 64, 128, 9, 13)._replace(groups=2)),
+    ("winograd4", same3x3(9, 96, 48, 7, 8)._replace(groups=3)),
+    ("winograd4", same3x3(1, 192, 96, 12, 11)._replace(groups=2)),
+    ("winograd4", same3x3(2, 160, 320, 12, 12)._replace(groups=2)),
+    ("winograd4", same3x3(5, 32, 32, 29, 28)._replace(groups=2)),
+    ("winograd4", Case(2, 32, 64, (3, 8, 9), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), groups=2)),
+    ("winograd2", same3x3(2, 64, 32, 6, 5)._replace(groups=2)),
+    ("winograd4", same3x3(2, 64, 64, 14, 13)._replace(groups=8)),
+    ("winograd4", same3x3(1, 32, 32, 29, 8)._replace(groups=8)),
+]
+CASES += GROUPS
+SOME = [*(same3x3(*shapes[1]) for shapes in SHAPES.values()), THREE_DIMS, *(GROUPS[i][1] for i in (1, 2, -2, -1))]
 
 
 @pytest.mark.parametrize(("method", "case"), CASES, ids=str)
@@ -76,7 +91,11 @@ def test_every_method_and_layout(isa, method, case, layout):
     assert_layouts_agree(case, tensors, TOLERANCE)
 
 
-@pytest.mark.parametrize("case", [*(same3x3(*shapes[0]) for shapes in SHAPES.values()), THREE_DIMS], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*(same3x3(*shapes[0]) for shapes in SHAPES.values()), THREE_DIMS, GROUPS[0][1], GROUPS[-2][1]],
+    ids=str,
+)
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_only_what_is_needed(needs, case):
     assert_only_what_is_needed(case, needs, TOLERANCE)
@@ -85,6 +104,7 @@ def test_only_what_is_needed(needs, case):
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     counts=st.tuples(st.integers(1, 5), st.integers(8, 40), st.integers(8, 40)),
+    groups=st.sampled_from([1, 1, 2, 3, 8]),
     size=st.lists(st.integers(1, 14), min_size=2, max_size=3),
     layout=st.sampled_from(sorted(LAYOUTS)),
     strided=st.booleans(),
@@ -92,8 +112,12 @@ def test_only_what_is_needed(needs, case):
     isa_name=st.sampled_from(ISAS),
     seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_drawn_shapes(counts, size, layout, strided, activation, isa_name, seed):
-    case = same3x3(*counts, *size)
+def test_drawn_shapes(counts, groups, size, layout, strided, activation, isa_name, seed):
+    if groups == 8:
+        counts = (counts[0], *[32 if counts[1] < 16 else 64] * 2)
+    elif groups > 1:
+        counts = (counts[0], *(count // 8 * 16 * groups for count in counts[1:]))
+    case = same3x3(*counts, *size)._replace(groups=groups)
     tensors = sample(case, layout, seed)
     if strided:
         tensors[0] = tensors[0].mT.contiguous().mT

@@ -7,9 +7,9 @@
 namespace wnfused::cpu {
 namespace {
 
-// Groups whose outputs are whole blocks; their inputs, the data gradient's outputs, may be a half or a quarter of one. And
-// groups of four channels by pieces: all else that shares blocks of outputs has too many zeros among its products, and
-// the vendor is as fast.
+// Groups that a sum over taps or pieces suits: whose outputs are whole blocks; their inputs, the data gradient's
+// outputs, may be a half or a quarter of one. And groups of four channels by pieces: all else that shares blocks of
+// outputs has too many zeros among its products, and the vendor is as fast.
 bool suits_groups(const ConvShape& shape) {
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
   const bool shared = (inputs == 4 || inputs == 8) && shape.groups % (kLanes / inputs) == 0;
@@ -47,11 +47,14 @@ double map_floats(const MapShape& map, const Triple& size, const Triple& border)
 }  // namespace
 
 bool takes_winograd(const ConvShape& shape) {
+  const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
+  const bool shared = (inputs == 4 || inputs == 8) && inputs == outputs && shape.groups % (kLanes / inputs) == 0;
+  const bool blocks = (inputs % kLanes == 0 && outputs % kLanes == 0) || shared;
   const auto is = [&](int64_t Triple::*at, int64_t kernel) {
     return shape.kernel.*at == kernel && shape.stride.*at == 1 && shape.dilation.*at == 1 &&
            2 * (shape.padding.*at) == kernel - 1;
   };
-  return shape.groups == 1 && is(&Triple::row, 3) && is(&Triple::column, 3) &&
+  return (shape.groups == 1 || (blocks && shape.kernel.level == 1)) && is(&Triple::row, 3) && is(&Triple::column, 3) &&
          (is(&Triple::level, 1) || is(&Triple::level, kMaxLevelTaps));
 }
 
@@ -62,29 +65,38 @@ double copied_floats(const ConvShape& shape, const Triple& border) {
          map_floats(map_of_size(shape.images, shape.outputs, size), size, kNone);
 }
 
+namespace {
+
+// The one of Winograd's methods in two dims that a layer is worth.
+std::optional<Method> winograd_method(const ConvShape& shape) {
+  if (!takes_winograd(shape)) return std::nullopt;
+  const Method method = preferred_method(shape.images * shape.size.level, shape.size.row, shape.size.column);
+  return method == Method::kDirect ? std::nullopt : std::optional(method);
+}
+
+}  // namespace
+
 std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool kept) {
   if (!shape.fits_window() || (shape.groups > 1 && transposed)) return std::nullopt;
   if (shape.is_depthwise())
     return shape.has_one_level() && has_small_tiles(shape) ? std::optional(Method::kDirect) : std::nullopt;
-  if (shape.groups > 1 && !suits_groups(shape)) return std::nullopt;
+  const bool thin = !transposed && shape.has_thin_input();
+  const std::optional<Method> winograd = transposed || thin ? std::nullopt : winograd_method(shape);
+  if (shape.groups > 1 && !winograd && !suits_groups(shape)) return std::nullopt;
   const Triple size = shape.output_size();
   const MapShape input = map_of_size(shape.images, shape.inputs, shape.size);
   const MapShape output = map_of_size(shape.images, shape.outputs, size);
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
-  const bool thin = !transposed && shape.has_thin_input();
   const int64_t inputs = thin ? shape.inputs : input.padded_channels;
   if (shape.groups == 1 && kPadding * weights < inputs * output.padded_channels) return std::nullopt;
   if (2 * copied_floats(shape, thin ? shape.padding : Triple{0, 0, 0}) > kMostCopied) return std::nullopt;
-  if (!transposed && !thin && takes_winograd(shape)) {
-    const Method method = preferred_method(shape.images * shape.size.level, shape.size.row, shape.size.column);
-    if (method != Method::kDirect) {
-      const int64_t tile = method == Method::kWinograd4 ? 4 : 2;
-      const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
-      // Over three levels each tile meets three banks.
-      const bool one = shape.kernel.level == 1;
-      const int64_t rows = one ? tiles : tiles * 2 / 3;
-      return kept || is_worth_packing(weights, rows, true, one) ? std::optional(method) : std::nullopt;
-    }
+  if (winograd) {
+    const int64_t tile = *winograd == Method::kWinograd4 ? 4 : 2;
+    const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
+    // Over three levels each tile meets three banks.
+    const bool one = shape.kernel.level == 1;
+    const int64_t rows = one ? tiles : tiles * 2 / 3;
+    return kept || is_worth_packing(weights, rows, true, one) ? winograd : std::nullopt;
   }
   const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
   if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;

@@ -12,15 +12,15 @@ int64_t output_floats(const ConvShape& shape) { return shape.outputs * shape.out
 
 int64_t products_each(const ConvTraits& layer) { return layer.products() / worker_limit(); }
 
-// Whether a transposed layer, or the data gradient of another one, makes so large a map of so few pixels that its windows
-// meet the padding mostly, which kDirect leaves out and all others multiply.
+// Whether a transposed layer, or the data gradient of another one, makes so large a map of so few pixels that its
+// windows meet the padding mostly, which kDirect leaves out and all others multiply.
 bool meets_padding(const ConvShape& shape) {
   constexpr int64_t kTimes = 3;
   return shape.size.product() >= kTimes * shape.output_size().product() * shape.stride.product();
 }
 
-// First layers, of images or signals, that the vendor's kernels run faster, measured on Zen 4: those whose output is more
-// than a call's cost, but for
+// First layers, of images or signals, that the vendor's kernels run faster, measured on Zen 4: those whose output is
+// more than a call's cost, but for
 //
 //   forward    over two dims those with an activation to gain from, in NCHW where there are few taps; in one dim those
 //              with a stride
@@ -44,13 +44,14 @@ bool is_vendors_first_layer_backward(const ConvTraits& layer, bool input) {
   return !input || layer.last || layer.dims == 1 || strided_rows;
 }
 
-// Groups on large maps in NCHW that the vendor runs faster: those with few products for each entry of x, which is copied,
-// and forward those of four channels by pieces.
+// Groups on large maps in NCHW that the vendor runs faster: those with few products for each entry of x, which is
+// copied, and forward those of four channels by pieces.
 bool are_vendors_groups(const ConvTraits& layer, Method method, bool forward) {
   constexpr int64_t kLargeMap = int64_t{1} << 18, kForward = 80, kBackward = 48;
   const ConvShape& shape = layer.shape;
   const int64_t outputs = shape.outputs / shape.groups;
   if (shape.groups == 1 || shape.is_depthwise() || layer.last || output_floats(shape) < kLargeMap) return false;
+  if (is_winograd(method)) return false;
   if (method == Method::kPieces) return forward && outputs < kLanes;
   return outputs * shape.taps() < (forward ? kForward : kBackward) * shape.stride.product();
 }
@@ -83,8 +84,8 @@ bool suits_pairs(const ConvTraits& layer, bool backward) {
 
 // Whether the vendor's products of bfloat16 are faster than this method's of float32, of which they are twice as many,
 // sixteen times on tiles: Winograd's method in two dims saves more than twice, along lines about as many, and depthwise
-// layers move more than they multiply. Grouped ones the vendor multiplies at a fraction of its speed. A transposed layer
-// of the vendor's is composed with other calls.
+// layers move more than they multiply. Grouped ones the vendor multiplies at a fraction of its speed. A transposed
+// layer of the vendor's is composed with other calls.
 bool is_vendors_bfloat16(const ConvTraits& layer, Method method) {
   constexpr int64_t kTimes = 6, kTimesComposed = 4;
   const ConvShape& shape = layer.shape;
@@ -144,7 +145,7 @@ bool is_worth_keeping(const ConvShape& shape, Method method) {
   if (method != Method::kWinograd4) return shape.inputs * shape.outputs / shape.groups * shape.taps() >= kWeights;
   // Four times as many numbers as v has, read for so many tiles.
   const int64_t tiles = shape.images * shape.size.level * divide_up(shape.size.row, 4) * divide_up(shape.size.column, 4);
-  return shape.inputs * shape.outputs >= kWinogradWeights && tiles <= kTiles;
+  return shape.inputs * shape.outputs / shape.groups >= kWinogradWeights && tiles <= kTiles;
 }
 
 }  // namespace wnfused::cpu

@@ -1,5 +1,5 @@
-// What choice.cpp asks of each way: whether there are kernels for a layer, and whether they are the fastest. Every layer
-// is_sound(), and of a backward the gradient of x or that of v is asked for.
+// What choice.cpp asks of each way: whether there are kernels for a layer, and whether they are the fastest. Every
+// layer is_sound(), and of a backward the gradient of x or that of v is asked for.
 #pragma once
 
 #include <optional>
@@ -31,11 +31,12 @@ bool is_direct_first_layer(const ConvTraits& layer);
 // Floats of y from which a first layer is large: its output is more than a call's cost.
 constexpr int64_t kLargeFirstLayer = int64_t{1} << 18;
 
-// 3x3 layers that keep the size of a map, and over three dims 3x3x3 and 1x3x3 ones.
+// 3x3 layers that keep the size of a map, and over three dims 3x3x3 and 1x3x3 ones; in groups of whole blocks, of one
+// level.
 bool takes_winograd(const ConvShape& shape);
 
-// Floats of copies of x, with so wide a border, and of y, in the layout of the kernels; backward there are as many again.
-// The most, for all of them: 2 GB.
+// Floats of copies of x, with so wide a border, and of y, in the layout of the kernels; backward there are as many
+// again. The most, for all of them: 2 GB.
 double copied_floats(const ConvShape& shape, const Triple& border);
 constexpr double kMostCopied = 1 << 29;
 

@@ -15,8 +15,8 @@ bool has_few_channels(const ConvShape& shape) {
   return shape.stride.product() > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
 }
 
-// Channels of y up to which it is as fast to turn as to sum them. Of more, of first layers alone, the vendor's gradient of
-// x takes so long that both are faster by strips.
+// Channels of y up to which it is as fast to turn as to sum them. Of more, of first layers alone, the vendor's gradient
+// of x takes so long that both are faster by strips.
 constexpr int64_t kTurned = 16, kTurnedBackward = 256;
 
 bool has_many_turned(const ConvTraits& layer) {
@@ -59,18 +59,29 @@ bool is_dense(const ConvShape& shape) {
   return places_each(shape) <= (shape.outputs / shape.groups <= kFewChannels ? kPlacesOfFew : kPlaces);
 }
 
+// Groups of eight channels and more that Winograd's method takes in two dims, with as many multiplications for sixteen
+// channels as there are here for four: as fast or faster, for all that their maps are copied.
+bool has_winograd_groups(const ConvTraits& layer) {
+  constexpr int64_t kChannels = 8;
+  const ConvShape& shape = layer.shape;
+  if (layer.transposed || shape.groups == 1 || shape.inputs / shape.groups < kChannels) return false;
+  const std::optional<Method> method = float_method(shape, false);
+  return method && is_winograd(*method);
+}
+
 bool has_strips(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
   if (!strip_kernels() || layer.is_plain_conv() || layer.bfloat16 || !shape.has_one_level()) return false;
   if (shape.is_depthwise() || has_large_steps(shape) || !is_dense(shape)) return false;
-  if (has_narrow_strips(shape, layer.transposed)) return false;
+  if (has_narrow_strips(shape, layer.transposed) || has_winograd_groups(layer)) return false;
   if (!(layer.last ? has_few_turned(shape, layer.transposed) : has_few_channels(shape))) return false;
   return !has_short_lines(shape) || !float_method(shape, layer.transposed);
 }
 
 }  // namespace
 
-// Convolutions with a stride and many taps, on short lines, the vendor runs as fast, and those with many channels to turn.
+// Convolutions with a stride and many taps, on short lines, the vendor runs as fast, and those with many channels to
+// turn.
 bool suits_strips(const ConvTraits& layer) {
   if (is_direct_first_layer(layer)) return false;
   constexpr int64_t kManyTaps = 25, kShortLine = 64;

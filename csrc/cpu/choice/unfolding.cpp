@@ -1,6 +1,6 @@
 // When a layer is a linear one of its windows. What unfolding saves is reading and packing the weights anew and, from
-// 32 MB on, fresh memory for them; what it costs is to multiply by the padding and, forward, to put rows in the place of a
-// map in NCHW.
+// 32 MB on, fresh memory for them; what it costs is to multiply by the padding and, forward, to put rows in the place
+// of a map in NCHW.
 #include "cpu/choice/rules.h"
 #include "cpu/linear/linear_layer.h"
 #include "cpu/machine/isa.h"
@@ -19,9 +19,7 @@ bool can_unfold(const ConvTraits& layer) {
   return !layer.is_plain_conv() && shape.groups == 1 && shape.outputs > 1 && linear_kernels(false, shape.output_pixels());
 }
 
-bool is_winograd(const std::optional<Method>& method) {
-  return method == Method::kWinograd2 || method == Method::kWinograd4;
-}
+bool goes_by_winograd(const std::optional<Method>& method) { return method && is_winograd(*method); }
 
 // Maps in bfloat16 of few pixels are nothing beside the weights, but of many the vendor has faster products.
 bool is_vendors_bfloat16(const ConvTraits& layer) {
@@ -55,14 +53,14 @@ bool suits_unfolding(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
   const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
-  // The output is to be in NCHW, over two dims, which the vendor has kernels for. Of a transposed layer windows of y are
-  // put together in every case.
+  // The output is to be in NCHW, over two dims, which the vendor has kernels for. Of a transposed layer windows of y
+  // are put together in every case.
   const bool planes = layer.dims == 2 && !layer.last && !layer.transposed;
   if (planes && pixels > (shape.taps() > 1 ? kPlanes : kFew) && weights * shape.taps() < kHeavy) return false;
   // A method of conv_layer/ packs weights group by group, in a cache, but a transposed window all of them at once.
   const std::optional<Method> own = layer.transposed ? std::nullopt : float_method(shape, false);
   const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
-  return pixels <= (packs || is_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels;
+  return pixels <= (packs || goes_by_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels;
 }
 
 bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
@@ -79,7 +77,7 @@ bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   if (patches) return needs.x || pixels <= kPatches;
   if (layer.rows && shape.is_pointwise() && !layer.transposed) return weights >= kInPlace * pixels;
   const std::optional<Method> own = float_method(shape, layer.transposed);
-  if (pixels > (is_winograd(own) ? kBesideWinograd : kMost)) return false;
+  if (pixels > (goes_by_winograd(own) ? kBesideWinograd : kMost)) return false;
   return weights >= kWeightsAPixel * pixels || (weights >= kBesideVendor * pixels && !own);
 }
 

@@ -1,5 +1,5 @@
-// One convolution: 3x3, stride 1, zero padding 1, C to C in a stage, over a chunk of rows. (3x3x3: the products of three
-// panels, of neighbouring levels, with three banks, summed.)
+// One convolution: 3x3, stride 1, zero padding 1, C to C in a stage, over a chunk of rows. (3x3x3: the products of
+// three panels, of neighbouring levels, with three banks, summed.)
 //
 //        gather                         multiply                          scatter
 //   map  ------>  panel                 -------->  product                ------>  map
@@ -113,8 +113,9 @@ WNFUSED_INLINE bool has_level(const Geometry& geometry, int64_t image, int64_t s
 // Pixels of a line that are transformed together.
 constexpr int kTogether = 16;
 
-// Patches of `count` tiles, on the level that is `step` from theirs, transformed: plane p of block b, row t. Neighbours in
-// a run overlap in two columns: first B' d of all columns of the run, then the rows of (B' d) B tile by tile.
+// Patches of `count` tiles, on the level that is `step` from theirs, transformed: plane p of block b, row t. Blocks
+// count from `map`, the first of the channels that the outputs sum over. Neighbours in a run overlap in two columns:
+// first B' d of all columns of the run, then the rows of (B' d) B tile by tile.
 template <int M, bool Round>
 inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                          int64_t step, const Panel& panel) {
@@ -136,7 +137,7 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
     const float* below = image + (run.unit.y + M + 1) * line;
     // Columns of the patches that lie in the map, two at least, and those of zeros.
     const int64_t left = run.unit.x - 1, end = run.tiles * M + 2, last = smaller(end, width - left);
-    for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
+    for (int64_t b = 0; b < geometry.depth_blocks; ++b) {
       const auto clear = [&](int64_t j) {
         WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) store(columns + j * kColumn + i * kLanes, zero());
       };
@@ -158,7 +159,7 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
     }
     row += run.tiles;
   }
-  clear_rows(panel, kPatch * kPatch, geometry.channel_blocks, count, round_up_rows(count));
+  clear_rows(panel, kPatch * kPatch, geometry.depth_blocks, count, round_up_rows(count));
 }
 
 // Pixels of one tap, for `count` units; returns false where the tap lies outside the map for every one of them.
@@ -176,7 +177,7 @@ inline bool gather_tap(const Geometry& geometry, const float* map, int64_t first
     touches |= inside;
   }
   if (!touches) return false;
-  for (int64_t b = 0; b < geometry.channel_blocks; ++b) {
+  for (int64_t b = 0; b < geometry.depth_blocks; ++b) {
     for (int64_t t = 0; t < count; ++t) {
       Block value = pixel[t] ? load(pixel[t] + b * kLanes) : zero();
       if constexpr (Round) value = round_to_bfloat16(value);
@@ -187,8 +188,8 @@ inline bool gather_tap(const Geometry& geometry, const float* map, int64_t first
   return true;
 }
 
-// Block `b` of the product, which is output block `channel_block`, for `count` tiles. False if not all is finite. kPlain:
-// the outputs are neither rounded nor saved a second time.
+// Block `b` of the product, which is output block `channel_block`, for `count` tiles. False if not all is finite.
+// kPlain: the outputs are neither rounded nor saved a second time.
 template <int M, Ending kEnding, bool kPlain>
 inline bool scatter_tiles(const Geometry& shared_geometry, const Panel& product, int64_t first, int64_t count,
                           int64_t channel_block, int64_t b, const ConvEpilogue<float>& shared_epilogue) {
@@ -250,9 +251,9 @@ inline bool scatter(const Geometry& geometry, const Panel& product, int64_t firs
   return run(geometry, product, first, count, channel_block, b, epilogue);
 }
 
-// The lines that a chunk of tiles will write, called to the first level while the chunk is multiplied, a part before each
-// plane. Saved maps are written to memory that is in no cache, and a store that misses keeps all that come after it
-// waiting.
+// The lines that a chunk of tiles will write, called to the first level while the chunk is multiplied, a part before
+// each plane. Saved maps are written to memory that is in no cache, and a store that misses keeps all that come after
+// it waiting.
 class OutputLines {
  public:
   // Of `count` tiles from `first` on. map null: its lines are in a cache already.
@@ -308,7 +309,7 @@ __attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, 
   }
   for (int64_t p = 0; p < geometry.planes; ++p) {
     outputs.step(geometry);
-    multiply_rows(levels, level_count, depth, round_up_rows(count), blocks, geometry.padded_channels * kLanes,
+    multiply_rows(levels, level_count, depth, round_up_rows(count), blocks, geometry.block_floats(),
                   product.at(p, 0, 0), product.rows * kLanes);
     for (int64_t l = 0; l < level_count; ++l) {
       levels[l].panel += panel.plane_stride;
@@ -323,8 +324,8 @@ template <bool Round>
 inline void convolve(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                      const float* bank, int64_t first_block, int64_t blocks, const Ahead& ahead,
                      OutputLines& outputs, bool gathered, const Panel& panel, const Panel& product) {
-  const int64_t rows = round_up_rows(count), col_stride = geometry.padded_channels * kLanes;
-  const Depth depth{geometry.channels / kLanes, geometry.channels % kLanes, panel.rows * kLanes};
+  const int64_t rows = round_up_rows(count), col_stride = geometry.block_floats();
+  const Depth depth{geometry.depth / kLanes, geometry.depth % kLanes, panel.rows * kLanes};
   bank += first_block * col_stride;
   if (geometry.is_winograd()) {
     const Gather gather = geometry.tile == 4 ? gather_tiles<4, Round> : gather_tiles<2, Round>;
@@ -384,15 +385,19 @@ class LeftPanels {
   int64_t part_ = 0;
 };
 
-// Whether the panel of a convolution's item is there.
+// Whether the panel of a convolution's item is there: of a chunk, and of the channels that its outputs sum over.
 WNFUSED_INLINE bool finds_panel(const Geometry& geometry, int64_t item, LeftPanels& left) {
-  if (geometry.by_groups) return left.hold(LeftPanels::Of::kChunk, geometry.conv_item(item).part);
+  if (geometry.by_groups) {
+    const auto [chunk, group] = geometry.conv_item(item);
+    const int64_t channels = geometry.group_of(group * geometry.conv_group_blocks);
+    return left.hold(LeftPanels::Of::kChunk, channels * geometry.conv_chunks + chunk);
+  }
   left.forget();
   return false;
 }
 
-// Item `item` of a convolution: one chunk of units, one group of output blocks. gathered: the last item that ran on this
-// scratch was one of the same chunk, by Winograd's method in two dims.
+// Item `item` of a convolution: one chunk of units, one group of output blocks. gathered: the last item that ran on
+// this scratch was one of the same chunk, by Winograd's method in two dims.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
                              const float* zeros, const float* bank, const ConvEpilogue<float>& epilogue,
@@ -401,14 +406,15 @@ inline void convolution_item(const Geometry& geometry, int64_t item, const float
   const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
   const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.output_blocks - first_block);
-  const Panel panel(scratch, geometry.conv_rows, geometry.channel_blocks);
+  const Panel panel(scratch, geometry.conv_rows, geometry.depth_blocks);
   // With one block of channels a row's product depends on that row alone and may take its place, which keeps panel and
   // bank together in the first-level cache.
-  const bool overwrite = geometry.channel_blocks == 1 && geometry.output_blocks == 1 && geometry.is_winograd();
+  const bool overwrite = geometry.depth_blocks == 1 && geometry.group_blocks == 1 && geometry.is_winograd();
   float* behind = panel.after(geometry.level_taps * geometry.planes).data;
   const Panel product(overwrite ? scratch : behind, geometry.conv_rows, blocks);
   OutputLines outputs(geometry, epilogue.fresh, first, count, first_block, blocks);
   const auto run = round_map ? convolve<true> : convolve<false>;
+  map += geometry.source_block(first_block) * kLanes;
   run(geometry, map, zeros, first, count, bank, first_block, blocks, ahead, outputs, gathered, panel, product);
   for (int64_t b = 0; b < blocks; ++b)
     if (!scatter<kEnding>(geometry, product, first, count, first_block + b, b, epilogue))

@@ -1,5 +1,5 @@
-// Banks of gradients to parameters: the slices' banks added in order, turned into rows of dW, and weight normalisation's
-// backward of those (finish_rows.h).
+// Banks of gradients to parameters: the slices' banks added in order, turned into rows of dW, and weight
+// normalisation's backward of those (finish_rows.h).
 #pragma once
 
 #include "cpu/conv/finish_rows.h"
@@ -58,8 +58,8 @@ WNFUSED_INLINE void interleave_taps(const float* taps, int64_t stride, float* ta
 #endif
 }
 
-// sum_slices of a bank whose blocks have outputs as rows and inputs as lanes, as rows of [16][taps] or, taps first, taps that
-// lie `tap_stride` apart. `staging` holds nine Blocks.
+// sum_slices of a bank whose blocks have outputs as rows and inputs as lanes, as rows of [16][taps] or, taps first,
+// taps that lie `tap_stride` apart. `staging` holds nine Blocks.
 template <bool kTapsFirst>
 inline void sum_turned_slices(const Geometry& geometry, const float* bank, float* target, int64_t row_stride,
                               int64_t tap_stride, float* staging) {
@@ -78,7 +78,18 @@ inline void sum_turned_slices(const Geometry& geometry, const float* bank, float
   }
 }
 
-inline int64_t padded_row_floats(const Geometry& geometry) { return geometry.padded_channels * geometry.taps(); }
+// Rows of dW over all channels of a block that groups have in common: each row's own group's ones come to its
+// beginning, and zeros follow.
+inline void take_own_channels(const Geometry& geometry, bool taps_first, int64_t row_floats, float* gradients) {
+  const int64_t own = geometry.depth / geometry.sharing, taps = geometry.taps();
+  const int64_t runs = taps_first ? taps : 1, run = taps_first ? own : own * taps;
+  for (int64_t r = 0; r < kLanes; ++r) {
+    float* row = gradients + r * row_floats;
+    const float* source = row + r / own * run;
+    for (int64_t i = 0; i < runs; ++i) __builtin_memmove(row + i * run, source + i * kLanes, run * sizeof(float));
+    __builtin_memset(row + runs * run, 0, (row_floats - runs * run) * sizeof(float));
+  }
+}
 
 // dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
 // `scratch`: a unit and kFinishRows rows.
@@ -86,13 +97,13 @@ template <int kLevelTaps, class Job>
 void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, float factor, const float* bank,
                      const float* bias_gradient, float* scratch) {
   const Geometry& geometry = job.geometry;
-  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.channels};
-  const int64_t row_floats = padded_row_floats(geometry);
+  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.depth / geometry.sharing};
+  const int64_t row_floats = geometry.padded_row_floats();
   float* lanes = scratch;
   float* gradients = lanes + kLanes * shape.unit_floats;
   float* row = gradients + kLanes * row_floats;
   fetch_row(job, convolution * geometry.outputs + output_block * kLanes, shape.row_floats());
-  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
+  for (int64_t input_block = 0; input_block < geometry.depth_blocks; ++input_block) {
     const int64_t input0 = input_block * kLanes;
     if (geometry.wgrad_turned) {
       const float* source = bank + (input_block * geometry.padded_channels + output_block * kLanes) * kLanes;
@@ -103,7 +114,7 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
       });
       continue;
     }
-    const float* source = bank + (output_block * geometry.padded_channels + input0) * kLanes;
+    const float* source = bank + output_block * geometry.gradient_floats() + input0 * kLanes;
     for (int i = 0; i < kLanes; ++i)
       sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
@@ -112,11 +123,12 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
         Block block[kLanes];
         WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) block[r] = load(lanes + order.entry(k, r) * kLanes);
         transpose(block);
-        const int64_t at = order.block(k, geometry.channels);
+        const int64_t at = order.block(k, geometry.depth);
         WNFUSED_UNROLL for (int r = 0; r < kLanes; ++r) store(target + r * row_floats + at, block[r]);
       }
     });
   }
+  if (geometry.sharing > 1) take_own_channels(geometry, job.v.taps_first, row_floats, gradients);
   finish_rows(job, geometry.outputs, {shape.row_floats(), row_floats}, convolution, output_block, factor,
               gradients, job.dbias, bias_gradient, geometry.wgrad_slices, row);
 }

@@ -1,5 +1,6 @@
 // How 3x3 convolutions are cut into panels, chunks, slices and groups; see division.h for the terms.
 #include <algorithm>
+#include <numeric>
 
 #include "cpu/conv3x3/geometry.h"
 
@@ -39,37 +40,67 @@ const char* name_of(Method method) {
   return "unknown";
 }
 
-Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t channels, int64_t outputs, int64_t height,
+namespace {
+
+// Divides the layer of several groups: an item reads the channels of one, and multiplies by a bank that stays in a
+// worker's cache.
+void divide_by_channels(Geometry& geometry) {
+  constexpr int64_t kCache = 3 << 16;  // floats
+  const int64_t block = geometry.planes * geometry.block_floats();
+  int64_t blocks = geometry.group_blocks;
+  while (blocks > 1 && (geometry.group_blocks % blocks != 0 || blocks * block > kCache)) --blocks;
+  geometry.conv_group_blocks = blocks;
+  geometry.conv_groups = geometry.output_blocks / blocks;
+  geometry.weights_stay = geometry.own_banks = geometry.by_groups = true;
+  geometry.conv_rows = kLanes;
+  geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
+  geometry.wgrad_group_blocks = geometry.group_blocks % kMaxGroupBlocks == 0 ? kMaxGroupBlocks : 1;
+  geometry.wgrad_groups = geometry.output_blocks / geometry.wgrad_group_blocks;
+}
+
+}  // namespace
+
+Geometry make_single_geometry(int64_t images, const Levels& levels, const Channels& channels, int64_t height,
                               int64_t width, Method method, int64_t workers) {
   Geometry geometry{};
-  static_cast<MapShape&>(geometry) = map_shape(images * levels.of_map, channels, height, width);
+  static_cast<MapShape&>(geometry) = map_shape(images * levels.of_map, channels.inputs, height, width);
   geometry.levels = levels.of_map;
   geometry.level_taps = levels.of_kernel;
-  geometry.outputs = outputs;
-  geometry.output_blocks = divide_up(outputs, kLanes);
+  geometry.outputs = channels.outputs;
+  geometry.output_blocks = divide_up(channels.outputs, kLanes);
   geometry.padded_outputs = geometry.output_blocks * kLanes;
+  geometry.sharing = channels.groups == 1 ? 1 : kLanes / std::gcd(channels.outputs / channels.groups, kLanes);
+  geometry.groups = channels.groups / geometry.sharing;
+  geometry.depth = channels.inputs / geometry.groups;
+  geometry.depth_blocks = divide_up(geometry.depth, kLanes);
+  geometry.group_blocks = geometry.output_blocks / geometry.groups;
   geometry.method = method;
   geometry.tile = method == Method::kWinograd4 ? 4 : method == Method::kWinograd2 ? 2 : 1;
   geometry.tile_rows = divide_up(height, geometry.tile);
   geometry.tile_cols = divide_up(width, geometry.tile);
   geometry.units = geometry.images * geometry.tile_rows * geometry.tile_cols;
   geometry.planes = geometry.is_winograd() ? (geometry.tile + 2) * (geometry.tile + 2) : kTaps;
-  geometry.plane_stride = geometry.gradient_stride = geometry.padded_channels * geometry.padded_outputs + kLanes;
+  geometry.plane_stride = geometry.gradient_stride = geometry.output_blocks * geometry.gradient_floats() + kLanes;
 
   // Panels of 16 rows stay in the first-level cache while there are few channels; with more of them the bank streams
   // past from the second level, and 32 rows halve that stream.
-  const int64_t rows = geometry.channel_blocks <= 1 || geometry.tile == 4 ? 16 : 32;
+  const int64_t rows = geometry.depth_blocks <= 1 || geometry.tile == 4 ? 16 : 32;
   // Gathering transforms what it reads.
   constexpr int64_t kStay = 6;
   const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), geometry.gradient_size(),
                   rows,                   16,                   workers,             kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
-  divide_gradient(work, geometry.units, (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels, geometry);
+  int64_t slice_units = (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels;
+  // So many groups are parallel enough.
+  if (geometry.groups > 1) slice_units = std::max(slice_units, divide_up(geometry.units * geometry.groups, kMaxSlices));
+  divide_gradient(work, geometry.units, slice_units, geometry);
+  if (geometry.groups > 1) divide_by_channels(geometry);
   // Reading panels again from the last level of cache is cheaper than transforming their inputs again for every group.
   constexpr int64_t kKeptFloats = 3 << 19;
   const int64_t panels = divide_up(std::min(geometry.wgrad_slice_units, geometry.units), geometry.wgrad_rows);
   const int64_t floats = panels * geometry.wgrad_rows * geometry.planes * geometry.padded_channels;
-  const bool again = geometry.is_winograd() && geometry.level_taps == 1 && geometry.wgrad_groups > workers;
+  const bool same = geometry.is_winograd() && geometry.level_taps == 1 && geometry.groups == 1;
+  const bool again = same && geometry.wgrad_groups > workers;
   geometry.wgrad_kept_panels = again && floats <= kKeptFloats ? panels : 0;
   geometry.wgrad_groups *= geometry.level_taps;
   return geometry;
@@ -79,7 +110,7 @@ void pack_by_groups(Geometry& geometry, int64_t workers) {
   // Floats from which packing a bank in a worker's cache, again for every chunk, is faster than reading it from afar.
   constexpr int64_t kFar = 1 << 19;
   const bool takes_panels = geometry.is_winograd() && geometry.level_taps == 1 && geometry.units > 0;
-  const bool wide = geometry.weights_dominate || geometry.bank_size() > kFar;
+  const bool wide = geometry.groups == 1 && (geometry.weights_dominate || geometry.bank_size() > kFar);
   if (!takes_panels || !wide || !divide_groups(1, geometry)) return narrow_banks(geometry);
   // A chunk for every worker, if that leaves enough rows for what it costs to pack.
   constexpr int64_t kRows = 48, kLeastRows = 24;
@@ -93,7 +124,7 @@ void pack_by_groups(Geometry& geometry, int64_t workers) {
 
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,
                        int64_t workers) {
-  Geometry geometry = make_single_geometry(images, {1, 1}, channels, channels, height, width, method, workers);
+  Geometry geometry = make_single_geometry(images, {1, 1}, {channels, channels, 1}, height, width, method, workers);
   geometry.blocks = blocks;
   return geometry;
 }

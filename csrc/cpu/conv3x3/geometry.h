@@ -25,6 +25,8 @@ constexpr int kMaxLevelTaps = 3;    // levels of a 3x3x3 kernel
 // kPieces (pieces.h) and kPairs (pair_window.h) are single layers' alone.
 enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions, kPieces, kPairs };
 
+constexpr bool is_winograd(Method method) { return method == Method::kWinograd2 || method == Method::kWinograd4; }
+
 struct Geometry : MapShape, Division {
   int64_t blocks;
   // Of a single convolution over three dims, by Winograd in two of them: `images` are the levels of volumes, so many
@@ -32,6 +34,10 @@ struct Geometry : MapShape, Division {
   int64_t levels, level_taps;
   // Of a convolution's outputs. A stage has as many as inputs.
   int64_t outputs, output_blocks, padded_outputs;
+  // Channels that an output block sums over, those of its group, and output blocks that sum over the same ones. Where
+  // there are several groups, which only layers have, both are whole blocks. Groups of fewer channels than a block have
+  // one in common, `sharing` of them, and count as one; weights from one to another are zeros in a bank.
+  int64_t groups, depth, depth_blocks, group_blocks, sharing;
   Method method;
 
   // Rows of the matrix products, numbered `units`: pixels, or tiles (tile x tile pixels) of a grid of tile_rows x
@@ -49,8 +55,9 @@ struct Geometry : MapShape, Division {
   int64_t pair_rows;                                                         // of the register tile
   bool pair_tiles;                                                           // which is a matrix
   int64_t conv_lines, conv_line_pixels, conv_line_rows;                      // lines: of a chunk; of a panel, a product
-  // Lines, with tiles: the operands of a forward that saves nothing have a border of zeros, as panels have, and are read in
-  // the place of these. Not where workers share all maps: a copy calls lines back from other cores many at a time.
+  // Lines, with tiles: the operands of a forward that saves nothing have a border of zeros, as panels have, and are
+  // read in the place of these. Not where workers share all maps: a copy calls lines back from other cores many at a
+  // time.
   bool bordered;
   int64_t wgrad_lines, wgrad_line_pixels, wgrad_chunks, wgrad_slice_chunks;
   int64_t wgrad_depth, wgrad_plane, wgrad_run;  // of a product; pixels of a channel, of a block of gradients
@@ -60,7 +67,7 @@ struct Geometry : MapShape, Division {
   bool wgrad_turned, wgrad_by_images;
   int64_t wgrad_span, wgrad_images;
 
-  bool is_winograd() const { return method == Method::kWinograd2 || method == Method::kWinograd4; }
+  bool is_winograd() const { return cpu::is_winograd(method); }
   bool is_pairs() const { return method == Method::kLines || method == Method::kPositions; }
   bool can_be_bordered() const {
     return method == Method::kLines && pair_tiles && !weights_stay && channels == padded_channels;
@@ -74,18 +81,25 @@ struct Geometry : MapShape, Division {
     return is_pairs() ? (images * operand_image() * channels + operand_slack() + 1) / 2 : map_size();
   }
   int64_t taps() const { return kTaps * level_taps; }  // of the kernel
+  // Of a row of v, and of one in scratch memory.
+  int64_t row_floats() const { return depth / sharing * taps(); }
+  int64_t padded_row_floats() const { return depth_blocks * kLanes * taps(); }
   int64_t gradient_size() const { return taps() * gradient_stride; }
-  // Of an output block in a bank: of a plane, of a segment.
+  // Of an output block: in a plane of a weight gradient's bank; in a plane, or a segment, of a bank.
+  int64_t gradient_floats() const { return depth_blocks * kLanes * kLanes; }
   int64_t block_floats() const {
-    return is_pairs() ? row_pixels * segment_depth * (kLanes / 2) : padded_channels * kLanes;
+    return is_pairs() ? row_pixels * segment_depth * (kLanes / 2) : gradient_floats();
   }
+  // An output block's group, and the first block of channels that it sums over.
+  int64_t group_of(int64_t output_block) const { return output_block / group_blocks; }
+  int64_t source_block(int64_t output_block) const { return group_of(output_block) * depth_blocks; }
   int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
   int64_t bank_size() const {
     if (is_pairs()) return segments * bank_blocks * block_floats();
     return level_taps * level_bank();
   }
-  // Pairs: where a bank has a segment's filters for one output block, from the first depth on, in bfloat16 elements; and
-  // those for another pixel of a row, or the next block, so many further.
+  // Pairs: where a bank has a segment's filters for one output block, from the first depth on, in bfloat16 elements;
+  // and those for another pixel of a row, or the next block, so many further.
   int64_t filters_offset(int64_t segment, int64_t output_block) const {
     return (segment * bank_blocks + output_block) * row_pixels * filters_stride();
   }
@@ -104,15 +118,15 @@ struct Geometry : MapShape, Division {
   int64_t wgrad_gradients() const {
     return wgrad_group_blocks * kLanes * (wgrad_turned ? wgrad_plane : wgrad_run);
   }
-  // Where a worker's scratch has the parts of a convolution (the panel, sums) and of a weight gradient (segments, inputs,
-  // gradients), in floats, and where they end.
+  // Where a worker's scratch has the parts of a convolution (the panel, sums) and of a weight gradient (segments,
+  // inputs, gradients), in floats, and where they end.
   int64_t conv_sums_at() const { return panel_floats(conv_panel()); }
   int64_t conv_scratch() const { return conv_sums_at() + kTileSums; }
   int64_t wgrad_inputs_at() const { return segment_floats(wgrad_segments()); }
   int64_t wgrad_gradients_at() const { return wgrad_inputs_at() + panel_floats(wgrad_inputs()); }
   int64_t wgrad_scratch() const { return wgrad_gradients_at() + panel_floats(wgrad_gradients()); }
   // Of a plane of sums (wgrad.h).
-  int64_t sums_stride() const { return wgrad_group_blocks * padded_channels * kLanes + kLanes; }
+  int64_t sums_stride() const { return wgrad_group_blocks * gradient_floats() + kLanes; }
   int64_t wgrad_segments() const {
     if (wgrad_turned) return wgrad_by_images ? (wgrad_images + 1) / 2 : wgrad_images;
     return wgrad_positions ? height * width : wgrad_lines;
@@ -129,8 +143,14 @@ struct Levels {
   int64_t of_map, of_kernel;
 };
 
-// Of one convolution, from `channels` to `outputs`.
-Geometry make_single_geometry(int64_t images, const Levels& levels, int64_t channels, int64_t outputs, int64_t height,
+// Channels that a convolution reads and writes, in so many groups: of several ones whole blocks, or as many of a
+// block's channels from either.
+struct Channels {
+  int64_t inputs, outputs, groups;
+};
+
+// Of one convolution.
+Geometry make_single_geometry(int64_t images, const Levels& levels, const Channels& channels, int64_t height,
                               int64_t width, Method method, int64_t workers);
 
 // Divides a wide layer's convolution anew, so that it packs its banks group by group.
@@ -145,8 +165,8 @@ Method preferred_method(int64_t images, int64_t height, int64_t width);
 // As in the list above.
 const char* name_of(Method method);
 
-// Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line of
-// zeros, which whoever runs the kernels must clear: the same from x to y and back.
+// Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line
+// of zeros, which whoever runs the kernels must clear: the same from x to y and back.
 int64_t worker_floats(const Geometry& geometry);
 int64_t zeros_floats(const Geometry& geometry);
 int64_t packing_offset(const Geometry& geometry);  // see Scratch

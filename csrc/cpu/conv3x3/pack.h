@@ -34,17 +34,17 @@ template <int kLevelTaps, class Job>
 void pack_forward(const Job& job, int64_t convolution, int64_t output_block, const Bank& bank, float* norm,
                   float* scratch) {
   const Geometry& geometry = job.geometry;
-  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.channels};
+  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.depth / geometry.sharing};
   float* staging = scratch;
   float* lanes = scratch + kLanes * shape.unit_floats;  // [16 inputs][taps][16 outputs]
   const int64_t row0 = output_block * kLanes;
   const Block scale =
       measure_scales(job, geometry.outputs, shape.row_floats(), convolution, output_block, bank.bias, norm);
-  float* target = bank.weights + output_block * geometry.padded_channels * kLanes;
+  float* target = bank.weights + output_block * geometry.block_floats();
   const PairFilters pair_filters(geometry, bank.weights, output_block);
-  for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block) {
-    const UnitRows rows = unit_rows(job.v, shape, convolution, row0, input_block, staging);
-    if (input_block + 1 < geometry.channel_blocks) fetch_unit(job.v, shape, convolution, row0, input_block + 1);
+  for (int64_t input_block = 0; input_block < geometry.depth_blocks; ++input_block) {
+    const UnitRows rows = unit_rows(job.v, shape, convolution, row0, input_block, geometry.sharing, staging);
+    if (input_block + 1 < geometry.depth_blocks) fetch_unit(job.v, shape, convolution, row0, input_block + 1);
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       for (int64_t k = 0; k < shape.taps; ++k) {
         Block block[kLanes];
@@ -98,18 +98,20 @@ WNFUSED_INLINE void row_filters(const UnitRows& rows, int64_t r, int64_t taps, i
 template <int kLevelTaps, class Job>
 void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution, int64_t input_block, float factor,
                    const Bank& bank, float* scratch) {
-  const WeightShape<kLevelTaps> shape{geometry.channels, geometry.outputs};
+  const WeightShape<kLevelTaps> shape{geometry.channels, geometry.outputs / (geometry.groups * geometry.sharing)};
   const PairFilters pair_filters(geometry, bank.weights, input_block);
-  float* target = bank.weights + input_block * geometry.padded_channels * kLanes;
-  for (int64_t output_block = 0; output_block < geometry.channel_blocks; ++output_block) {
-    const UnitRows rows = unit_rows(job.v, shape, convolution, output_block * kLanes, input_block, scratch);
+  float* target = bank.weights + input_block * geometry.block_floats();
+  const int64_t first_row = geometry.source_block(input_block) * kLanes;
+  const int64_t block_of_row = input_block % geometry.group_blocks;
+  for (int64_t output_block = 0; output_block < geometry.depth_blocks; ++output_block) {
+    const int64_t row = first_row + output_block * kLanes;
+    const UnitRows rows = unit_rows(job.v, shape, convolution, row, block_of_row, geometry.sharing, scratch);
     Block scale[kLanes];
     for (int64_t r = 0; r < kLanes; ++r) {
-      const int64_t channel = output_block * kLanes + r, index = convolution * geometry.channels + channel;
+      const int64_t channel = row + r, index = convolution * geometry.channels + channel;
       scale[r] = splat(channel < geometry.channels ? factor * row_scale(job, index) : 0.0f);
     }
-    if (output_block + 1 < geometry.channel_blocks)
-      fetch_unit(job.v, shape, convolution, (output_block + 1) * kLanes, input_block);
+    if (output_block + 1 < geometry.depth_blocks) fetch_unit(job.v, shape, convolution, row + kLanes, block_of_row);
     if (geometry.is_pairs()) {
       with_order(job.v, [&](auto order) __attribute__((always_inline)) {
         put_turned_pairs<decltype(order)::taps_first>(rows, scale, pair_filters, output_block * kLanes);

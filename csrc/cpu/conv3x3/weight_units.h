@@ -29,11 +29,26 @@ struct UnitRows {
   int64_t stride, tap_stride;
 };
 
+// The unit of groups that have a block in common: a row has its own group's channels, in their place, and zeros.
+template <class Shape>
+inline UnitRows shared_unit_rows(const Parameter& v, const Shape& shape, int64_t row0, float* staging) {
+  const int64_t unit = shape.unit_floats, own = shape.inputs;
+  const int64_t runs = v.taps_first ? shape.taps : 1, run = v.taps_first ? own : own * shape.taps;
+  for (int64_t i = 0; i < kLanes * unit; i += kLanes) store(staging + i, zero());
+  for (int64_t r = 0; r < kLanes; ++r) {
+    float* target = staging + r * unit + r / own * run;
+    for (int64_t i = 0; i < runs; ++i)
+      read_run(v, (row0 + r) * shape.row_floats() + i * run, run, target + i * kLanes);
+  }
+  return {staging, unit, kLanes};
+}
+
 // `staging` holds a unit.
 template <class Shape>
 inline UnitRows unit_rows(const Parameter& v, const Shape& shape, int64_t convolution, int64_t row0,
-                      int64_t input_block, float* staging) {
+                          int64_t input_block, int64_t sharing, float* staging) {
   const int64_t input0 = input_block * kLanes, row_floats = shape.row_floats(), unit = shape.unit_floats;
+  if (sharing > 1) return shared_unit_rows(v, shape, row0, staging);
   const int64_t first = (convolution * shape.outputs + row0) * row_floats + (v.taps_first ? input0 : input0 * shape.taps);
   const int64_t rows = smaller(shape.outputs - row0, kLanes), inputs = smaller(shape.inputs - input0, kLanes);
   if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
@@ -48,8 +63,8 @@ inline UnitRows unit_rows(const Parameter& v, const Shape& shape, int64_t convol
   return {staging, unit, kLanes};
 }
 
-// A unit's row as Blocks, as many as taps: where Block k lies in it, and which of the row's entries, numbered [16][taps],
-// its lanes are. Taps come first in two dims only.
+// A unit's row as Blocks, as many as taps: where Block k lies in it, and which of the row's entries, numbered
+// [16][taps], its lanes are. Taps come first in two dims only.
 template <bool kTapsFirst>
 struct UnitOrder {
   static constexpr bool taps_first = kTapsFirst;

@@ -8,11 +8,11 @@
 //   Winograd: the input's panel is that of the forward; output gradients of a tile become A y A', 16 or 36 planes.
 //   direct:   one plane of gradients meets the panels of nine taps.
 //
-// Eight (or 16) inputs x 2 (or 1) output blocks are held in registers over the rows of a panel; sums are read and written
-// once a panel. Winograd's 16 or 36 planes of sums are a worker's own and become the nine taps of the slice's bank at its
-// end: whoever finishes the gradient (finish_gradient.h) may be on another core, and a line that crosses over costs as much as
-// a hundred multiply-adds. Slices are summed there, in order, so that the order of every sum is fixed by the shape. The
-// bias gradient is summed along the way.
+// Eight (or 16) inputs x 2 (or 1) output blocks are held in registers over the rows of a panel; sums are read and
+// written once a panel. Winograd's 16 or 36 planes of sums are a worker's own and become the nine taps of the slice's
+// bank at its end: whoever finishes the gradient (finish_gradient.h) may be on another core, and a line that crosses
+// over costs as much as a hundred multiply-adds. Slices are summed there, in order, so that the order of every sum is
+// fixed by the shape. The bias gradient is summed along the way.
 #pragma once
 
 #include "cpu/conv3x3/conv.h"
@@ -86,9 +86,9 @@ inline void reduce_sums(const Geometry& geometry, const Sums& sums, int64_t floa
 // bank (+)= panel' x gradients for every input block of one plane.
 inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t panel_plane, const Panel& gradients,
                            int64_t gradient_plane, int64_t count, int64_t blocks, bool accumulate, float* bank) {
-  for (int64_t b = 0; b < geometry.channel_blocks; ++b)
+  for (int64_t b = 0; b < geometry.depth_blocks; ++b)
     multiply_outer(panel.at(panel_plane, b, 0), gradients.at(gradient_plane, 0, 0), gradients.rows * kLanes, count,
-                   blocks, accumulate, bank + b * kLanes * kLanes, geometry.padded_channels * kLanes);
+                   blocks, accumulate, bank + b * kLanes * kLanes, geometry.gradient_floats());
 }
 
 // Item `item` of a weight gradient: one slice of units, one group of output blocks, one level of the kernel. x is the
@@ -104,7 +104,7 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   const int64_t level = level_group % geometry.level_taps, group = level_group / geometry.level_taps;
   const int64_t first_block = group * geometry.wgrad_group_blocks;
   const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.output_blocks - first_block);
-  const int64_t block_stride = geometry.padded_channels * kLanes;
+  const int64_t block_stride = geometry.gradient_floats();
   const int64_t level_bank = level * kTaps * geometry.gradient_stride, step = level - geometry.level_taps / 2;
   float* bank = banks + slice * geometry.gradient_size() + level_bank + first_block * block_stride;
   float* bias_gradient = step == 0 ? bias_gradients + slice * geometry.padded_outputs : nullptr;
@@ -116,7 +116,7 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
     __builtin_memset(bank + tap * geometry.gradient_stride, 0, blocks * block_stride * sizeof(float));
   if (bias_gradient) __builtin_memset(bias_gradient + first_block * kLanes, 0, blocks * kLanes * sizeof(float));
 
-  const Panel panel(scratch, geometry.wgrad_rows, geometry.channel_blocks);
+  const Panel panel(scratch, geometry.wgrad_rows, geometry.depth_blocks);
   const bool keeps = geometry.wgrad_kept_panels > 0;
   const Panel behind = panel.after(geometry.planes * (keeps ? geometry.wgrad_kept_panels : 1));
   const Panel gradients(behind.data, geometry.wgrad_rows, blocks);
@@ -126,6 +126,7 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const f
   const auto gather_gradients = direct               ? gather_pixel_gradients<RoundGradient>
                                 : geometry.tile == 4 ? gather_tile_gradients<4, RoundGradient>
                                                      : gather_tile_gradients<2, RoundGradient>;
+  x += geometry.source_block(first_block) * kLanes;
   if (!keeps) left.forget();
   const bool gathered = keeps && left.hold(LeftPanels::Of::kSlice, slice);
   for (int64_t first = begin; first < end; first += geometry.wgrad_rows) {

@@ -52,8 +52,8 @@ G geometry_of(const ConvLayer& layer, Sum sum) {
     if (layer.transposed != back) return backward_window(shape, workers);
     return forward_window(shape, !layer.transposed && shape.has_thin_input(), workers);
   } else {
-    return make_single_geometry(shape.images, {shape.size.level, shape.kernel.level},
-                                back ? shape.outputs : shape.inputs, back ? shape.inputs : shape.outputs,
+    const int64_t inputs = back ? shape.outputs : shape.inputs, outputs = back ? shape.inputs : shape.outputs;
+    return make_single_geometry(shape.images, {shape.size.level, shape.kernel.level}, {inputs, outputs, shape.groups},
                                 shape.size.row, shape.size.column, layer.method, workers);
   }
 }

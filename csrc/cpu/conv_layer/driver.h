@@ -37,7 +37,7 @@ struct PlainMapParts {
 
 // The same for the stage's convolution.
 struct WinogradParts : PlainMapParts<Geometry> {
-  static int64_t row_floats(const G& geometry) { return geometry.channels * geometry.taps(); }
+  static int64_t row_floats(const G& geometry) { return geometry.row_floats(); }
 
   static void pack(const ConvForward<G>& job, int64_t block, const Bank& bank, float* norm, float* scratch) {
     with_level_taps(job.geometry, [&](auto taps) { pack_forward<taps>(job, 0, block, bank, norm, scratch); });
