@@ -30,13 +30,14 @@ class Block(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """The same with 1x1 convolutions to a quarter of the channels and back."""
+    """The same with 1x1 convolutions to a part of the channels and back, and groups in between."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, part: int = 4, groups: int = 1) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs // 4, 1)
-        self.conv = nn.Conv2d(outputs // 4, outputs // 4, 3, stride, 1)
-        self.conv2 = nn.Conv2d(outputs // 4, outputs, 1)
+        inner = outputs // part
+        self.conv1 = nn.Conv2d(inputs, inner, 1)
+        self.conv = nn.Conv2d(inner, inner, 3, stride, 1, groups=groups)
+        self.conv2 = nn.Conv2d(inner, outputs, 1)
         self.shortcut = nn.Conv2d(inputs, outputs, 1, stride) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -294,6 +295,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-20": partial(ResNet, Block, 3, 16, 16),
     "ResNet-20 x 4": partial(ResNet, Block, 3, 64, 64),
     "bottleneck ResNet-29": partial(ResNet, Bottleneck, 3, 32, 128),
+    # Xie et al. 2017, 32 groups of 4 channels and more.
+    "ResNeXt-29": partial(ResNet, partial(Bottleneck, part=2, groups=32), 3, 64, 256),
     "ResNet-18, 64x64": ResNet18,
     "ResNet-18, 224x224": ResNet18,
     "MobileNet": MobileNet,

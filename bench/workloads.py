@@ -214,7 +214,8 @@ def _windows() -> list[Workload]:
     ]  # fmt: skip
     # Of ResNeXt, discriminators in vocoders, the positional one of wav2vec 2.0, and of networks of depthwise layers.
     grouped = (
-        (128, 128, (32, 32), 3, 1, 32, 8),
+        (128, 128, (32, 32), 3, 1, 32, 8), (256, 256, (28, 28), 3, 1, 32, 8), (512, 512, (14, 14), 3, 1, 32, 8),
+        (1024, 1024, (7, 7), 3, 1, 32, 8),
         (768, 768, (200,), 127, 1, 16, 1),
         (64, 64, (32, 32), 3, 1, 4, 8), (128, 128, (2048,), 41, 2, 4, 2),
         (128, 256, (1024,), 41, 2, 16, 4), (256, 512, (1024,), 41, 4, 16, 4), (64, 256, (2048,), 41, 4, 16, 4),
@@ -244,11 +245,11 @@ def _windows() -> list[Workload]:
             (512, 512, (2, 2), 4, 2, 1),
         )
     ]  # fmt: skip
-    # Layers with a stride read a map in channels_last where it lies.
+    # Layers with a stride, or in groups, read a map in channels_last where it lies.
     return found + [
         replace(layer, name=f"{layer.name}, channels_last", channels_last=True)
         for layer in found
-        if layer.stride > 1 and len(layer.size) > 1 and layer.channels >= 16
+        if len(layer.size) > 1 and layer.channels >= 16 and (layer.stride > 1 or 1 < layer.groups < layer.channels)
     ]
 
 
@@ -327,6 +328,7 @@ def _converted() -> list[Workload]:
     # Network, size, batches; images in both layouts.
     networks = (
         ("ResNet-20", images, (1, 8, 32)), ("ResNet-20 x 4", images, (8,)), ("bottleneck ResNet-29", images, (1, 8)),
+        ("ResNeXt-29", images, (1, 8)),
         ("ResNet-18, 64x64", (3, 64, 64), (2,)), ("ResNet-18, 224x224", (3, 224, 224), (1,)),
         ("MobileNet", images, (1, 8)), ("ConvNeXt", (3, 64, 64), (1, 8)), ("vocoder", (80, 32), (1, 4)),
         ("vocoder of 512 channels", (80, 32), (1,)),

@@ -3,84 +3,15 @@
 
 #include "cpu/layer/epilogue.h"
 #include "cpu/layer/rows.h"
-#include "cpu/linear/driver.h"
-#include "cpu/planes/planes.h"
+#include "cpu/planes/items.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
 // Floats from one row of an item's sums to the next.
 constexpr int64_t kPlaneSums = row_stride(kWideBlocks);
 
-// A channel's entries of a block of pixels in maps [images, channels, pixels].
-template <class T>
-struct PixelLanes {
-  T *first, *second;  // lane i is at first + i, of the next image at second + i
-  int64_t step;       // to the next channel
-
-  PixelLanes(T* maps, const PlanesShape& shape, int64_t channels, int64_t channel, const PixelBlock& block)
-      : first(maps + (block.image * channels + channel) * shape.pixels + block.at),
-        second(first - block.at + channels * shape.pixels - block.first),
-        step(shape.pixels) {}
-
-  WNFUSED_INLINE void advance() {
-    first += step;
-    second += step;
-  }
-};
-
-// A block whose lanes are a run, and one that is at the end of an image.
-struct OneImage {
-  WNFUSED_INLINE static Block load(const PixelLanes<const float>& lanes, const PixelBlock&) {
-    return WNFUSED_ISA::load(lanes.first);
-  }
-  WNFUSED_INLINE static void store(const PixelLanes<float>& lanes, const PixelBlock&, const Block& value) {
-    WNFUSED_ISA::store(lanes.first, value);
-  }
-};
-
-struct TwoImages {
-  WNFUSED_INLINE static Block load(const PixelLanes<const float>& lanes, const PixelBlock& block) {
-    return load_two(lanes.first, block.first, lanes.second, block.count);
-  }
-  WNFUSED_INLINE static void store(const PixelLanes<float>& lanes, const PixelBlock& block, const Block& value) {
-    store_two(lanes.first, block.first, lanes.second, block.count, value);
-  }
-};
-
-template <class Visit>
-WNFUSED_INLINE void with_images(const PixelBlock& block, const Visit& visit) {
-  if (block.first == kLanes) visit(OneImage{});
-  else visit(TwoImages{});
-}
-
 WNFUSED_INLINE Runs<float> image_of(const float* maps, int64_t channels, int64_t pixels, int64_t image) {
   return {maps + image * channels * pixels, channels, pixels, nullptr};
-}
-
-// Blocks [first, first + count) of pixels of all channels, in chunks of the depth.
-inline void pack_pixels(const PlanesShape& shape, const float* maps, int64_t channels, int64_t first, int64_t count,
-                        const WideShape& wide, float* target) {
-  for (int64_t chunk = 0; chunk < wide.chunks; ++chunk)
-    for (int64_t b = 0; b < count; ++b) {
-      const PixelBlock block(shape, first + b);
-      PixelLanes<const float> lanes(maps, shape, channels, chunk * Singles::kUnit.chunk, block);
-      float* packed = target + wide.at(chunk, b);
-      with_images(block, [&](auto images) __attribute__((always_inline)) {
-        for (int64_t u = 0; u < wide.chunk_units(chunk); ++u, lanes.advance())
-          store(packed + u * kLanes, images.load(lanes, block));
-      });
-    }
-}
-
-// Visits the items of a worker, groups of pixel blocks by parts of rows, with that group packed.
-template <class Visit>
-WNFUSED_INLINE void for_plane_items(const PlanesShape& shape, const Cut& groups, const float* maps, int64_t channels,
-                                    int64_t item, int64_t parts, int64_t& packed, float* memory, const Visit& visit) {
-  const int64_t group = item / parts, first = groups.begin(group), count = groups.begin(group + 1) - first;
-  const WideShape wide(groups.largest() * kLanes, channels, Singles::kUnit);
-  if (group != packed) pack_pixels(shape, maps, channels, first, count, wide, memory);
-  packed = group;
-  visit(wide, item % parts, first, count);
 }
 
 // Rows [row, row + count) of the sums to y, from block `first` of pixels on.
@@ -105,18 +36,84 @@ inline void finish_planes(const PlanesForward& job, int64_t row, int64_t count, 
   });
 }
 
+// The same where it follows the last product at once, of rows from `bias` on.
+template <Activation kActivation>
+struct FinishedPlanes {
+  const float *bias, *residual, *y;
+  Block slope;
+
+  WNFUSED_INLINE void operator()(Block sum, float* target, int64_t row) const {
+    if (bias) sum = sum + splat(bias[row]);
+    if (residual) sum = sum + load(residual + (target - y));
+    store(target, activate<kActivation>(sum, slope));
+  }
+};
+
+// The blocks of pixels of a product, cut where an image ends: those whose lanes are a run are summed where they are to
+// be, unless tiles have rows that there are not. The others go by way of sums in scratch memory.
+class PlaneRuns {
+ public:
+  PlaneRuns(const PlanesShape& shape, int64_t rows, int64_t first, int64_t blocks)
+      : shape_(shape), first_(first), blocks_(blocks) {
+    constexpr int64_t kLong = 128;  // pixels; with fewer there are too many blocks by themselves
+    in_place_ = (shape.pixels % kLanes == 0 || shape.pixels >= kLong) && rows % Singles::kRows == 0;
+  }
+
+  // run(place, in_place, b, count): `count` blocks from number b on, of which the first is at `place` of its image.
+  template <class Run>
+  WNFUSED_INLINE void visit(const Run& run) const {
+    for (int64_t b = 0; b < blocks_;) {
+      const PixelBlock place(shape_, first_ + b);
+      const int64_t whole = in_place_ ? (shape_.pixels - place.at) / kLanes : 0;
+      const int64_t count = whole > 0 ? smaller(blocks_ - b, whole) : in_place_ ? 1 : blocks_;
+      run(place, whole > 0, b, count);
+      b += count;
+    }
+  }
+
+ private:
+  const PlanesShape& shape_;
+  int64_t first_, blocks_;
+  bool in_place_;
+};
+
+// The products of packed rows, which are `count` from `row` on, with a chunk of the blocks of pixels, in maps of so
+// many channels, or in `sums`.
+struct PlaneProducts {
+  const PlanesShape& shape;
+  const float *narrow, *wide;
+  int64_t block_floats, units, row, count;
+  float* maps;
+  int64_t channels;
+  float* sums;
+
+  template <class Step, class End>
+  WNFUSED_INLINE void multiply(const PlaneRuns& runs, bool accumulate, const Step& step, const End& end) const {
+    runs.visit([&](const PixelBlock& place, bool in_place, int64_t b, int64_t blocks) {
+      const float* pixels = wide + b * block_floats;
+      if (in_place)
+        Singles::multiply(narrow, count, pixels, block_floats, blocks, units,
+                          maps + (place.image * channels + row) * shape.pixels + place.at, shape.pixels, kLanes,
+                          accumulate, step, end);
+      else
+        Singles::multiply(narrow, blocks_of(count) * kLanes, pixels, block_floats, blocks, units, sums + b * kLanes,
+                          kPlaneSums, kLanes, accumulate, step);
+    });
+  }
+};
+
 inline void planes_forward(const PlanesForward& job, Worker& worker) {
   const PlanesShape& shape = job.shape;
   float* wide = job.memory.x + worker.index() * job.memory.x_stride;
   float* narrow = job.memory.worker + worker.index() * job.memory.worker_stride;
   float* sums = narrow + kNarrowFloats<Singles>;
-  int64_t packed = -1;
-  worker.phase({job.groups.parts * job.row_blocks.parts}, [&](int64_t item) {
-    for_plane_items(
-        shape, job.groups, job.x, shape.inputs, item, job.row_blocks.parts, packed, wide,
-        [&](const WideShape& depth, int64_t part, int64_t first, int64_t blocks) {
+  PlaneItems items(shape, job.groups, job.row_blocks, job.x, shape.inputs, worker, wide);
+  worker.phase({items.count()}, [&](int64_t item) {
+    items.visit(
+        item, [&](const WideShape& depth, int64_t part, int64_t first, int64_t blocks, const auto& step) {
           const int64_t row = job.row_blocks.first(part), count = job.row_blocks.size(part, shape.outputs);
           const int64_t rows = blocks_of(count) * kLanes;
+          const PlaneRuns runs(shape, count, first, blocks);
           float scale[kNarrowRows];
           for (int64_t r = 0; r < count; ++r) {
             const float* values = job.v + (row + r) * shape.inputs;
@@ -128,10 +125,21 @@ inline void planes_forward(const PlanesForward& job, Worker& worker) {
           for (int64_t chunk = 0; chunk < depth.chunks; ++chunk) {
             const int64_t units = depth.chunk_units(chunk);
             pack_narrow_along<Singles>(w, 0, rows, chunk * Singles::kUnit.chunk, units, narrow);
-            Singles::multiply(narrow, rows, wide + depth.at(chunk, 0), depth.block_floats, blocks, units, sums,
-                              kPlaneSums, kLanes, chunk > 0);
+            const PlaneProducts products{shape, narrow, wide + depth.at(chunk, 0), depth.block_floats, units,
+                                         row,   count,  job.y,                     shape.outputs,      sums};
+            if (chunk + 1 < depth.chunks) {
+              products.multiply(runs, chunk > 0, step, StoreSums{});
+              continue;
+            }
+            with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
+              const float* bias = job.bias ? job.bias + row : nullptr;
+              products.multiply(runs, chunk > 0, step,
+                                FinishedPlanes<activation.value>{bias, job.residual, job.y, splat(job.slope)});
+            });
           }
-          finish_planes(job, row, count, first, blocks, sums);
+          runs.visit([&](const PixelBlock&, bool in_place, int64_t b, int64_t run_blocks) {
+            if (!in_place) finish_planes(job, row, count, first + b, run_blocks, sums + b * kLanes);
+          });
         });
   });
 }
@@ -176,22 +184,25 @@ inline void planes_backward(const PlanesBackward& job, Worker& worker) {
   float* sums = narrow + kNarrowFloats<Singles>;
   const Runs<float> w = {job.v, shape.outputs, shape.inputs, job.scale};
   const int64_t copies = job.dv ? depth.chunks * channels : 0;
-  const int64_t inputs = job.dx ? job.groups.parts * job.input_blocks.parts : 0;
-  int64_t packed = -1;
+  PlaneItems items(shape, job.groups, job.input_blocks, job.dz, shape.outputs, worker, wide);
+  const int64_t inputs = job.dx ? items.count() : 0;
   worker.phase({inputs, copies}, [&](int64_t item) {
     if (item < inputs) {
-      for_plane_items(
-          shape, job.groups, job.dz, shape.outputs, item, job.input_blocks.parts, packed, wide,
-          [&](const WideShape& outputs, int64_t part, int64_t first, int64_t blocks) {
+      items.visit(
+          item, [&](const WideShape& outputs, int64_t part, int64_t first, int64_t blocks, const auto& step) {
             const int64_t row = job.input_blocks.first(part), count = job.input_blocks.size(part, shape.inputs);
             const int64_t rows = blocks_of(count) * kLanes;
+            const PlaneRuns runs(shape, count, first, blocks);
             for (int64_t chunk = 0; chunk < outputs.chunks; ++chunk) {
               const int64_t units = outputs.chunk_units(chunk);
               pack_narrow_across<Singles>(w, row, rows, chunk * Singles::kUnit.chunk, units, narrow);
-              Singles::multiply(narrow, rows, wide + outputs.at(chunk, 0), outputs.block_floats, blocks, units, sums,
-                                kPlaneSums, kLanes, chunk > 0);
+              const PlaneProducts products{shape, narrow, wide + outputs.at(chunk, 0), outputs.block_floats, units, row,
+                                           count, job.dx, shape.inputs, sums};
+              products.multiply(runs, chunk > 0, step, StoreSums{});
             }
-            store_planes(job, row, count, first, blocks, sums);
+            runs.visit([&](const PixelBlock&, bool in_place, int64_t b, int64_t run_blocks) {
+              if (!in_place) store_planes(job, row, count, first + b, run_blocks, sums + b * kLanes);
+            });
           });
       return;
     }

@@ -160,11 +160,16 @@ inline void pack_wide_across(const Runs<T>& runs, int64_t lane0, int64_t first, 
   }
 }
 
+// What becomes of a tile's sums: they are stored. `row` counts from the product's first.
+struct StoreSums {
+  WNFUSED_INLINE void operator()(const Block& sum, float* target, int64_t) const { store(target, sum); }
+};
+
 // Every chunk of the depth is summed from zero and added as a whole: a sum of many chunks rounds as often as one of them
 // has units and the depth has chunks, not as often as both multiplied.
-template <class Units, int Rows, int Cols>
+template <class Units, int Rows, int Cols, class End>
 inline void product_tile(const float* narrow, const float* wide, int64_t wide_stride, int64_t units, float* out,
-                         int64_t out_stride, int64_t out_col_stride, bool accumulate) {
+                         int64_t out_stride, int64_t out_col_stride, bool accumulate, int64_t row, const End& end) {
   Block sum[Rows][Cols];
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) {
@@ -183,23 +188,36 @@ inline void product_tile(const float* narrow, const float* wide, int64_t wide_st
   WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
     WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) {
       float* target = out + r * out_stride + c * out_col_stride;
-      store(target, accumulate ? load(target) + sum[r][c] : sum[r][c]);
+      end(accumulate ? load(target) + sum[r][c] : sum[r][c], target, row + r);
     }
   }
 }
+
+// What is done between two tiles: nothing.
+struct NoStep {
+  WNFUSED_INLINE void operator()() const {}
+};
 
 // What the units of vectors multiply with.
 template <class Units>
 struct VectorProducts {
   static constexpr int64_t kRows = kPairRows;
 
+  // Tiles of so many rows and blocks, at least.
+  static constexpr int64_t tiles(int64_t rows, int64_t blocks) {
+    return divide_up(rows, kCols == 2 ? kPairRows : kSingleRows) * divide_up(blocks, kCols == 2 ? 3 : 1);
+  }
+
   // out = (out if accumulate) + narrow wide, for a multiple of kRows rows; blocks of out are `out_col_stride` floats
-  // apart.
+  // apart. step() runs after each tile.
+  template <class Step = NoStep, class End = StoreSums>
   static void multiply(const float* narrow, int64_t rows, const float* wide, int64_t wide_stride, int64_t blocks,
-                       int64_t units, float* out, int64_t out_stride, int64_t out_col_stride, bool accumulate) {
+                       int64_t units, float* out, int64_t out_stride, int64_t out_col_stride, bool accumulate,
+                       const Step& step = {}, const End& end = {}) {
     const auto tile = [&](auto run, int64_t r, int64_t c) __attribute__((always_inline)) {
       run(narrow + r * Units::kUnit.chunk, wide + c * wide_stride, wide_stride, units,
-          out + r * out_stride + c * out_col_stride, out_stride, out_col_stride, accumulate);
+          out + r * out_stride + c * out_col_stride, out_stride, out_col_stride, accumulate, r, end);
+      step();
     };
     int64_t first = 0;
     if constexpr (kCols == 2) {
@@ -208,17 +226,17 @@ struct VectorProducts {
         for (int64_t c = 0; c < first;) {
           const int64_t left = first - c;
           const bool three = left == 3 || left > 4;  // no single one is left
-          tile(three ? product_tile<Units, kPairRows, 3> : product_tile<Units, kPairRows, 2>, r, c);
+          tile(three ? product_tile<Units, kPairRows, 3, End> : product_tile<Units, kPairRows, 2, End>, r, c);
           c += three ? 3 : 2;
         }
     }
     for (int64_t c = first; c < blocks; ++c) {
       int64_t r = for_tall_tiles(rows, [&](auto tall, int64_t row) __attribute__((always_inline)) {
-        tile(product_tile<Units, tall.value, 1>, row, c);
+        tile(product_tile<Units, tall.value, 1, End>, row, c);
       });
       while (r < rows) {
         const bool tall = r + kSingleRows <= rows;
-        tile(tall ? product_tile<Units, kSingleRows, 1> : product_tile<Units, kPairRows, 1>, r, c);
+        tile(tall ? product_tile<Units, kSingleRows, 1, End> : product_tile<Units, kPairRows, 1, End>, r, c);
         r += tall ? kSingleRows : kPairRows;
       }
     }
