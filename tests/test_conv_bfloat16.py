@@ -39,6 +39,8 @@ CASES = [
     ("winograd4", same3x3(2, 160, 160, 13, 10)),  # packed group by group
     ("winograd4", same3x3(2, 32, 48, 3, 8, 7)),
     ("winograd2", same3x3(3, 32, 16, 6, 5)),
+    ("winograd4", same3x3(2, 64, 64, 12, 13)._replace(groups=4)),
+    ("winograd4", same3x3(2, 64, 64, 9, 12)._replace(groups=8)),
     ("pieces", Case(2, 16, 24, (19,), (7,), (1,), (3,), (1,))),
     ("pieces", Case(2, 20, 16, (9, 12), (5, 5), (1, 1), (2, 2), (1, 1))),
     ("direct", Case(2, 24, 40, (9, 11), (3, 3), (2, 2), (1, 1), (1, 1))),

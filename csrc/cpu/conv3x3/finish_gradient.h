@@ -81,7 +81,7 @@ inline void sum_turned_slices(const Geometry& geometry, const float* bank, float
 // Rows of dW over all channels of a block that groups have in common: each row's own group's ones come to its
 // beginning, and zeros follow.
 inline void take_own_channels(const Geometry& geometry, bool taps_first, int64_t row_floats, float* gradients) {
-  const int64_t own = geometry.depth / geometry.sharing, taps = geometry.taps();
+  const int64_t own = geometry.row_channels(), taps = geometry.taps();
   const int64_t runs = taps_first ? taps : 1, run = taps_first ? own : own * taps;
   for (int64_t r = 0; r < kLanes; ++r) {
     float* row = gradients + r * row_floats;
@@ -97,7 +97,7 @@ template <int kLevelTaps, class Job>
 void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, float factor, const float* bank,
                      const float* bias_gradient, float* scratch) {
   const Geometry& geometry = job.geometry;
-  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.depth / geometry.sharing};
+  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.row_channels()};
   const int64_t row_floats = geometry.padded_row_floats();
   float* lanes = scratch;
   float* gradients = lanes + kLanes * shape.unit_floats;

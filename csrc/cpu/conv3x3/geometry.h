@@ -81,8 +81,9 @@ struct Geometry : MapShape, Division {
     return is_pairs() ? (images * operand_image() * channels + operand_slack() + 1) / 2 : map_size();
   }
   int64_t taps() const { return kTaps * level_taps; }  // of the kernel
-  // Of a row of v, and of one in scratch memory.
-  int64_t row_floats() const { return depth / sharing * taps(); }
+  // Of a row of v; and of one in scratch memory.
+  int64_t row_channels() const { return depth / sharing; }
+  int64_t row_floats() const { return row_channels() * taps(); }
   int64_t padded_row_floats() const { return depth_blocks * kLanes * taps(); }
   int64_t gradient_size() const { return taps() * gradient_stride; }
   // Of an output block: in a plane of a weight gradient's bank; in a plane, or a segment, of a bank.

@@ -34,7 +34,7 @@ template <int kLevelTaps, class Job>
 void pack_forward(const Job& job, int64_t convolution, int64_t output_block, const Bank& bank, float* norm,
                   float* scratch) {
   const Geometry& geometry = job.geometry;
-  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.depth / geometry.sharing};
+  const WeightShape<kLevelTaps> shape{geometry.outputs, geometry.row_channels()};
   float* staging = scratch;
   float* lanes = scratch + kLanes * shape.unit_floats;  // [16 inputs][taps][16 outputs]
   const int64_t row0 = output_block * kLanes;

@@ -234,7 +234,7 @@ WNFUSED_INLINE void finish_tile(PanelEnd& end, int64_t row, int64_t block, Block
 struct PanelProducts {
   const Met* taps;
   int64_t tap_count, first_channel, channels, bank_offset, col_stride;
-  int64_t ahead;  // from a row to one that a tile soon after reads for the first time; 0: none does
+  int64_t ahead;  // from a row's channels to those that a tile soon after reads for the first time; 0: none does
 };
 
 template <int Rows, int Cols>
@@ -384,17 +384,21 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
   aim_panel(window, maps, units, first_block, blocks, values, end);
   // A tensor that was just allocated is in no cache.
   const bool fresh = maps.target.is_in_place() && window.is_run();
-  const int64_t ahead = maps.source.is_in_place() && window.is_pointwise() ? 2 * kPairRows * channels : 0;
+  const int64_t rows_ahead = maps.source.is_in_place() && window.is_pointwise() ? 2 * kPairRows * channels : 0;
   for (int64_t b = 0; b < blocks;) {
     const int64_t block = first_block + b;
     const bool pair = kCols == 2 && takes_pair(window, block, blocks - b);
     const auto run = pair ? window_columns<kCols> : window_columns<1>;
     end.next = 0;
     if (fresh) end.next = b + kCols < blocks ? kCols * kLanes : window.conv_rows * window.target_pixel - b * kLanes;
-    run({met, count, window.first_channel(block), window.depth, block * window.block_floats(),
-         window.block_floats(), b == 0 ? ahead : 0},
-        units.count, b, end);
-    b += pair ? kCols : 1;
+    const int64_t channel = window.first_channel(block), next = b + (pair ? kCols : 1);
+    int64_t ahead = b == 0 ? rows_ahead : 0;
+    // Another group's channels: lines of the same pixels, which no processor takes for a stream.
+    if (next < blocks && window.first_channel(first_block + next) != channel)
+      ahead = window.first_channel(first_block + next) - channel;
+    run({met, count, channel, window.depth, block * window.block_floats(), window.block_floats(), ahead}, units.count, b,
+        end);
+    b = next;
   }
   if (!maps.target.own)
     for_images(window.target, units.target[0], units.count, [&](const PixelRun& run, int64_t row) {
