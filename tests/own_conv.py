@@ -191,7 +191,7 @@ def assert_same_bits_by_threads(case: Case, prepared: Any = list) -> None:
     before = torch.get_num_threads()
     results = []
     try:
-        for threads in (1, 2, 2, 3):
+        for threads in (1, 2, 2, 3, 6):
             torch.set_num_threads(threads)
             results.append(both(case, prepared(sample(case)))[0])
     finally:

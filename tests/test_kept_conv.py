@@ -16,6 +16,7 @@ if native.unavailable() is not None:
 LAYERS = {
     "winograd": (lambda: WNConv2d(230, 219, 3, padding=1, activation="relu"), (1, 230, 8, 7)),
     "winograd, groups": (lambda: WNConv2d(512, 480, 3, padding=1, groups=2), (1, 512, 8, 7)),
+    "winograd, groups that share blocks": (lambda: WNConv2d(1024, 1024, 3, padding=1, groups=128), (1, 1024, 9, 8)),
     "winograd over three dims": (lambda: WNConv3d(224, 224, 3, padding=1), (2, 224, 2, 5, 4)),
     "pieces": (lambda: WNConv1d(98, 102, 7, padding=6, dilation=2, activation="leaky_relu"), (2, 98, 100)),
     "pieces, groups": (lambda: WNConv1d(192, 192, 5, padding=2, groups=2), (2, 192, 70)),

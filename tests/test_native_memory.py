@@ -88,10 +88,11 @@ def test_large_maps_are_tensors_like_others(tmp_path):
     assert torch.equal(torch.load(tmp_path / "y.pt"), expected)
     with pytest.raises(RuntimeError, match="resize"):
         y.view_as(y).resize_(2, *y.shape[1:])
-    y.share_memory_()
-    assert y.is_shared()
     del layer
     wnfused.empty_cache()
+    assert torch.equal(y, expected)
+    y.share_memory_()
+    assert y.is_shared()
     assert torch.equal(y, expected)
 
 
@@ -187,6 +188,19 @@ def test_tensors_take_the_memory_that_is_kept():
         del kept
         resource.setrlimit(resource.RLIMIT_AS, (int(pages(0) + 64) * 2**20, resource.RLIM_INFINITY))
         assert large(x).nbytes == 240e6
+    """)
+
+
+@pytest.mark.skipif(not LINUX or platform.libc_ver()[0] != "glibc", reason="limits the address space")
+def test_the_heap_serves_where_nothing_can_be_mapped():
+    run("""
+    layer, x = wnfused.WNLinear(32, 5200), torch.randn(1000, 32)
+    with torch.no_grad():
+        layer(x[:1])
+        blocks = [torch.ones(2**19) for _ in range(60)]  # of 2 MB, in the heap
+        del blocks[1:-1]  # what lies between the last and the first one stays there
+        resource.setrlimit(resource.RLIMIT_AS, (int(pages(0) + 4) * 2**20, resource.RLIM_INFINITY))
+        assert layer(x).shape == (1000, 5200)
     """)
 
 

@@ -7,13 +7,17 @@
 namespace wnfused::cpu {
 namespace {
 
+// Whether groups of so many channels, a half or a quarter of a block, fill all blocks.
+bool fill_blocks(const ConvShape& shape, int64_t channels) {
+  return (channels == 4 || channels == 8) && shape.groups % groups_in_blocks(channels) == 0;
+}
+
 // Groups that a sum over taps or pieces suits: whose outputs are whole blocks; their inputs, the data gradient's
 // outputs, may be a half or a quarter of one. And groups of four channels by pieces: all else that shares blocks of
 // outputs has too many zeros among its products, and the vendor is as fast.
 bool suits_groups(const ConvShape& shape) {
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  const bool shared = (inputs == 4 || inputs == 8) && shape.groups % (kLanes / inputs) == 0;
-  if (inputs % kLanes != 0 && !shared) return false;
+  if (inputs % kLanes != 0 && !fill_blocks(shape, inputs)) return false;
   return outputs % kLanes == 0 || (inputs == 4 && outputs == 4 && suits_pieces(shape));
 }
 
@@ -48,7 +52,7 @@ double map_floats(const MapShape& map, const Triple& size, const Triple& border)
 
 bool takes_winograd(const ConvShape& shape) {
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  const bool shared = (inputs == 4 || inputs == 8) && inputs == outputs && shape.groups % (kLanes / inputs) == 0;
+  const bool shared = inputs == outputs && fill_blocks(shape, inputs);
   const bool blocks = (inputs % kLanes == 0 && outputs % kLanes == 0) || shared;
   const auto is = [&](int64_t Triple::*at, int64_t kernel) {
     return shape.kernel.*at == kernel && shape.stride.*at == 1 && shape.dilation.*at == 1 &&

@@ -31,8 +31,8 @@ bool is_direct_first_layer(const ConvTraits& layer);
 // Floats of y from which a first layer is large: its output is more than a call's cost.
 constexpr int64_t kLargeFirstLayer = int64_t{1} << 18;
 
-// 3x3 layers that keep the size of a map, and over three dims 3x3x3 and 1x3x3 ones; in groups of whole blocks, of one
-// level.
+// 3x3 layers that keep the size of a map, and over three dims 3x3x3 and 1x3x3 ones; of one level in groups,
+// too, of whole blocks, or of 4 or 8 channels in and out.
 bool takes_winograd(const ConvShape& shape);
 
 // Floats of copies of x, with so wide a border, and of y, in the layout of the kernels; backward there are as many

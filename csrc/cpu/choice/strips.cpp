@@ -60,7 +60,7 @@ bool is_dense(const ConvShape& shape) {
 }
 
 // Groups of eight channels and more that Winograd's method takes in two dims, with as many multiplications for sixteen
-// channels as there are here for four: as fast or faster, for all that their maps are copied.
+// channels as there are here for four, on 4x4 tiles: as fast or faster, for all that their maps are copied.
 bool has_winograd_groups(const ConvTraits& layer) {
   constexpr int64_t kChannels = 8;
   const ConvShape& shape = layer.shape;
@@ -73,7 +73,7 @@ bool has_strips(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
   if (!strip_kernels() || layer.is_plain_conv() || layer.bfloat16 || !shape.has_one_level()) return false;
   if (shape.is_depthwise() || has_large_steps(shape) || !is_dense(shape)) return false;
-  if (has_narrow_strips(shape, layer.transposed) || has_winograd_groups(layer)) return false;
+  if (has_narrow_strips(shape, layer.transposed)) return false;
   if (!(layer.last ? has_few_turned(shape, layer.transposed) : has_few_channels(shape))) return false;
   return !has_short_lines(shape) || !float_method(shape, layer.transposed);
 }
@@ -88,11 +88,13 @@ bool suits_strips(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
   const bool strided = shape.stride.product() > 1 && shape.taps() > kManyTaps && shape.groups == 1;
   const bool vendors = !layer.transposed && strided && shape.output_size().column < kShortLine;
-  return !vendors && !has_many_turned(layer) && has_strips(layer);
+  return !vendors && !has_many_turned(layer) && !has_winograd_groups(layer) && has_strips(layer);
 }
 
 bool suits_strips_backward(const ConvTraits& layer, const Needs& needs) {
-  return (needs.x || !has_many_turned(layer)) && has_strips(layer);
+  // A bias gradient without that of the weight only strips have.
+  const bool winograd = (needs.v || !needs.bias) && has_winograd_groups(layer);
+  return !winograd && (needs.x || !has_many_turned(layer)) && has_strips(layer);
 }
 
 }  // namespace wnfused::cpu

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "cpu/vec/lanes.h"
 
@@ -33,6 +34,11 @@ struct MapShape {
 
 MapShape map_shape(int64_t images, int64_t channels, int64_t height, int64_t width);
 
+constexpr int64_t kBankCache = 3 << 16;  // floats of a bank that a worker's cache has room for
+
+// How many groups of so many channels fill whole blocks of them.
+constexpr int64_t groups_in_blocks(int64_t channels) { return kLanes / std::gcd(channels, kLanes); }
+
 // How the work of a convolution and of its weight gradient is divided among workers.
 struct Division {
   // Neighbouring items, which one worker gets, share their output blocks and so their weights, or else their chunk or
@@ -45,7 +51,7 @@ struct Division {
   // A worker's bank has room for the blocks of one group alone.
   bool narrow_banks;
   // These are so few that they never leave its cache: they are packed, read and overwritten by the next group's. A
-  // chunk's panel stays for all groups.
+  // chunk's panel stays for the next group, if that is the next item and sums over the same channels.
   bool by_groups;
   // A convolution: chunks of panel rows x groups of output blocks.
   int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
@@ -118,11 +124,10 @@ void narrow_banks(G& geometry) {
 // packed, read and overwritten there. False, and nothing is changed, where the banks fit.
 template <class G>
 bool divide_groups(int64_t least, G& geometry) {
-  constexpr int64_t kCache = 3 << 16;  // floats
   const int64_t block = geometry.planes * geometry.block_floats();
-  if (geometry.conv_group_blocks * block <= kCache) return false;
+  if (geometry.conv_group_blocks * block <= kBankCache) return false;
   const int64_t most = geometry.conv_group_blocks;
-  geometry.conv_group_blocks = std::clamp(kCache / block, std::min(least, most), most);
+  geometry.conv_group_blocks = std::clamp(kBankCache / block, std::min(least, most), most);
   geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
   geometry.weights_stay = geometry.own_banks = geometry.by_groups = true;
   narrow_banks(geometry);

@@ -397,7 +397,8 @@ WNFUSED_INLINE bool finds_panel(const Geometry& geometry, int64_t item, LeftPane
 }
 
 // Item `item` of a convolution: one chunk of units, one group of output blocks. gathered: the last item that ran on
-// this scratch was one of the same chunk, by Winograd's method in two dims.
+// this scratch was one of the same chunk and the same channels, by Winograd's method in two dims. A panel that its
+// product overwrote is not met again: no other output block sums over its channels.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
                              const float* zeros, const float* bank, const ConvEpilogue<float>& epilogue,

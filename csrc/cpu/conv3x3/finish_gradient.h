@@ -79,7 +79,7 @@ inline void sum_turned_slices(const Geometry& geometry, const float* bank, float
 }
 
 // Rows of dW over all channels of a block that groups have in common: each row's own group's ones come to its
-// beginning, and zeros follow.
+// beginning; finish_rows clears what follows.
 inline void take_own_channels(const Geometry& geometry, bool taps_first, int64_t row_floats, float* gradients) {
   const int64_t own = geometry.row_channels(), taps = geometry.taps();
   const int64_t runs = taps_first ? taps : 1, run = taps_first ? own : own * taps;
@@ -87,7 +87,6 @@ inline void take_own_channels(const Geometry& geometry, bool taps_first, int64_t
     float* row = gradients + r * row_floats;
     const float* source = row + r / own * run;
     for (int64_t i = 0; i < runs; ++i) __builtin_memmove(row + i * run, source + i * kLanes, run * sizeof(float));
-    __builtin_memset(row + runs * run, 0, (row_floats - runs * run) * sizeof(float));
   }
 }
 

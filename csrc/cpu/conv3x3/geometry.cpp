@@ -1,6 +1,5 @@
 // How 3x3 convolutions are cut into panels, chunks, slices and groups; see division.h for the terms.
 #include <algorithm>
-#include <numeric>
 
 #include "cpu/conv3x3/geometry.h"
 
@@ -44,11 +43,10 @@ namespace {
 
 // Divides the layer of several groups: an item reads the channels of one, and multiplies by a bank that stays in a
 // worker's cache.
-void divide_by_channels(Geometry& geometry) {
-  constexpr int64_t kCache = 3 << 16;  // floats
+void divide_by_convolution_groups(Geometry& geometry) {
   const int64_t block = geometry.planes * geometry.block_floats();
   int64_t blocks = geometry.group_blocks;
-  while (blocks > 1 && (geometry.group_blocks % blocks != 0 || blocks * block > kCache)) --blocks;
+  while (blocks > 1 && (geometry.group_blocks % blocks != 0 || blocks * block > kBankCache)) --blocks;
   geometry.conv_group_blocks = blocks;
   geometry.conv_groups = geometry.output_blocks / blocks;
   geometry.weights_stay = geometry.own_banks = geometry.by_groups = true;
@@ -69,7 +67,7 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
   geometry.outputs = channels.outputs;
   geometry.output_blocks = divide_up(channels.outputs, kLanes);
   geometry.padded_outputs = geometry.output_blocks * kLanes;
-  geometry.sharing = channels.groups == 1 ? 1 : kLanes / std::gcd(channels.outputs / channels.groups, kLanes);
+  geometry.sharing = channels.groups == 1 ? 1 : groups_in_blocks(channels.outputs / channels.groups);
   geometry.groups = channels.groups / geometry.sharing;
   geometry.depth = channels.inputs / geometry.groups;
   geometry.depth_blocks = divide_up(geometry.depth, kLanes);
@@ -94,7 +92,7 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
   // So many groups are parallel enough.
   if (geometry.groups > 1) slice_units = std::max(slice_units, divide_up(geometry.units * geometry.groups, kMaxSlices));
   divide_gradient(work, geometry.units, slice_units, geometry);
-  if (geometry.groups > 1) divide_by_channels(geometry);
+  if (geometry.groups > 1) divide_by_convolution_groups(geometry);
   // Reading panels again from the last level of cache is cheaper than transforming their inputs again for every group.
   constexpr int64_t kKeptFloats = 3 << 19;
   const int64_t panels = divide_up(std::min(geometry.wgrad_slice_units, geometry.units), geometry.wgrad_rows);

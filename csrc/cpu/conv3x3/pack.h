@@ -1,6 +1,6 @@
 // Parameters to banks.
 //
-//   bank: [planes][C/16][C][16]
+//   bank: [planes][C/16][C][16]           of a layer in groups [planes][outputs/16][a group's channels][16]
 //
 //   pack_forward    rows of 16 outputs -> lanes are outputs;   the row norm first, from the same cache lines
 //   pack_backward   lanes are inputs, depth is outputs, taps turned by 180 degrees

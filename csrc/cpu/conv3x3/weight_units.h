@@ -12,7 +12,7 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// v of one convolution: [outputs][inputs][taps].
+// v of one convolution: [outputs][inputs of a group][taps].
 template <int kLevelTaps>
 struct WeightShape {
   int64_t outputs, inputs;

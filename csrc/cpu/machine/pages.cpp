@@ -8,6 +8,7 @@
 #endif
 
 #include <cstdlib>
+#include <utility>
 
 namespace wnfused::cpu {
 namespace {
@@ -20,8 +21,6 @@ constexpr bool kMaps = WNFUSED_HAS_MMAP;
 
 constexpr int64_t kMapped = int64_t{1} << 20;  // bytes
 constexpr size_t kLine = 64;
-
-bool is_mapped(int64_t bytes) { return kMaps && bytes >= kMapped; }
 
 #if WNFUSED_HAS_MMAP
 void* map(size_t bytes) {
@@ -46,14 +45,19 @@ void unmap(void*, size_t) {}
 std::unique_ptr<Pages> Pages::allocate(int64_t floats) {
   constexpr int64_t kMost = INT64_MAX / static_cast<int64_t>(sizeof(float)) - static_cast<int64_t>(kLine);
   if (floats < 0 || floats > kMost) return nullptr;
-  const int64_t bytes = floats * static_cast<int64_t>(sizeof(float));
-  const size_t whole = (static_cast<size_t>(bytes) / kLine + 1) * kLine;
-  void* data = is_mapped(bytes) ? map(static_cast<size_t>(bytes)) : std::aligned_alloc(kLine, whole);
-  return std::unique_ptr<Pages>(data ? new Pages(static_cast<float*>(data), floats) : nullptr);
+  std::unique_ptr<Pages> pages(new Pages);
+  pages->floats_ = floats;
+  const auto bytes = static_cast<size_t>(pages->bytes());
+  void* data = kMaps && pages->bytes() >= kMapped ? map(bytes) : nullptr;
+  pages->mapped_ = data != nullptr;
+  // Where no more can be mapped there may be room in the heap still.
+  if (!data) data = std::aligned_alloc(kLine, (bytes / kLine + 1) * kLine);
+  pages->data_ = static_cast<float*>(data);
+  return data ? std::move(pages) : nullptr;
 }
 
 Pages::~Pages() {
-  if (is_mapped(bytes())) unmap(data_, static_cast<size_t>(bytes()));
+  if (mapped_) unmap(data_, static_cast<size_t>(bytes()));
   else std::free(data_);
 }
 

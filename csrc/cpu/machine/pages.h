@@ -10,7 +10,7 @@ namespace wnfused::cpu {
 
 class Pages {
  public:
-  // Uninitialised, at the beginning of a cache line. Null where there is no memory.
+  // Uninitialised, at the beginning of a cache line. Null where there is no memory, in the heap either.
   static std::unique_ptr<Pages> allocate(int64_t floats);
   ~Pages();
   Pages(const Pages&) = delete;
@@ -21,10 +21,11 @@ class Pages {
   int64_t bytes() const { return floats_ * static_cast<int64_t>(sizeof(float)); }
 
  private:
-  Pages(float* data, int64_t floats) : data_(data), floats_(floats) {}
+  Pages() = default;
 
-  float* data_;
-  int64_t floats_;
+  float* data_ = nullptr;
+  int64_t floats_ = 0;
+  bool mapped_ = false;
 };
 
 }  // namespace wnfused::cpu

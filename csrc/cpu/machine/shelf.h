@@ -15,10 +15,10 @@ namespace wnfused::cpu {
 template <int kSlots>
 class Shelf {
  public:
-  // kept_floats: how many it keeps at most, asked when the first pages come.
+  // kept_floats: how many it keeps at most.
   explicit constexpr Shelf(int64_t (*kept_floats)()) : kept_floats_(kept_floats) {}
 
-  // The smallest of at least `floats` and at most `most`. Where there are none null, and the largest smaller ones go:
+  // The smallest of at least `floats` and at most `most`. Where there are none null, and the largest one below goes:
   // what grows from call to call would otherwise leave all sizes behind that it has had.
   std::unique_ptr<Pages> take(int64_t floats, int64_t most) {
     clock_.fetch_add(1, std::memory_order_relaxed);

@@ -1,15 +1,15 @@
 // Sharing the work of one call among the tasks of torch's thread pool, without ever assuming that they run at once.
 //
-// A call is a sequence of phases, each a few groups of independent items; items of a phase start only when every item of
-// the phases before it is done. Every group is cut into as many shares as there are workers, in order:
+// A call is a sequence of phases, each a few groups of independent items; items of a phase start only when every item
+// of the phases before it is done. Every group is cut into as many shares as there are workers, in order:
 //
 //        group 0                group 1       group 2
 //   | 0 1 2 3 : 4 5 6 7 |  8 9 10 : 11 12 |   : 13  |       share of worker 0 : share of worker 1
 //
-// A worker takes its own share first. Groups of the same shape are cut at the same places in every phase, so a worker finds
-// the memory that it reads and writes in its own cache: an item whose lines must be called back from another core takes
-// up to three times as long, there and in the next phase at home. So a worker that is done with its share gives the others
-// a few microseconds to end theirs, and only then helps with what they have not begun.
+// A worker takes its own share first. Groups of the same shape are cut at the same places in every phase, so a worker
+// finds the memory that it reads and writes in its own cache: an item whose lines must be called back from another core
+// takes up to three times as long, there and in the next phase at home. So a worker that is done with its share gives
+// the others a few microseconds to end theirs, and only then helps with what they have not begun.
 //
 // An item that was taken is being run by a worker that is running, so nobody waits for a task that the pool has yet to
 // start: one worker alone finishes everything, and a late one finds nothing left and leaves. Which worker runs an item
@@ -42,8 +42,8 @@ class WorkQueue {
     int64_t begin, end;
   };
 
-  // The next positions of a share of `size` items in phase `phase`, counted from 1, of which most(left) says how many; none
-  // if none is left. The caller has seen every phase before this one done.
+  // The next positions of a share of `size` items in phase `phase`, counted from 1, of which most(left) says how many;
+  // none if none is left. The caller has seen every phase before this one done.
   template <class Most>
   Taken take(int64_t share, uint32_t phase, int64_t size, const Most& most) {
     std::atomic<uint64_t>& cursor = shares_[share].cursor;
@@ -79,7 +79,8 @@ class WorkQueue {
     return false;
   }
 
-  // Spins, then sleeps: other programs may keep the awaited worker from its core, or it may be waiting for this very one.
+  // Spins, then sleeps: other programs may keep the awaited worker from its core, or it may be waiting for this very
+  // one.
   void wait_until_done(int64_t items) {
     if (spin_until_done(items, [] { return false; })) return;
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
@@ -124,11 +125,13 @@ class Worker {
 
   // Whether an item of a group of `items` is the first or the last of this worker's share: its neighbour is another's.
   bool is_at_edge(int64_t item, int64_t items) const {
-    return !is_alone() && (item == share_begin(items, index_) || item + 1 == share_begin(items, index_ + 1));
+    return !is_alone() && (item == share_begin(items, index_) || is_last(item, items));
   }
 
-  // Runs this worker's part of groups of so many items, numbered through. Every worker calls phase() with the same groups
-  // in the same order.
+  bool is_last(int64_t item, int64_t items) const { return item + 1 == share_begin(items, index_ + 1); }
+
+  // Runs this worker's part of groups of so many items, numbered through. Every worker calls phase() with the same
+  // groups in the same order.
   template <class Run>
   void phase(std::initializer_list<int64_t> groups, const Run& run) {
     ++phase_;

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -152,6 +153,7 @@ Tensor lasting_floats(int64_t floats) {
   if (room > kSlabFloats / 2) {
     std::shared_ptr<Pages> own = fresh_pages(floats);
     float* data = own->data();
+    poison_for_tests(data, own->bytes());
     return tensor_in(data, {floats}, {1}, ScalarType::Float, [own = std::move(own)](void*) {});
   }
   std::unique_ptr<Slab> slab(filling.exchange(nullptr));

@@ -43,8 +43,8 @@ struct Recycled {
 };
 
 // The same for what a training step frees and allocates again and again: float32 and bfloat16 tensors keep their memory
-// for the next call, in all at most a quarter of what there is. Their storage cannot be resized. Gradients and scratch,
-// from 1 MB on: those of narrow stages fit into the maps of wide ones, used up by then.
+// for the next call, in all at most a quarter of what there is, or 1 GB. Their storage cannot be resized. Gradients and
+// scratch, from 1 MB on: those of narrow stages fit into the maps of wide ones, used up by then.
 constexpr Recycled kRecycledGradients{int64_t{1} << 18, 1};
 torch::stable::Tensor recycled_empty(Sizes sizes, Sizes strides, torch::headeronly::ScalarType dtype,
                                      Recycled recycled = kRecycledGradients);

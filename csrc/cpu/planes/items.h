@@ -1,4 +1,5 @@
-// The wide operand of a product of planes (planes.h): blocks of pixels, packed group by group, the next one being fetched.
+// The wide operand of a product of planes (planes.h): blocks of pixels, packed group by group, the next one being
+// fetched.
 #pragma once
 
 #include "cpu/linear/driver.h"
@@ -126,7 +127,7 @@ class PlaneItems {
 
   // Of a group that this worker is to pack next.
   UpcomingPixels upcoming(int64_t group, int64_t steps) const {
-    if (group == groups_.parts || worker_.is_at_edge(group * rows_.parts - 1, count())) return {};
+    if (group == groups_.parts || worker_.is_last(group * rows_.parts - 1, count())) return {};
     if (wide_.size() > kStays) return {};
     return {shape_, maps_, channels_, groups_.begin(group), size(group), steps};
   }

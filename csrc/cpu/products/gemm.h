@@ -7,8 +7,8 @@
 //
 //        broadcast d of row r     x     vector d of the block    ->   accumulator [r][block]
 //
-// A unit of the depth is one float, or two bfloat16 side by side. Packing scales, converts and pads: rows and lanes that
-// there are not, and the odd half of a last pair, are zeros.
+// A unit of the depth is one float, or two bfloat16 side by side. Packing scales, converts and pads: rows and lanes
+// that there are not, and the odd half of a last pair, are zeros.
 //
 // Floor: rows x lanes x depth multiply-adds, with AVX-512 8 x 3 Blocks of them to 11 loads.
 #pragma once
@@ -165,8 +165,8 @@ struct StoreSums {
   WNFUSED_INLINE void operator()(const Block& sum, float* target, int64_t) const { store(target, sum); }
 };
 
-// Every chunk of the depth is summed from zero and added as a whole: a sum of many chunks rounds as often as one of them
-// has units and the depth has chunks, not as often as both multiplied.
+// Every chunk of the depth is summed from zero and added as a whole: a sum of many chunks rounds as often as one of
+// them has units and the depth has chunks, not as often as both multiplied.
 template <class Units, int Rows, int Cols, class End>
 inline void product_tile(const float* narrow, const float* wide, int64_t wide_stride, int64_t units, float* out,
                          int64_t out_stride, int64_t out_col_stride, bool accumulate, int64_t row, const End& end) {
@@ -205,7 +205,8 @@ struct VectorProducts {
 
   // Tiles of so many rows and blocks, at least.
   static constexpr int64_t tiles(int64_t rows, int64_t blocks) {
-    return divide_up(rows, kCols == 2 ? kPairRows : kSingleRows) * divide_up(blocks, kCols == 2 ? 3 : 1);
+    if (kCols == 2 && blocks > 1) return divide_up(rows, kPairRows) * divide_up(blocks, 3);
+    return divide_up(rows, kTallRows > 0 ? kTallRows : kSingleRows) * blocks;
   }
 
   // out = (out if accumulate) + narrow wide, for a multiple of kRows rows; blocks of out are `out_col_stride` floats

@@ -1,7 +1,6 @@
 #include "cpu/window/window.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "cpu/products/wide.h"
 
@@ -40,7 +39,7 @@ Window make_window(const ConvShape& shape, int64_t inputs, const Triple& from, i
     window.group_channels = kLanes;
   } else if (shape.groups > 1) {
     const int64_t outputs = target.channels / shape.groups;
-    window.sharing = kLanes / std::gcd(outputs, kLanes);
+    window.sharing = groups_in_blocks(outputs);
     window.depth = window.bank_depth = window.group_channels = source.channels / shape.groups * window.sharing;
     window.group_blocks = outputs * window.sharing / kLanes;
   } else {
