@@ -93,7 +93,8 @@ void small_linear_backward(const LinearGradient& call, const Tensor& dz) {
   const int64_t worth = std::min(work / (2 * kGrain), shape.features / kLeastFeatures);
   const int64_t shares = std::clamp<int64_t>(worth, 1, kMostShares);
   const int64_t features = divide_up(shape.features, shares);
-  const int64_t room = dv.bfloat16 && shape.rows > 1 ? kSmallTile * shape.inner : 0;
+  // A single row's dw is not kept between two passes; that of no row is zeros, which are.
+  const int64_t room = dv.bfloat16 && shape.rows != 1 ? kSmallTile * shape.inner : 0;
   std::vector<float> partial(dx ? (shares - 1) * size : 0, 0.0f), scratch(shares * room);
   if (dx) std::fill(dx, dx + size, 0.0f);
   share_out(0, shares, 1, [&](int64_t begin, int64_t end) {
