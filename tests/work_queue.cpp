@@ -40,6 +40,33 @@ bool run(int64_t workers, int round) {
   return true;
 }
 
+// An item that throws, the others' sleep notwithstanding: every worker leaves, no item of a later phase has run, and the
+// exception is there.
+bool fails(int64_t workers, int64_t thrower) {
+  WorkQueue queue(workers);
+  std::atomic<int64_t> later{0};
+  const auto work = [&](int64_t index) {
+    Worker worker(queue, index);
+    worker.phase({kItems}, [&](int64_t i) {
+      if (i == thrower) {
+        sleep_for(1000);
+        throw thrower;
+      }
+    });
+    worker.phase({kItems}, [&](int64_t) { ++later; });
+  };
+  std::vector<std::thread> threads;
+  for (int64_t w = 1; w < workers; ++w) threads.emplace_back(work, w);
+  work(0);
+  for (std::thread& thread : threads) thread.join();
+  try {
+    queue.rethrow();
+  } catch (int64_t thrown) {
+    return thrown == thrower && later == 0;
+  }
+  return false;
+}
+
 // Where the owner changes from one item to the next, both are at an edge; a worker alone has none.
 bool edges(int64_t workers) {
   WorkQueue queue(workers);
@@ -64,5 +91,7 @@ int main(int, char** arguments) {
   if (!edges(workers)) return std::puts("an edge is missing"), 1;
   for (int round = 0; round < 100; ++round)
     if (!run(workers, round)) return std::puts("a phase was lost"), 1;
+  for (int64_t thrower = 0; thrower < kItems; thrower += 7)
+    if (!fails(workers, thrower)) return std::puts("an exception was lost"), 1;
   return 0;
 }

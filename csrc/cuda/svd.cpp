@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <tuple>
 #include <utility>
 
@@ -19,20 +20,20 @@ namespace {
 constexpr int64_t kMostRows = 32;           // the library's own limit, of rows and of columns
 constexpr int64_t kMostMatrices = 1 << 15;  // go together: the library's workspace grows with them
 
-// How exact the rotations are to be, and in which order the values come: read by the call, not by what it launches.
-class JacobiOptions {
- public:
-  explicit JacobiOptions(double tolerance) {
-    const cusolver::Library& library = cusolver::library();
-    cusolver::check(library.create_jacobi(&options), "cusolverDnCreateGesvdjInfo");
-    cusolver::check(library.set_tolerance(options, tolerance), "cusolverDnXgesvdjSetTolerance");
-    cusolver::check(library.set_sort(options, 1), "cusolverDnXgesvdjSetSortEig");
-  }
-  ~JacobiOptions() { cusolver::library().destroy_jacobi(options); }
-  JacobiOptions(const JacobiOptions&) = delete;
-
-  cusolver::Jacobi* options = nullptr;
+struct Destroy {
+  void operator()(cusolver::Jacobi* options) const { cusolver::library().destroy_jacobi(options); }
 };
+
+// How exact the rotations are to be, and in which order the values come: read by the call, not by what it launches.
+std::unique_ptr<cusolver::Jacobi, Destroy> jacobi_options(double tolerance) {
+  const cusolver::Library& library = cusolver::library();
+  cusolver::Jacobi* created = nullptr;
+  cusolver::check(library.create_jacobi(&created), "cusolverDnCreateGesvdjInfo");
+  std::unique_ptr<cusolver::Jacobi, Destroy> options(created);
+  cusolver::check(library.set_tolerance(options.get(), tolerance), "cusolverDnXgesvdjSetTolerance");
+  cusolver::check(library.set_sort(options.get(), 1), "cusolverDnXgesvdjSetSortEig");
+  return options;
+}
 
 template <class T>
 void decompose(T* a, T* values, T* left, T* right, int* info, int64_t count, int64_t rows, int64_t columns,
@@ -45,15 +46,15 @@ void decompose(T* a, T* values, T* left, T* right, int* info, int64_t count, int
     else
       return std::pair(library.dgesvdj_batched_size, library.dgesvdj_batched);
   }();
-  const JacobiOptions jacobi(std::numeric_limits<T>::epsilon());
+  const auto options = jacobi_options(std::numeric_limits<T>::epsilon());
   const auto mode = cusolver::EigenMode::kVectors;
   const int m = static_cast<int>(columns), n = static_cast<int>(rows), batch = static_cast<int>(count);
   int size = 0;
-  cusolver::check(size_of(handle, mode, m, n, a, m, values, right, m, left, n, &size, jacobi.options, batch),
+  cusolver::check(size_of(handle, mode, m, n, a, m, values, right, m, left, n, &size, options.get(), batch),
                   "cusolverDngesvdjBatched_bufferSize");
   const Tensor work = cusolver::device_bytes(device, size * sizeof(T));
   cusolver::check(run(handle, mode, m, n, a, m, values, right, m, left, n, static_cast<T*>(work.mutable_data_ptr()),
-                      size, info, jacobi.options, batch),
+                      size, info, options.get(), batch),
                   "cusolverDngesvdjBatched");
 }
 

@@ -35,10 +35,15 @@ int64_t least_limit(const std::string& root, std::string group, const std::strin
   }
 }
 
+// Found when the library is loaded, so that no fork comes between.
+const int64_t size = std::min(machine_size(), group_limit());
+
+}  // namespace
+
 // Of the groups of this process: of version 2 in lines "0::/group", of version 1 in lines "4:cpu,memory:/group".
-int64_t group_limit() {
+int64_t group_limit(const std::string& root) {
   int64_t least = INT64_MAX;
-  std::ifstream groups("/proc/self/cgroup");
+  std::ifstream groups(root + "/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
     std::string number, controllers, group;
     std::istringstream parts(line);
@@ -46,18 +51,13 @@ int64_t group_limit() {
     std::getline(parts, controllers, ':');
     if (!std::getline(parts, group)) continue;
     if (controllers.empty()) {
-      least = std::min(least, least_limit("/sys/fs/cgroup", group, "memory.max"));
+      least = std::min(least, least_limit(root + "/sys/fs/cgroup", group, "memory.max"));
     } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
-      least = std::min(least, least_limit("/sys/fs/cgroup/memory", group, "memory.limit_in_bytes"));
+      least = std::min(least, least_limit(root + "/sys/fs/cgroup/memory", group, "memory.limit_in_bytes"));
     }
   }
   return least;
 }
-
-// Found when the library is loaded, so that no fork comes between.
-const int64_t size = std::min(machine_size(), group_limit());
-
-}  // namespace
 
 int64_t memory_size() { return size; }
 

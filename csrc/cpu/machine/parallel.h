@@ -40,6 +40,7 @@ void run_workers(int64_t workers, const Run& run) {
     run(worker);
   };
   share_out(0, workers, 1, task);
+  queue.rethrow();
 }
 
 }  // namespace wnfused::cpu

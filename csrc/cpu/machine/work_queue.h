@@ -14,12 +14,16 @@
 // An item that was taken is being run by a worker that is running, so nobody waits for a task that the pool has yet to
 // start: one worker alone finishes everything, and a late one finds nothing left and leaves. Which worker runs an item
 // never changes what the item computes, so results do not depend on the number of threads.
+//
+// An item that throws ends the call: nobody waits for it, no later phase runs, and whoever made the queue throws again.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "cpu/machine/sleep.h"
@@ -57,6 +61,19 @@ class WorkQueue {
       const uint64_t next = (static_cast<uint64_t>(phase) << 32) + static_cast<uint64_t>(end);
       if (cursor.compare_exchange_weak(seen, next, std::memory_order_relaxed)) return {begin, end};
     }
+  }
+
+  // Of the exceptions of several workers the first is kept.
+  void fail(std::exception_ptr exception) {
+    if (!failing_.exchange(true)) exception_ = std::move(exception);
+    count_done(kFailed);
+  }
+
+  bool has_failed() const { return done_.load(std::memory_order_acquire) >= kFailed; }
+
+  // When every worker has left.
+  void rethrow() const {
+    if (exception_) std::rethrow_exception(exception_);
   }
 
   // What the items before did is visible to whoever sees them counted.
@@ -105,8 +122,12 @@ class WorkQueue {
 #endif
   }
 
+  static constexpr int64_t kFailed = int64_t{1} << 48;  // more than a call has items, and room to add many of them
+
   std::vector<Share> shares_;
   std::atomic<int64_t> present_{0};
+  std::atomic<bool> failing_{false};
+  std::exception_ptr exception_;
   // Who sleeps, and the word that changes for them: beside what is read in every wait anyway.
   alignas(64) std::atomic<int64_t> done_{0};
   std::atomic<int32_t> sleepers_{0};
@@ -136,6 +157,7 @@ class Worker {
   void phase(std::initializer_list<int64_t> groups, const Run& run) {
     ++phase_;
     queue_.wait_until_done(start_);
+    if (queue_.has_failed()) return;
     run_share(groups, index_, run);
     for (const int64_t items : groups) start_ += items;
     const Clock::time_point patience = Clock::now() + kPatience;
@@ -157,7 +179,11 @@ class Worker {
     for (;;) {
       const WorkQueue::Taken taken = queue_.take(share, phase_, size, most);
       if (taken.begin == taken.end) break;
-      for (int64_t position = taken.begin; position < taken.end; ++position) run(item_of(groups, share, position));
+      try {
+        for (int64_t position = taken.begin; position < taken.end; ++position) run(item_of(groups, share, position));
+      } catch (...) {
+        return queue_.fail(std::current_exception());
+      }
       done += taken.end - taken.begin;
     }
     if (done) queue_.count_done(done);
