@@ -263,7 +263,8 @@ def declarations():
     csrc = ROOT / "csrc"
     folders = (csrc / name for name in ("autograd", "python", "cuda"))
     files = [csrc / "needs.h", csrc / "ops.h", *(file for folder in folders for file in sorted(folder.iterdir()))]
-    return {str(file.relative_to(csrc)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    files.append(ROOT / "wnfused" / "backends" / "native_schemas.py")
+    return {file.relative_to(ROOT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def torch_version():

@@ -1,4 +1,4 @@
-// One declaration for each kernel of torch.ops.wnfused_native. The schemas stand in wnfused/backends/native.py,
+// One declaration for each kernel of torch.ops.wnfused_native. The schemas stand in wnfused/backends/native_schemas.py,
 // the mathematics in wnfused/reference.py.
 #pragma once
 

@@ -572,3 +572,36 @@ def test_a_slope_that_no_layer_takes_is_not_fused():
     converted = wnfused.convert(nn.Sequential(new(nn.Linear(4, 4)), nn.LeakyReLU(float("inf"))))
     assert converted[0].activation is None
     converted(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        torch.optim.swa_utils.AveragedModel,
+        nn.DataParallel,
+        lambda layer: torch.compile(layer, backend="eager"),
+        lambda layer: torch.optim.swa_utils.AveragedModel(torch.compile(layer, backend="eager")),
+    ],
+)
+@pytest.mark.parametrize("norm", [new, None], ids=["normalised", "plain"])
+def test_a_single_layer_behind_a_wrapper(caplog, wrap, norm):
+    """There is no way through it that could change, and the wrapper is no layer."""
+    layer = nn.Linear(3, 3) if norm is None else norm(nn.Linear(3, 3))
+    model, x = wrap(layer), torch.randn(4, 3)
+    expected = layer(x)
+    converted = wnfused.convert(model, plain=norm is None)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert any(isinstance(module, wnfused.WNLinear) for module in converted.modules())
+    torch.testing.assert_close(converted(x), expected)
+
+
+def test_weights_without_a_finite_norm_stay(caplog):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    with torch.no_grad():
+        model[0].weight.mul_(1e20)
+    expected = model(x)
+    wnfused.convert(model, plain=True)
+    assert type(model[0]) is nn.Linear
+    assert isinstance(model[2], wnfused.WNLinear)
+    assert "0: left alone, its weight has rows whose norm is infinite in float32" in caplog.text
+    torch.testing.assert_close(model(x), expected)

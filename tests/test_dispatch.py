@@ -171,7 +171,7 @@ def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
     package = tmp_path / "wnfused"
     package.mkdir()
     (package / "_cpu.abi3.so").write_bytes(b"not a library")
-    (package / "_build.json").write_text('{"not_built": {}, "declarations": {"ops.h": "of older sources"}}')
+    (package / "_build.json").write_text('{"not_built": {}, "declarations": {"csrc/ops.h": "of older sources"}}')
     monkeypatch.setattr(library, "_PACKAGE", package)
     assert "does not load" in library.opened("cpu")
     (tmp_path / "csrc").mkdir()
@@ -179,6 +179,18 @@ def test_a_library_of_other_sources_is_not_opened(tmp_path, monkeypatch):
     assert "was built from another csrc/ops.h; `make install`" in library.opened("cpu")
     (package / "_build.json").unlink()
     assert "has no record of its build; `make install`" in library.opened("cpu")
+
+
+def test_a_library_of_other_schemas_is_not_opened(tmp_path, monkeypatch):
+    """Not all of them have a declaration in csrc/ops.h."""
+    backends = tmp_path / "wnfused" / "backends"
+    backends.mkdir(parents=True)
+    (backends / "native_schemas.py").write_text("SCHEMAS = ()")
+    (backends.parent / "_cpu.abi3.so").write_bytes(b"not a library")
+    older = {"declarations": {"wnfused/backends/native_schemas.py": "older"}}
+    (backends.parent / "_build.json").write_text(json.dumps(older))
+    monkeypatch.setattr(library, "_PACKAGE", backends.parent)
+    assert "was built from another wnfused/backends/native_schemas.py; `make install`" in library.opened("cpu")
 
 
 def test_kernels_for_cuda_of_other_sources_are_not_opened(tmp_path, monkeypatch):
@@ -190,7 +202,9 @@ def test_kernels_for_cuda_of_other_sources_are_not_opened(tmp_path, monkeypatch)
     (csrc / "cuda" / "residual_stage.cu").write_text("// newer")
     (package / "_cuda.abi3.so").write_bytes(b"not a library")
     same = hashlib.sha256(b"// the same").hexdigest()
-    (package / "_build.json").write_text(json.dumps({"declarations": {"ops.h": same, "cuda/residual_stage.cu": "old"}}))
+    (package / "_build.json").write_text(
+        json.dumps({"declarations": {"csrc/ops.h": same, "csrc/cuda/residual_stage.cu": "old"}})
+    )
     monkeypatch.setattr(library, "_PACKAGE", package)
     assert "was built from another csrc/cuda/residual_stage.cu; `make install`" in library.opened("cuda")
 

@@ -251,7 +251,7 @@ def test_a_stage_asked_for_its_inputs_gradient_alone():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_zeros_are_where_the_gradient_is_whatever_the_default_device(device, default):
     y = torch.ones(3, device=device)
-    input_gradient._zeros.clear()
+    input_gradient._running.zeros.clear()
     with torch.device(default):
         zeros = input_gradient.zero_gradient(y)
     assert zeros.device == y.device

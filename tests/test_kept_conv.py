@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from instruction_sets import ISAS
 from torch import nn
 
 import wnfused
@@ -52,13 +51,6 @@ def layer_and_input(name):
 def banks_of(layer):
     """Those of a frozen layer; one of few weights is a copy that runs as always."""
     return list(getattr(layer._frozen, "banks", ()))
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    torch.ops.wnfused_native.set_cpu_isa(request.param)
-    yield request.param
-    torch.ops.wnfused_native.set_cpu_isa("auto")
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["nchw", "last"])

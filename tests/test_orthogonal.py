@@ -98,6 +98,11 @@ def test_ill_conditioned_matrices_take_a_second_round_or_the_other_route(how):
     assert (q @ q.mT - torch.eye(6)).abs().max() < 64 * 2.0**-24
 
 
+@pytest.mark.skipif(wnfused.backend_status()["native"] is not None, reason="needs the C++ library")
+def test_the_kernel_takes_as_many_rows_as_the_route_expects():
+    assert native.bounds().orthonormal_rows == native.ORTHONORMAL_ROWS
+
+
 def test_the_route_is_chosen_by_shape():
     f32, f64 = torch.float32, torch.float64
     assert route(3000, 64, 576, f32, "cpu") is Route.CHOLESKY

@@ -60,7 +60,8 @@ def convolution_backward(
 
 def reads_behind_rows(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether a linear layer in ``dtype`` takes what stands behind the rows of ``x`` times zero, be it infinite: with
-    AMX, oneDNN does where rows of bfloat16 are no whole depth of a tile. (``linear_routes.cpp`` asks the same.)"""
+    AMX, oneDNN does where rows of bfloat16 are no whole depth of a tile. (``linear_routes.cpp`` asks the same of its
+    own calls, which have more than 16 rows.)"""
     return dtype == torch.bfloat16 and x.is_cpu and x.shape[-1] % 32 != 0
 
 
@@ -91,7 +92,7 @@ def _backward_is_wrong(
     In bfloat16 a kernel of a single tap with a stride writes beyond its memory for fewer than 16 channels. Weight
     gradients are wrong in transposed convolutions with a stride and a dilation; and in bfloat16 with a dilation, of
     groups, and in channels_last where the inputs (of a transposed one the outputs) are more than 16 and no multiple of
-    that. (``conv_vendor.cpp`` asks the same.)
+    that. (``conv_vendor.cpp`` asks the same, as far as it has such layers.)
     """
     strided, dilated = max(stride) > 1, max(dilation) > 1
     if half and strided and w.shape[1] < 16 and math.prod(w.shape[2:]) == 1:

@@ -123,6 +123,13 @@ def at_least_0(**values: float) -> None:
         _check(name, value, "finite and at least 0", _is_finite(name, value) and value >= 0)
 
 
+def factors(**values: float) -> None:
+    """Each a factor of gains: finite, in float32, too, and at least 0."""
+    at_least_0(**values)
+    for name, value in values.items():
+        _check(name, value, "below 2**128", value < 2**128)
+
+
 def above_0(**values: float) -> None:
     """Each finite and above 0."""
     for name, value in values.items():

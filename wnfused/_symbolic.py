@@ -151,9 +151,7 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
             the run goes through all others.
         training: the mode that all modules are in meanwhile; None for that of each.
     """
-    root, path = model, ""
-    while (name := _name_of_wrapped(root)) is not None:
-        root, path = getattr(root, name), f"{path}{name}."
+    root, path = wrapped(model)
     tracer = _Tracer(leaves)
     with warnings.catch_warnings(), _through_compiled(), _without(tracer.proxies, model), _untouched(model):
         warnings.simplefilter("ignore")
@@ -173,7 +171,15 @@ def symbolic_run(model: nn.Module, leaves: tuple[type[nn.Module], ...], training
     return graph
 
 
-def _name_of_wrapped(module: nn.Module) -> str | None:
+def wrapped(model: nn.Module) -> tuple[nn.Module, str]:
+    """The module behind those that only stand before one, and the beginning of its parts' names in ``model``."""
+    root, path = model, ""
+    while (name := name_of_wrapped(root)) is not None:
+        root, path = getattr(root, name), f"{path}{name}."
+    return root, path
+
+
+def name_of_wrapped(module: nn.Module) -> str | None:
     """Of the child that a module only stands before; None for other modules."""
     if isinstance(module, _WRAPPERS):
         return "module"

@@ -28,6 +28,7 @@ from wnfused._surgery import (
     static_methods,
     twin,
 )  # fmt: skip
+from wnfused._symbolic import name_of_wrapped, wrapped
 from wnfused._tracing import Look, fusable_activations, looks, neighbours
 from wnfused.nn import PlainResidualBlock, WeightNormalised
 from wnfused.nn._layer import row_norm, with_directions
@@ -144,6 +145,7 @@ def convert(
     if not candidates and not left and filter is None:
         _warn_of_nothing(model, plain)
     _leave_tied_to_others(model, candidates)
+    _leave_without_a_norm(model, candidates)
     before = _looks(model, candidates) if fuse_activation else []
     fusable = fusable_activations(neighbours(model), before)
     gains: dict[tuple[int, int | None], nn.Parameter] = {}
@@ -167,7 +169,7 @@ def convert(
 
 def _looks(model: nn.Module, candidates: dict[nn.Module, _Candidate]) -> list[Look]:
     """How ``forward`` goes, if there is something to learn from that; of a single layer there is not."""
-    if model in candidates:
+    if wrapped(model)[0] in candidates:
         return []
     if neighbours(model):
         return looks(model, logger, "activations are not fused")
@@ -251,7 +253,7 @@ class _Candidate:
 
 def _candidate(module: nn.Module, plain: bool) -> _Candidate | str | None:
     """How to replace a module; or why it is left alone, in words; or None where it is none of our business."""
-    if isinstance(module, (WeightNormalised, PlainResidualBlock)):
+    if isinstance(module, (WeightNormalised, PlainResidualBlock)) or name_of_wrapped(module) is not None:
         return None
     old = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
     new = _weight_norms(module)
@@ -333,6 +335,19 @@ def _leave_tied_to_others(model: nn.Module, candidates: dict[nn.Module, _Candida
         staying = sorted(names[m] for m in held[id(candidate.v)] if m not in candidates)
         if staying:
             logger.warning("%s: left alone, its weight is tied to that of %s, which stays", name, ", ".join(staying))
+            del candidates[module]
+
+
+def _leave_without_a_norm(model: nn.Module, candidates: dict[nn.Module, _Candidate]) -> None:
+    """Plain weights whose rows are too long for a float32: their gains would be infinite."""
+    if torch._C._len_torch_dispatch_stack():  # numbers that nobody may read
+        return
+    for name, module in named(model):
+        candidate = candidates.get(module)
+        if candidate is None or candidate.g is not None or candidate.v.is_meta:
+            continue
+        if not row_norm(candidate.v).isfinite().all() and candidate.v.isfinite().all():
+            logger.warning("%s: left alone, its weight has rows whose norm is infinite in float32", name)
             del candidates[module]
 
 

@@ -189,7 +189,7 @@ def _by_pixels(layer: WeightNormalised, weight: Tensor) -> nn.Module:
     conv = _open_convolution(layer)
     if conv is None or not native.takes_few_pixels(layer.weight_v, conv.groups, conv.transposed):
         return plain
-    pixels = native.FEW_PIXELS * (1 if conv.transposed else math.prod(conv.stride))
+    pixels = native.bounds().few_pixels * (1 if conv.transposed else math.prod(conv.stride))
     return ByPixels(_copy(layer), plain, conv.in_channels * pixels)
 
 
@@ -228,7 +228,7 @@ def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:
 
 def _own(layer: WeightNormalised) -> nn.Module:
     copied = _copy(layer)
-    keeps = _open_convolution(layer) is not None and layer.weight_v.numel() >= native.KEPT_WEIGHTS
+    keeps = _open_convolution(layer) is not None and layer.weight_v.numel() >= native.bounds().kept_weights
     return Kept(copied) if keeps else copied
 
 

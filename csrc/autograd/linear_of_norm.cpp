@@ -20,6 +20,7 @@ namespace wnfused {
 namespace {
 
 using at::Tensor;
+using enum Activation;
 using vendor::Gradients;
 using vendor::Optional;
 
@@ -51,15 +52,15 @@ std::tuple<Tensor, Tensor> composed_linear(
     TORCH_CHECK(is_float(*residual) && residual->sizes() == y.sizes(), "linear: residual must be like y");
     y.add_(*residual);
   }
-  if (activation == vendor::kRelu) y.relu_();
-  if (activation == vendor::kLeakyRelu) at::leaky_relu_(y, slope);
+  if (activation == kRelu) y.relu_();
+  if (activation == kLeakyRelu) at::leaky_relu_(y, slope);
   return {y, norm};
 }
 
 // As torch's derivatives, the mask read off y. A slope of 0 makes a ReLU.
 Tensor masked(const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
-  if (activation == vendor::kNone) return dy;
-  if (activation == vendor::kRelu || slope == 0) return at::threshold_backward(dy, y, 0);
+  if (activation == kNone) return dy;
+  if (activation == kRelu || slope == 0) return at::threshold_backward(dy, y, 0);
   return at::leaky_relu_backward(dy, y, slope, /*self_is_result=*/true);
 }
 
@@ -79,7 +80,7 @@ Gradients composed_linear_backward(
     std::tie(dv, dg) = norm_backward.call(dw, v, g, norm, dim);
   }
   if (asked.bias) dbias = rows.sum(0);
-  return {dx, dv, dg, dbias, asked.residual && activation != vendor::kNone ? Optional(dz) : Optional()};
+  return {dx, dv, dg, dbias, asked.residual && activation != kNone ? Optional(dz) : Optional()};
 }
 
 }  // namespace

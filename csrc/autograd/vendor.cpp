@@ -17,6 +17,9 @@
 #include "autograd/small_linear.h"
 
 namespace wnfused::vendor {
+
+using enum Activation;
+
 namespace {
 
 using at::MemoryFormat;
@@ -330,7 +333,7 @@ Gradients conv_backward_op(
 }  // namespace
 }  // namespace wnfused::vendor
 
-// The schemas stand in wnfused/backends/native.py.
+// The schemas stand in wnfused/backends/native_schemas.py.
 TORCH_LIBRARY_IMPL(wnfused_native, CUDA, library) {
   using namespace wnfused::vendor;
   library.impl("linear", linear_op);

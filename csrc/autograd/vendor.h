@@ -6,6 +6,7 @@
 #include <optional>
 #include <tuple>
 
+#include "activation_number.h"
 #include "needs.h"
 
 namespace wnfused::vendor {
@@ -14,8 +15,6 @@ using at::IntArrayRef;
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 using Gradients = std::tuple<Optional, Optional, Optional, Optional, Optional>;  // dx, dv, dg, dbias, dz
-
-enum Activation : int64_t { kNone, kRelu, kLeakyRelu };
 
 struct Outputs {
   Tensor y, norm, w;  // w: the effective weight, in x's dtype; undefined where none was made

@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "activation_number.h"
 #include "cuda/layer_map.h"
 
 namespace wnfused::gpu {
@@ -23,8 +24,8 @@ void enqueue(const Tensor& y, const Optional& bias, const Optional& residual, in
                                       y.numel(),
                                       channels,
                                       inner,
-                                      activation != 0,
-                                      activation == 2 ? static_cast<float>(slope) : 0.0f};
+                                      activation != Activation::kNone,
+                                      activation == Activation::kLeakyRelu ? static_cast<float>(slope) : 0.0f};
   check(enqueue_layer_epilogue(params, here.queue));
 }
 

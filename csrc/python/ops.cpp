@@ -14,6 +14,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "activation_number.h"
 #include "autograd/op.h"
 
 namespace wnfused {
@@ -57,9 +58,10 @@ bool has_rows_first(std::optional<int64_t> dim, const Tensor& v) { return dim &&
 
 // An activation as kernels know it; an unknown one goes to Python, which raises an error.
 std::optional<int64_t> number_of(std::string_view activation) {
-  constexpr std::string_view kNames[] = {"none", "relu", "leaky_relu"};
-  for (int64_t i = 0; i < 3; ++i) {
-    if (activation == kNames[i]) return i;
+  int64_t number = 0;
+  for (const std::string_view name : kActivationNames) {
+    if (activation == name) return number;
+    ++number;
   }
   return std::nullopt;
 }

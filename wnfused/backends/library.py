@@ -15,13 +15,14 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 _KINDS = {"cpu": "C++", "cuda": "CUDA", "autograd": "C++ autograd", "python": "C++ entry"}
+_SCHEMAS = "wnfused/backends/native_schemas.py"
 _DECLARED = {
-    "cpu": ("ops.h", "needs.h"),
-    "cuda": ("ops.h", "needs.h", "cuda/*"),
-    "autograd": ("needs.h", "autograd/*"),
-    "python": ("autograd/op.h", "python/*"),
+    "cpu": ("csrc/ops.h", "csrc/needs.h", _SCHEMAS),
+    "cuda": ("csrc/ops.h", "csrc/needs.h", "csrc/cuda/*", _SCHEMAS),
+    "autograd": ("csrc/needs.h", "csrc/autograd/*", _SCHEMAS),
+    "python": ("csrc/autograd/op.h", "csrc/python/*", _SCHEMAS),
 }
-"""The files of csrc/ that the signatures of each library stand in."""
+"""The files that the signatures of each library stand in."""
 
 _OF_ONE_TORCH = ("autograd", "python")
 
@@ -35,13 +36,13 @@ def opened(name: str) -> str | None:
     record = json.loads(file.read_text()) if file.exists() else {}
     if library is None:
         return record.get("not_built", {}).get(name) or _not_built(_KINDS[name])
-    csrc = _PACKAGE.parent / "csrc"  # of a checkout that the library was built in
+    root = _PACKAGE.parent  # has csrc/ in a checkout that the library was built in
     declarations = record.get("declarations")
-    for source in sorted(found for files in _DECLARED[name] for found in csrc.glob(files)):
-        of_csrc = str(source.relative_to(csrc))
-        declared = declarations.get(of_csrc) if isinstance(declarations, dict) else None
+    for source in sorted(found for files in _DECLARED[name] for found in root.glob(files)):
+        path = source.relative_to(root).as_posix()
+        declared = declarations.get(path) if isinstance(declarations, dict) else None
         if declared != hashlib.sha256(source.read_bytes()).hexdigest():
-            known = "has no record of its build" if declared is None else f"was built from another csrc/{of_csrc}"
+            known = "has no record of its build" if declared is None else f"was built from another {path}"
             return f"{library.name} {known}; `make install` builds it anew"
     if name in _OF_ONE_TORCH and record.get("torch") != torch.__version__:
         return (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from wnfused._numbers import at_least_0, draws_on, random_source
+from wnfused._numbers import draws_on, factors, random_source
 from wnfused.nn import WeightNormalised, WNResidualStage
 from wnfused.nn._layer import refuse_frozen
 from wnfused.nn._rule import check_directions, check_stored, reset_layer, reset_stage
@@ -45,7 +45,7 @@ def reset_layer_(
     if not isinstance(layer, WeightNormalised):
         raise TypeError(f"layer: expected a weight-normalised layer, got {type(layer).__name__}")
     if gamma is not None:
-        at_least_0(gamma=gamma)
+        factors(gamma=gamma)
     if is_lazy(layer.weight_v):
         raise ValueError("layer: has no shape yet; run it once")
     check_stored(layer)
@@ -82,7 +82,7 @@ def reset_stage_(
     if gammas is not None:
         if not isinstance(gammas, (tuple, list)) or len(gammas) != 2:
             raise ValueError(f"gammas: {gammas!r} must be two numbers")
-        at_least_0(**{f"gammas[{i}]": gamma for i, gamma in enumerate(gammas)})
+        factors(**{f"gammas[{i}]": gamma for i, gamma in enumerate(gammas)})
     check_stored(stage)
     refuse_frozen(stage=stage)
     _check_source(kind, generator, stage.weight_v)

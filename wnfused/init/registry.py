@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 
 from wnfused._modules import check_module, holders, quoted, shown
-from wnfused._numbers import at_least_0, draws_on, flag, from_0, positive, random_source
+from wnfused._numbers import draws_on, factors, flag, from_0, positive, random_source
 from wnfused._undisturbed import as_written, forked
 from wnfused.init.others import note_on_others
 from wnfused.init.processes import decided_by_first_process
@@ -299,7 +299,7 @@ def _stated(
             known = ", ".join(name or "'', which is the model itself" for name in names)
             raise ValueError(f"{argument}: the model has no layer {unknown[0]!r}; it has {known}")
     for name, gamma in gammas.items():
-        at_least_0(**{f"gammas[{name!r}]": gamma})
+        factors(**{f"gammas[{name!r}]": gamma})
     for name, attributes in roles.items():
         if not isinstance(attributes, Mapping):
             raise TypeError(f"roles[{name!r}]: expected a mapping, got {type(attributes).__name__}")
@@ -316,7 +316,7 @@ def _stated(
 
 
 _STATABLE: dict[str, Callable[..., None]] = {
-    "activation_gamma": at_least_0,
+    "activation_gamma": factors,
     "closes_branch": flag,
     "num_blocks": positive,
     "block": from_0,

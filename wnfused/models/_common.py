@@ -50,7 +50,9 @@ def laid_out_for(first: nn.Module, images: Tensor) -> Tensor:
 
     What is behind it keeps that layout, which is its kernels' own; in NCHW each layer copies its input and output.
     """
-    # What stands for them in a symbolic trace has no layout.
-    if isinstance(first, WNConv2d) and isinstance(images, Tensor) and images.is_cpu and images.dim() == 4:
+    # What stands for them in a symbolic trace has no layout, and under vmap none can be asked for.
+    if not isinstance(images, Tensor) or torch._C._are_functorch_transforms_active():
+        return images
+    if isinstance(first, WNConv2d) and images.is_cpu and images.dim() == 4:
         return images.contiguous(memory_format=torch.channels_last)
     return images

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from wnfused import dispatch, functional
 from wnfused._modules import refuse_sharded
-from wnfused._numbers import at_least_0, floating_dtype, number, truth
+from wnfused._numbers import factors, floating_dtype, number, truth
 from wnfused.nn._keys import to_old
 from wnfused.nn._rule import check_directions, check_stored, reset_layer
 from wnfused.nn._weight import EffectiveWeight
@@ -116,7 +116,7 @@ class WeightNormalised(nn.Module):
         number(negative_slope=negative_slope)
         arguments.activation(activation, negative_slope)
         if gamma is not None:
-            at_least_0(gamma=gamma)
+            factors(gamma=gamma)
         check_directions(init=init)
         dim = arguments.row_dim(dim)
         truth(bias=bias)

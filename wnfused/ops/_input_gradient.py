@@ -14,6 +14,7 @@ carries such zeros on through the layers before, in full; here they are one numb
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,25 +30,35 @@ Reference = Callable[..., tuple[Tensor, ...]]
 
 _LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# The zeros of the running backward, by dtype and device. Those of an earlier one may still be held by somebody,
-# so they are never used again.
-_zeros: dict[tuple[torch.dtype, torch.device], tuple[int, Tensor]] = {}
+
+class _Running(threading.local):
+    """What is known of the backward that runs in a thread; the nodes of one device run in one."""
+
+    def __init__(self) -> None:
+        # By dtype and device. Zeros of an earlier backward may still be held by somebody: they are never used again.
+        self.zeros: dict[tuple[torch.dtype, torch.device], tuple[int, Tensor]] = {}
+        # The last that was asked for gradients of leaves by name, which torch tells by an error: at 30 us, that is to
+        # happen once in a backward. Its other layers count as asked for, too.
+        self.asked_for_leaves = -1
+
+
+_running = _Running()
 
 
 def zero_gradient(like: Tensor) -> Tensor:
     """Zeros in the place of the gradient of a layer's output, all those of one backward one number in memory."""
     backward = torch._C._current_graph_task_id()
     key = like.dtype, like.device
-    known = _zeros.get(key)
+    known = _running.zeros.get(key)
     if known is None or known[0] != backward:
-        known = _zeros[key] = backward, torch.zeros((), dtype=like.dtype, device=like.device)
+        known = _running.zeros[key] = backward, torch.zeros((), dtype=like.dtype, device=like.device)
     # Of one entry it would be no more guarded from writing in place than any tensor.
     return known[1].expand(like.shape) if like.numel() > 1 else torch.zeros_like(like)
 
 
 def is_zero_gradient(dy: Tensor) -> bool:
     """Whether ``dy`` comes from this backward's ``zero_gradient``, and nothing was added to it."""
-    known = _zeros.get((dy.dtype, dy.device))
+    known = _running.zeros.get((dy.dtype, dy.device))
     return known is not None and dy.data_ptr() == known[1].data_ptr() and known[0] == torch._C._current_graph_task_id()
 
 
@@ -75,11 +86,6 @@ def is_of_input_alone(wanted: Sequence[bool]) -> bool:
     return wanted[0] and not any(wanted[1:4])
 
 
-# The last backward that was asked for gradients of leaves by name, which torch tells by an error: at 30 us, that is to
-# happen once in a backward. Its other layers count as asked for, too.
-_asked_for_leaves = -1
-
-
 def asks_for_input_alone(node: Any, needs: Sequence[bool]) -> bool:
     """Whether the running backward wants a layer's gradient by ``x``, and maybe by the residual, but by no parameter.
 
@@ -92,14 +98,13 @@ def asks_for_input_alone(node: Any, needs: Sequence[bool]) -> bool:
 
 
 def _will_run(node: Any) -> bool:
-    global _asked_for_leaves
     backward = torch._C._current_graph_task_id()
-    if backward == _asked_for_leaves:
+    if backward == _running.asked_for_leaves:
         return True
     try:
         will: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked for
-        _asked_for_leaves = backward
+        _running.asked_for_leaves = backward
         return True
     return will
 

@@ -50,6 +50,12 @@ struct ConvChoice {
   bool keeps = false;               // its bank, a forward of kOwn
 };
 
+// From so many weights on a bank may be worth keeping; its method and the map may ask for more.
+constexpr int64_t kLeastKeptWeights = 1 << 16;
+
+// Up to so many pixels of an output, of a transposed layer of its input, are rows of a linear layer whatever their number.
+constexpr int64_t kFewestPixels = 8;
+
 ConvChoice choose_forward(const ConvTraits& layer, const ForwardAsks& asks);
 ConvChoice choose_backward(const ConvTraits& layer, const Needs& needs);
 

@@ -33,11 +33,11 @@ bool suits_vendor(const ConvShape& shape) {
 // At least a sixth of the products must not be padding.
 constexpr int64_t kPadding = 6;
 
-// Whether so many weights of a tap are worth packing for so many rows of products, tiles or pixels. Group by group
-// (divide_groups) they are for any number; without that, and by narrow vectors, packing is slower.
-bool is_worth_packing(int64_t weights, int64_t rows, bool winograd, bool grouped) {
+// Whether so many weights of a tap are worth packing for so many rows of products, tiles or pixels. Bundle by
+// bundle (divide_into_bundles) they are for any number; without that, and by narrow vectors, packing is slower.
+bool is_worth_packing(int64_t weights, int64_t rows, bool winograd, bool by_bundles) {
   const Isa isa = active_isa();
-  if (grouped && (isa == Isa::kAvx512 || (isa == Isa::kAvx2 && winograd))) return true;
+  if (by_bundles && (isa == Isa::kAvx512 || (isa == Isa::kAvx2 && winograd))) return true;
   return weights <= (isa == Isa::kAvx512 ? 8192 : 2048) * rows;
 }
 
@@ -104,8 +104,8 @@ std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool
   }
   const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
   if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;
-  const bool grouped = method == Method::kDirect && !transposed && shape.groups == 1;
-  const bool packs = kept || is_worth_packing(weights, output.pixels(), false, grouped);
+  const bool by_bundles = method == Method::kDirect && !transposed && shape.groups == 1;
+  const bool packs = kept || is_worth_packing(weights, output.pixels(), false, by_bundles);
   return packs ? std::optional(method) : std::nullopt;
 }
 

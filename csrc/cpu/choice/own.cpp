@@ -140,9 +140,10 @@ std::optional<Method> own_method_backward(const ConvTraits& layer, const Needs& 
 }
 
 bool is_worth_keeping(const ConvShape& shape, Method method) {
-  constexpr int64_t kWeights = 1 << 16, kWinogradWeights = 3 << 14, kTiles = 8;
+  constexpr int64_t kWinogradWeights = 3 << 14, kTiles = 8;
   if (shape.is_depthwise()) return false;
-  if (method != Method::kWinograd4) return shape.inputs * shape.outputs / shape.groups * shape.taps() >= kWeights;
+  const int64_t weights = shape.inputs * shape.outputs / shape.groups * shape.taps();
+  if (method != Method::kWinograd4) return weights >= kLeastKeptWeights;
   // Four times as many numbers as v has, read for so many tiles.
   const int64_t tiles = shape.images * shape.size.level * divide_up(shape.size.row, 4) * divide_up(shape.size.column, 4);
   return shape.inputs * shape.outputs / shape.groups >= kWinogradWeights && tiles <= kTiles;

@@ -9,7 +9,7 @@ namespace wnfused::cpu {
 namespace {
 
 // Pixels. Up to kFew the time of such a layer is that of its weights.
-constexpr int64_t kFewest = 8, kFew = 16, kMost = 256;
+constexpr int64_t kFew = 16, kMost = 256;
 
 // An image cut into patches, of more taps than the kernels of conv_layer/ have.
 bool is_patches(const ConvShape& shape) { return shape.taps() > kMaxWindowTaps && shape.has_windows_apart(); }
@@ -52,12 +52,12 @@ bool suits_unfolding(const ConvTraits& layer) {
   if (!can_unfold(layer) || is_vendors_bfloat16(layer)) return false;
   const ConvShape& shape = layer.shape;
   const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
-  if (pixels <= kFewest || (is_patches(shape) && pixels <= kPatches)) return true;
+  if (pixels <= kFewestPixels || (is_patches(shape) && pixels <= kPatches)) return true;
   // The output is to be in NCHW, over two dims, which the vendor has kernels for. Of a transposed layer windows of y
   // are put together in every case.
   const bool planes = layer.dims == 2 && !layer.last && !layer.transposed;
   if (planes && pixels > (shape.taps() > 1 ? kPlanes : kFew) && weights * shape.taps() < kHeavy) return false;
-  // A method of conv_layer/ packs weights group by group, in a cache, but a transposed window all of them at once.
+  // A method of conv_layer/ packs weights bundle by bundle, in a cache, but a transposed window all of them at once.
   const std::optional<Method> own = layer.transposed ? std::nullopt : float_method(shape, false);
   const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
   return pixels <= (packs || goes_by_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels;
@@ -73,7 +73,7 @@ bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   const bool patches = is_patches(shape);
   if (!patches && is_vendors_bfloat16(layer)) return false;
   const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
-  if (pixels <= kFewest || (pixels <= kFew && weights >= kNarrow)) return true;
+  if (pixels <= kFewestPixels || (pixels <= kFew && weights >= kNarrow)) return true;
   if (patches) return needs.x || pixels <= kPatches;
   if (layer.rows && shape.is_pointwise() && !layer.transposed) return weights >= kInPlace * pixels;
   const std::optional<Method> own = float_method(shape, layer.transposed);

@@ -1,7 +1,7 @@
 // Where the convolutions of a phase find their weights.
 //
 //   shared  the phase before packed the bank, for all workers, while the other convolution's was in use
-//   own     each worker packs the bank, or the group of output blocks that it works on, for itself, when it first needs
+//   own     each worker packs the bank, or the bundle of output blocks that it works on, for itself, when it first needs
 //           it: always into the same memory, which no other core has ever touched
 //
 // Memory that one core writes and another one reads, in turns, makes packing five times as slow, since each line must be
@@ -29,15 +29,15 @@ class Banks {
   const Bank& of(int64_t convolution, int64_t item, const Pack& pack) {
     if (!geometry_.own_banks) return shared_[convolution % 2];
     const bool divided = geometry_.divides_banks();
-    const int64_t group = divided ? geometry_.conv_item(item).group : 0;
-    if (convolution != convolution_ || group != group_) {
-      const int64_t blocks = divided ? geometry_.conv_group_blocks : geometry_.output_blocks;
-      const int64_t begin = group * blocks, end = smaller(begin + blocks, geometry_.output_blocks);
-      // A group's blocks are addressed as if all those before them were there, too.
+    const int64_t bundle = divided ? geometry_.conv_item(item).bundle : 0;
+    if (convolution != convolution_ || bundle != bundle_) {
+      const int64_t blocks = divided ? geometry_.conv_bundle_blocks : geometry_.output_blocks;
+      const int64_t begin = bundle * blocks, end = smaller(begin + blocks, geometry_.output_blocks);
+      // A bundle's blocks are addressed as if all those before them were there, too.
       if (geometry_.narrow_banks) own_.weights = memory_ - begin * geometry_.block_floats();
       for (int64_t block = begin; block < end; ++block) pack(block, own_);
       convolution_ = convolution;
-      group_ = group;
+      bundle_ = bundle;
     }
     return own_;
   }
@@ -50,7 +50,7 @@ class Banks {
   const Bank* shared_;
   float* memory_ = nullptr;
   Bank own_{};
-  int64_t convolution_ = -1, group_ = 0;
+  int64_t convolution_ = -1, bundle_ = 0;
 };
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

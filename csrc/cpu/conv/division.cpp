@@ -22,11 +22,11 @@ int64_t affordable_slices(int64_t gradient) {
 }
 
 void divide_gradient_outputs(int64_t output_blocks, int64_t workers, Division& division) {
-  division.wgrad_group_blocks =
-      std::min(kMaxGroupBlocks, division.weights_stay ? division.conv_group_blocks : output_blocks);
-  if (division.wgrad_slices * divide_up(output_blocks, division.wgrad_group_blocks) < workers)
-    division.wgrad_group_blocks = 1;
-  division.wgrad_groups = divide_up(output_blocks, division.wgrad_group_blocks);
+  division.wgrad_bundle_blocks =
+      std::min(kMaxBundleBlocks, division.weights_stay ? division.conv_bundle_blocks : output_blocks);
+  if (division.wgrad_slices * divide_up(output_blocks, division.wgrad_bundle_blocks) < workers)
+    division.wgrad_bundle_blocks = 1;
+  division.wgrad_bundles = divide_up(output_blocks, division.wgrad_bundle_blocks);
 }
 
 void divide_gradient(const Work& work, int64_t units, int64_t slice_units, Division& division) {
@@ -49,8 +49,8 @@ void divide_product_gradient(const Work& work, int64_t pixels, Division& divisio
   division.wgrad_slices = std::max<int64_t>(1, divide_up(pixels, division.wgrad_slice_units));
   int64_t groups = std::max<int64_t>(1, divide_up(work.output_blocks, kMostBlocks));
   while (groups < work.output_blocks && division.wgrad_slices * groups < kItemsEach * work.workers) ++groups;
-  division.wgrad_group_blocks = std::max<int64_t>(1, divide_up(work.output_blocks, groups));
-  division.wgrad_groups = divide_up(work.output_blocks, division.wgrad_group_blocks);
+  division.wgrad_bundle_blocks = std::max<int64_t>(1, divide_up(work.output_blocks, groups));
+  division.wgrad_bundles = divide_up(work.output_blocks, division.wgrad_bundle_blocks);
 }
 
 }  // namespace wnfused::cpu

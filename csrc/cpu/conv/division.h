@@ -11,13 +11,14 @@ namespace wnfused::cpu {
 
 constexpr int kMapPixels = 128;     // pixels that an item moves from one layout to the other
 constexpr int kMaxPanelRows = 64;
-constexpr int64_t kMaxGroupBlocks = 2;  // output blocks of a weight gradient's item
+constexpr int64_t kMaxBundleBlocks = 2;  // output blocks of a weight gradient's item
 constexpr int64_t kMaxSlices = 16;  // of a weight gradient: each costs a bank and one more term of the final sum
 constexpr int64_t kFinishRows = kLanes + 2;  // that finishing a block holds: its rows of dW, and one of v and of dv
 
-// A piece of a phase's work: a part of the maps (a chunk, or a slice) and a group of output blocks.
+// A piece of a phase's work: a part of the maps (a chunk, or a slice) and a bundle of output blocks. (A group is always
+// one of a convolution in groups.)
 struct Item {
-  int64_t part, group;
+  int64_t part, bundle;
 };
 
 // A map in the kernels' own layout.
@@ -48,26 +49,26 @@ struct Division {
   // Whether every worker packs banks of its own (banks.h); its items fetch v ahead in so many parts.
   bool own_banks;
   int64_t fetch_parts;
-  // A worker's bank has room for the blocks of one group alone.
+  // A worker's bank has room for the blocks of one bundle alone.
   bool narrow_banks;
-  // These are so few that they never leave its cache: they are packed, read and overwritten by the next group's. A
-  // chunk's panel stays for the next group, if that is the next item and sums over the same channels.
-  bool by_groups;
-  // A convolution: chunks of panel rows x groups of output blocks.
-  int64_t conv_rows, conv_chunks, conv_groups, conv_group_blocks;
-  // A weight gradient: slices of consecutive units, each summed into its own bank, x groups of output blocks.
-  int64_t wgrad_rows, wgrad_slices, wgrad_slice_units, wgrad_groups, wgrad_group_blocks;
+  // These are so few that they never leave its cache: they are packed, read and overwritten by the next bundle's. A
+  // chunk's panel stays for the next bundle, if that is the next item and sums over the same channels.
+  bool by_bundles;
+  // A convolution: chunks of panel rows x bundles of output blocks.
+  int64_t conv_rows, conv_chunks, conv_bundles, conv_bundle_blocks;
+  // A weight gradient: slices of consecutive units, each summed into its own bank, x bundles of output blocks.
+  int64_t wgrad_rows, wgrad_slices, wgrad_slice_units, wgrad_bundles, wgrad_bundle_blocks;
 
-  int64_t conv_items() const { return conv_chunks * conv_groups; }
-  int64_t wgrad_items() const { return wgrad_slices * wgrad_groups; }
-  Item conv_item(int64_t index) const { return item(index, conv_chunks, conv_groups); }
-  Item wgrad_item(int64_t index) const { return item(index, wgrad_slices, wgrad_groups); }
-  // Whether a worker's bank holds the blocks of one group at a time.
-  bool divides_banks() const { return weights_stay || by_groups; }
+  int64_t conv_items() const { return conv_chunks * conv_bundles; }
+  int64_t wgrad_items() const { return wgrad_slices * wgrad_bundles; }
+  Item conv_item(int64_t index) const { return item(index, conv_chunks, conv_bundles); }
+  Item wgrad_item(int64_t index) const { return item(index, wgrad_slices, wgrad_bundles); }
+  // Whether a worker's bank holds the blocks of one bundle at a time.
+  bool divides_banks() const { return weights_stay || by_bundles; }
 
  private:
-  Item item(int64_t index, int64_t parts, int64_t groups) const {
-    return weights_stay ? Item{index % parts, index / parts} : Item{index / groups, index % groups};
+  Item item(int64_t index, int64_t parts, int64_t bundles) const {
+    return weights_stay ? Item{index % parts, index / parts} : Item{index / bundles, index % bundles};
   }
 };
 
@@ -86,7 +87,7 @@ struct Work {
   int64_t stay;
 };
 
-// Chunks, groups and banks of a convolution; chunks_of(rows) counts the chunks of panels of so many rows. None of this
+// Chunks, bundles and banks of a convolution; chunks_of(rows) counts the chunks of panels of so many rows. None of this
 // changes a result.
 template <class Chunks>
 void divide_convolution(const Work& work, const Chunks& chunks_of, Division& division) {
@@ -99,15 +100,15 @@ void divide_convolution(const Work& work, const Chunks& chunks_of, Division& div
   division.conv_rows = work.most_rows;
   if (division.weights_stay) {
     division.conv_rows = work.staying_rows;
-    division.conv_group_blocks = divide_up(work.output_blocks, std::min(work.workers, work.output_blocks));
+    division.conv_bundle_blocks = divide_up(work.output_blocks, std::min(work.workers, work.output_blocks));
   } else {
     while (division.conv_rows > kMinRows && chunks_of(division.conv_rows) < kItemsEach * work.workers)
       division.conv_rows /= 2;
     const bool split = chunks_of(division.conv_rows) < work.workers;
-    division.conv_group_blocks = split ? std::min(kMaxGroupBlocks, work.output_blocks) : work.output_blocks;
+    division.conv_bundle_blocks = split ? std::min(kMaxBundleBlocks, work.output_blocks) : work.output_blocks;
   }
   division.conv_chunks = chunks_of(division.conv_rows);
-  division.conv_groups = divide_up(work.output_blocks, division.conv_group_blocks);
+  division.conv_bundles = divide_up(work.output_blocks, division.conv_bundle_blocks);
   choose_banks(work.output_blocks, work.workers, division);
 }
 
@@ -116,20 +117,20 @@ void divide_convolution(const Work& work, const Chunks& chunks_of, Division& div
 template <class G>
 void narrow_banks(G& geometry) {
   if (!geometry.divides_banks() || !geometry.own_banks) return;
-  geometry.plane_stride = geometry.conv_group_blocks * geometry.block_floats() + kLanes;
+  geometry.plane_stride = geometry.conv_bundle_blocks * geometry.block_floats() + kLanes;
   geometry.narrow_banks = true;
 }
 
-// Divides a layer whose banks are larger than a worker's cache into groups of at least `least` blocks, so that each is
+// Divides a layer whose banks are larger than a worker's cache into bundles of at least `least` blocks, so that each is
 // packed, read and overwritten there. False, and nothing is changed, where the banks fit.
 template <class G>
-bool divide_groups(int64_t least, G& geometry) {
+bool divide_into_bundles(int64_t least, G& geometry) {
   const int64_t block = geometry.planes * geometry.block_floats();
-  if (geometry.conv_group_blocks * block <= kBankCache) return false;
-  const int64_t most = geometry.conv_group_blocks;
-  geometry.conv_group_blocks = std::clamp(kBankCache / block, std::min(least, most), most);
-  geometry.conv_groups = divide_up(geometry.output_blocks, geometry.conv_group_blocks);
-  geometry.weights_stay = geometry.own_banks = geometry.by_groups = true;
+  if (geometry.conv_bundle_blocks * block <= kBankCache) return false;
+  const int64_t most = geometry.conv_bundle_blocks;
+  geometry.conv_bundle_blocks = std::clamp(kBankCache / block, std::min(least, most), most);
+  geometry.conv_bundles = divide_up(geometry.output_blocks, geometry.conv_bundle_blocks);
+  geometry.weights_stay = geometry.own_banks = geometry.by_bundles = true;
   narrow_banks(geometry);
   return true;
 }
@@ -137,10 +138,10 @@ bool divide_groups(int64_t least, G& geometry) {
 // Slices of a weight gradient whose banks, of so many floats each, do not take more memory than is to be had.
 int64_t affordable_slices(int64_t gradient);
 
-// Groups of outputs of a weight gradient whose slices are known.
+// Bundles of outputs of a weight gradient whose slices are known.
 void divide_gradient_outputs(int64_t output_blocks, int64_t workers, Division& division);
 
-// Slices and groups of the weight gradient of a convolution that is divided already. Slices, which fix the order of
+// Slices and bundles of the weight gradient of a convolution that is divided already. Slices, which fix the order of
 // every sum, depend on the units and their number alone.
 void divide_gradient(const Work& work, int64_t units, int64_t slice_units, Division& division);
 

@@ -51,7 +51,7 @@ struct ConvForward {
 
 template <class G>
 struct ConvBackward {
-  G geometry, transposed;  // from x's map to y's; from y's map to x's
+  G geometry, back;  // from x's map to y's; from y's map to x's
   MapShape input, output;  // x's and y's
   LayerMap x, y, dy, dz, dx;  // dz.own may be dy's memory
   bool make_dz, weight;       // weight: dv, dg and db are wanted
@@ -68,7 +68,7 @@ struct ConvBackward {
   static constexpr bool is_packed() { return false; }
 
   // Whose weight gradient it is, and whether y's pixels are summed for the bias.
-  const G& products() const { return is_transposed ? transposed : geometry; }
+  const G& products() const { return is_transposed ? back : geometry; }
   bool sums_bias() const { return is_transposed && weight && dbias.data; }
 };
 

@@ -387,26 +387,26 @@ class LeftPanels {
 
 // Whether the panel of a convolution's item is there: of a chunk, and of the channels that its outputs sum over.
 WNFUSED_INLINE bool finds_panel(const Geometry& geometry, int64_t item, LeftPanels& left) {
-  if (geometry.by_groups) {
-    const auto [chunk, group] = geometry.conv_item(item);
-    const int64_t channels = geometry.group_of(group * geometry.conv_group_blocks);
+  if (geometry.by_bundles) {
+    const auto [chunk, bundle] = geometry.conv_item(item);
+    const int64_t channels = geometry.group_of(bundle * geometry.conv_bundle_blocks);
     return left.hold(LeftPanels::Of::kChunk, channels * geometry.conv_chunks + chunk);
   }
   left.forget();
   return false;
 }
 
-// Item `item` of a convolution: one chunk of units, one group of output blocks. gathered: the last item that ran on
+// Item `item` of a convolution: one chunk of units, one bundle of output blocks. gathered: the last item that ran on
 // this scratch was one of the same chunk and the same channels, by Winograd's method in two dims. A panel that its
 // product overwrote is not met again: no other output block sums over its channels.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
                              const float* zeros, const float* bank, const ConvEpilogue<float>& epilogue,
                              const Ahead& ahead, float* scratch, std::atomic<bool>& poisoned, bool gathered = false) {
-  const auto [chunk, group] = geometry.conv_item(item);
-  const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
+  const auto [chunk, bundle] = geometry.conv_item(item);
+  const int64_t first = chunk * geometry.conv_rows, first_block = bundle * geometry.conv_bundle_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
-  const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.output_blocks - first_block);
+  const int64_t blocks = smaller(geometry.conv_bundle_blocks, geometry.output_blocks - first_block);
   const Panel panel(scratch, geometry.conv_rows, geometry.depth_blocks);
   // With one block of channels a row's product depends on that row alone and may take its place, which keeps panel and
   // bank together in the first-level cache.

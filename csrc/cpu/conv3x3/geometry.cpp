@@ -47,13 +47,13 @@ void divide_by_convolution_groups(Geometry& geometry) {
   const int64_t block = geometry.planes * geometry.block_floats();
   int64_t blocks = geometry.group_blocks;
   while (blocks > 1 && (geometry.group_blocks % blocks != 0 || blocks * block > kBankCache)) --blocks;
-  geometry.conv_group_blocks = blocks;
-  geometry.conv_groups = geometry.output_blocks / blocks;
-  geometry.weights_stay = geometry.own_banks = geometry.by_groups = true;
+  geometry.conv_bundle_blocks = blocks;
+  geometry.conv_bundles = geometry.output_blocks / blocks;
+  geometry.weights_stay = geometry.own_banks = geometry.by_bundles = true;
   geometry.conv_rows = kLanes;
   geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
-  geometry.wgrad_group_blocks = geometry.group_blocks % kMaxGroupBlocks == 0 ? kMaxGroupBlocks : 1;
-  geometry.wgrad_groups = geometry.output_blocks / geometry.wgrad_group_blocks;
+  geometry.wgrad_bundle_blocks = geometry.group_blocks % kMaxBundleBlocks == 0 ? kMaxBundleBlocks : 1;
+  geometry.wgrad_bundles = geometry.output_blocks / geometry.wgrad_bundle_blocks;
 }
 
 }  // namespace
@@ -93,23 +93,23 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
   if (geometry.groups > 1) slice_units = std::max(slice_units, divide_up(geometry.units * geometry.groups, kMaxSlices));
   divide_gradient(work, geometry.units, slice_units, geometry);
   if (geometry.groups > 1) divide_by_convolution_groups(geometry);
-  // Reading panels again from the last level of cache is cheaper than transforming their inputs again for every group.
+  // Reading panels again from the last level of cache is cheaper than transforming their inputs again for every bundle.
   constexpr int64_t kKeptFloats = 3 << 19;
   const int64_t panels = divide_up(std::min(geometry.wgrad_slice_units, geometry.units), geometry.wgrad_rows);
   const int64_t floats = panels * geometry.wgrad_rows * geometry.planes * geometry.padded_channels;
   const bool same = geometry.is_winograd() && geometry.level_taps == 1 && geometry.groups == 1;
-  const bool again = same && geometry.wgrad_groups > workers;
+  const bool again = same && geometry.wgrad_bundles > workers;
   geometry.wgrad_kept_panels = again && floats <= kKeptFloats ? panels : 0;
-  geometry.wgrad_groups *= geometry.level_taps;
+  geometry.wgrad_bundles *= geometry.level_taps;
   return geometry;
 }
 
-void pack_by_groups(Geometry& geometry, int64_t workers) {
+void pack_by_bundles(Geometry& geometry, int64_t workers) {
   // Floats from which packing a bank in a worker's cache, again for every chunk, is faster than reading it from afar.
   constexpr int64_t kFar = 1 << 19;
   const bool takes_panels = geometry.is_winograd() && geometry.level_taps == 1 && geometry.units > 0;
   const bool wide = geometry.groups == 1 && (geometry.weights_dominate || geometry.bank_size() > kFar);
-  if (!takes_panels || !wide || !divide_groups(1, geometry)) return narrow_banks(geometry);
+  if (!takes_panels || !wide || !divide_into_bundles(1, geometry)) return narrow_banks(geometry);
   // A chunk for every worker, if that leaves enough rows for what it costs to pack.
   constexpr int64_t kRows = 48, kLeastRows = 24;
   int64_t chunks = geometry.units <= kMaxPanelRows ? 1 : divide_up(geometry.units, kRows);

@@ -49,7 +49,7 @@ struct Geometry : MapShape, Division {
   int64_t wgrad_kept_panels;
 
   // Pairs of bfloat16 (pairs.h). A bank is [segments][bank_blocks][row_pixels][segment_depth / 2][16 lanes][2], of all
-  // output blocks or, where it is narrow, of those of one group. A row of a product is so many neighbouring pixels
+  // output blocks or, where it is narrow, of those of one bundle. A row of a product is so many neighbouring pixels
   // (pair_conv.h).
   int64_t segments, bank_blocks, segment_depth, row_pixels;
   int64_t pair_rows;                                                         // of the register tile
@@ -117,7 +117,7 @@ struct Geometry : MapShape, Division {
     return padded_channels * (wgrad_positions ? wgrad_run : wgrad_plane);
   }
   int64_t wgrad_gradients() const {
-    return wgrad_group_blocks * kLanes * (wgrad_turned ? wgrad_plane : wgrad_run);
+    return wgrad_bundle_blocks * kLanes * (wgrad_turned ? wgrad_plane : wgrad_run);
   }
   // Where a worker's scratch has the parts of a convolution (the panel, sums) and of a weight gradient (segments,
   // inputs, gradients), in floats, and where they end.
@@ -127,7 +127,7 @@ struct Geometry : MapShape, Division {
   int64_t wgrad_gradients_at() const { return wgrad_inputs_at() + panel_floats(wgrad_inputs()); }
   int64_t wgrad_scratch() const { return wgrad_gradients_at() + panel_floats(wgrad_gradients()); }
   // Of a plane of sums (wgrad.h).
-  int64_t sums_stride() const { return wgrad_group_blocks * gradient_floats() + kLanes; }
+  int64_t sums_stride() const { return wgrad_bundle_blocks * gradient_floats() + kLanes; }
   int64_t wgrad_segments() const {
     if (wgrad_turned) return wgrad_by_images ? (wgrad_images + 1) / 2 : wgrad_images;
     return wgrad_positions ? height * width : wgrad_lines;
@@ -154,8 +154,8 @@ struct Channels {
 Geometry make_single_geometry(int64_t images, const Levels& levels, const Channels& channels, int64_t height,
                               int64_t width, Method method, int64_t workers);
 
-// Divides a wide layer's convolution anew, so that it packs its banks group by group.
-void pack_by_groups(Geometry& geometry, int64_t workers);
+// Divides a wide layer's convolution anew, so that it packs its banks bundle by bundle.
+void pack_by_bundles(Geometry& geometry, int64_t workers);
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile, int64_t workers);

@@ -148,14 +148,14 @@ inline void convolve_positions(const Geometry& geometry, const uint16_t* map, in
   }
 }
 
-// Item `item` of a convolution: one chunk, one group of output blocks.
+// Item `item` of a convolution: one chunk, one bundle of output blocks.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const uint16_t* map, bool, const float*,
                              const float* bank, const ConvEpilogue<uint16_t>& epilogue, Ahead ahead,
                              float* scratch, std::atomic<bool>& poisoned, bool = false) {
-  const auto [part, group] = geometry.conv_item(item);
-  const int64_t first_block = group * geometry.conv_group_blocks;
-  const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.channel_blocks - first_block);
+  const auto [part, bundle] = geometry.conv_item(item);
+  const int64_t first_block = bundle * geometry.conv_bundle_blocks;
+  const int64_t blocks = smaller(geometry.conv_bundle_blocks, geometry.channel_blocks - first_block);
   uint16_t* panel = reinterpret_cast<uint16_t*>(scratch);
   const ConvolutionChunk chunk{
       blocks, reinterpret_cast<const uint16_t*>(bank) + geometry.filters_offset(0, first_block), panel};

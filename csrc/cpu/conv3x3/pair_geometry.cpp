@@ -64,7 +64,7 @@ bool positions_are_faster(const PairTile& tile, const Geometry& lines) {
 }
 
 void divide_pair_convolution(const PairTile& tile, int64_t workers, Geometry& geometry) {
-  const int64_t groups = divide_up(geometry.channel_blocks, kMaxGroupBlocks);
+  const int64_t groups = divide_up(geometry.channel_blocks, kMaxBundleBlocks);
   const auto enough = [&] { return geometry.weights_stay || geometry.conv_chunks * groups >= kEnoughItems; };
   const int64_t pixels =
       tile.is_matrix ? std::max(kTileChunk / geometry.padded_channels, kTileChunkPixels) : kChunkPixels;
@@ -75,15 +75,15 @@ void divide_pair_convolution(const PairTile& tile, int64_t workers, Geometry& ge
   } else {
     while (geometry.conv_lines > 1 && !enough()) lay_out_lines(divide_up(geometry.conv_lines, 2), tile, geometry);
   }
-  geometry.conv_group_blocks = geometry.channel_blocks;
+  geometry.conv_bundle_blocks = geometry.channel_blocks;
   if (geometry.weights_stay)
-    geometry.conv_group_blocks = divide_up(geometry.channel_blocks, std::min(workers, geometry.channel_blocks));
+    geometry.conv_bundle_blocks = divide_up(geometry.channel_blocks, std::min(workers, geometry.channel_blocks));
   else if (geometry.conv_chunks < kEnoughItems)
-    geometry.conv_group_blocks = std::min(kMaxGroupBlocks, geometry.channel_blocks);
-  geometry.conv_groups = divide_up(geometry.channel_blocks, geometry.conv_group_blocks);
+    geometry.conv_bundle_blocks = std::min(kMaxBundleBlocks, geometry.channel_blocks);
+  geometry.conv_bundles = divide_up(geometry.channel_blocks, geometry.conv_bundle_blocks);
   choose_banks(geometry.channel_blocks, workers, geometry);
   geometry.narrow_banks = geometry.weights_stay;
-  geometry.bank_blocks = geometry.narrow_banks ? geometry.conv_group_blocks : geometry.channel_blocks;
+  geometry.bank_blocks = geometry.narrow_banks ? geometry.conv_bundle_blocks : geometry.channel_blocks;
 }
 
 void lay_out_gradient_positions(const PairTile& tile, Geometry& geometry) {

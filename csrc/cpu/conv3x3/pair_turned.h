@@ -118,7 +118,7 @@ inline void turned_gradients(const Geometry& geometry, int64_t item, const uint1
       gather_gradient_rows(geometry, dy, lines(i), chunk.first_block + b,
                            chunk.gradients + b * kLanes * geometry.wgrad_plane + i * geometry.wgrad_depth,
                            bias_gradient[b]);
-  int64_t offsets[kMaxGroupBlocks];
+  int64_t offsets[kMaxBundleBlocks];
   for (int64_t b = 0; b < chunk.blocks; ++b) offsets[b] = b * kLanes * geometry.wgrad_plane;
   // One copy of one block of inputs at a time stays, with the gradients, in the first-level cache. The columns of a product
   // are the three taps of a filter's column.

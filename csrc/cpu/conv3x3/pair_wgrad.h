@@ -132,12 +132,12 @@ inline void position_gradients(const Geometry& geometry, int64_t item, const uin
   }
 }
 
-// Item `item` of a weight gradient: one slice, one group of output blocks.
+// Item `item` of a weight gradient: one slice, one bundle of output blocks.
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const uint16_t* x, const uint16_t* dy,
                                  float* banks, float* bias_gradients, float* scratch) {
-  const auto [slice, group] = geometry.wgrad_item(item);
-  const int64_t first_block = group * geometry.wgrad_group_blocks;
-  const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.channel_blocks - first_block);
+  const auto [slice, bundle] = geometry.wgrad_item(item);
+  const int64_t first_block = bundle * geometry.wgrad_bundle_blocks;
+  const int64_t blocks = smaller(geometry.wgrad_bundle_blocks, geometry.channel_blocks - first_block);
   const int64_t block_stride = geometry.padded_channels * kLanes;
   const int64_t begin = slice * geometry.wgrad_slice_chunks;
   const int64_t end = smaller(begin + geometry.wgrad_slice_chunks, geometry.wgrad_chunks);
@@ -156,7 +156,7 @@ inline void weight_gradient_item(const Geometry& geometry, int64_t item, const u
       for (int64_t i = 0; i < runs; ++i)
         __builtin_memset(chunk.bank + tap * geometry.gradient_stride + i * block_stride, 0, run * sizeof(float));
   }
-  Block bias_gradient[kMaxGroupBlocks];
+  Block bias_gradient[kMaxBundleBlocks];
   for (Block& sum : bias_gradient) sum = zero();
   for (int64_t part = begin; part < end; ++part) {
     chunk.accumulate = part > begin;

@@ -12,21 +12,21 @@ int64_t panels(const Geometry& geometry, int64_t rows, int64_t blocks) {
 
 int64_t conv_floats(const Geometry& geometry) {
   return geometry.level_taps * panels(geometry, geometry.conv_rows, geometry.depth_blocks) +
-         panels(geometry, geometry.conv_rows, geometry.conv_group_blocks);
+         panels(geometry, geometry.conv_rows, geometry.conv_bundle_blocks);
 }
 
 int64_t float_worker_floats(const Geometry& geometry) {
   const int64_t wgrad =
       std::max<int64_t>(geometry.wgrad_kept_panels, 1) *
           panels(geometry, geometry.wgrad_rows, geometry.depth_blocks) +
-      panels(geometry, geometry.wgrad_rows, geometry.wgrad_group_blocks) +
+      panels(geometry, geometry.wgrad_rows, geometry.wgrad_bundle_blocks) +
       (geometry.is_winograd() ? geometry.planes * geometry.sums_stride() : 0);
   return std::max(conv_floats(geometry), wgrad);
 }
 
 }  // namespace
 
-int64_t packing_offset(const Geometry& geometry) { return geometry.by_groups ? conv_floats(geometry) : 0; }
+int64_t packing_offset(const Geometry& geometry) { return geometry.by_bundles ? conv_floats(geometry) : 0; }
 
 int64_t worker_floats(const Geometry& geometry) {
   const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_row_floats();

@@ -1,6 +1,6 @@
 // The weight gradient of one convolution of a stage, or of a layer, as a bank: dW[plane] = panel' x gradient panel.
 //
-//   a slice (consecutive units), a group of output blocks:
+//   a slice (consecutive units), a bundle of output blocks:
 //        x map    --gather-->  panel     [plane][input block][rows][16]  --+
 //                                                                          +--> outer products, bank of the slice
 //        dy map   --gather-->  gradient  [plane][output block][rows][16] --+    [plane][output block][input][16]
@@ -91,7 +91,7 @@ inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t
                    blocks, accumulate, bank + b * kLanes * kLanes, geometry.gradient_floats());
 }
 
-// Item `item` of a weight gradient: one slice of units, one group of output blocks, one level of the kernel. x is the
+// Item `item` of a weight gradient: one slice of units, one bundle of output blocks, one level of the kernel. x is the
 // convolution's input, dy the gradient of its output (up to the scale of a row, which finish_gradient applies); each is
 // rounded to bfloat16 on the way if it is not an operand yet.
 //
@@ -100,10 +100,10 @@ template <bool RoundX, bool RoundGradient>
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, LeftPanels& left,
                                  float* scratch) {
-  const auto [slice, level_group] = geometry.wgrad_item(item);
-  const int64_t level = level_group % geometry.level_taps, group = level_group / geometry.level_taps;
-  const int64_t first_block = group * geometry.wgrad_group_blocks;
-  const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.output_blocks - first_block);
+  const auto [slice, level_bundle] = geometry.wgrad_item(item);
+  const int64_t level = level_bundle % geometry.level_taps, bundle = level_bundle / geometry.level_taps;
+  const int64_t first_block = bundle * geometry.wgrad_bundle_blocks;
+  const int64_t blocks = smaller(geometry.wgrad_bundle_blocks, geometry.output_blocks - first_block);
   const int64_t block_stride = geometry.gradient_floats();
   const int64_t level_bank = level * kTaps * geometry.gradient_stride, step = level - geometry.level_taps / 2;
   float* bank = banks + slice * geometry.gradient_size() + level_bank + first_block * block_stride;

@@ -109,8 +109,8 @@ void choose_gradient_access(Window& window, bool transposed, LayerMap& x) {
   }
 }
 
-void pack_by_groups(Pieces& geometry, int64_t) { narrow_banks(geometry); }
-void pack_by_groups(Depthwise&, int64_t) {}
+void pack_by_bundles(Pieces& geometry, int64_t) { narrow_banks(geometry); }
+void pack_by_bundles(Depthwise&, int64_t) {}
 
 // A kept bank has this layout and room for all groups, and all workers share it.
 template <class G>
@@ -144,7 +144,7 @@ void lay_out(Arena& arena, ConvForward<Depthwise>& job, int64_t workers) {
 
 void lay_out(Arena& arena, ConvBackward<Depthwise>& job, int64_t workers) {
   const Depthwise& layer = job.geometry;
-  const DepthwiseRoom room = backward_room(layer, job.transposed);
+  const DepthwiseRoom room = backward_room(layer, job.back);
   const int64_t blocks = layer.blocks_at_once, sums = blocks * (layer.planes + 1) * kLanes;
   const int64_t item = ((blocks + 1) * room.x + (blocks + 2) * room.y + room.dx) * kLanes;
   lay_out_banks(arena, layer, workers, sums + item, job.scratch);
@@ -168,9 +168,9 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   const G &geometry = job.geometry, &products = job.products();
   // Both geometries' items run on the same scratch.
   const int64_t floats =
-      std::max({worker_floats(geometry), worker_floats(job.transposed), pixel_floats(job.output)});
-  lay_out_common(arena, job.transposed, 1, workers, floats, job.scratch);
-  job.scratch.packing = packing_of(job.transposed);
+      std::max({worker_floats(geometry), worker_floats(job.back), pixel_floats(job.output)});
+  lay_out_common(arena, job.back, 1, workers, floats, job.scratch);
+  job.scratch.packing = packing_of(job.back);
   if (job.weight) {
     job.scratch.gradient[0] = arena.take(products.gradient_size() * products.wgrad_slices);
     job.scratch.bias_gradient[0] = arena.take(products.padded_outputs * products.wgrad_slices);
@@ -192,7 +192,7 @@ bool forward(const ConvLayer& layer, const std::optional<Tensor>& residual, cons
   job.geometry = geometry_of<G>(layer, Sum::kOutput);
   job.kept = kept;
   const int64_t stride = job.geometry.plane_stride;
-  pack_by_groups(job.geometry, workers_for(layer.shape));
+  pack_by_bundles(job.geometry, workers_for(layer.shape));
   if (kept) share_bank(job.geometry, stride);
   job.y = map_of(y, job.output, layer.matrix);
   job.residual = map_of(residual, job.output, layer.matrix);
@@ -211,9 +211,9 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   job.geometry = geometry_of<G>(layer, Sum::kWeightGradient);
   // Not 0 * dy, which is NaN where dy is infinite.
   if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
-  job.transposed = geometry_of<G>(layer, Sum::kDataGradient);
+  job.back = geometry_of<G>(layer, Sum::kDataGradient);
   // A transposed layer's geometry serves its weight gradient, too, whose planes hold all blocks.
-  if (!layer.transposed) pack_by_groups(job.transposed, workers_for(layer.shape));
+  if (!layer.transposed) pack_by_bundles(job.back, workers_for(layer.shape));
   job.dx = map_of(gradients.dx, job.input, layer.matrix);
   job.dy = map_of(dy, job.output, layer.matrix);
   job.y = map_of(y, job.output, layer.matrix);
@@ -222,13 +222,13 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   job.dg = parameter_of(gradients.dgain);
   job.dbias = parameter_of(gradients.dbias);
   LayerMap none{};
-  choose_target_access(job.transposed, job.dx, none);
+  choose_target_access(job.back, job.dx, none);
   choose_gradient_access(job.geometry, layer.transposed, job.x);
   job.is_transposed = layer.transposed;
   job.weight = gradients.dv.has_value();
   job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
   job.norm = norm;
-  const int64_t items = job.transposed.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
+  const int64_t items = job.back.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
   return run_once(job, std::min(workers_for(layer.shape), items), lay_out_any, kernels<G>(layer.transposed).backward);
 }
 

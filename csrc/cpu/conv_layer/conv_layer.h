@@ -71,8 +71,7 @@ struct ConvLayer {
 bool run_conv_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
                     const torch::stable::Tensor& y, float* norm, const KeptBank* kept = nullptr);
 
-// Floats of a layer's bank and of the bias beside it, unless it is depthwise. They depend on v and on the method alone, and
-// no two methods have the same number.
+// Floats of a layer's bank and of the bias beside it, unless it is depthwise. They depend on v and on the method alone.
 struct KeptFloats {
   int64_t weights, bias;
 

@@ -44,8 +44,8 @@ struct WinogradParts : PlainMapParts<Geometry> {
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float* scratch) {
-    with_level_taps(job.transposed,
-                    [&](auto taps) { pack_backward<taps>(job, job.transposed, 0, block, 1.0f, bank, scratch); });
+    with_level_taps(job.back,
+                    [&](auto taps) { pack_backward<taps>(job, job.back, 0, block, 1.0f, bank, scratch); });
   }
 
   template <class Job>
@@ -92,7 +92,7 @@ struct PiecesParts : PlainMapParts<Pieces> {
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float* scratch) {
-    const G& geometry = job.transposed;
+    const G& geometry = job.back;
     pack_transposed_window(job, geometry.direct, block, scratch);
     transform(geometry, block, scratch, bank);
   }
@@ -154,7 +154,7 @@ struct DirectParts : WindowParts {
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
-    pack_transposed_window(job, job.transposed, block, bank.weights + block * job.transposed.block_floats());
+    pack_transposed_window(job, job.back, block, bank.weights + block * job.back.block_floats());
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch, LeftPanels&) {
@@ -180,19 +180,19 @@ struct TransposedParts : WindowParts {
   }
 
   static void pack(const ConvBackward<G>& job, int64_t block, const Bank& bank, float*) {
-    pack_known_window(job, job.transposed, job.input.channels, block,
-                      bank.weights + block * job.transposed.block_floats());
+    pack_known_window(job, job.back, job.input.channels, block,
+                      bank.weights + block * job.back.block_floats());
   }
 
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch, LeftPanels&) {
-    window_gradient_item(job.transposed, item, job.dz.own, job.x.own, job.scratch.zeros, job.scratch.gradient[0],
+    window_gradient_item(job.back, item, job.dz.own, job.x.own, job.scratch.zeros, job.scratch.gradient[0],
                          job.scratch.bias_gradient[0], scratch, *job.poisoned);
   }
 
   // The bias belongs to the outputs, not to the rows.
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
-    const float* bank = job.scratch.gradient[0] + block * job.transposed.block_floats();
-    finish_window_gradient(job, job.transposed, block, bank, {}, nullptr, scratch);
+    const float* bank = job.scratch.gradient[0] + block * job.back.block_floats();
+    finish_window_gradient(job, job.back, block, bank, {}, nullptr, scratch);
   }
 
  private:
@@ -282,13 +282,13 @@ void mask_item(const ConvBackward<typename Parts::G>& job, int64_t item, float* 
 
 template <class Parts>
 void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& worker) {
-  const auto &geometry = job.geometry, &transposed = job.transposed;
+  const auto &geometry = job.geometry, &back = job.back;
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
-  Banks banks(transposed, job.scratch, worker.index());
+  Banks banks(back, job.scratch, worker.index());
   const bool input = job.dx.given.data != nullptr;
   const int64_t masks = count_of(job.make_dz || job.sums_bias(), job.output.runs());
   const int64_t inputs = count_of(job.weight && job.x.is_copied(), job.input.runs());
-  const int64_t packs = count_of(input && !transposed.own_banks, transposed.output_blocks);
+  const int64_t packs = count_of(input && !back.own_banks, back.output_blocks);
   worker.phase({masks, inputs, packs}, [&](int64_t item) {
     if (item < masks) return mask_item<Parts>(job, item, scratch);
     if ((item -= masks) < inputs) return Parts::read(geometry, job.input, job.x.given, item, job.x.own);
@@ -300,13 +300,13 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
   const auto& products = job.products();
   const int64_t gradients = count_of(job.weight, products.wgrad_items());
   LeftPanels left;
-  worker.phase({gradients, count_of(input, transposed.conv_items())}, [&](int64_t item) {
+  worker.phase({gradients, count_of(input, back.conv_items())}, [&](int64_t item) {
     if (item < gradients) return Parts::weight_gradient(job, item, scratch, left);
     item -= gradients;
     const Bank& bank = banks.of(0, item, [&](int64_t block, const Bank& target) {
       Parts::pack(job, block, target, scratch + job.scratch.packing);
     });
-    Parts::convolve(job, transposed, item, maps, bank.weights, scratch, left);
+    Parts::convolve(job, back, item, maps, bank.weights, scratch, left);
   });
 
   const int64_t finished = count_of(job.weight, products.output_blocks);

@@ -42,8 +42,8 @@ void lay_out_forward(Arena& arena, ConvForward<PairWindow>& job, int64_t workers
 }
 
 void lay_out_backward(Arena& arena, ConvBackward<PairWindow>& job, int64_t workers) {
-  const int64_t floats = std::max(worker_floats(job.geometry), worker_floats(job.transposed));
-  lay_out_common(arena, job.transposed, 1, workers, floats, job.scratch);
+  const int64_t floats = std::max(worker_floats(job.geometry), worker_floats(job.back));
+  lay_out_common(arena, job.back, 1, workers, floats, job.scratch);
   if (job.weight) {
     job.scratch.gradient[0] = arena.take(job.products().gradient_size() * job.products().wgrad_slices);
     lay_out_copy(arena, operand_floats(job.input), job.x);
@@ -116,8 +116,8 @@ bool run_pair_layer_backward(const ConvLayer& layer, const Tensor& dy, const Ten
   job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
   job.norm = norm;
   job.geometry = window_of(layer, false);
-  job.transposed = window_of(layer, true);
-  const int64_t items = job.transposed.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
+  job.back = window_of(layer, true);
+  const int64_t items = job.back.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
   const int64_t workers = std::min(workers_for(layer.shape), items);
   return run_once(job, workers, lay_out_backward, pair_window_kernels()->of(layer.transposed).backward);
 }

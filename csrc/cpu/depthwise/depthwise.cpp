@@ -61,8 +61,8 @@ void divide(const ConvShape& shape, int64_t pieces, Depthwise& layer) {
   while (few() && large() && tiles.column < map.column) ++tiles.column;
   while (few() && groups < blocks) ++groups;
   layer.blocks_at_once = divide_up(blocks, groups);
-  layer.groups_of_blocks = divide_up(blocks, layer.blocks_at_once);
-  layer.wgrad_slices = std::clamp<int64_t>(divide_up(pieces, layer.groups_of_blocks), 1, layer.tile_count());
+  layer.bundles = divide_up(blocks, layer.blocks_at_once);
+  layer.wgrad_slices = std::clamp<int64_t>(divide_up(pieces, layer.bundles), 1, layer.tile_count());
 }
 
 }  // namespace

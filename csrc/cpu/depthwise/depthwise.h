@@ -33,11 +33,11 @@ struct Region {
 struct Depthwise : Window {
   Triple tiles;
   Triple first_tap, last_tap;  // how far the taps reach
-  int64_t blocks_at_once, groups_of_blocks;
+  int64_t blocks_at_once, bundles;
 
   int64_t tile_count() const { return target.images * tiles.product(); }
-  int64_t conv_items() const { return tile_count() * groups_of_blocks; }
-  int64_t wgrad_items() const { return wgrad_slices * groups_of_blocks; }
+  int64_t conv_items() const { return tile_count() * bundles; }
+  int64_t wgrad_items() const { return wgrad_slices * bundles; }
   // The pixels of a map that are the tile's own.
   Region tile(const MapShape& map, int64_t index) const;
   // The pixels of the source that a region of the target reads; of the rows only those that exist.

@@ -38,9 +38,9 @@ class BlockBank {
   float* packed_;
 };
 
-// The blocks of item `item`'s group.
+// The blocks of item `item`'s bundle.
 WNFUSED_INLINE Span blocks_of(const Depthwise& layer, int64_t item) {
-  const int64_t first = item % layer.groups_of_blocks * layer.blocks_at_once;
+  const int64_t first = item % layer.bundles * layer.blocks_at_once;
   return {first, smaller(first + layer.blocks_at_once, layer.output_blocks)};
 }
 
@@ -58,19 +58,19 @@ inline void depthwise_forward(const ConvForward<Depthwise>& job, Worker& worker)
     const Span blocks = blocks_of(layer, item);
     bank.pack(blocks, job.poisoned,
               [&](int64_t block, const Bank& target) { pack_rows(job, block, target, packed_norm); });
-    depthwise_forward_item(job, room, item / layer.groups_of_blocks, blocks, bank.bank(), scratch);
+    depthwise_forward_item(job, room, item / layer.bundles, blocks, bank.bank(), scratch);
   });
 }
 
 inline void depthwise_backward(const ConvBackward<Depthwise>& job, Worker& worker) {
-  const Depthwise &forward = job.geometry, &back = job.transposed;
+  const Depthwise &forward = job.geometry, &back = job.back;
   const DepthwiseRoom room = backward_room(forward, back);
   float* sums = job.scratch.worker + worker.index() * job.scratch.worker_stride;
   float* scratch = sums + forward.blocks_at_once * sum_floats(forward);
   BlockBank bank(back, job.scratch, worker.index());
   const int64_t slices = forward.wgrad_slices, tiles = forward.tile_count();
-  worker.phase({slices * forward.groups_of_blocks}, [&](int64_t item) {
-    const int64_t slice = item / forward.groups_of_blocks;
+  worker.phase({slices * forward.bundles}, [&](int64_t item) {
+    const int64_t slice = item / forward.bundles;
     const Span blocks = blocks_of(forward, item);
     if (job.dx.given.data)
       bank.pack(blocks, job.poisoned, [&](int64_t block, const Bank& target) { pack_rows(job, block, target); });

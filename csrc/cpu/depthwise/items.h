@@ -254,7 +254,7 @@ WNFUSED_INLINE int64_t sum_floats(const Depthwise& layer) { return (layer.planes
 // each block of y, and two more; one for each of x, and one more; one for dx.
 inline void depthwise_backward_item(const ConvBackward<Depthwise>& job, const DepthwiseRoom& room, int64_t index,
                                     const Span& blocks, const Bank& bank, float* sums, float* scratch) {
-  const Depthwise &forward = job.geometry, &back = job.transposed;
+  const Depthwise &forward = job.geometry, &back = job.back;
   const int64_t image = index / forward.tiles.product();
   const Region own = forward.tile(job.output, index), held = gradient_region(forward, back, index);
   const Region around = forward.reach(own), region = back.tile(job.input, index);

@@ -119,7 +119,7 @@ inline void pack_rows(const ConvBackward<Depthwise>& job, int64_t block, const B
   const int64_t channels = job.output.channels;
   Rows16 rows(channels, job.geometry.planes, block);
   rows.load_from(job.v);
-  pack_rows(job.transposed, rows, row_scales(job, block, known_norms(job, block)), block, bank.weights);
+  pack_rows(job.back, rows, row_scales(job, block, known_norms(job, block)), block, bank.weights);
 }
 
 // dv, dg and, unless it is null, dbias of one block, from the slices' sums.

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "activation_number.h"
 #include "cpu/layer/tensor.h"
 
 namespace wnfused::cpu {
@@ -28,7 +29,8 @@ inline void check_parameters(const Tensor& x, const Tensor& v, const Tensor& g, 
 }
 
 inline void check_activation(int64_t activation, double slope) {
-  STD_TORCH_CHECK(activation >= 0 && activation <= 2 && (activation != 2 || (slope >= 0 && std::isfinite(slope))),
+  STD_TORCH_CHECK(activation == Activation::kNone || activation == Activation::kRelu ||
+                      (activation == Activation::kLeakyRelu && (slope >= 0 && std::isfinite(slope))),
                   "layer: activation ", activation, " with negative_slope ", slope);
 }
 

@@ -27,12 +27,11 @@
 
 #include <cstdint>
 
+#include "activation_number.h"
 #include "cpu/layer/norm.h"
 #include "cpu/vec/lanes.h"
 
 namespace wnfused::cpu {
-
-enum class Activation : int64_t { kNone, kRelu, kLeakyRelu };
 
 // Lines [begin, end) of z, and the s and b that go with them. `columns` tells how they lie, see above.
 struct Lines {

@@ -53,7 +53,8 @@ std::tuple<Tensor, Tensor> forward(
   const ConvCall call{conv_shape(x, v, window), x, v, floats_of(g, held_gain),
                       bias ? floats_of(*bias, held_bias) : nullptr, window, static_cast<Activation>(activation),
                       static_cast<float>(slope)};
-  const ConvChoice choice = choose_forward(traits_of(call), {activation != 0 || residual, banks != nullptr});
+  const ConvChoice choice = choose_forward(
+      traits_of(call), {activation != Activation::kNone || residual, banks != nullptr});
   const std::optional<Tensor> y = forward_by(choice, call, residual, norms, banks);
   return {y ? *y : vendor_conv(call, bias, residual, norms), norm};
 }
@@ -87,7 +88,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
   const Sliding window{stride, padding, dilation, groups};
   check_window(x, v, window);
   check_output(dy, "dy", x, v, window);
-  if (activation != 0) check_output(y, "y", x, v, window);
+  if (activation != Activation::kNone) check_output(y, "y", x, v, window);
   check_norm(norm, v.size(0));
   std::vector<float> held;
   const ConvCall call{conv_shape(x, v, window), x, v, floats_of(g, held), nullptr, window,

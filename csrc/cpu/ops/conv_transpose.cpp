@@ -36,7 +36,12 @@ void check(const Tensor& x, const Tensor& v, const std::optional<Tensor>& bias, 
                   "conv_transpose: bias must have ", v.size(1) * at.groups, " entries");
   STD_TORCH_CHECK(!bias || bias->scalar_type() == ScalarType::Float || bias->scalar_type() == x.scalar_type(),
                   "conv_transpose: bias must have the dtype of x, or float32");
+  constexpr int64_t kFar = int64_t{1} << 31;  // no sum of a few products overflows below it
   for (size_t d = 0; d < spatial; ++d) {
+    const auto is_near = [](int64_t value) { return -kFar < value && value < kFar; };
+    STD_TORCH_CHECK(is_near(at.stride[d]) && is_near(at.padding[d]) && is_near(at.dilation[d]) &&
+                        is_near(at.output_padding[d]),
+                    "conv_transpose: stride, padding, dilation and output_padding must be below 2^31");
     const int64_t dim = static_cast<int64_t>(d) + 2, reach = at.dilation[d] * (v.size(dim) - 1);
     const int64_t extent = (x.size(dim) - 1) * at.stride[d] - 2 * at.padding[d] + reach + at.output_padding[d] + 1;
     STD_TORCH_CHECK(extent > 0 || (extent == 0 && x.size(0) == 0), "conv_transpose: the output would have ", extent,
@@ -156,7 +161,8 @@ std::tuple<Gradient, Gradient> forward(
                              static_cast<float>(slope)};
   const Gradient norm = g ? Gradient(empty({v.size(0)}, ScalarType::Float)) : Gradient();
   float* norms = norm ? static_cast<float*>(norm->mutable_data_ptr()) : nullptr;
-  const ConvChoice choice = choose_forward(traits_of(given), {activation != 0 || residual, banks != nullptr});
+  const ConvChoice choice = choose_forward(
+      traits_of(given), {activation != Activation::kNone || residual, banks != nullptr});
   const Tensor weights = weights_for(choice, v);
   const TransposedCall call = with_tensors(given, x, weights);
   const std::optional<Tensor> y = forward_by(choice, call, residual, norms, banks);
@@ -241,7 +247,7 @@ Found backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor&
   const Tensor weights = weights_for(choice, v);
   const TransposedCall call = with_tensors(layer, x, weights);
   check_gradient(dy, "dy", output_sizes(call), x);
-  if (activation != 0) check_gradient(y, "y", output_sizes(call), x);
+  if (activation != Activation::kNone) check_gradient(y, "y", output_sizes(call), x);
   std::optional<Rounded> dgain;
   if (g) dgain.emplace(sizes_of(*g), g->scalar_type());
   const Given given{dy, y, norms, needs, dgain ? dgain->data() : nullptr};

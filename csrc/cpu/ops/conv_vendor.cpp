@@ -6,7 +6,12 @@
 // z [N, C, spatial] is a matrix of lines along C (channels_last) or along the map (NCHW), and each pass of ours works
 // line by line. Floor beside the products: v once, z read and written once; backward dy, y, dz (and s dz) and dw, v, dv
 // once each.
+//
+// Op: cpu_vendor_misleads, whether the vendor's own result would be wrong, for the tests.
+#include <torch/csrc/stable/library.h>
+
 #include <algorithm>
+#include <tuple>
 
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
@@ -17,12 +22,15 @@
 namespace wnfused::cpu {
 namespace {
 
-// Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. It does over three
-// dims with a stride along the depth where no window lies within it; where groups of one input are one column wide in the
-// output, with a stride along it; and where a whole kernel reads nothing but padding. In bfloat16 it does, too, where some
-// tap of it does, where any output is one column wide, over two dims or three with a stride along it, and over three dims
-// where no window lies within the depth, or the padding there is more than half of a window.
-// (wnfused/_convolution.py asks the same for torch's own functions.)
+// Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. It does
+//   - over three dims with a stride along the depth where no window lies within it;
+//   - where groups of one input are one column wide in the output, with a stride along it;
+//   - where a whole kernel reads nothing but padding;
+// and in bfloat16
+//   - where some tap of it does;
+//   - where any output is one column wide, over two dims or three with a stride along it;
+//   - over three dims where no window lies within the depth, or the padding there is more than half of a window.
+// wnfused/_convolution.py has the same rules for torch's own functions; a test holds one to the other.
 bool vendor_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at) {
   const bool half = is_bfloat16(x), single = x.scalar_type() == ScalarType::Float;
   for (int64_t d = 2; (half || single) && d < w.dim(); ++d) {
@@ -55,9 +63,10 @@ bool has_levels_unread(const Tensor& x, const Tensor& w, const Sliding& at) {
   return last + at.dilation[0] * (w.size(2) - 1) < x.size(2) - 1;
 }
 
-// The same for the backward, where more goes wrong in bfloat16: gradients of levels that no window reads are not written;
-// with a single tap, a stride and fewer than 16 inputs it writes beyond its memory; with a dilation dw is wrong of groups, and in channels_last of more than 16 inputs that are no
-// multiple of that.
+// The same for the backward, where more goes wrong in bfloat16:
+//   - gradients of levels that no window reads are not written;
+//   - with a single tap, a stride and fewer than 16 inputs it writes beyond its memory;
+//   - with a dilation dw is wrong of groups, and in channels_last of more than 16 inputs that are no multiple of 16.
 bool vendor_backward_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at, bool weight) {
   if (vendor_is_wrong(x, w, at)) return true;
   if (!is_bfloat16(x)) return false;
@@ -231,4 +240,19 @@ LayerGradients vendor_conv_backward(const ConvCall& conv, const Tensor& dy_given
   return made;
 }
 
+namespace {
+
+// Forward, and backward with every gradient.
+std::tuple<bool, bool> cpu_vendor_misleads(const Tensor& x, const Tensor& w, const Extents& stride,
+                                           const Extents& padding, const Extents& dilation, int64_t groups) {
+  const Sliding at{stride, padding, dilation, groups};
+  check_window(x, w, at);
+  return {vendor_is_wrong(x, w, at), vendor_backward_is_wrong(x, w, at, true)};
+}
+
+}  // namespace
 }  // namespace wnfused::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CPU, m) {
+  m.impl("cpu_vendor_misleads", TORCH_BOX(&wnfused::cpu::cpu_vendor_misleads));
+}

@@ -35,7 +35,7 @@ std::optional<Tensor> plain_conv(
   std::vector<float> held;
   const ConvCall conv{conv_shape(x, w, window), x, w, nullptr, bias ? floats_of(*bias, held) : nullptr, window,
                       static_cast<Activation>(activation), static_cast<float>(slope)};
-  const ConvChoice choice = choose_forward(traits_of(conv), {activation != 0 || residual, false});
+  const ConvChoice choice = choose_forward(traits_of(conv), {activation != Activation::kNone || residual, false});
   return choice.way == ConvWay::kOwn ? own_conv(conv, choice.method, residual, nullptr) : std::nullopt;
 }
 
@@ -47,7 +47,7 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_backward(
   check_activation(activation, slope);
   if (!are_ours(x, w, std::nullopt)) return {};
   check_output(dy, "dy", x, w, window);
-  if (activation != 0) check_output(y, "y", x, w, window);
+  if (activation != Activation::kNone) check_output(y, "y", x, w, window);
   const ConvCall conv{conv_shape(x, w, window), x, w, nullptr, nullptr, window, static_cast<Activation>(activation),
                       static_cast<float>(slope)};
   const ConvChoice choice = choose_backward(traits_of(conv), Needs::of(needs));

@@ -6,7 +6,7 @@
 namespace wnfused::cpu {
 namespace {
 
-constexpr int64_t kAlone = int64_t{1} << 18;  // multiply-adds below which a second worker costs more than it brings
+constexpr int64_t kWorkEach = int64_t{1} << 17;  // multiply-adds below which one worker more costs more than it brings
 
 ProductShares divide(const ProductShape& shape, int64_t workers, int64_t lane_sharers) {
   constexpr int64_t kPackNarrow = 4;
@@ -20,7 +20,7 @@ ProductShares divide(const ProductShape& shape, int64_t workers, int64_t lane_sh
 
 }  // namespace
 
-int64_t product_workers(int64_t products) { return products < kAlone ? 1 : worker_limit(); }
+int64_t product_workers(int64_t products) { return std::clamp<int64_t>(products / kWorkEach, 1, worker_limit()); }
 
 int64_t lane_blocks_in(int64_t floats, int64_t depth) {
   return std::clamp<int64_t>(floats / (depth * kLanes) / 2 * 2, 2, kWideBlocks);

@@ -144,7 +144,7 @@ void run_stage(const Tensor& x, int64_t blocks, Job& job, bool parameters, const
   const int64_t images = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
   const auto float_geometry = [&](Method method) {
     Geometry geometry = make_geometry(images, channels, height, width, blocks, method, worker_limit());
-    pack_by_groups(geometry, worker_limit());
+    pack_by_bundles(geometry, worker_limit());
     return geometry;
   };
   const bool bfloat16 = is_bfloat16(x);

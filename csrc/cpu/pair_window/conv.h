@@ -1,4 +1,4 @@
-// One item of a convolution over a window on pairs of bfloat16: a chunk of a grid's lines, a group of output blocks.
+// One item of a convolution over a window on pairs of bfloat16: a chunk of a grid's lines, a bundle of output blocks.
 #pragma once
 
 #include "cpu/conv/epilogue.h"
@@ -229,11 +229,11 @@ class WindowFinisher {
 // Item `item` of a convolution. `scratch`: the panel, a thin source's lines, sums.
 inline void pair_window_item(const PairWindow& window, int64_t item, const uint16_t* map, const float* bank,
                              const PairWindowEnding& ending, float* scratch, std::atomic<bool>& poisoned) {
-  const auto [part, group] = window.conv_item(item);
+  const auto [part, bundle] = window.conv_item(item);
   const PairGrid& grid = window.grid_of(part);
   const PairChunk chunk = window.conv_chunk(grid, part - grid.first_chunk);
-  const int64_t first_block = group * window.conv_group_blocks;
-  const int64_t blocks = smaller(window.conv_group_blocks, window.output_blocks - first_block);
+  const int64_t first_block = bundle * window.conv_bundle_blocks;
+  const int64_t blocks = smaller(window.conv_bundle_blocks, window.output_blocks - first_block);
 
   uint16_t* panel = reinterpret_cast<uint16_t*>(scratch);
   float* sums = scratch + window.sums_at();

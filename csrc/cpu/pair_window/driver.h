@@ -123,7 +123,7 @@ template <bool kTransposed>
 void pair_window_backward(const ConvBackward<PairWindow>& job, Worker& worker) {
   Pairs::begin();
   // Of the weight's gradient, between the maps of the convolution that has v; and of dx.
-  const PairWindow &window = job.products(), &back = job.transposed;
+  const PairWindow &window = job.products(), &back = job.back;
   float* scratch = job.scratch.worker + worker.index() * job.scratch.worker_stride;
   Banks banks(back, job.scratch, worker.index());
   const auto pack = [&](int64_t block, const Bank& bank) {

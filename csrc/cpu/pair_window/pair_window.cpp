@@ -11,7 +11,7 @@ constexpr int64_t kChunk = 2048, kChunkPixels = 64, kGradientPixels = 512;
 constexpr int64_t kItemsEach = 4;                     // of a worker's
 constexpr int64_t kGradients = int64_t{1} << 25;      // floats of all slices of a weight gradient
 // Floats of a bank, half of the second-level cache, which is 2 MB beside tiles and 1 MB beside dot products: more output
-// blocks are packed group by group, each over the last.
+// blocks are packed bundle by bundle, each over the last.
 constexpr int64_t kTileBank = int64_t{1} << 18, kDotBank = int64_t{1} << 17;
 
 // The taps of a grid as segments: runs of equal length, or every tap by itself.
@@ -76,10 +76,10 @@ void divide(int64_t workers, PairWindow& pairs) {
   const int64_t cached = pairs.scatters ? kDotBank : kTileBank;
   pairs.weights_dominate = blocks > 1 && bank > kStay * map;
   pairs.weights_stay = (workers > 1 && pairs.weights_dominate) || bank > cached;
-  pairs.conv_group_blocks = blocks;
+  pairs.conv_bundle_blocks = blocks;
   if (pairs.weights_stay) {
     const int64_t fit = std::max<int64_t>(cached / std::max<int64_t>(pairs.block_floats(), 1), 1);
-    pairs.conv_group_blocks = std::min(divide_up(blocks, std::min(workers, blocks)), fit);
+    pairs.conv_bundle_blocks = std::min(divide_up(blocks, std::min(workers, blocks)), fit);
   }
   const auto count = [&] {
     pairs.conv_chunks = 0;
@@ -101,8 +101,8 @@ void divide(int64_t workers, PairWindow& pairs) {
     if (!divisible || pairs.weights_stay || pairs.conv_chunks >= kItemsEach * workers) break;
   }
   if (pairs.conv_chunks < workers && !pairs.weights_stay)
-    pairs.conv_group_blocks = std::min(kMaxGroupBlocks, pairs.output_blocks);
-  pairs.conv_groups = divide_up(pairs.output_blocks, pairs.conv_group_blocks);
+    pairs.conv_bundle_blocks = std::min(kMaxBundleBlocks, pairs.output_blocks);
+  pairs.conv_bundles = divide_up(pairs.output_blocks, pairs.conv_bundle_blocks);
   choose_banks(pairs.output_blocks, workers, pairs);
   pairs.narrow_banks = pairs.weights_stay;
 
@@ -151,8 +151,8 @@ void divide_weight_gradient(int64_t workers, PairWindow& pairs) {
   pairs.wgrad_slices = std::max<int64_t>(1, divide_up(pairs.wgrad_chunks, pairs.wgrad_slice_chunks));
   int64_t groups = divide_up(pairs.output_blocks, kMaxGroups / pairs.block_groups());
   while (pairs.wgrad_slices * groups < workers && groups < pairs.output_blocks) ++groups;
-  pairs.wgrad_group_blocks = divide_up(pairs.output_blocks, groups);
-  pairs.wgrad_groups = divide_up(pairs.output_blocks, pairs.wgrad_group_blocks);
+  pairs.wgrad_bundle_blocks = divide_up(pairs.output_blocks, groups);
+  pairs.wgrad_bundles = divide_up(pairs.output_blocks, pairs.wgrad_bundle_blocks);
 }
 
 }  // namespace

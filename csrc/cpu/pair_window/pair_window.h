@@ -96,8 +96,8 @@ struct PairWindow : Division {
   int64_t wgrad_taps, wgrad_input_blocks;  // products of a chunk and their blocks; thin: one, of whole rows
 
   int64_t block_groups() const { return kLanes / tile_rows; }  // register tiles of rows in a block
-  // Where each worker packs the blocks of its group for itself, a bank has room for those alone.
-  int64_t bank_size() const { return (narrow_banks ? conv_group_blocks : output_blocks) * block_floats(); }
+  // Where each worker packs the blocks of its bundle for itself, a bank has room for those alone.
+  int64_t bank_size() const { return (narrow_banks ? conv_bundle_blocks : output_blocks) * block_floats(); }
   int64_t block_floats() const { return block_elements / 2; }
   int64_t row_floats() const { return source.channels * row_taps; }
   const PairGrid& grid_of(int64_t chunk) const {
@@ -124,7 +124,7 @@ struct PairWindow : Division {
   int64_t wgrad_inputs() const { return wgrad_segments(wgrad_images) * wgrad_image_inputs(); }
   // Runs of the depth for so many images: rows of a thin source are one.
   int64_t wgrad_segments(int64_t images) const { return thin ? 1 : images; }
-  int64_t wgrad_outputs() const { return wgrad_group_blocks * kLanes * wgrad_plane + kLanes; }
+  int64_t wgrad_outputs() const { return wgrad_bundle_blocks * kLanes * wgrad_plane + kLanes; }
   // Where a worker's scratch has the parts of a convolution (the panel, a thin source's lines, sums) and of the weight
   // gradient (inputs, outputs, what turns them: a line, or a thin source's panel and lines), in floats, and where they end.
   int64_t lines_at() const { return panel_floats(panel); }

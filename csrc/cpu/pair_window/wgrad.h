@@ -94,12 +94,12 @@ inline void turn_rows(const PairWindow& window, const uint16_t* x, const PairChu
     }
 }
 
-// Item `item` of the weight gradient: a slice, a group of output blocks.
+// Item `item` of the weight gradient: a slice, a bundle of output blocks.
 inline void pair_window_gradient_item(const PairWindow& window, int64_t item, const uint16_t* x, const uint16_t* dz,
                                       float* sums, float* scratch) {
-  const auto [slice, group] = window.wgrad_item(item);
-  const int64_t first_block = group * window.wgrad_group_blocks;
-  const int64_t blocks = smaller(window.wgrad_group_blocks, window.output_blocks - first_block);
+  const auto [slice, bundle] = window.wgrad_item(item);
+  const int64_t first_block = bundle * window.wgrad_bundle_blocks;
+  const int64_t blocks = smaller(window.wgrad_bundle_blocks, window.output_blocks - first_block);
   uint16_t* inputs = reinterpret_cast<uint16_t*>(scratch);
   uint16_t* outputs = reinterpret_cast<uint16_t*>(scratch + window.wgrad_outputs_at());
   scratch += window.wgrad_rows_at();

@@ -147,14 +147,14 @@ inline bool scatter_outputs(const Pieces& geometry, const Panel& product, int64_
   return sum_of(poison) == 0.0f;
 }
 
-// Item `item`: one chunk of units, one group of output blocks.
+// Item `item`: one chunk of units, one bundle of output blocks.
 template <int Taps>
 inline void pieces_item(const Pieces& geometry, int64_t item, const float* map, const float* zeros, const float* bank,
                         const ConvEpilogue<float>& epilogue, float* scratch, std::atomic<bool>& poisoned) {
-  const auto [chunk, group] = geometry.conv_item(item);
-  const int64_t first = chunk * geometry.conv_rows, first_block = group * geometry.conv_group_blocks;
+  const auto [chunk, bundle] = geometry.conv_item(item);
+  const int64_t first = chunk * geometry.conv_rows, first_block = bundle * geometry.conv_bundle_blocks;
   const int64_t count = smaller(geometry.conv_rows, geometry.units - first);
-  const int64_t blocks = smaller(geometry.conv_group_blocks, geometry.output_blocks - first_block);
+  const int64_t blocks = smaller(geometry.conv_bundle_blocks, geometry.output_blocks - first_block);
   const int64_t rows = round_up_rows(count), planes = geometry.planes;
   const SourceBlocks sources = source_blocks(geometry, first_block, blocks);
   const Panel panel(scratch, geometry.panel_rows(rows), sources.count);

@@ -143,7 +143,7 @@ Pieces make_pieces(const ConvShape& given, bool back, int64_t workers) {
                   workers,                  kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
   divide_gradient(work, geometry.units, 2 * kLanes * geometry.depth_blocks(), geometry);
-  geometry.sums_stride = geometry.wgrad_group_blocks * geometry.block_floats() + kLanes;
+  geometry.sums_stride = geometry.wgrad_bundle_blocks * geometry.block_floats() + kLanes;
   geometry.direct.wgrad_slices = geometry.wgrad_slices;
   return geometry;
 }
@@ -153,8 +153,8 @@ int64_t worker_floats(const Pieces& geometry) {
     const int64_t sources = geometry.panel_rows(rows) * geometry.source.channel_blocks;
     return geometry.planes * (count * (sources + 1) + rows * blocks + 1) * kLanes;
   };
-  const int64_t conv = panels(geometry.line_taps, geometry.conv_rows, geometry.conv_group_blocks);
-  const int64_t wgrad = panels(1, geometry.wgrad_rows, geometry.wgrad_group_blocks) +
+  const int64_t conv = panels(geometry.line_taps, geometry.conv_rows, geometry.conv_bundle_blocks);
+  const int64_t wgrad = panels(1, geometry.wgrad_rows, geometry.wgrad_bundle_blocks) +
                         geometry.line_taps * geometry.line_planes() * geometry.sums_stride;
   const int64_t finish = kFinishRows * divide_up(geometry.direct.planes * geometry.direct.depth, kLanes) * kLanes;
   return std::max({conv, wgrad, geometry.direct_floats(), finish});

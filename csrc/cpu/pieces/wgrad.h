@@ -16,7 +16,7 @@ inline void gather_output_gradients(const Pieces& geometry, const float* map, in
                                     int64_t first_block, int64_t blocks, const Panel& panel, Block* bias) {
   constexpr int kPlanes = kPiecePlanes<Taps>;
   const int64_t channels = geometry.padded_outputs;
-  Block sum[kMaxGroupBlocks];
+  Block sum[kMaxBundleBlocks];
   for (Block& block : sum) block = zero();
   PieceUnit unit = piece_unit(geometry, first);
   for (int64_t t = 0; t < count; ++t, advance(geometry, unit)) {
@@ -73,13 +73,14 @@ inline void add_piece(const Pieces& geometry, const Panel& panel, const Panel& g
     });
 }
 
-// Item `item` of a weight gradient: one slice of units, one group of output blocks.
+// Item `item` of a weight gradient: one slice of units, one bundle of output blocks.
 template <int Taps>
 inline void pieces_gradient_item(const Pieces& geometry, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, float* scratch) {
-  const auto [slice, group] = geometry.wgrad_item(item);
-  const int64_t first_block = group * geometry.wgrad_group_blocks, rows = geometry.wgrad_rows, planes = geometry.planes;
-  const int64_t blocks = smaller(geometry.wgrad_group_blocks, geometry.output_blocks - first_block);
+  const auto [slice, bundle] = geometry.wgrad_item(item);
+  const int64_t first_block = bundle * geometry.wgrad_bundle_blocks;
+  const int64_t rows = geometry.wgrad_rows, planes = geometry.planes;
+  const int64_t blocks = smaller(geometry.wgrad_bundle_blocks, geometry.output_blocks - first_block);
   const int64_t begin = slice * geometry.wgrad_slice_units;
   const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
   const SourceBlocks sources = source_blocks(geometry, first_block, blocks);
@@ -87,7 +88,7 @@ inline void pieces_gradient_item(const Pieces& geometry, int64_t item, const flo
   const Panel gradients(panel.after(planes).data, rows, blocks);
   float* sums = gradients.after(planes).data;
   __builtin_memset(sums, 0, geometry.line_taps * geometry.line_planes() * geometry.sums_stride * sizeof(float));
-  Block bias[kMaxGroupBlocks];
+  Block bias[kMaxBundleBlocks];
   for (Block& sum : bias) sum = zero();
   for (int64_t first = begin; first < end; first += rows) {
     const int64_t count = smaller(rows, end - first);

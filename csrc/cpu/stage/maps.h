@@ -23,7 +23,7 @@ WNFUSED_INLINE Upcoming weights_of(const Parameter& v, const Geometry& geometry,
 // next phase, in full by every worker that packs it in full. `step`, 1 or -1, is the direction of the walk.
 WNFUSED_INLINE Upcoming upcoming_weights(const Parameter& v, const Geometry& geometry, int64_t convolution,
                                          int64_t step, int64_t item) {
-  if (geometry.by_groups) return {nullptr, 0};  // v is more than a cache holds
+  if (geometry.by_bundles) return {nullptr, 0};  // v is more than a cache holds
   const Upcoming all = weights_of(v, geometry, convolution + (geometry.own_banks ? step : 2 * step));
   const int64_t parts = geometry.fetch_parts;
   return all.part(item % parts, parts);
@@ -67,7 +67,7 @@ StreamMap<Operand> scratch_stream(const Scratch& scratch) {
 template <class Operand>
 inline void fetch_input(const Geometry& geometry, const Worker& worker, int64_t item, const Operand* map) {
   if (is_pair<Operand>() || !geometry.is_winograd() || !worker.is_at_edge(item, geometry.conv_items())) return;
-  const auto [chunk, group] = geometry.conv_item(item);
+  const auto [chunk, bundle] = geometry.conv_item(item);
   const int64_t channels = geometry.padded_channels;
   const auto fetch = [&](int64_t pixel, int64_t count, int64_t first, int64_t last) {
     for (const Operand* at = map + pixel * channels; count > 0; --count, at += channels)
@@ -76,7 +76,7 @@ inline void fetch_input(const Geometry& geometry, const Worker& worker, int64_t 
   if (geometry.weights_stay) {
     constexpr int64_t kMost = 1 << 14;  // floats that a first-level cache holds beside what is packed
     if (geometry.conv_chunks > 1 || geometry.map_size() > kMost) return;
-    const int64_t begin = group * geometry.conv_group_blocks, end = begin + geometry.conv_group_blocks;
+    const int64_t begin = bundle * geometry.conv_bundle_blocks, end = begin + geometry.conv_bundle_blocks;
     fetch(0, geometry.pixels(), 0, begin);
     fetch(0, geometry.pixels(), end, geometry.channel_blocks);
     return;

@@ -350,15 +350,15 @@ inline void aim_panel(const Window& window, const WindowMaps& maps, const Units&
   }
 }
 
-// Item `item`: one chunk of a grid's units, one group of output blocks.
+// Item `item`: one chunk of a grid's units, one bundle of output blocks.
 inline void window_item(const Window& window, int64_t item, const WindowMaps& maps, const float* zeros,
                         const float* bank, float* scratch, std::atomic<bool>& poisoned) {
-  const auto [chunk, group] = window.conv_item(item);
+  const auto [chunk, bundle] = window.conv_item(item);
   int64_t index = window.grid_count - 1;
   while (window.grids[index].first_chunk > chunk) --index;
   const Grid& grid = window.grids[index];
-  const int64_t first = (chunk - grid.first_chunk) * window.conv_rows, first_block = group * window.conv_group_blocks;
-  const int64_t blocks = smaller(window.conv_group_blocks, window.output_blocks - first_block);
+  const int64_t first = (chunk - grid.first_chunk) * window.conv_rows, first_block = bundle * window.conv_bundle_blocks;
+  const int64_t blocks = smaller(window.conv_bundle_blocks, window.output_blocks - first_block);
   const int64_t channels = window.pixel;
   float *panel = scratch, *values = panel + window.conv_rows * channels;
   Units units;

@@ -12,13 +12,13 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Item `item`: one slice of pixels, one group of output blocks.
+// Item `item`: one slice of pixels, one bundle of output blocks.
 inline void product_gradient_item(const Window& window, int64_t item, const float* x, const float* dy, float* banks,
                                   float* bias_gradients, float* scratch) {
   constexpr int64_t kWideStride = kDepthChunk * kLanes;
-  const auto [slice, group] = window.wgrad_item(item);
-  const int64_t first_block = group * window.wgrad_group_blocks;
-  const int64_t blocks = smaller(window.wgrad_group_blocks, window.output_blocks - first_block);
+  const auto [slice, bundle] = window.wgrad_item(item);
+  const int64_t first_block = bundle * window.wgrad_bundle_blocks;
+  const int64_t blocks = smaller(window.wgrad_bundle_blocks, window.output_blocks - first_block);
   const int64_t inputs = window.bank_depth, col_stride = window.block_floats();
   float* bank = banks + slice * window.gradient_size() + first_block * col_stride;
   float* bias_gradient = bias_gradients + slice * window.padded_outputs + first_block * kLanes;

@@ -164,21 +164,21 @@ inline void add_entries(const Window& window, const PanelGradient& panel, const 
   flush();
 }
 
-// Item `item` of the weight gradient of `window`, a forward: one slice of units, one group of output blocks. dy is y's
+// Item `item` of the weight gradient of `window`, a forward: one slice of units, one bundle of output blocks. dy is y's
 // map.
 inline void window_gradient_item(const Window& window, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, float* scratch,
                                  std::atomic<bool>& poisoned) {
   if (window.has_product_gradient()) return product_gradient_item(window, item, x, dy, banks, bias_gradients, scratch);
-  const auto [slice, group] = window.wgrad_item(item);
-  const int64_t first_block = group * window.wgrad_group_blocks;
-  const int64_t blocks = smaller(window.wgrad_group_blocks, window.output_blocks - first_block);
+  const auto [slice, bundle] = window.wgrad_item(item);
+  const int64_t first_block = bundle * window.wgrad_bundle_blocks;
+  const int64_t blocks = smaller(window.wgrad_bundle_blocks, window.output_blocks - first_block);
   const int64_t col_stride = window.block_floats();
   float* bank = banks + slice * window.gradient_size() + first_block * col_stride;
   float* bias_gradient = bias_gradients + slice * window.padded_outputs + first_block * kLanes;
   for (int64_t p = 0; p < window.planes; ++p)
     __builtin_memset(bank + p * window.plane_stride, 0, blocks * col_stride * sizeof(float));
-  Block sum[kMaxGroupBlocks];
+  Block sum[kMaxBundleBlocks];
   for (Block& block : sum) block = zero();
 
   const Grid& grid = window.grids[0];
@@ -188,7 +188,7 @@ inline void window_gradient_item(const Window& window, int64_t item, const float
     Units units;
     locate_units(window, grid, x, first, smaller(window.wgrad_rows, end - first), units);
     const float* gradients[kMaxPanelRows];
-    Block panel_sum[kMaxGroupBlocks];
+    Block panel_sum[kMaxBundleBlocks];
     for (Block& block : panel_sum) block = zero();
     for (int64_t t = 0; t < units.count; ++t) {
       gradients[t] = dy + units.target[t] * window.padded_outputs + first_block * kLanes;

@@ -198,10 +198,10 @@ Window backward_window(const ConvShape& shape, int64_t workers) {
 int64_t worker_floats(const Window& window) {
   const int64_t row = divide_up(window.planes * window.depth, kLanes) * kLanes, finish = kFinishRows * row;
   // Of a panel: what is read, added and written, and a row that is not read.
-  const int64_t outputs = window.conv_group_blocks * kLanes;
+  const int64_t outputs = window.conv_bundle_blocks * kLanes;
   const int64_t panel = window.conv_rows * (window.source.padded_channels + 2 * outputs) + outputs;
   const int64_t product =
-      window.has_product_gradient() ? kDepthChunk * (kNarrowRows + window.wgrad_group_blocks * kLanes) : 0;
+      window.has_product_gradient() ? kDepthChunk * (kNarrowRows + window.wgrad_bundle_blocks * kLanes) : 0;
   return std::max({panel, finish, product});
 }
 

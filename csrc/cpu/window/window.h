@@ -177,10 +177,10 @@ struct Window : Division {
 Window forward_window(const ConvShape& shape, bool thin, int64_t workers);
 Window backward_window(const ConvShape& shape, int64_t workers);
 
-// Divides a wide layer's convolution anew, so that it packs its banks group by group.
-inline void pack_by_groups(Window& window, int64_t) {
+// Divides a wide layer's convolution anew, so that it packs its banks bundle by bundle.
+inline void pack_by_bundles(Window& window, int64_t) {
   constexpr int64_t kPair = 2;  // of blocks, which a register tile is made of
-  if (!window.weights_dominate || !divide_groups(kPair, window)) narrow_banks(window);
+  if (!window.weights_dominate || !divide_into_bundles(kPair, window)) narrow_banks(window);
 }
 
 // Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line of
