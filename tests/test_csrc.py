@@ -78,6 +78,20 @@ def test_no_file_knows_a_type_of_a_later_folder(file: Path) -> None:
     assert not types & set(re.findall(r"\w+", code(file)))
 
 
+DECLARED = re.compile(r"^(?!\s)[\w:<>,*& ]+[ *&](\w+)\([^;{}]*\);", re.M)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_a_folder_declares_it_defines(folder: str) -> None:
+    """Else it would link against a later one, past the includes."""
+    files = [code(file) for file in sorted((CPU / folder).iterdir())]
+    plain = [header for header in (CPU / folder).glob("*.h") if "WNFUSED_ISA" not in header.read_text()]
+    names = {name for header in plain for name in DECLARED.findall(code(header))}
+    defined = {name: rf"^(?!\s)[\w:<>,*& ]+[ *&]{name}\([^;{{}}]*\)\s*{{" for name in names}
+    missing = [name for name, pattern in defined.items() if not any(re.search(pattern, t, re.M) for t in files)]
+    assert not missing
+
+
 @pytest.mark.parametrize("file", TARGETS, ids=lambda file: file.name)
 def test_targets_compile_nothing_plain(file: Path) -> None:
     assert plain_in_target(file.read_text()) == set()

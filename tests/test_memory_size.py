@@ -1,4 +1,4 @@
-"""Limits of control groups, of files as the kernel writes them."""
+"""What memory a process may count on: limits of control groups, of files as the kernel writes them, and ranks."""
 
 import shutil
 import subprocess
@@ -48,4 +48,13 @@ def test_least_limit_of_a_process(program, tmp_path, groups, limits, expected):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     printed = subprocess.run([program, tmp_path], check=True, capture_output=True, text=True).stdout
-    assert int(printed) == expected
+    assert int(printed.split()[0]) == expected
+
+
+@pytest.mark.parametrize(("given", "ranks"), [(None, 1), ("8", 8), ("1", 1), ("0", 1), ("-3", 1), ("eight", 1)])
+def test_ranks_of_torchrun_share_what_there_is(program, tmp_path, monkeypatch, given, ranks):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    printed = subprocess.run([program, tmp_path], check=True, capture_output=True, text=True).stdout
+    assert int(printed.split()[1]) == ranks

@@ -4,6 +4,10 @@ Every op of ``torch.ops.wnfused`` lands here with its arguments, or, from C++, a
 module that has a function of the op's name and answers ``refusal(op, arguments)`` with ``None`` or the reason why it
 cannot run them. On each device the backends are asked in the order of ``order``; ``use_backend`` or ``WNFUSED_BACKEND``
 names one instead, and then nothing else will do.
+
+Three gates before it answer early what it would: ``wnfused.ops._direct`` and ``csrc/python/calls.cpp`` for plain eager
+calls of layers and stages, ``csrc/python/ops.cpp`` for compiled graphs. Where one of them takes a call, the choice here
+would be the same kernel (``tests/test_native_entry.py``).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -36,7 +37,7 @@ int64_t least_limit(const std::string& root, std::string group, const std::strin
 }
 
 // Found when the library is loaded, so that no fork comes between.
-const int64_t size = std::min(machine_size(), group_limit());
+const int64_t size = std::min(machine_size(), group_limit()) / local_ranks();
 
 }  // namespace
 
@@ -57,6 +58,11 @@ int64_t group_limit(const std::string& root) {
     }
   }
   return least;
+}
+
+int64_t local_ranks() {
+  const char* given = std::getenv("LOCAL_WORLD_SIZE");
+  return given ? std::max(std::atoi(given), 1) : 1;
 }
 
 int64_t memory_size() { return size; }

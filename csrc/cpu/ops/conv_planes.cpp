@@ -3,7 +3,6 @@
 #include "cpu/layer/formats.h"
 #include "cpu/layer/gains.h"
 #include "cpu/layer/passes.h"
-#include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/machine/workspace.h"
 #include "cpu/ops/conv_gradients.h"
@@ -55,14 +54,6 @@ ProductShape product_shape(const PlanesShape& shape, int64_t rows, int64_t depth
 }
 
 }  // namespace
-
-const PlanesKernels* planes_kernels() {
-#if defined(__x86_64__)
-  if (active_isa() == Isa::kAvx512) return &avx512::planes_kernels;
-  if (active_isa() == Isa::kAvx2) return &avx2::planes_kernels;
-#endif
-  return nullptr;
-}
 
 std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
   if (has_stride(conv.at))

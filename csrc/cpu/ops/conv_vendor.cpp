@@ -79,12 +79,12 @@ bool vendor_backward_is_wrong(const Tensor& x, const Tensor& w, const Sliding& a
   return (one_tap && strided && w.size(1) < 16) || (weight && dilated && (at.groups > 1 || ragged));
 }
 
-Tensor widened(const Tensor& t) { return as_dtype(t, is_bfloat16(t) ? ScalarType::Float : ScalarType::Double); }
+Tensor in_wider_dtype(const Tensor& t) { return as_dtype(t, is_bfloat16(t) ? ScalarType::Float : ScalarType::Double); }
 
 Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Sliding& at) {
   if (vendor_is_wrong(x, w, at)) {
-    const std::optional<Tensor> wide = bias ? std::optional(widened(*bias)) : std::nullopt;
-    return as_dtype(convolution(widened(x), widened(w), wide, at), x.scalar_type());
+    const std::optional<Tensor> wide = bias ? std::optional(in_wider_dtype(*bias)) : std::nullopt;
+    return as_dtype(convolution(in_wider_dtype(x), in_wider_dtype(w), wide, at), x.scalar_type());
   }
   AtenTensorHandle given = bias ? bias->get() : nullptr, made = nullptr;
   const Extents none(at.stride.size(), 0);
@@ -107,7 +107,7 @@ std::pair<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x_given, const Tensor& w, const Sliding& at, bool input, bool weight) {
   const Tensor x = readable(x_given, at);
   if (vendor_backward_is_wrong(x, w, at, weight)) {
-    std::pair<Tensor, Tensor> found = convolution_backward(widened(dz), widened(x), widened(w), at, input, weight);
+    std::pair<Tensor, Tensor> found = convolution_backward(in_wider_dtype(dz), in_wider_dtype(x), in_wider_dtype(w), at, input, weight);
     if (input) found.first = as_dtype(found.first, x.scalar_type());
     if (weight) found.second = as_dtype(found.second, x.scalar_type());
     return found;

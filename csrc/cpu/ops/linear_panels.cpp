@@ -62,14 +62,6 @@ ProductCuts product_cuts(int64_t rows, int64_t blocks, int64_t most_rows, int64_
 
 }  // namespace
 
-const PanelKernels* panel_kernels() {
-#if defined(__x86_64__)
-  if (active_isa() == Isa::kAvx512) return &avx512::panel_kernels;
-  if (active_isa() == Isa::kAvx2) return &avx2::panel_kernels;
-#endif
-  return nullptr;
-}
-
 // Measured beside small.h, the products of AVX-512, and those of the vendor held to AVX2 (bench/NOTES.md). On AVX2,
 // where the vendor's are at home, a panel of a long row does not stay in L1: but few sums are worth no packing.
 bool are_panels(const LinearCall& call, bool small) {

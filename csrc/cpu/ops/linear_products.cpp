@@ -4,7 +4,6 @@
 #include <mutex>
 
 #include "cpu/layer/gains.h"
-#include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/ops/linear_routes.h"
 #include "cpu/ops/product_shares.h"
@@ -35,33 +34,7 @@ bool rows_in_range(const LinearKernels& kernels, const Tensor& matrix, int64_t r
   return all && std::all_of(largest.begin(), largest.end(), in_split_range);
 }
 
-#if defined(__x86_64__)
-constexpr int64_t kAvx2Rows = 64;  // of x from which on the vendor's product, held to AVX2, is as fast
-#endif
-
 }  // namespace
-
-const LinearKernels* split_linear_kernels() {
-  const PairProducts pairs = active_pair_products();
-  if (pairs == PairProducts::kEmulatedTiles) return &amx_emulated::split_linear_kernels;
-#if defined(__x86_64__)
-  if (pairs == PairProducts::kTiles) return &amx::split_linear_kernels;
-#endif
-  return nullptr;
-}
-
-const LinearKernels* linear_kernels(bool bfloat16, int64_t rows) {
-  const PairProducts pairs = active_pair_products();
-  if (bfloat16 && pairs == PairProducts::kEmulatedTiles) return &amx_emulated::linear_kernels;
-#if defined(__x86_64__)
-  if (bfloat16 && pairs == PairProducts::kTiles) return &amx::linear_kernels;
-  if (bfloat16) return pairs == PairProducts::kDots ? &avx512_bf16::linear_kernels : nullptr;
-  if (active_isa() == Isa::kAvx512) return &avx512::linear_kernels;
-  if (active_isa() == Isa::kAvx2 && rows <= kAvx2Rows) return &avx2::linear_kernels;
-#endif
-  (void)rows;
-  return nullptr;
-}
 
 bool linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const auto [rows, inner, features] = call.shape;

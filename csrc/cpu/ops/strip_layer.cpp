@@ -3,7 +3,6 @@
 #include "cpu/layer/formats.h"
 #include "cpu/layer/gains.h"
 #include "cpu/layer/passes.h"
-#include "cpu/machine/isa.h"
 #include "cpu/machine/parallel.h"
 #include "cpu/machine/workspace.h"
 #include "cpu/ops/conv_extents.h"
@@ -24,7 +23,7 @@ StripLayout layout_of(const std::optional<Tensor>& map, const Triple& size) {
 // them; few enough for `parts` strips, but for those that would copy many times what they sum.
 StripCut cut_for(const StripKernels& kernels, const Strips& strips, const StripLayout& target, int64_t parts) {
   constexpr int64_t kFloats = 1 << 13, kCopies = 8;
-  const int64_t targets = target.is_channels_last() && strips.targets > kFewTurned ? kLanes : kStripTargets;
+  const int64_t targets = target.has_pixels_apart() && strips.targets > kFewTurned ? kLanes : kStripTargets;
   const int64_t reach = strips.high - strips.low;
   const int64_t widest = std::max({kFloats / (strips.source_planes() + targets), reach, kernels.unit});
   const int64_t shared = std::max(divide_up(strips.places(), parts), reach / kCopies);
@@ -92,14 +91,6 @@ Tensor masked_gradient(const StripLayer& layer, const Tensor& dy, const Tensor& 
 }
 
 }  // namespace
-
-const StripKernels* strip_kernels() {
-#if defined(__x86_64__)
-  if (active_isa() == Isa::kAvx512) return &avx512::strip_kernels;
-  if (active_isa() == Isa::kAvx2) return &avx2::strip_kernels;
-#endif
-  return nullptr;
-}
 
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms) {
   const ConvShape& shape = layer.shape;

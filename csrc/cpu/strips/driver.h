@@ -108,7 +108,7 @@ inline void copy_channels(const StripSource& map, int64_t first, int64_t count, 
                           int64_t stride, float* target, int64_t plane_floats) {
   const StripLayout& layout = map.layout;
   const StripLine* end = lines + line_count;
-  if (layout.is_channels_last() && count > kFewTurned) {
+  if (layout.has_pixels_apart() && count > kFewTurned) {
     for (int64_t c = 0; c < count; c += kLanes)
       for (const StripLine* line = lines; line != end; ++line)
         copy_turned(*line, map.data + line->at + first + c, stride * layout.pixel, smaller(kLanes, count - c),
@@ -252,7 +252,7 @@ inline void finish_strip(const StripSums& job, int64_t first, int64_t count, con
   with_activation(job.activation, [&](auto activation) __attribute__((always_inline)) {
     for (const StripLine* line = lines; line != lines + line_count; ++line) {
       if (line->pixels == 0) continue;
-      if (job.target.layout.is_channels_last() && count > kFewTurned) {
+      if (job.target.layout.has_pixels_apart() && count > kFewTurned) {
         finish_turned<activation.value>(job, first, count, *line, stride, sums);
       } else {
         // A channel's part of a line is too short for the processor to see where the next ones are.

@@ -110,7 +110,7 @@ StripRoom strip_room(const Strips& strips, const StripCut& cut);
 struct StripLayout {
   int64_t channel, pixel, image;
 
-  bool is_channels_last() const { return pixel > 1; }
+  bool has_pixels_apart() const { return pixel > 1; }
 };
 
 // One that is read, and one that is written: none of it where data is null.
