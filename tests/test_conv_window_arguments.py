@@ -154,3 +154,26 @@ def test_a_dilation_of_0_is_refused_in_transposed_layers_too(spatial):
     one, none = (1,) * spatial, (0,) * spatial
     with pytest.raises(ValueError, match=r"dilation: \(0,.* must be"):
         op(x, v, torch.randn(3), None, one, none, none, 1, none)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+@pytest.mark.parametrize("value", [2**31, 2**60, 2**61, 2**62, 2**63 - 1])
+def test_extents_whose_sums_would_overflow(name, value, dim):
+    x, v, g = torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.ones(4 if dim else 8)
+    with pytest.raises(ValueError, match=rf"{name}: {value} must be below 2\*\*31"):
+        wnfused.functional.conv2d(x, v, g, dim=dim, **{name: value})
+    if name != "stride":  # of one pixel any stride is right
+        x = x[..., :1, :1]
+    v = torch.randn(4, 8, 3, 3)
+    with pytest.raises(ValueError, match=rf"{name}: {value} must be below 2\*\*31"):
+        wnfused.functional.conv_transpose2d(x, v, torch.ones(8 if dim else 4), dim=dim, **{name: value})
+
+
+@pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
+def test_maps_without_pixels(function):
+    """Padding alone is no map, for torch either; a batch of none is one."""
+    call, v = getattr(wnfused.functional, function), torch.randn(4, 4, 3, 3)
+    assert call(torch.randn(0, 4, 6, 0), v, torch.ones(4), padding=2 if function == "conv2d" else 0).shape[0] == 0
+    with pytest.raises(ValueError, match=r"x: spatial size \[6, 0\] must be at least 1 in every dim, padding aside"):
+        call(torch.randn(2, 4, 6, 0), v, torch.ones(4), padding=2 if function == "conv2d" else 0)

@@ -163,6 +163,8 @@ def _checked(
         if transposed:
             raise ValueError(f"x: spatial size {list(x.shape[2:])} gives an output of {sizes} by {window}")
         raise ValueError(f"x: spatial size {list(x.shape[2:])} is too small for {window}")
+    if any(_is_below_1(size) for size in x.shape[2:]) and x.shape[0] != 0:
+        raise ValueError(f"x: spatial size {list(x.shape[2:])} must be at least 1 in every dim, padding aside")
     if residual is not None:
         residual = arguments.residual(residual, [x.shape[0], features, *sizes], x)
     name = arguments.activation(activation, negative_slope)

@@ -27,15 +27,15 @@ void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(), "conv: x and v must have 3, 4 or 5 dims");
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial,
                   "conv: stride, padding and dilation must have ", spatial, " entries");
+  STD_TORCH_CHECK(are_near(at.stride) && are_near(at.padding) && are_near(at.dilation),
+                  "conv: stride, padding and dilation must be below 2^31");
   STD_TORCH_CHECK(at.groups >= 1, "conv: groups must be at least 1");
   STD_TORCH_CHECK(v.numel() > 0, "conv: v must have channels and taps, at least 1 each");
 }
 
 std::optional<int64_t> output_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d) {
-  constexpr int64_t kFar = int64_t{1} << 31;
   const int64_t stride = at.stride[d - 2], padding = at.padding[d - 2], dilation = at.dilation[d - 2];
-  const bool known = stride >= 1 && 0 <= padding && padding < kFar && 1 <= dilation && dilation < kFar &&
-                     v.size(d) >= 1;
+  const bool known = stride >= 1 && padding >= 0 && dilation >= 1 && v.size(d) >= 1;
   const int64_t room = known ? x.size(d) + 2 * padding - dilation * (v.size(d) - 1) - 1 : -1;
   return room >= 0 ? std::optional(room / stride + 1) : std::nullopt;
 }

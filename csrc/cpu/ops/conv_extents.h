@@ -1,6 +1,7 @@
 // Extents of one to three dims as the ops give them, and the Triples of the kernels (window.h).
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "cpu/window/window.h"
@@ -23,6 +24,14 @@ inline Extents map_sizes(int64_t images, int64_t channels, const Triple& size, i
   if (dims > 3) sizes.push_back(size.row);
   sizes.push_back(size.column);
   return sizes;
+}
+
+// Below it no sum of a few products overflows.
+constexpr int64_t kFarExtent = int64_t{1} << 31;
+
+inline bool are_near(const Extents& extents) {
+  return std::all_of(extents.begin(), extents.end(),
+                     [](int64_t extent) { return -kFarExtent < extent && extent < kFarExtent; });
 }
 
 }  // namespace wnfused::cpu

@@ -36,12 +36,9 @@ void check(const Tensor& x, const Tensor& v, const std::optional<Tensor>& bias, 
                   "conv_transpose: bias must have ", v.size(1) * at.groups, " entries");
   STD_TORCH_CHECK(!bias || bias->scalar_type() == ScalarType::Float || bias->scalar_type() == x.scalar_type(),
                   "conv_transpose: bias must have the dtype of x, or float32");
-  constexpr int64_t kFar = int64_t{1} << 31;  // no sum of a few products overflows below it
+  STD_TORCH_CHECK(are_near(at.stride) && are_near(at.padding) && are_near(at.dilation) && are_near(at.output_padding),
+                  "conv_transpose: stride, padding, dilation and output_padding must be below 2^31");
   for (size_t d = 0; d < spatial; ++d) {
-    const auto is_near = [](int64_t value) { return -kFar < value && value < kFar; };
-    STD_TORCH_CHECK(is_near(at.stride[d]) && is_near(at.padding[d]) && is_near(at.dilation[d]) &&
-                        is_near(at.output_padding[d]),
-                    "conv_transpose: stride, padding, dilation and output_padding must be below 2^31");
     const int64_t dim = static_cast<int64_t>(d) + 2, reach = at.dilation[d] * (v.size(dim) - 1);
     const int64_t extent = (x.size(dim) - 1) * at.stride[d] - 2 * at.padding[d] + reach + at.output_padding[d] + 1;
     STD_TORCH_CHECK(extent > 0 || (extent == 0 && x.size(0) == 0), "conv_transpose: the output would have ", extent,
