@@ -61,10 +61,10 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     Convolutions whose products the C++ kernels take themselves (float32 on the CPU, bfloat16 under autocast, mostly)
     keep copies of v and g instead; where they are normalised along another dim than their rows, of the weight and the
     norms of its rows. They also keep the packed weights, from their first call on, where reading those is faster than
-    packing again: from 65,536 weights on, of 3x3 layers with stride 1 from 442,368 on and on maps of up to 128 pixels
-    alone. That takes as much memory as v, by Winograd's method up to four times as much. Linear layers of more than
-    one feature keep copies, too, since their kernels normalise while they read v (of bfloat16 from 65,536 weights
-    on); other convolutions keep them beside their weights, for maps of up to eight pixels.
+    packing again: from 65,536 weights on, but for 3x3 layers by Winograd's method in two dims (``docs/limits.md``) and
+    1x1 layers of more than 64 pixels. That takes as much memory as v, of windows along lines up to twice as much.
+    Linear layers of more than one feature keep copies, too, since their kernels normalise while they read v (of
+    bfloat16 from 65,536 weights on); other convolutions keep them beside their weights, for maps of up to eight pixels.
 
     Layers whose parameters are parametrised, pruned or sharded run as always, and those whose options are set anew
     inside the context. So do residual stages: they normalise and pack a weight while the convolution before it runs.
@@ -228,8 +228,7 @@ def _open_convolution(layer: WeightNormalised) -> _ConvNd | None:
 
 def _own(layer: WeightNormalised) -> nn.Module:
     copied = _copy(layer)
-    keeps = _open_convolution(layer) is not None and layer.weight_v.numel() >= native.bounds().kept_weights
-    return Kept(copied) if keeps else copied
+    return copied if _open_convolution(layer) is None else Kept(copied)
 
 
 def _copy(layer: WeightNormalised) -> WeightNormalised:

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
@@ -17,6 +18,7 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "autograd/op.h"
 
@@ -69,6 +71,11 @@ class Inputs {
     x = x.to(dtype_);
     if (residual && residual->is_floating_point() && residual->scalar_type() != at::kDouble)
       residual = residual->to(dtype_);
+  }
+
+  // Whether autograd records what is made of x and the residual.
+  bool is_recorded() const {
+    return at::GradMode::is_enabled() && (x.requires_grad() || (residual && residual->requires_grad()));
   }
 
   Tensor x, v, g;
@@ -265,6 +272,70 @@ PyCFunction entry() {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&function<Run<Constants...>, Constants...>));
 }
 
+// A convolution on weights that were packed before. The first output is absent where the kernels decline.
+struct KeptConv {
+  static constexpr const char* kName = "wnfused_native::kept_conv";
+  using Output = Tensor;
+};
+struct KeptConvTranspose {
+  static constexpr const char* kName = "wnfused_native::kept_conv_transpose";
+  using Output = Optional;
+};
+
+// Exactly a list of tensors.
+std::optional<std::vector<Tensor>> read_tensors(PyObject* object) {
+  if (!PyList_CheckExact(object)) return std::nullopt;
+  std::vector<Tensor> tensors;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
+    PyObject* entry = PyList_GET_ITEM(object, i);
+    if (!is_plain(entry)) return std::nullopt;
+    tensors.push_back(THPVariable_Unpack(entry));
+  }
+  return tensors;
+}
+
+// (x, v, g, bias, residual, banks, *constants) -> y, or None. What the call packs joins the banks.
+template <class Run, class... Constants, size_t... I>
+PyObject* kept(PyObject* const* objects, Py_ssize_t count, std::index_sequence<I...>) {
+  HANDLE_TH_ERRORS
+  constexpr size_t kTensors = 5;
+  if (count != kTensors + 1 + sizeof...(Constants) || is_watched()) Py_RETURN_NONE;
+  std::optional<Inputs> in = Inputs::read(objects, kTensors);
+  const std::optional<std::vector<Tensor>> banks = read_tensors(objects[kTensors]);
+  std::tuple<Constant<Constants>...> constants;
+  if (!in || !banks || !in->x.is_cpu() || in->x.dim() != in->v.dim() || in->is_recorded()) Py_RETURN_NONE;
+  if (!(std::get<I>(constants).read(objects[kTensors + 1 + I]) && ...)) Py_RETURN_NONE;
+  Optional y, bank;
+  {
+    pybind11::gil_scoped_release no_gil;
+    in->cast();
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    using Found = std::tuple<typename Run::Output, Optional>(
+        const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, at::TensorList, Constants...);
+    static const auto native = op<Found>(Run::kName);
+    std::tie(y, bank) =
+        native.call(in->x, in->v, in->g, in->bias, in->residual, *banks, std::get<I>(constants).value...);
+    in.reset();
+  }
+  if (bank) {
+    THPObjectPtr packed(THPVariable_Wrap(std::move(*bank)));
+    if (!packed || PyList_Append(objects[kTensors], packed.get()) != 0) return nullptr;
+  }
+  if (!y) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(*y));
+  END_HANDLE_TH_ERRORS
+}
+
+template <class Run, class... Constants>
+PyObject* kept_function(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  return kept<Run, Constants...>(objects, count, std::index_sequence_for<Constants...>());
+}
+
+template <class Run, class... Constants>
+PyCFunction kept_entry() {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&kept_function<Run, Constants...>));
+}
+
 template <class... Constants>
 using Linear = Layer<LinearNames, Constants...>;
 template <class... Constants>
@@ -288,6 +359,14 @@ PyMODINIT_FUNC PyInit__python() {
        METH_FASTCALL,
        "(x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope): y, or "
        "None where the call is no plain one."},
+      {"kept_conv", kept_entry<KeptConv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(), METH_FASTCALL,
+       "(x, v, g, bias, residual, banks, stride, padding, dilation, groups, activation, negative_slope): y, or None where "
+       "the call is no plain one."},
+      {"kept_conv_transpose",
+       kept_entry<KeptConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(),
+       METH_FASTCALL,
+       "(x, v, g, bias, residual, banks, stride, padding, dilation, output_padding, groups, activation, negative_slope): y, "
+       "or None where the call is no plain one, or the kernels decline."},
       {"residual_stage", entry<Stage, double, int64_t>(), METH_FASTCALL,
        "(x, v, g, bias, skip_scale, recompute): y, or None where the call is no plain one."},
       {nullptr, nullptr, 0, nullptr}};

@@ -79,8 +79,6 @@ def takes_conv(
 class Bounds(NamedTuple):
     """Numbers of the library that its callers must know."""
 
-    kept_weights: int
-    """Of a convolution, from how many on its packed weights may be worth keeping."""
     few_pixels: int
     """Of an output, of a transposed convolution the input: up to so many are rows of a linear layer."""
     orthonormal_rows: int

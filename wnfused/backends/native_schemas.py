@@ -109,7 +109,7 @@ SCHEMAS = (
     # Whether the vendor's own convolution of x with w would be wrong, and its backward, for the tests.
     "cpu_vendor_misleads(Tensor x, Tensor w, int[] stride, int[] padding, int[] dilation, int groups) -> (bool, bool)",
     # `native.Bounds`.
-    "cpu_bounds() -> (int, int, int)",
+    "cpu_bounds() -> (int, int)",
     # FLOP/s of multiply-adds on registers alone, on all threads.
     "cpu_peak_flops(bool bfloat16) -> float",
     # What a line of memory takes from one core's cache to another's; NaN where there is one processor.

@@ -97,14 +97,15 @@ class Kept(nn.Module):
         self.layer = layer
         self.weights = layer._v_g_bias()
         self.banks: list[Tensor] = []  # one for each way of multiplying that inputs asked for
-        self.kernel = kept_kernel(transposed)
+        self.op = "kept_conv_transpose" if transposed else "kept_conv"
+        self.kernel = kept_kernel(self.op)
         self.constants = (
             layer.stride, layer.padding, layer.dilation, *extra, layer.groups, CODES[layer.activation],
             layer.negative_slope,
         )  # fmt: skip
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = kept_conv(self.kernel, input, self.weights, residual, self.banks, self.constants)
+        y = kept_conv(self.op, self.kernel, input, self.weights, residual, self.banks, self.constants)
         if y is not None:
             return y
         # A transposed layer's second argument is another one.

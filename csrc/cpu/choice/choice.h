@@ -50,9 +50,6 @@ struct ConvChoice {
   bool keeps = false;               // its bank, a forward of kOwn
 };
 
-// From so many weights on a bank may be worth keeping; its method and the map may ask for more.
-constexpr int64_t kLeastKeptWeights = 1 << 16;
-
 // Up to so many pixels of an output, of a transposed layer of its input, are rows of a linear layer whatever their number.
 constexpr int64_t kFewestPixels = 8;
 

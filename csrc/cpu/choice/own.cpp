@@ -140,13 +140,10 @@ std::optional<Method> own_method_backward(const ConvTraits& layer, const Needs& 
 }
 
 bool is_worth_keeping(const ConvShape& shape, Method method) {
-  constexpr int64_t kWinogradWeights = 3 << 14, kTiles = 8;
-  if (shape.is_depthwise()) return false;
-  const int64_t weights = shape.inputs * shape.outputs / shape.groups * shape.taps();
-  if (method != Method::kWinograd4) return weights >= kLeastKeptWeights;
-  // Four times as many numbers as v has, read for so many tiles.
-  const int64_t tiles = shape.images * shape.size.level * divide_up(shape.size.row, 4) * divide_up(shape.size.column, 4);
-  return shape.inputs * shape.outputs / shape.groups >= kWinogradWeights && tiles <= kTiles;
+  constexpr int64_t kLeastWeights = 1 << 16;
+  // Winograd's banks in two dims have 1.8 or 4 times as many numbers as v: to read those takes longer than to transform v.
+  if (shape.is_depthwise() || is_winograd(method)) return false;
+  return shape.inputs * shape.outputs / shape.groups * shape.taps() >= kLeastWeights;
 }
 
 }  // namespace wnfused::cpu

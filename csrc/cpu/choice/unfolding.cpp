@@ -63,6 +63,11 @@ bool suits_unfolding(const ConvTraits& layer) {
   return pixels <= (packs || goes_by_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels;
 }
 
+bool rows_outdo_banks(const ConvTraits& layer) {
+  constexpr int64_t kMany = 64;  // pixels that are worth packing v for
+  return !layer.bfloat16 && has_pixels_for_rows(layer) && layer.shape.output_pixels() > kMany;
+}
+
 bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
   constexpr int64_t kBesideWinograd = 50;

@@ -9,7 +9,7 @@
 namespace wnfused::cpu {
 namespace {
 
-std::tuple<int64_t, int64_t, int64_t> cpu_bounds() { return {kLeastKeptWeights, kFewestPixels, kMaxOrthonormalRows}; }
+std::tuple<int64_t, int64_t> cpu_bounds() { return {kFewestPixels, kMaxOrthonormalRows}; }
 
 }  // namespace
 }  // namespace wnfused::cpu
