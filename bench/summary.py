@@ -88,7 +88,7 @@ def tables() -> dict[str, list[str]]:
     """Lines of Markdown by the names of the marks."""
     stages = load("cpu-epyc5-2core-networks")
     layers = load("cpu-epyc-2core-convolutions", "cpu-epyc-2core-linear", "cpu-epyc-2core")
-    frozen = load("cpu-epyc-2core-frozen")
+    frozen = load("cpu-epyc5-2core-frozen")
     users = _of_users(load("cpu-epyc-2core-converted"))
     autocast = load("cpu-epyc-2core-autocast")
     zen5 = load("cpu-epyc5-2core-layers")
