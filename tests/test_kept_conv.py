@@ -6,7 +6,7 @@ from torch import nn
 
 import wnfused
 from wnfused import WNConv1d, WNConv2d, WNConv3d, WNConvTranspose1d, WNConvTranspose2d
-from wnfused.backends import native
+from wnfused.backends import native, native_entry
 from wnfused.nn._frozen import Kept
 
 if native.unavailable() is not None:
@@ -121,6 +121,25 @@ def test_wide_layers():
             for _ in range(2):
                 torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-4)  # of another order outside
             assert len(layer._frozen.banks) == 1
+
+
+@pytest.mark.parametrize("name", ["direct", "transposed", "winograd", "few weights"])
+def test_calls_past_python_and_through_it_are_the_same(monkeypatch, name):
+    layer, x = layer_and_input(name)
+
+    def run():
+        with torch.no_grad(), wnfused.frozen(layer):
+            residual = torch.ones_like(layer(x))
+            found = [layer(x), layer(x, residual=residual)]
+            with torch.autocast("cpu", torch.bfloat16):
+                found += [layer(x), layer(x.bfloat16(), residual=residual.bfloat16())]
+            return found, banks_of(layer)
+
+    outputs, banks = run()
+    monkeypatch.setattr(native_entry, "layer", lambda name: None)
+    again, packed = run()
+    assert all(map(torch.equal, again, outputs))
+    assert len(packed) == len(banks)
 
 
 def test_gradients_of_the_input_run_as_always():

@@ -24,8 +24,9 @@ def unavailable() -> str | None:
 
 @functools.cache
 def layer(name: str) -> Callable[..., Any] | None:
-    """The function of ``x, v, g, bias, residual`` (a stage has none) and the constants that gives y, or None where the
-    call is watched or not of the kernels' dtypes; None if the library, or the function in it, is not there."""
+    """The function that gives y of ``x, v, g, bias, residual`` (a stage has none), a kept convolution's banks, and the
+    constants, or None where the call is watched or not of the kernels' dtypes; None if the library, or the function in
+    it, is not there."""
     if unavailable() is not None:
         return None
     function: Callable[..., Any] | None = getattr(importlib.import_module("wnfused._python"), name, None)
