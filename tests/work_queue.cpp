@@ -40,8 +40,8 @@ bool run(int64_t workers, int round) {
   return true;
 }
 
-// An item that throws, the others' sleep notwithstanding: every worker leaves, no item of a later phase has run, and the
-// exception is there.
+// An item that throws while the others sleep: every worker leaves, no item of a later phase has run, and the exception
+// is there.
 bool fails(int64_t workers, int64_t thrower) {
   WorkQueue queue(workers);
   std::atomic<int64_t> later{0};

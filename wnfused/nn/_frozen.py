@@ -84,7 +84,7 @@ class ByPixels(nn.Module):
 
 
 class Kept(nn.Module):
-    """A copy of a convolution, and its weights as the C++ kernels packed them.
+    """A copy of a convolution, and its weights as the C++ kernels packed them, where they are worth keeping.
 
     Args:
         layer: the copy; its parameters are nobody else's, and record no gradient.

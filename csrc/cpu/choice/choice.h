@@ -50,7 +50,7 @@ struct ConvChoice {
   bool keeps = false;               // its bank, a forward of kOwn
 };
 
-// Up to so many pixels of an output, of a transposed layer of its input, are rows of a linear layer whatever their number.
+// Up to so many pixels of an output, of a transposed layer of its input, are rows of a linear layer in every case.
 constexpr int64_t kFewestPixels = 8;
 
 ConvChoice choose_forward(const ConvTraits& layer, const ForwardAsks& asks);

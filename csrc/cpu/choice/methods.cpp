@@ -100,7 +100,7 @@ std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool
     // Over three levels each tile meets three banks.
     const bool one = shape.kernel.level == 1;
     const int64_t rows = one ? tiles : tiles * 2 / 3;
-    return kept || is_worth_packing(weights, rows, true, one) ? winograd : std::nullopt;
+    return is_worth_packing(weights, rows, true, one) ? winograd : std::nullopt;  // whose banks are not kept
   }
   const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
   if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;

@@ -141,7 +141,7 @@ std::optional<Method> own_method_backward(const ConvTraits& layer, const Needs& 
 
 bool is_worth_keeping(const ConvShape& shape, Method method) {
   constexpr int64_t kLeastWeights = 1 << 16;
-  // Winograd's banks in two dims have 1.8 or 4 times as many numbers as v: to read those takes longer than to transform v.
+  // Winograd's banks in two dims have 1.8 or 4 times as many numbers as v: reading those takes longer than making them.
   if (shape.is_depthwise() || is_winograd(method)) return false;
   return shape.inputs * shape.outputs / shape.groups * shape.taps() >= kLeastWeights;
 }

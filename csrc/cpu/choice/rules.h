@@ -45,7 +45,8 @@ constexpr double kMostCopied = 1 << 29;
 bool has_many_bfloat16_products(const ConvTraits& layer, int64_t times = 1);
 
 // Whether reading a kept bank is faster than packing it again, in a network whose banks come from memory: smaller banks
-// are packed into a cache, and read there. And whether a layer's planes, or its pixels as rows, are faster than reading one.
+// are packed into a cache, and read there. And whether a layer's planes, or its pixels as rows, are faster than reading
+// one.
 bool is_worth_keeping(const ConvShape& shape, Method method);
 bool planes_outdo_banks(const ConvTraits& layer);
 bool rows_outdo_banks(const ConvTraits& layer);

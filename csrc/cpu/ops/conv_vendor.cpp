@@ -107,7 +107,8 @@ std::pair<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x_given, const Tensor& w, const Sliding& at, bool input, bool weight) {
   const Tensor x = readable(x_given, at);
   if (vendor_backward_is_wrong(x, w, at, weight)) {
-    std::pair<Tensor, Tensor> found = convolution_backward(in_wider_dtype(dz), in_wider_dtype(x), in_wider_dtype(w), at, input, weight);
+    std::pair<Tensor, Tensor> found =
+        convolution_backward(in_wider_dtype(dz), in_wider_dtype(x), in_wider_dtype(w), at, input, weight);
     if (input) found.first = as_dtype(found.first, x.scalar_type());
     if (weight) found.second = as_dtype(found.second, x.scalar_type());
     return found;
