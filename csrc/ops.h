@@ -13,8 +13,8 @@ namespace wnfused {
 
 using torch::stable::Tensor;
 
-// w_i = g_i v_i / ||v_i|| and the row norms. g: one number a row; dim: the dim that numbers the rows, -1 for one row over
-// the whole tensor. w has the strides of v where that is dense.
+// w_i = g_i v_i / ||v_i|| and the row norms. g: one number a row; dim: the dim that numbers the rows, -1 for one row
+// over the whole tensor. w has the strides of v where that is dense.
 std::tuple<Tensor, Tensor> weight_norm(const Tensor& v, const Tensor& g, int64_t dim);
 
 // dv, dg from dw; dg has g's shape.

@@ -50,7 +50,8 @@ inline Parameters checked_parameters(const Tensor& x, const Tensor& v, const Ten
   return {make_contiguous(v), make_contiguous(g), make_contiguous(bias)};
 }
 
-// The maps that a forward saves: [B, 2, N, H, W, C] in the dtype of x, or with recompute = k [ceil(B / k), 1, ..] in fp32.
+// The maps that a forward saves: [B, 2, N, H, W, C] in the dtype of x, or with recompute = k [ceil(B / k), 1, ..] in
+// fp32.
 struct SavedShape {
   int64_t sizes[6];
   ScalarType dtype;

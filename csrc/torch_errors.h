@@ -1,6 +1,6 @@
 // Errors of torch's C functions in torch's own words: running out of memory then says how much was asked for. The macro
-// of torch's headers only knows which call failed; the words are there from torch 2.13 on. Every source is compiled with
-// this file first, so that the functions in torch's headers report like ours.
+// of torch's headers only knows which call failed; the words are there from torch 2.13 on. Every source is compiled
+// with this file first, so that the functions in torch's headers report like ours.
 #pragma once
 
 #include <torch/headeronly/util/shim_utils.h>

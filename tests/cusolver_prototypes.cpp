@@ -1,7 +1,7 @@
 // Whether cuda/cusolver.h declares what cusolverDn.h declares. Compiled by test_cusolver.py, never linked.
 //
-// A parameter agrees if the types are the same, or both are enumerations of one size, or both point to something that is
-// declared and no more; constants of enumerations are compared by value.
+// A parameter agrees if the types are the same, or both are enumerations of one size, or both point to something that
+// is declared and no more; constants of enumerations are compared by value.
 #include <cusolverDn.h>
 
 #include <type_traits>
@@ -43,6 +43,7 @@ struct Same<A(As...), B(Bs...)> {
   static_assert(Same<std::remove_pointer_t<decltype(Library::ours)>, decltype(theirs)>::value, #ours " differs")
 
 CHECK(create, cusolverDnCreate);
+CHECK(destroy, cusolverDnDestroy);
 CHECK(set_stream, cusolverDnSetStream);
 CHECK(create_parameters, cusolverDnCreateParams);
 CHECK(geqrf_size, cusolverDnXgeqrf_bufferSize);

@@ -88,11 +88,11 @@ class Tree:
         """With those configurations alone, and of the layers of few samples one kind: quicker to compile."""
         texts = dict(self.texts)
         for table in TABLES:
-            lines = texts[f"cuda/{table}.cu"].splitlines(keepends=True)
-            texts[f"cuda/{table}.cu"] = "".join(
-                line for line in lines
-                if not re.match("    (stage|large|warpgroup)_entry<", line) or re.search(r'"(.*)"', line)[1] in entries  # type: ignore[index]
-            )  # fmt: skip
+            texts[f"cuda/{table}.cu"] = re.sub(
+                r' {4}(?:stage|large|warpgroup)_entry<[^"]*"([^"]*)"\),\n',
+                lambda entry: entry[0] if entry[1] in entries else "",
+                texts[f"cuda/{table}.cu"],
+            )
         for file, others in (
             ("emulation/small_linear.cpp", "  if .* return body"),
             ("emulation/small_linear_kernels.cpp", r"WNFUSED_SMALL_LINEAR\((?!Bfloat16, float)"),

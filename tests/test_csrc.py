@@ -51,6 +51,15 @@ def plain_in_target(text: str) -> set[str]:
     return {name for name in after - before if not is_kernel(name)}
 
 
+def test_lines_are_as_short_as_those_of_python() -> None:
+    """The width that ruff holds the Python code to."""
+    sources = [file for folder in (CSRC, Path(__file__).parent) for file in folder.rglob("*.*")]
+    for file in sources:
+        if file.suffix in (".h", ".cpp", ".cu"):
+            lines = file.read_text().splitlines()
+            assert not [f"{file}:{n}" for n, line in enumerate(lines, 1) if len(line) > 120]
+
+
 def test_the_readme_lists_every_folder() -> None:
     assert sorted(FOLDERS) == sorted(folder.name for folder in CPU.iterdir() if folder.is_dir())
     assert not [file for file in CPU.iterdir() if file.is_file()]

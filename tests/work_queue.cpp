@@ -1,5 +1,5 @@
-// The queue of work alone, on threads of its own, built with ThreadSanitizer: every phase reads what the one before wrote
-// with plain loads, so a missing order of memory is a report, and a lost wake-up never ends.
+// The queue of work alone, on threads of its own, built with ThreadSanitizer: every phase reads what the one before
+// wrote with plain loads, so a missing order of memory is a report, and a lost wake-up never ends.
 #include "cpu/machine/work_queue.h"
 
 #include <chrono>

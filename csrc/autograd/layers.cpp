@@ -44,7 +44,8 @@ using GeneralOp = Gradients(
     const Tensor& dy, const Optional& y, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
     const Optional& residual, const Tensor& norm, int64_t needs, int64_t leaves, Constants...);
 
-// What runs one kind of layer, by the names of its ops; on CUDA tensors, where there is one, a function of this library does.
+// What runs one kind of layer, by the names of its ops; on CUDA tensors, where there is one, a function of this library
+// does.
 template <class Ops, class... Constants>
 struct Kernels {
   static constexpr auto kVendor = Ops::kVendor;
@@ -114,7 +115,8 @@ struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
       const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
       int64_t needs, Constants... constants) {
     using Signature = std::tuple<bool, Optional, Optional, Optional, Optional, Optional>(
-        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, Constants...);
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t,
+        Constants...);
     static const auto run = op<Signature>(ConvTransposeNames::kKernelsBackward);
     const auto [done, dx, dv, dg, dbias, dz] = run.call(dy, y, x, v, g, norm, needs, constants...);
     if (done) return {dx, dv, dg, dbias, dz};
@@ -142,7 +144,8 @@ bool is_general(const Tensor& dy) {
   return asks_for_graph(dy) || (!dy.key_set().has(c10::DispatchKey::Python) && may_be_zero_gradient(dy));
 }
 
-// What a constant is kept as between the passes: a tuple in the place of a list, which compiled autograd could not hash.
+// What a constant is kept as between the passes: a tuple in the place of a list, which compiled autograd could not
+// hash.
 template <class T>
 struct Kept {
   using Type = T;
@@ -176,8 +179,8 @@ struct Passes {
     const KernelsOnly guard;
     const vendor::Outputs made = run_forward(x, v, g, bias, residual, constants...);
     const Tensor &y = made.y, &norm = made.norm;
-    // Beside the saved tensors, which must be as many as those of any other backend: a checkpoint may run the forward again
-    // under one. Hooks on what is saved want memory back, and would not see it: then the backward makes it again.
+    // Beside the saved tensors, which must be as many as those of any other backend: a checkpoint may run the forward
+    // again under one. Hooks on what is saved want memory back, and would not see it: then the backward makes it again.
     const bool hooked = at::SavedTensorDefaultHooks::get_hooks().has_value();
     if (made.w.defined() && x.requires_grad() && !hooked) ctx->saved_data[kWeight] = made.w;
     const int64_t activation = std::get<kConstants - 2>(std::make_tuple(constants...));
@@ -242,9 +245,8 @@ struct Passes {
   }
 
   template <class Elements, size_t... I>
-  static Gradients gradients_of(
-      const Tensor& dy, const variable_list& saved, const Tensor& w, int64_t needs, int64_t leaves, const Elements& kept,
-      std::index_sequence<I...>) {
+  static Gradients gradients_of(const Tensor& dy, const variable_list& saved, const Tensor& w, int64_t needs,
+                                int64_t leaves, const Elements& kept, std::index_sequence<I...>) {
     const std::tuple<typename Kept<Constants>::Type...> constants{Kept<Constants>::from(kept[I])...};
     const Tensor &x = saved[0], &v = saved[1], &g = saved[2], &y = saved[5], &norm = saved[6];
     if (is_general(dy)) {

@@ -1,6 +1,6 @@
-// Linear layers of CPU tensors whose norm is another than that of rows: one for the whole weight, as networks for visual
-// questions have it, or one a feature in. No kernel takes the scale along, so these are the row norm's kernel and torch's
-// product, in C++ since for small layers the calls between them take longer than they do. float32 alone.
+// Linear layers of CPU tensors whose norm is another than that of rows: one for the whole weight, as networks for
+// visual questions have it, or one a feature in. No kernel takes the scale along, so these are the row norm's kernel
+// and torch's product, in C++ since for small layers the calls between them take longer than they do. float32 alone.
 //
 //   w = g v / ||v||_dim,   y = act(x w^T + b + z)
 //   dz = act'(y) dy,   dx = dz w,   dw = dz^T x,   db = sum dz
@@ -44,7 +44,8 @@ std::tuple<Tensor, Tensor> composed_linear(
   const int64_t norms = dim == kWhole ? 1 : v.size(1);
   const bool fits = g.numel() == norms && (g.dim() < 2 || (dim == 1 && g.dim() == 2 && g.size(0) == 1));
   TORCH_CHECK(fits, "linear: g must have an entry a norm");
-  TORCH_CHECK(!bias || (is_float(*bias) && bias->dim() == 1 && bias->size(0) == v.size(0)), "linear: bias does not fit");
+  TORCH_CHECK(!bias || (is_float(*bias) && bias->dim() == 1 && bias->size(0) == v.size(0)),
+              "linear: bias does not fit");
   TORCH_CHECK(slope >= 0 && slope <= std::numeric_limits<double>::max(), "linear: the slope must be finite, 0 or more");
   const auto [w, norm] = weight_of(v, g, dim);
   Tensor y = at::linear(x, w, bias);

@@ -13,8 +13,8 @@ struct KernelsOnly {
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 
-// Where an op that Python implements is called past all dispatch: gradients of vmap would otherwise need a rule for batches
-// of this very op.
+// Where an op that Python implements is called past all dispatch: gradients of vmap would otherwise need a rule for
+// batches of this very op.
 constexpr c10::DispatchKeySet kPastDispatch(c10::DispatchKey::CPU);
 
 // Whether the gradients for dy are to have derivatives of their own, or dy is many of them.

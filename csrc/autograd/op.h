@@ -10,8 +10,8 @@ c10::TypedOperatorHandle<Signature> op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Those of the kinds of layers: what runs one forward and backward, what records it, and what gives the gradients that are
-// more than a call of its kernels.
+// Those of the kinds of layers: what runs one forward and backward, what records it, and what gives the gradients that
+// are more than a call of its kernels.
 struct LinearNames {
   static constexpr const char* kForward = "wnfused_native::linear";
   static constexpr const char* kBackward = "wnfused_native::linear_backward";

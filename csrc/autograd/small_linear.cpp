@@ -12,11 +12,11 @@
 namespace wnfused::small_linear {
 namespace {
 
-// By bytes: every block of eight rows of v reads all of x. So many bytes of the second-level cache take an H100 7 us, and
-// with more of them the vendor's product is expected to be the faster way, which no run has asked; not with up to 32
-// samples, where one pass over v is most of the work, and scaling it first makes three. What is taken runs in 0.45 to
-// 0.96 of the vendor's time on an H200, in graphs. kMostEntries: of x, what a block of the weight's gradient walks in
-// 10 us.
+// By bytes: every block of eight rows of v reads all of x. So many bytes of the second-level cache take an H100 7 us,
+// and with more of them the vendor's product is expected to be the faster way, which no run has asked; not with up to
+// 32 samples, where one pass over v is most of the work, and scaling it first makes three. What is taken runs in 0.45
+// to 0.96 of the vendor's time on an H200, in graphs. kMostEntries: of x, what a block of the weight's gradient walks
+// in 10 us.
 constexpr int64_t kMostBytes = int64_t{1} << 25, kMostEntries = int64_t{1} << 18;
 constexpr int64_t kVeryFewSamples = 32, kRowsOfABlock = 8;
 
@@ -34,7 +34,8 @@ Optional readable(const Optional& t) { return t ? Optional(readable(*t)) : t; }
 
 bool allows_tf32(const Tensor& x) {
   return x.scalar_type() == at::kFloat &&
-         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+             at::Float32Precision::TF32;
 }
 
 }  // namespace
@@ -53,14 +54,13 @@ bool use(bool on) { return is_used.exchange(on); }
 Outputs forward(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     bool activates, double slope) {
-  static const auto run =
-      op<void(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, const Tensor&, const Tensor&,
-              bool, double, bool)>("wnfused_native::small_linear_");
+  static const auto run = op<void(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&,
+                                  const Tensor&, const Tensor&, bool, double, bool)>("wnfused_native::small_linear_");
   Outputs made;
   made.y = at::empty({x.size(0), v.size(0)}, x.options());
   made.norm = at::empty({v.size(0)}, v.options().dtype(at::kFloat));
-  run.call(readable(x), readable(v), readable(g), readable(bias), readable(residual), made.y, made.norm, activates, slope,
-           allows_tf32(x));
+  run.call(readable(x), readable(v), readable(g), readable(bias), readable(residual), made.y, made.norm, activates,
+           slope, allows_tf32(x));
   return made;
 }
 

@@ -19,10 +19,12 @@ using torch::autograd::variable_list;
 using Optional = std::optional<Tensor>;
 
 using ForwardOp = std::tuple<Tensor, Tensor, Tensor>(  // y, norm, maps
-    const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& bias, double skip_scale, int64_t recompute, bool save);
-using BackwardOp = std::tuple<Tensor, Tensor, Tensor, Tensor>(  // dx, dv, dg, dbias, the last three empty without parameters
-    const Tensor& dy, const Tensor& v, const Tensor& g, const Tensor& bias, const Tensor& norm, const Tensor& maps,
-    double skip_scale, int64_t recompute, bool parameters);
+    const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& bias, double skip_scale, int64_t recompute,
+    bool save);
+using BackwardOp =
+    std::tuple<Tensor, Tensor, Tensor, Tensor>(  // dx, dv, dg, dbias, the last three empty without parameters
+        const Tensor& dy, const Tensor& v, const Tensor& g, const Tensor& bias, const Tensor& norm, const Tensor& maps,
+        double skip_scale, int64_t recompute, bool parameters);
 // Gradients that have derivatives of their own, or many at once. needs: a bit for each of x, v, g and bias.
 using GeneralOp = std::tuple<Optional, Optional, Optional, Optional>(
     const Tensor& dy, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& bias, int64_t needs,

@@ -1,9 +1,9 @@
 // Single layers on CUDA tensors: the weight is scaled once, by _cuda's kernel beside the product, and the product is
-// cuBLAS's or cuDNN's; linear layers of few samples are small_linear.h's. wnfused/backends/triton/vendor.py tells the same
-// in Python, for the layers that this does not take.
+// cuBLAS's or cuDNN's; linear layers of few samples are small_linear.h's. wnfused/backends/triton/vendor.py tells the
+// same in Python, for the layers that this does not take.
 //
-// They are here, not in _cuda, as torch's stable ABI has no convolutions; and in C++, as a small layer's time on a GPU is
-// the host's: in Python its checks and launches cost twice what torch's own layer costs.
+// They are here, not in _cuda, as torch's stable ABI has no convolutions; and in C++, as a small layer's time on a GPU
+// is the host's: in Python its checks and launches cost twice what torch's own layer costs.
 #include "autograd/vendor.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -109,12 +109,12 @@ void check_residual(const Optional& residual, IntArrayRef sizes, const Tensor& x
 }
 
 // y <- act(y + bias + residual), in place and in one pass.
-void finish(
-    const Tensor& y, const Optional& bias, const Optional& residual, int64_t channel, int64_t activation, double slope) {
+void finish(const Tensor& y, const Optional& bias, const Optional& residual, int64_t channel, int64_t activation,
+            double slope) {
   check_residual(residual, y.sizes(), y);
   if (!bias && !residual && activation == kNone) return;
-  static const auto run =
-      op<void(const Tensor&, const Optional&, const Optional&, int64_t, int64_t, double)>("wnfused_native::layer_epilogue_");
+  static const auto run = op<void(const Tensor&, const Optional&, const Optional&, int64_t, int64_t, double)>(
+      "wnfused_native::layer_epilogue_");
   Optional added = residual;
   if (residual && residual->strides() != y.strides()) added = at::empty_like(y).copy_(*residual);
   run.call(y, bias, added, channel, activation, slope);
@@ -133,13 +133,14 @@ Tensor without_gaps(const Tensor& t) {
   const MemoryFormat format = t.suggest_memory_format();
   if (format == MemoryFormat::ChannelsLast && t.strides() == IntArrayRef(c10::get_channels_last_strides_2d(t.sizes())))
     return t;
-  if (format == MemoryFormat::ChannelsLast3d && t.strides() == IntArrayRef(c10::get_channels_last_strides_3d(t.sizes())))
+  if (format == MemoryFormat::ChannelsLast3d &&
+      t.strides() == IntArrayRef(c10::get_channels_last_strides_3d(t.sizes())))
     return t;
   return at::empty(t.sizes(), t.options().memory_format(format)).copy_(t);
 }
 
-// The mask is read off the output, whose sign is the input's. A leaky ReLU of slope 0 is a ReLU, where dy is infinite and
-// where y is NaN, too.
+// The mask is read off the output, whose sign is the input's. A leaky ReLU of slope 0 is a ReLU, where dy is infinite
+// and where y is NaN, too.
 Masked masked(const Tensor& dy, const Tensor& y, int64_t channel, int64_t activation, double slope, bool sums) {
   const bool masks = activation != kNone;
   if (!masks && !sums) return {dy, Optional()};
@@ -194,7 +195,8 @@ Outputs linear(
   }
   const Weight weight = weight_of(x, v, g, bias, MemoryFormat::Contiguous, true);
   const Tensor w = weight.w.t();
-  const Tensor y = as_x(weight.bias ? at::addmm(*weight.bias, rows, w) : at::mm(rows, w));  // the bias rides in the product
+  const Tensor y =
+      as_x(weight.bias ? at::addmm(*weight.bias, rows, w) : at::mm(rows, w));  // the bias rides in the product
   finish(y, Optional(), residual, y.dim() - 1, activation, slope);
   return {y, weight.norm, weight.w};
 }
@@ -231,9 +233,9 @@ Gradients linear_backward(
 
 namespace {
 
-// cuDNN's deterministic algorithms while somebody asks for them: some of its backward kernels add with atomics otherwise.
-// torch has one flag for all threads, and a backward has a thread to each device: the first in sets it, the last out
-// restores it.
+// cuDNN's deterministic algorithms while somebody asks for them: some of its backward kernels add with atomics
+// otherwise. torch has one flag for all threads, and a backward has a thread to each device: the first in sets it, the
+// last out restores it.
 void ask_for_deterministic(bool on) {
   static std::mutex mutex;
   static int asked = 0;
@@ -276,10 +278,9 @@ Outputs conv(
   return {y, weight.norm, weight.w};
 }
 
-Gradients conv_backward(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    const Tensor& known, const Needs& needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
-    int64_t activation, double slope) {
+Gradients conv_backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g,
+                        const Tensor& norm, const Tensor& known, const Needs& needs, IntArrayRef stride,
+                        IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation, double slope) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto [dz, partial] = masked(dy, y, 1, activation, slope, needs.bias);
   Gradients found;

@@ -31,9 +31,8 @@ Outputs conv(
 Gradients linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     const Tensor& known, const Needs& needs, int64_t activation, double slope);
-Gradients conv_backward(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    const Tensor& known, const Needs& needs, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
-    int64_t activation, double slope);
+Gradients conv_backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g,
+                        const Tensor& norm, const Tensor& known, const Needs& needs, IntArrayRef stride,
+                        IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation, double slope);
 
 }  // namespace wnfused::vendor

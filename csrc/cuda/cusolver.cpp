@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <type_traits>
 #include <vector>
@@ -31,6 +32,7 @@ Library opened() {
   };
   std::string none;
   find(library.create, "cusolverDnCreate", none);
+  find(library.destroy, "cusolverDnDestroy", none);
   find(library.set_stream, "cusolverDnSetStream", none);
   find(library.create_parameters, "cusolverDnCreateParams", none);
   library.no_qr = library.no_eigh = library.no_svd = none;
@@ -77,7 +79,9 @@ Solver make(int device) {
   }
   Solver solver{};
   check(library().create(&solver.handle), "cusolverDnCreate");
+  std::unique_ptr<DenseContext, Destroy*> owner(solver.handle, library().destroy);  // until there are parameters, too
   check(library().create_parameters(&solver.parameters), "cusolverDnCreateParams");
+  owner.release();
   return solver;
 }
 

@@ -27,6 +27,7 @@ enum class EigenMode : int { kValues = 0, kVectors = 1 };  // cusolverEigMode_t
 enum class Triangle : int { kLower = 0, kUpper = 1 };      // cublasFillMode_t
 
 using Create = Status(Handle* handle);
+using Destroy = Status(Handle handle);
 using SetStream = Status(Handle handle, cudaStream_t stream);
 using CreateParameters = Status(Parameters** parameters);
 
@@ -53,8 +54,8 @@ using SyevBatched = Status(Handle handle, Parameters* parameters, EigenMode mode
                            cudaDataType compute, void* device_work, size_t device_bytes, void* host_work,
                            size_t host_bytes, int* info, int64_t batch);
 
-// A = U diag(s) V^T of many matrices [batch, n, m] of at most 32 rows and columns, by Jacobi's rotations: U [batch, m, m]
-// and V [batch, n, n], columns as rows of memory, and s [batch, min(m, n)]; `size` counts numbers, not bytes.
+// A = U diag(s) V^T of many matrices [batch, n, m] of at most 32 rows and columns, by Jacobi's rotations: U [batch, m,
+// m] and V [batch, n, n], columns as rows of memory, and s [batch, min(m, n)]; `size` counts numbers, not bytes.
 using CreateJacobi = Status(Jacobi** jacobi);
 using DestroyJacobi = Status(Jacobi* jacobi);
 using SetTolerance = Status(Jacobi* jacobi, double tolerance);
@@ -68,6 +69,7 @@ using GesvdjBatched = Status(Handle handle, EigenMode mode, int m, int n, T* a, 
 
 struct Library {
   Create* create;
+  Destroy* destroy;
   SetStream* set_stream;
   CreateParameters* create_parameters;
   GeqrfSize* geqrf_size;
@@ -91,8 +93,8 @@ struct Library {
   std::string no_qr, no_eigh, no_svd;
 };
 
-// Opened at the first call, for good; where that fails the next one tries again, since torch may have loaded it by then.
-// What a failure returns holds until this thread's next call.
+// Opened at the first call, for good; where that fails the next one tries again, since torch may have loaded it by
+// then. What a failure returns holds until this thread's next call.
 const Library& library();
 
 struct Solver {

@@ -11,8 +11,8 @@
 namespace wnfused::gpu {
 namespace {
 
-// So many matrices and entries go together: the library's workspace grows with both, and beyond about 32,000 matrices it
-// answers CUSOLVER_STATUS_INVALID_VALUE, whatever their size.
+// So many matrices and entries go together: the library's workspace grows with both, and beyond about 32,000 matrices
+// it answers CUSOLVER_STATUS_INVALID_VALUE, whatever their size.
 constexpr int64_t kMostMatrices = 1 << 14, kMostEntries = 1 << 24;
 
 template <class T>

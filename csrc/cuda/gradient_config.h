@@ -1,18 +1,19 @@
-// How one block of the weight-gradient kernel is cut. dw[n, c, tap] = sum over pixels p of g[n, p] x[c, p + tap]: a matrix
-// product whose depth is the pixels of the batch, nine times with x shifted.
+// How one block of the weight-gradient kernel is cut. dw[n, c, tap] = sum over pixels p of g[n, p] x[c, p + tap]: a
+// matrix product whose depth is the pixels of the batch, nine times with x shifted.
 //
-//   item         kImages whole maps, or a band of kRows rows of one: what is in shared memory at a time. A ring of kStages
-//   x            [kImages][kRows + 2][kPitch pixels][C]: with the border, so that a tap is a constant shift. Left of a row
-//                are kBorder pixels of zeros, and right of it those of the next row
+//   item         kImages whole maps, or a band of kRows rows of one: what is in shared memory at a time. A ring of
+//                kStages
+//   x            [kImages][kRows + 2][kPitch pixels][C]: with the border, so that a tap is a constant shift. Left of a
+//                row are kBorder pixels of zeros, and right of it those of the next row
 //   g            [pixels][C], zeros past the last pixel up to a whole k-step
-//   registers    a warp owns kTileRows output channels x 16 input channels x 9 taps of dw; kSplit warps share a tile and
-//                take k-steps in turn. The column of ones that g meets besides x gives the bias gradient
+//   registers    a warp owns kTileRows output channels x 16 input channels x 9 taps of dw; kSplit warps share a tile
+//                and take k-steps in turn. The column of ones that g meets besides x gives the bias gradient
 //
-// Pixels lie as in global memory, and 128 bytes of it, a line, fill 128 bytes of shared memory: a copy that parts the 32
-// bytes of a sector asks the second-level cache for each half, and so for twice as many bytes. What is exchanged, by the
-// column, are the units of 8 channels of a pixel: 8 neighbouring pixels of 16 bytes (bf16), or 4 of 32 (fp32), are read
-// from different banks. bf16 fragments are transposed on their way (ldmatrix.trans); tf32 has no such load, so each lane
-// gathers its values.
+// Pixels lie as in global memory, and 128 bytes of it, a line, fill 128 bytes of shared memory: a copy that parts the
+// 32 bytes of a sector asks the second-level cache for each half, and so for twice as many bytes. What is exchanged, by
+// the column, are the units of 8 channels of a pixel: 8 neighbouring pixels of 16 bytes (bf16), or 4 of 32 (fp32), are
+// read from different banks. bf16 fragments are transposed on their way (ldmatrix.trans); tf32 has no such load, so
+// each lane gathers its values.
 //
 // Where the k-steps are whole in the rows of the map (kRuns > 0) a warp goes down kRun rows of a column of k-steps: a
 // fragment of x is loaded once for the three rows of g that it meets, and all places but the first are constants.
@@ -22,7 +23,8 @@
 
 namespace wnfused::gpu {
 
-template <class Precision_, int kChannels_, int kHeight_, int kWidth_, int kImages_, int kRows_, int kSplit_, int kStages_>
+template <class Precision_, int kChannels_, int kHeight_, int kWidth_, int kImages_, int kRows_, int kSplit_,
+          int kStages_>
 struct GradientConfig {
   using Precision = Precision_;
   static constexpr int kChannels = kChannels_, kHeight = kHeight_, kWidth = kWidth_;
@@ -41,8 +43,8 @@ struct GradientConfig {
   static constexpr int kGradientBytes = (kSteps * Precision::kDepth * kPixelBytes + kLine - 1) / kLine * kLine;
   static constexpr int kStageBytes = kInputBytes + kGradientBytes;
 
-  // Where unit `unit` of a pixel in column `column` stands. In 128 bytes are kLine / kPixelBytes pixels, whose units are
-  // in different banks already.
+  // Where unit `unit` of a pixel in column `column` stands. In 128 bytes are kLine / kPixelBytes pixels, whose units
+  // are in different banks already.
   static constexpr int kUnits = kChannels / 8, kUnitBytes = 8 * Precision::kBytes;
   static constexpr int kApart = kLine / kUnitBytes;  // neighbouring pixels that are read at once
   static constexpr int kTurns = kUnits < kApart ? kUnits : kApart, kAlike = kApart / kTurns;

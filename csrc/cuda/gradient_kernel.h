@@ -1,7 +1,7 @@
-// The weight gradient of all convolutions of a stage in one launch: a block of threads takes one convolution and one slice
-// of the batch, sums over its items in their order, and ends with the weight-norm backward (gradient_rows.h), or, where
-// the batch is cut into slices because there are few convolutions, with partial sums that GradientSumKernel adds up.
-// No atomics: the same bits in every run. gradient_config.h has the layouts.
+// The weight gradient of all convolutions of a stage in one launch: a block of threads takes one convolution and one
+// slice of the batch, sums over its items in their order, and ends with the weight-norm backward (gradient_rows.h), or,
+// where the batch is cut into slices because there are few convolutions, with partial sums that GradientSumKernel adds
+// up. No atomics: the same bits in every run. gradient_config.h has the layouts.
 //
 // Floor a convolution and image: 18 C^2 H W FLOP, and both maps once through shared memory.
 #pragma once
@@ -19,7 +19,8 @@ struct GradientKernel {
   static constexpr int kThreads = Config::kThreads, kSharedBytes = Config::kSharedBytes;
   static constexpr int kBlocksPerMultiprocessor = Config::kBlocksPerMultiprocessor;
   static constexpr int kRowSize = Config::kRowSize;
-  static constexpr int kAtOnce = Config::kSplits ? 1 : 3;  // values of a row: other tiles' sums still have the registers
+  static constexpr int kAtOnce =
+      Config::kSplits ? 1 : 3;  // values of a row: other tiles' sums still have the registers
 
   WNFUSED_DEVICE static void run(const Params& params, char* shared) {
     GradientKernel kernel(params, shared);
@@ -92,8 +93,8 @@ struct GradientKernel {
     commit_copies();
   }
 
-  // The item's rows of a map, or all of its maps. kThreads / kLanes rows are copied at a time, 16 bytes a thread. A band of
-  // x needs the row above it and the one below; those outside the map are zeros, which whole maps have already.
+  // The item's rows of a map, or all of its maps. kThreads / kLanes rows are copied at a time, 16 bytes a thread. A
+  // band of x needs the row above it and the one below; those outside the map are zeros, which whole maps have already.
   template <bool kIsInput>
   WNFUSED_DEVICE void fetch_rows(char* to, const char* maps, int image, int first_row) const {
     constexpr int kHalo = kIsInput && Config::kBands > 1 ? 1 : 0, kRows = Config::kRows + 2 * kHalo;
@@ -126,8 +127,8 @@ struct GradientKernel {
 
   // ------------------------------------------------------------------------------------------------ products
 
-  // Where a lane's part of a fragment stands, relative to the pixels it is loaded from: bf16 has one place, the row of an
-  // ldmatrix; tf32 two, that of its first four pixels and that of the others, in the first of two units.
+  // Where a lane's part of a fragment stands, relative to the pixels it is loaded from: bf16 has one place, the row of
+  // an ldmatrix; tf32 two, that of its first four pixels and that of the others, in the first of two units.
   static constexpr int kPlaces = Precision::kBytes == 2 ? 1 : 2;
   struct Places {
     int offset[kPlaces];
@@ -138,8 +139,9 @@ struct GradientKernel {
     int pixel, column;
   };
 
-  // Of a fragment whose depth is pixels and whose other side is 16 channels from `channel` on. `spot_of(p)` is where pixel
-  // p of the k-step stands. In an A fragment registers 0 and 1 differ in the channel, in a B fragment in the pixel.
+  // Of a fragment whose depth is pixels and whose other side is 16 channels from `channel` on. `spot_of(p)` is where
+  // pixel p of the k-step stands. In an A fragment registers 0 and 1 differ in the channel, in a B fragment in the
+  // pixel.
   template <bool kIsA, class SpotOf>
   WNFUSED_DEVICE static Places places(int channel, const SpotOf& spot_of) {
     Places found;
@@ -234,7 +236,8 @@ struct GradientKernel {
   }
 
   // Row y of x meets rows y, y - 1 and y - 2 of g.
-  WNFUSED_DEVICE void go_down(const char* x, const char* gradients, const Places (&x_places)[3], const Places& g_places) {
+  WNFUSED_DEVICE void go_down(const char* x, const char* gradients, const Places (&x_places)[3],
+                              const Places& g_places) {
     Fragment g[3][Config::kTileFragments];
 #pragma unroll
     for (int y = 0; y < Config::kRun + 2; ++y) {
@@ -251,8 +254,8 @@ struct GradientKernel {
     }
   }
 
-  // As go_down where a k-step is two rows: rows 2 j - 1 and 2 j of x are put together from those loaded for 2 j - 2, 2 j - 1
-  // and for 2 j, 2 j + 1.
+  // As go_down where a k-step is two rows: rows 2 j - 1 and 2 j of x are put together from those loaded for 2 j - 2, 2
+  // j - 1 and for 2 j, 2 j + 1.
   WNFUSED_DEVICE void go_down_pairs(const char* x, const char* gradients, const Places (&x_places)[3],
                                     const Places& g_places) {
     constexpr int kPairs = Config::kRun / 2;
@@ -326,7 +329,8 @@ struct GradientKernel {
             for (int tap = 0; tap < 9; ++tap)
 #pragma unroll
               for (int column = 0; column < 2; ++column)
-                add_sum(row, (column_tile() * 16 + column * 8 + lane % 4 * 2 + i % 2) * 9 + tap, sums[tap][m][column][i]);
+                add_sum(row, (column_tile() * 16 + column * 8 + lane % 4 * 2 + i % 2) * 9 + tap,
+                        sums[tap][m][column][i]);
             if (column_tile() == 0 && lane % 4 == 0 && i % 2 == 0) add_sum(row, kRowSize, bias_sums[m][i]);
           }
         }
@@ -347,7 +351,8 @@ struct GradientKernel {
 
   template <class Value>
   WNFUSED_DEVICE void store_partial(int64_t n, const Value& value, float bias_sum) const {
-    float* to = params.partial + (static_cast<int64_t>(slice()) * params.convs * Config::kChannels + n) * (kRowSize + 1);
+    float* to =
+        params.partial + (static_cast<int64_t>(slice()) * params.convs * Config::kChannels + n) * (kRowSize + 1);
     for_each_value<kRowSize, kAtOnce>([&](int j, int q) { store_global(to + q, value(j, q)); });
     if (lane_index() == 0) store_global(to + kRowSize, bias_sum);
   }

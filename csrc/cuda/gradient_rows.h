@@ -31,7 +31,8 @@ WNFUSED_DEVICE void for_each_value(const Body& body) {
 template <int kRowSize, int kAtOnce, class Value>
 WNFUSED_DEVICE void store_row(const GradientParams& params, int64_t row, const Value& value, float bias_gradient) {
   float along = 0.0f;
-  for_each_value<kRowSize, kAtOnce>([&](int j, int q) { along += value(j, q) * load_value(params.v, row * kRowSize + q); });
+  for_each_value<kRowSize, kAtOnce>(
+      [&](int j, int q) { along += value(j, q) * load_value(params.v, row * kRowSize + q); });
   along = warp_sum(along);
   const float norm = load_global<float>(params.norm + row);
   const bool zero = norm == 0.0f;

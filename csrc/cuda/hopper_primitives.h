@@ -17,7 +17,8 @@ WNFUSED_DEVICE int cluster_rank() {
   return static_cast<int>(rank);
 }
 
-// For all threads of all blocks of the cluster; what they wrote before it is seen after it, also in each other's memory.
+// For all threads of all blocks of the cluster; what they wrote before it is seen after it, also in each other's
+// memory.
 WNFUSED_DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -58,12 +59,12 @@ WNFUSED_DEVICE void wait_for_phase(char* barrier, int parity) {
       : "memory");
 }
 
-// By one thread: copies to the same place of every block of the cluster that is in `blocks`, a bit each, and reports the
-// bytes to each one's barrier. All multiples of 16 bytes.
+// By one thread: copies to the same place of every block of the cluster that is in `blocks`, a bit each, and reports
+// the bytes to each one's barrier. All multiples of 16 bytes.
 WNFUSED_DEVICE void copy_to_blocks(char* shared, const void* global, int bytes, char* barrier, int blocks) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
-          "r"(shared_address(shared)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }
@@ -90,9 +91,9 @@ WNFUSED_DEVICE void settle(float (&sums)[kTiles][kColumns][4]) {
       asm volatile("" : "+f"(sums[i][j][0]), "+f"(sums[i][j][1]), "+f"(sums[i][j][2]), "+f"(sums[i][j][3]));
 }
 
-// c += a b, or c = a b where it does not add, by the four warps of a warpgroup, sums in fp32: each warp brings 16 rows of a,
-// of 16 values of bf16 or 8 of tf32, as fragments of mma; b is in shared memory, of 32 or 64 columns, and the warp's rows
-// of c are as mma leaves them. Neither a nor c may be touched before the products have been waited for.
+// c += a b, or c = a b where it does not add, by the four warps of a warpgroup, sums in fp32: each warp brings 16 rows
+// of a, of 16 values of bf16 or 8 of tf32, as fragments of mma; b is in shared memory, of 32 or 64 columns, and the
+// warp's rows of c are as mma leaves them. Neither a nor c may be touched before the products have been waited for.
 WNFUSED_DEVICE void multiply_warpgroup_bf16(float (&c)[4][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
   asm volatile(
       "{\n"

@@ -1,5 +1,5 @@
-// A kernel is a struct with its `Params`, how many `kThreads` and `kSharedBytes` a block has, how many blocks should fit
-// a multiprocessor, and `run(params, shared)`. This is how nvcc's build launches one.
+// A kernel is a struct with its `Params`, how many `kThreads` and `kSharedBytes` a block has, how many blocks should
+// fit a multiprocessor, and `run(params, shared)`. This is how nvcc's build launches one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiproce
 }
 
 // Launches `blocks` blocks on the current device, and as many more as fill the last cluster. More than 48 KB of shared
-// memory has to be asked for, once a device. The status is this launch's own: cudaGetLastError after it would also bring
-// up what an earlier call, whose error was reported then, had left there.
+// memory has to be asked for, once a device. The status is this launch's own: cudaGetLastError after it would also
+// bring up what an earlier call, whose error was reported then, had left there.
 template <class Kernel>
 Status launch(const typename Kernel::Params& params, int64_t blocks, Queue queue) {
   if (blocks == 0) return cudaSuccess;

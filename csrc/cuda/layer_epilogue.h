@@ -1,8 +1,8 @@
 // What follows the vendor's product in one pass over its output, in place: y <- act(y + bias + residual). torch makes a
 // pass of each of the three.
 //
-//   y      dense, in any order in which channels run fastest (inner = 1) or every `inner` entries: entry i is of channel
-//          i / inner % channels. The residual lies as y does
+//   y      dense, in any order in which channels run fastest (inner = 1) or every `inner` entries: entry i is of
+//          channel i / inner % channels. The residual lies as y does
 //   pass   a thread takes kVector neighbouring entries, 16 bytes where channels and addresses allow it. Floor: y twice,
 //          the residual once
 //

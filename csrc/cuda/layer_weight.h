@@ -1,14 +1,14 @@
 // A layer's weight for the vendor's product, and its gradient: what stands beside the product in one launch each way.
 //
-//   forward    w = g v / ||v||, rounded to the product's type and in the order in which the product wants it; the norms;
-//              the bias in the product's type
+//   forward    w = g v / ||v||, rounded to the product's type and in the order in which the product wants it; the
+//              norms; the bias in the product's type
 //   backward   dg = <dw, v> / ||v||,   dv = (g / ||v||) (dw - v dg / ||v||), from dw as the product left it; the bias's
 //              gradient, from the sums of shares that layer_mask.h leaves
 //
-// A row is one filter's entries, [channels][taps] in one tensor and [taps][channels] (channels_last) in the other, or the
-// same in both. Entry q of a row of w, or dw, is entry place(q) of the row of v: with m entries that run fastest in w,
-// place(q) = q % m * (length / m) + q / m, and m = length where the order is the same. One block of threads takes a row; it
-// reads v twice, the second time from cache. Floor: v once, w once; dw and v once, dv once.
+// A row is one filter's entries, [channels][taps] in one tensor and [taps][channels] (channels_last) in the other, or
+// the same in both. Entry q of a row of w, or dw, is entry place(q) of the row of v: with m entries that run fastest in
+// w, place(q) = q % m * (length / m) + q / m, and m = length where the order is the same. One block of threads takes a
+// row; it reads v twice, the second time from cache. Floor: v once, w once; dw and v once, dv once.
 #pragma once
 
 #include "cuda/target.h"
@@ -43,8 +43,8 @@ struct LayerWeightKernel {
     const bool turned = params.fastest != params.length;
     const int slowest = params.length / params.fastest;
     const auto place = [&](int q) { return turned ? q % params.fastest * slowest + q / params.fastest : q; };
-    // Neighbouring threads take neighbouring entries of w or dw, which the product's side has just left in memory or waits
-    // for; those of v lie in a cache from the first pass on.
+    // Neighbouring threads take neighbouring entries of w or dw, which the product's side has just left in memory or
+    // waits for; those of v lie in a cache from the first pass on.
     float sum = 0.0f;
 #pragma unroll 4
     for (int q = thread_index(); q < params.length; q += kThreads) {

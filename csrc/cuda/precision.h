@@ -1,5 +1,5 @@
-// The three kinds of operands. Each says how values stand in shared memory, what one 16-byte row of a fragment holds, and
-// how fragments are multiplied; sums are fp32 in all of them.
+// The three kinds of operands. Each says how values stand in shared memory, what one 16-byte row of a fragment holds,
+// and how fragments are multiplied; sums are fp32 in all of them.
 //
 //   Bfloat16   values rounded to bf16 when stored; one HMMA a product
 //   Tf32       fp32 rounded to tf32 (10 bits of mantissa) when stored; one HMMA a product

@@ -114,8 +114,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
                                : empty_like_on(tensor, {0}, tensor.scalar_type());
   };
   Tensor dx = stage::empty_map_like(dy), dv = gradient_of(v), dg = gradient_of(g), dbias = gradient_of(bias);
-  // Kernels copy up to 16 bytes at once. Memory of torch's is aligned; what a hook unpacks out of a larger buffer may not
-  // be.
+  // Kernels copy up to 16 bytes at once. Memory of torch's is aligned; what a hook unpacks out of a larger buffer may
+  // not be.
   const auto aligned = [](const Tensor& tensor) {
     return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : torch::stable::clone(tensor);
   };

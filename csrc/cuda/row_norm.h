@@ -1,9 +1,9 @@
 // Row norm, forward and backward: one block of threads takes one row, or a share of one where rows are few and long.
 //
-//   data   v [outer, rows, inner]: row r is the set of all v[o, r, i]. Rows along dim 0 have outer = 1, so each row is one
-//          run of memory; one norm over a whole tensor has rows = outer = 1.
-//   pass   forward reads v twice (the second time from cache) and writes w; backward reads v and dw twice and writes dv.
-//          Floor: 2 resp. 3 tensors of memory traffic.
+//   data   v [outer, rows, inner]: row r is the set of all v[o, r, i]. Rows along dim 0 have outer = 1, so each row is
+//          one run of memory; one norm over a whole tensor has rows = outer = 1.
+//   pass   forward reads v twice (the second time from cache) and writes w; backward reads v and dw twice and writes
+//          dv. Floor: 2 resp. 3 tensors of memory traffic.
 //   sums   each thread its own, then a tree: the same bits in every run. float32 for narrow types, float64 for float64.
 //   share  of a row, `shares` of which go to as many blocks: one launch leaves each block's sum in `partial`, the next
 //          adds them up, every block for itself and in the same order, and writes its share.

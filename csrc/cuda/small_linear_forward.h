@@ -13,8 +13,8 @@ struct SmallLinearForward {
   using Params = SmallLinearParams<T, N>;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 8, kSamples = 16 * kTiles, kStep = 32;
   static constexpr int kSquaresAt = kWarps * kSamples * kRows * 4, kNormsAt = kSquaresAt + kWarps * 32 * 4;
-  // As many as leave room for two blocks a multiprocessor, 128 registers a thread: with four steps of float entries, and
-  // one block, layers of more blocks than multiprocessors became slower.
+  // As many as leave room for two blocks a multiprocessor, 128 registers a thread: with four steps of float entries,
+  // and one block, layers of more blocks than multiprocessors became slower.
   static constexpr int kAhead = Kind::kIsBfloat16 ? 4 : Kind::kPrecision == Precision::kFloat32 && kTiles == 2 ? 1 : 2;
   static constexpr int kSharedBytes = kNormsAt + kRows * 4, kBlocksPerMultiprocessor = 2;
   static_assert(kWarps == kRows, "a warp sums the squares of one row");

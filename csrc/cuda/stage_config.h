@@ -1,18 +1,18 @@
 // How one block of the residual stage's kernel is cut: which pixels and channels each warp owns, and what lies where in
 // shared memory. The picture, for C channels on maps of H x W and `kImages` images a block:
 //
-//   registers      h, or its gradient, in fp32, and the running sums of one convolution: for each warp kTiles tiles of 16
-//                  pixels x kColumns tiles of 8 channels, as mma leaves them (four values a lane and tile, twice)
-//   operand        [C / 8][kImages][H + 2][W + 2][8] bf16, or [C / 4]..[4] fp32: 16 bytes are neighbouring channels of one
-//                  pixel, the border of zeros makes every tap a constant shift, and 8 neighbouring pixels are the 8 rows
-//                  of an ldmatrix, 128 bytes in a row: no bank conflict. Two of them (kBuffers = 2) let the warps that
-//                  finish a convolution early store its result; with one, a barrier comes between.
+//   registers      h, or its gradient, in fp32, and the running sums of one convolution: for each warp kTiles tiles of
+//                  16 pixels x kColumns tiles of 8 channels, as mma leaves them (four values a lane and tile, twice)
+//   operand        [C / 8][kImages][H + 2][W + 2][8] bf16, or [C / 4]..[4] fp32: 16 bytes are neighbouring channels of
+//                  one pixel, the border of zeros makes every tap a constant shift, and 8 neighbouring pixels are the 8
+//                  rows of an ldmatrix, 128 bytes in a row: no bank conflict. Two of them (kBuffers = 2) let the warps
+//                  that finish a convolution early store its result; with one, a barrier comes between.
 //   weight ring    kSlots chunks of kChunkTaps taps, each a stream of B fragments in the order of their use
 //                  (stage_pack.h): a lane reads its 16 bytes for two tiles of 8 output channels
 //
-// Every block of the stage runs in one launch; what passes through global memory is the weights (once a block of threads,
-// from the second-level cache after the first), the maps that the backward needs, and x and y. Floor a convolution and
-// image: 18 C^2 H W FLOP, and 9 C^2 values of weights into shared memory.
+// Every block of the stage runs in one launch; what passes through global memory is the weights (once a block of
+// threads, from the second-level cache after the first), the maps that the backward needs, and x and y. Floor a
+// convolution and image: 18 C^2 H W FLOP, and 9 C^2 values of weights into shared memory.
 #pragma once
 
 #include "cuda/precision.h"
@@ -33,7 +33,7 @@ struct StageConfig {
   static constexpr int kColumns = kChannels / 8 / kWarpColumns;                     // and of 8 channels
   static constexpr bool kRagged = kPixels != kTiles * kWarpRows * 16;               // tiles reach past the last pixel
   static constexpr bool kEmptyBlocks = false;  // whether a launch may have blocks of threads past the last image
-  static constexpr bool kStartsSums = false;   // whether a convolution's first products do not add to what is in its sums
+  static constexpr bool kStartsSums = false;   // whether a convolution's first products add to nothing
 
   // Bytes of the operand. A plane holds 16 bytes of every pixel and its border.
   static constexpr int kPlanes = kChannels / Precision::kVector;
@@ -46,7 +46,8 @@ struct StageConfig {
   static constexpr int kChunks = 9 / kChunkTaps;
   static constexpr int kSharedBytes = kBuffers * kOperandBytes + kSlots * kChunkBytes;
 
-  // Tiles of 16 pixels start at the same place of a row for every warp, so the shift from one to the next is a constant.
+  // Tiles of 16 pixels start at the same place of a row for every warp, so the shift from one to the next is a
+  // constant.
   static constexpr int kWarpPixels = 16 * kTiles;
   static constexpr bool kRegular = !kRagged && (16 % kWidth == 0 || kWidth % 16 == 0) && kWarpPixels % kWidth == 0 &&
                                    (kMap % 16 == 0 || 16 % kMap == 0) &&
@@ -84,7 +85,8 @@ struct WarpTile {
     first_channel = warp % Config::kWarpColumns * Config::kColumns * 8;
   }
 
-  // The window of row `row` of tile `tile`. Where tiles are regular the tile adds a constant to what the row alone gives.
+  // The window of row `row` of tile `tile`. Where tiles are regular the tile adds a constant to what the row alone
+  // gives.
   WNFUSED_DEVICE int window(int tile, int row) const {
     if constexpr (Config::kRegular)
       return Config::window(first_pixel + row) + Config::window(16 * tile);

@@ -25,7 +25,8 @@ WNFUSED_DEVICE typename Config::Precision::Fragment load_pixels(const char* row)
   return Config::Precision::fragment(raw);
 }
 
-// The sums of one tile of pixels += these pixels times one tap and 16 or 8 input channels, for all columns of this warp.
+// The sums of one tile of pixels += these pixels times one tap and 16 or 8 input channels, for all columns of this
+// warp.
 template <class Config>
 WNFUSED_DEVICE void multiply_tile(float (&sums)[Config::kColumns][4],
                                   const typename Config::Precision::Fragment& pixels,
@@ -116,8 +117,8 @@ WNFUSED_DEVICE void multiply_tap(Sums<Config>& sums, const char* operand, const 
   }
 }
 
-// sums += the convolution of `operand` with taps chunk_index * kChunkTaps and following. Lanes 0 to 15 address 16 pixels
-// of the first 16 bytes of a k-step's channels, lanes 16 to 31 the same pixels of the next.
+// sums += the convolution of `operand` with taps chunk_index * kChunkTaps and following. Lanes 0 to 15 address 16
+// pixels of the first 16 bytes of a k-step's channels, lanes 16 to 31 the same pixels of the next.
 template <class Config>
 WNFUSED_DEVICE void multiply_chunk(Sums<Config>& sums, const char* operand, const char* chunk, int chunk_index,
                                    const WarpTile<Config>& warp) {

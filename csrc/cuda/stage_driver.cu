@@ -42,9 +42,9 @@ ExternalMap stream_map(const StageEntry& entry, const float* data) {
   return {{const_cast<float*>(data), false}, entry.height * row, 1, row, c};
 }
 
-// Into how many slices the batch is cut for the weight gradient of `convs` convolutions. What a number of them costs, in
-// bytes of memory traffic: the chip reads as many items at once as it has blocks of threads, until the last block is done,
-// which takes about an item longer than its items; partial sums are written and read once.
+// Into how many slices the batch is cut for the weight gradient of `convs` convolutions. What a number of them costs,
+// in bytes of memory traffic: the chip reads as many items at once as it has blocks of threads, until the last block is
+// done, which takes about an item longer than its items; partial sums are written and read once.
 int gradient_slices(const StageEntry& entry, const StageBackwardCall& call, int64_t convs) {
   constexpr int64_t kMost = 16;
   const int64_t items = divide_up(call.problem.images, entry.gradient_images) * entry.gradient_items;

@@ -1,5 +1,5 @@
-// The ops residual_stage and residual_stage_backward as launches of a configuration's kernels, on plain pointers and one
-// workspace: the torch entry (residual_stage.cu) and the emulation call the same functions.
+// The ops residual_stage and residual_stage_backward as launches of a configuration's kernels, on plain pointers and
+// one workspace: the torch entry (residual_stage.cu) and the emulation call the same functions.
 #pragma once
 
 #include "cuda/stage_table.h"
@@ -29,8 +29,9 @@ struct StageBackwardCall {
   const uint8_t* signs;
   bool parameters;  // whether dv, dg and dbias are wanted
   Values dv, dg, dbias;
-  // Gradients of all convolutions' outputs are as large as the maps, so the backward goes through the blocks in segments
-  // whose gradients take this much. One of large maps still fills a GPU: 64 blocks of 128 maps of 16 x 32 x 32 in bf16.
+  // Gradients of all convolutions' outputs are as large as the maps, so the backward goes through the blocks in
+  // segments whose gradients take this much. One of large maps still fills a GPU: 64 blocks of 128 maps of 16 x 32 x 32
+  // in bf16.
   int64_t segment_bytes = int64_t{1} << 29;
   // Multiprocessors that the weight gradient's blocks of threads are cut for, by slices of the batch: an H100's. A
   // constant, so that the bits depend on the configuration alone, which from sm_90 on may be another.

@@ -1,8 +1,8 @@
 // The depth-persistent residual stage: one block of threads runs all residual blocks for its images (stage_tile.h).
 //
 // The ring: chunk i of all convolutions' weights, numbered through, goes to slot i % kSlots and is asked for kSlots - 1
-// chunks ahead. The barrier at the start of a chunk says three things at once: the chunk has arrived for all threads, the
-// operand is complete, and nobody reads the slot of the chunk before, which the next copy may overwrite.
+// chunks ahead. The barrier at the start of a chunk says three things at once: the chunk has arrived for all threads,
+// the operand is complete, and nobody reads the slot of the chunk before, which the next copy may overwrite.
 #pragma once
 
 #include "cuda/stage_conv.h"

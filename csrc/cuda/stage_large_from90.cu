@@ -27,13 +27,16 @@ constexpr StageEntry large_entry(const char* name) {
 }  // namespace
 
 const StageEntry stage_large_bfloat16[] = {
-    large_entry<Stage<Bfloat16, 64, 8, 2, 2, 9, 2>, Stage<Bfloat16, 64, 8, 2, 2, 9, 2>, Gradient<Bfloat16, 64, 8, 4, 8, 1, 2>>("bfloat16 64x8x8 large"),
+    large_entry<Stage<Bfloat16, 64, 8, 2, 2, 9, 2>, Stage<Bfloat16, 64, 8, 2, 2, 9, 2>,
+                Gradient<Bfloat16, 64, 8, 4, 8, 1, 2>>("bfloat16 64x8x8 large"),
     {},
 };
 
 const StageEntry stage_large_tf32[] = {
-    large_entry<Stage<Tf32, 32, 16, 4, 2, 9, 2>, Stage<Tf32, 32, 16, 4, 2, 9, 2>, Gradient<Tf32, 32, 16, 1, 8, 2, 2>>("tf32 32x16x16 large"),
-    large_entry<Stage<Tf32, 64, 8, 2, 2, 3, 3>, Stage<Tf32, 64, 8, 2, 2, 3, 3>, Gradient<Tf32, 64, 8, 2, 8, 1, 2>>("tf32 64x8x8 large"),
+    large_entry<Stage<Tf32, 32, 16, 4, 2, 9, 2>, Stage<Tf32, 32, 16, 4, 2, 9, 2>, Gradient<Tf32, 32, 16, 1, 8, 2, 2>>(
+        "tf32 32x16x16 large"),
+    large_entry<Stage<Tf32, 64, 8, 2, 2, 3, 3>, Stage<Tf32, 64, 8, 2, 2, 3, 3>, Gradient<Tf32, 64, 8, 2, 8, 1, 2>>(
+        "tf32 64x8x8 large"),
     {},
 };
 

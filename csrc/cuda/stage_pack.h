@@ -1,16 +1,16 @@
-// Weight norm and packing of all convolutions of a stage in one launch: a block of threads takes 16 rows (filters) of one
-// convolution, a warp a row at a time.
+// Weight norm and packing of all convolutions of a stage in one launch: a block of threads takes 16 rows (filters) of
+// one convolution, a warp a row at a time.
 //
 //   read     v [2 B, C, C, 3, 3] once: a row stays in the registers of its warp from the norm to the weights
-//   write    w = g v / ||v||, rounded to the operands' precision, in the order in which the stage's kernel uses it, and the
-//            same with taps flipped and channels exchanged for the backward, last convolution first; the row norms; the
-//            bias in fp32
+//   write    w = g v / ||v||, rounded to the operands' precision, in the order in which the stage's kernel uses it, and
+//            the same with taps flipped and channels exchanged for the backward, last convolution first; the row norms;
+//            the bias in fp32
 //
-// The order is the kernel's own, in pieces of 16 bytes; taps are numbered column by column. For mma a packed convolution
-// is [tap][C / depth][C / 16][lane][4 registers]: the four registers are the B fragments of two tiles of 8 output channels,
-// so that a lane reads 16 bytes and a warp 512 in a row. 16 rows have every value of a piece, forward and backward: they
-// pass through shared memory, [16][9 C], each 16 bytes further than the last, so that the 8 rows and 4 channels that a
-// warp gathers at once are in different banks; and pieces are written whole.
+// The order is the kernel's own, in pieces of 16 bytes; taps are numbered column by column. For mma a packed
+// convolution is [tap][C / depth][C / 16][lane][4 registers]: the four registers are the B fragments of two tiles of 8
+// output channels, so that a lane reads 16 bytes and a warp 512 in a row. 16 rows have every value of a piece, forward
+// and backward: they pass through shared memory, [16][9 C], each 16 bytes further than the last, so that the 8 rows and
+// 4 channels that a warp gathers at once are in different banks; and pieces are written whole.
 #pragma once
 
 #include "cuda/memory.h"

@@ -5,8 +5,8 @@
 namespace wnfused::gpu {
 namespace {
 
-// Warps, taps a chunk, slots of the ring. Clusters of two blocks: of 132 multiprocessors, each of which has one block, they
-// fill all, clusters of four 120, which is two rounds for a batch of 128.
+// Warps, taps a chunk, slots of the ring. Clusters of two blocks: of 132 multiprocessors, each of which has one block,
+// they fill all, clusters of four 120, which is two rounds for a batch of 128.
 template <class Precision, int kChannels, int kSide, int kWarps, int kTaps, int kSlots>
 using Stage = WarpgroupConfig<Precision, kChannels, kSide, kWarps, kTaps, kSlots, 2>;
 
@@ -27,7 +27,8 @@ constexpr StageEntry warpgroup_entry(const char* name) {
 }  // namespace
 
 const StageEntry stage_warpgroup_bfloat16[] = {
-    warpgroup_entry<Stage<Bfloat16, 32, 16, 8, 9, 4>, Gradient<Bfloat16, 32, 16, 1, 16, 2, 2>>("bfloat16 32x16x16 sm_90a"),
+    warpgroup_entry<Stage<Bfloat16, 32, 16, 8, 9, 4>, Gradient<Bfloat16, 32, 16, 1, 16, 2, 2>>(
+        "bfloat16 32x16x16 sm_90a"),
     warpgroup_entry<Stage<Bfloat16, 64, 8, 4, 3, 8>, Gradient<Bfloat16, 64, 8, 4, 8, 1, 2>>("bfloat16 64x8x8 sm_90a"),
     {},
 };

@@ -1,5 +1,5 @@
-// What a configuration of the residual stage offers, with its kernels behind plain function pointers: the same table for
-// the launches on a GPU and for the emulation.
+// What a configuration of the residual stage offers, with its kernels behind plain function pointers: the same table
+// for the launches on a GPU and for the emulation.
 #pragma once
 
 #include "cuda/gradient_kernel.h"
@@ -35,9 +35,9 @@ constexpr int kSharedLimit = 99 * 1024;
 template <class Kernel>
 using AsItIs = Kernel;
 
-// Forward and backward may be cut differently: a backward needs a few registers more. `Own` makes types of a file's own of
-// its kernels, where that is compiled for other architectures than the rest: of a template that two files instantiate for
-// the same type the linker keeps one launch, and with it one file's machine code.
+// Forward and backward may be cut differently: a backward needs a few registers more. `Own` makes types of a file's own
+// of its kernels, where that is compiled for other architectures than the rest: of a template that two files
+// instantiate for the same type the linker keeps one launch, and with it one file's machine code.
 template <class Forward, class Backward, class Gradient, template <class, bool> class Kernel = StageKernel,
           int kLimit = kSharedLimit, template <class> class Own = AsItIs>
 constexpr StageEntry stage_entry(const char* name) {
@@ -70,6 +70,11 @@ constexpr StageEntry stage_entry(const char* name) {
           launch<Own<GradientKernel<Gradient>>>,
           launch<Own<GradientSumKernel<Forward::kChannels>>>,
           active_clusters<Own<Kernel<Forward, false>>>};
+}
+
+template <class Stage, class Gradient>
+constexpr StageEntry stage_entry(const char* name) {
+  return stage_entry<Stage, Stage, Gradient>(name);
 }
 
 // A table's end has no name. stage_bfloat16.cu, stage_tf32.cu and stage_float32.cu define one each,

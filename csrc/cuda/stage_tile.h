@@ -115,9 +115,9 @@ struct StageTile {
   }
 
   // The operand goes to global memory from shared memory, so that the stores are whole: 8 neighbouring threads take 4
-  // pixels of 2 planes, which lie in different banks, and a warp 4 pixels of 8 planes or as many bytes of more pixels. A
-  // thread stays with its plane; where the block's threads take whole rows of the map, it goes on by constants. In fp32
-  // these would take registers that the sums need.
+  // pixels of 2 planes, which lie in different banks, and a warp 4 pixels of 8 planes or as many bytes of more pixels.
+  // A thread stays with its plane; where the block's threads take whole rows of the map, it goes on by constants. In
+  // fp32 these would take registers that the sums need.
   WNFUSED_DEVICE void keep_operand(int conv) const {
     constexpr int kStep = Config::kThreads / Config::kPlanes;  // pixels
     char* kept = params.operands + map_offset(conv);
@@ -208,14 +208,15 @@ struct StageTile {
     return value;
   }
 
-  // Which of a lane's activations are not zero, a bit each. Every configuration for the same maps keeps them in the same
-  // order, [blocks, images, tiles of 64 pixels, C / 16, 32 lanes, 4 tiles of 16], so that a backward may be another one's
-  // than its forward: a byte for what a lane has of 16 pixels and 16 channels, first the low values of its four pairs and
-  // then the high ones. A word has up to four tiles, as many as stand side by side.
+  // Which of a lane's activations are not zero, a bit each. Every configuration for the same maps keeps them in the
+  // same order, [blocks, images, tiles of 64 pixels, C / 16, 32 lanes, 4 tiles of 16], so that a backward may be
+  // another one's than its forward: a byte for what a lane has of 16 pixels and 16 channels, first the low values of
+  // its four pairs and then the high ones. A word has up to four tiles, as many as stand side by side.
   static constexpr int kWordTiles = Config::kTiles % 4 == 0 ? 4 : Config::kTiles % 2 == 0 ? 2 : 1;
   static constexpr int kGroups = Config::kColumns / 2;
   static constexpr int64_t kImageSigns = image_sign_bytes(Config::kChannels, Config::kMap);
-  using SignWord = std::conditional_t<kWordTiles == 4, uint32_t, std::conditional_t<kWordTiles == 2, uint16_t, uint8_t>>;
+  using SignWord =
+      std::conditional_t<kWordTiles == 4, uint32_t, std::conditional_t<kWordTiles == 2, uint16_t, uint8_t>>;
   static_assert(Config::kImages == 1 || Config::kMap % 64 == 0 || Config::kPixels <= 64);
   struct Signs {
     uint32_t word[Config::kTiles / kWordTiles][kGroups];

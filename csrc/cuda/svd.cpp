@@ -68,7 +68,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> svd_(Tensor a) {
   STD_TORCH_CHECK(cusolver::library().no_svd.empty(), "cuda_svd_: ", cusolver::library().no_svd);
   const OnDevice here(a);
   Tensor values = empty_like_on(a, {count, fewer}, dtype), info = empty_like_on(a, {count}, ScalarType::Int);
-  Tensor left = empty_like_on(a, {count, rows, rows}, dtype), right = empty_like_on(a, {count, columns, columns}, dtype);
+  Tensor left = empty_like_on(a, {count, rows, rows}, dtype),
+         right = empty_like_on(a, {count, columns, columns}, dtype);
   const auto typed = [&](auto value) {
     using T = decltype(value);
     const auto from = [](const Tensor& tensor, int64_t place) {

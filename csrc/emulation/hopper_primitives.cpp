@@ -60,8 +60,8 @@ Rows gather(void* const* all, int vector) {
   return rows;
 }
 
-// What a warp's product takes until it is waited for. It is no part of a lambda's closure: there two of the values of a came
-// out as zeros, the same two in every product (g++ 12.2, -ftrivial-auto-var-init=pattern).
+// What a warp's product takes until it is waited for. It is no part of a lambda's closure: there two of the values of a
+// came out as zeros, the same two in every product (g++ 12.2, -ftrivial-auto-var-init=pattern).
 struct Task {
   std::array<float (*)[4], kLanes> sums;
   Rows a;

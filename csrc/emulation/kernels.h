@@ -1,5 +1,5 @@
-// The kernels that layer.cpp and small_linear.cpp bind, compiled apart from them: pybind11 takes several times as long to
-// compile as they do, and a planted bug compiles its kernels anew.
+// The kernels that layer.cpp and small_linear.cpp bind, compiled apart from them: pybind11 takes several times as long
+// to compile as they do, and a planted bug compiles its kernels anew.
 #pragma once
 
 #include "cuda/layer_epilogue.h"

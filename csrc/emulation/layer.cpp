@@ -6,8 +6,8 @@ namespace wnfused::gpu {
 namespace {
 
 // Forward without dw: v, g and bias (or None) to w, norm and bias_out. With it: dw, v, g and norm to dv (as w) and dg
-// (as bias_out), and the sums of partial over shares, unless it is None, to dbias. v is [rows, length]; `fastest`: as in
-// LayerWeightParams.
+// (as bias_out), and the sums of partial over shares, unless it is None, to dbias. v is [rows, length]; `fastest`: as
+// in LayerWeightParams.
 std::vector<std::string> layer_weight(const py::array& v, const py::array& g, const py::object& dw,
                                       const py::object& bias, const py::array& w, const py::array& norm,
                                       const py::array& bias_out, int fastest, const py::object& partial,
@@ -57,9 +57,9 @@ std::vector<std::string> layer_epilogue(const py::array& y, const py::object& bi
       return array.is_none() ? nullptr : static_cast<N*>(pointer_of(py::cast<py::array>(array)));
     };
     Run run = run_on(reverse, {bias, residual}, {y});
-    const Status status = emulated::layer_epilogue(
-        LayerEpilogueParams<N>{pointer(y), pointer(bias), pointer(residual), y.size(), channels, inner, activates, slope},
-        &run);
+    const Status status = emulated::layer_epilogue(LayerEpilogueParams<N>{pointer(y), pointer(bias), pointer(residual),
+                                                                          y.size(), channels, inner, activates, slope},
+                                                   &run);
     return findings_of(run, status);
   };
   return y.itemsize() == 2 ? call(BFloat{}) : call(float{});

@@ -133,7 +133,8 @@ void Machine::wait_for_warps(const char* name, int first, int count) {
   if (self % kLanes != kLanes - 1) return;
   all_warps_[warp].waits = name;
   const auto begin = all_warps_.begin() + first, end = begin + count;
-  if (!std::all_of(begin, end, [name](const Warp& other) { return other.waits == name; })) return hand_over(after(warp));
+  if (!std::all_of(begin, end, [name](const Warp& other) { return other.waits == name; }))
+    return hand_over(after(warp));
   for (auto other = begin; other != end; ++other) other->waits = nullptr;
   for (int rank = first / warps_; rank < (first + count) / warps_; ++rank) ++spaces_[rank].epoch;
   if (name == kClusterBarrier) ++cluster_epoch_;

@@ -1,7 +1,7 @@
-// A cluster of thread blocks on the host; most kernels' have one block. Every CUDA thread is a fiber; fibers hand over to
-// one another only where CUDA threads may have to wait: at a warp's collective instructions (all 32 lanes arrive, then
-// the last one does the work of all), at barriers of the block and of the cluster, and where a warp waits for a phase.
-// Between these the warps run one after another, in either order.
+// A cluster of thread blocks on the host; most kernels' have one block. Every CUDA thread is a fiber; fibers hand over
+// to one another only where CUDA threads may have to wait: at a warp's collective instructions (all 32 lanes arrive,
+// then the last one does the work of all), at barriers of the block and of the cluster, and where a warp waits for a
+// phase. Between these the warps run one after another, in either order.
 //
 // Shared memory is watched cell by cell (4 bytes). A finding is reported when
 //   - a thread reads what another wrote, or writes what another read or wrote, with no barrier between the two;

@@ -1,5 +1,5 @@
-// The CUDA kernels on the host, for the tests: numpy arrays in, numpy arrays written, findings of the emulated machine out.
-// bfloat16 arrays are passed as uint16.
+// The CUDA kernels on the host, for the tests: numpy arrays in, numpy arrays written, findings of the emulated machine
+// out. bfloat16 arrays are passed as uint16.
 #include <limits>
 #include <stdexcept>
 
@@ -91,14 +91,15 @@ std::vector<std::string> forward(const std::string& name, const py::array& x, co
 
 std::vector<std::string> backward(const std::string& name, const py::array& dy, const py::array& v, const py::array& g,
                                   const py::array& bias, const py::array& norm, const py::array& maps,
-                                  const py::object& signs, float skip_scale, int64_t recompute, const py::array& dx, const py::object& dv,
-                                  const py::object& dg, const py::object& dbias, bool reverse,
+                                  const py::object& signs, float skip_scale, int64_t recompute, const py::array& dx,
+                                  const py::object& dv, const py::object& dg, const py::object& dbias, bool reverse,
                                   int64_t segment_bytes, int64_t multiprocessors) {
-  return finish(entry_named(name),
-                StageBackwardCall{problem_of(dy, v, g, bias, skip_scale, recompute), map_of(dy), map_of(dx),
-                                  static_cast<const float*>(values_of(norm).data), values_of(maps).data, bytes_of(signs), !dv.is_none(),
-                                  values_of(dv), values_of(dg), values_of(dbias), segment_bytes, multiprocessors},
-                run_on(reverse, {dy, v, g, bias, norm, maps, signs}, {dx, dv, dg, dbias}));
+  return finish(
+      entry_named(name),
+      StageBackwardCall{problem_of(dy, v, g, bias, skip_scale, recompute), map_of(dy), map_of(dx),
+                        static_cast<const float*>(values_of(norm).data), values_of(maps).data, bytes_of(signs),
+                        !dv.is_none(), values_of(dv), values_of(dg), values_of(dbias), segment_bytes, multiprocessors},
+      run_on(reverse, {dy, v, g, bias, norm, maps, signs}, {dx, dv, dg, dbias}));
 }
 
 template <class T, bool kBackward>

@@ -90,8 +90,8 @@ inline uint32_t bits_of_float(float value) {
 }
 
 // sum + <x, y> as matrix instructions add it: products are exact, and the sum of all is rounded toward zero. GPUs also
-// drop what the single terms have more than two bits below the largest one's last (A100 to B200: Khattak & Mikaitis 2025,
-// arXiv 2512.07004), which is little beside it.
+// drop what the single terms have more than two bits below the largest one's last (A100 to B200: Khattak & Mikaitis
+// 2025, arXiv 2512.07004), which is little beside it.
 inline float add_products(float sum, const float* x, const float* y, int depth) {
   double exact = sum;
   for (int k = 0; k < depth; ++k) exact += static_cast<double>(x[k]) * y[k];

@@ -1,5 +1,5 @@
-// The linear layers of few samples on the host. bfloat16 arrays are passed as uint16; `kind`: of the product, "bfloat16",
-// "tf32" or "float32".
+// The linear layers of few samples on the host. bfloat16 arrays are passed as uint16; `kind`: of the product,
+// "bfloat16", "tf32" or "float32".
 #include "emulation/arrays.h"
 #include "emulation/kernels.h"
 

@@ -1,8 +1,9 @@
 // wnfused._python: layers and stages called from Python, past the checks and the parsing of arguments that Python and
 // torch's op objects do. Those cost a layer of 64 features as much as its kernel.
 //
-// A function here gives None where the call is not a plain one, and wnfused/ops/_direct.py takes its slower way. What is
-// plain stands there (`_is_plain_call`, `is_open_to_layers`, `is_open_to_stages`), and here once more: a test asks both.
+// A function here gives None where the call is not a plain one, and wnfused/ops/_direct.py takes its slower way. What
+// is plain stands there (`_is_plain_call`, `is_open_to_layers`, `is_open_to_stages`), and here once more: a test asks
+// both.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -357,22 +358,23 @@ PyMODINIT_FUNC PyInit__python() {
       {"conv_transpose",
        entry<ConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(),
        METH_FASTCALL,
-       "(x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope): y, or "
-       "None where the call is no plain one."},
-      {"kept_conv", kept_entry<KeptConv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(), METH_FASTCALL,
-       "(x, v, g, bias, residual, banks, stride, padding, dilation, groups, activation, negative_slope): y, or None where "
-       "the call is no plain one."},
+       "(x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope): y, "
+       "or None where the call is no plain one."},
+      {"kept_conv", kept_entry<KeptConv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(),
+       METH_FASTCALL,
+       "(x, v, g, bias, residual, banks, stride, padding, dilation, groups, activation, negative_slope): y, or None "
+       "where the call is no plain one."},
       {"kept_conv_transpose",
        kept_entry<KeptConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(),
        METH_FASTCALL,
-       "(x, v, g, bias, residual, banks, stride, padding, dilation, output_padding, groups, activation, negative_slope): y, "
-       "or None where the call is no plain one, or the kernels decline."},
+       "(x, v, g, bias, residual, banks, stride, padding, dilation, output_padding, groups, activation, "
+       "negative_slope): y, or None where the call is no plain one, or the kernels decline."},
       {"residual_stage", entry<Stage, double, int64_t>(), METH_FASTCALL,
        "(x, v, g, bias, skip_scale, recompute): y, or None where the call is no plain one."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {
-      PyModuleDef_HEAD_INIT, "_python", "Layers and stages, past Python's argument parsing.", -1, methods, nullptr, nullptr,
-      nullptr, nullptr};
+      PyModuleDef_HEAD_INIT, "_python", "Layers and stages, past Python's argument parsing.", -1, methods,
+      nullptr, nullptr, nullptr, nullptr};
   PyObject* devices = PyImport_ImportModule("torch.utils._device");
   if (!devices) return nullptr;
   device_context = PyObject_GetAttrString(devices, "DeviceContext");

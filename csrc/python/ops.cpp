@@ -1,8 +1,9 @@
-// The layers and stages of torch.ops.wnfused on CPU tensors, past Python: what a graph of torch.compile calls once a layer.
+// The layers and stages of torch.ops.wnfused on CPU tensors, past Python: what a graph of torch.compile calls once a
+// layer.
 //
 // Python has each of these ops as well, in torch.ops.wnfused_python: there wnfused/dispatch.py chooses the backend, and
-// wnfused/ops brings what it gives into form. Here, a call that Python would hand to one kernel of the native backend goes
-// straight to that. Any other goes to Python. A test holds both to the same results.
+// wnfused/ops brings what it gives into form. Here, a call that Python would hand to one kernel of the native backend
+// goes straight to that. Any other goes to Python. A test holds both to the same results.
 #include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -26,7 +27,8 @@ using c10::SymInt;
 using c10::SymIntArrayRef;
 using Optional = std::optional<Tensor>;
 using Outputs = std::tuple<Tensor, Tensor>;                             // y, norm
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // dx, dv, dg, dbias, dz; empty where not asked for
+using Gradients =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;             // dx, dv, dg, dbias, dz; empty where not asked for
 using StageOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;    // y, norm, maps, signs
 using StageGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dx, dv, dg, dbias
 using Found = std::tuple<Optional, Optional, Optional, Optional, Optional>;
@@ -92,7 +94,8 @@ Gradients in_form(const Found& found, const Tensor& dy, const Tensor& x, const T
 Outputs linear(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     std::optional<int64_t> dim, c10::string_view activation, double slope) {
-  using Kernel = Outputs(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, int64_t, double);
+  using Kernel =
+      Outputs(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, int64_t, double);
   static const auto kernel = op<Kernel>(LinearNames::kForward);
   static const auto python = op<decltype(linear)>("wnfused_python::linear");
   const std::optional<int64_t> number = number_of(activation);
@@ -102,11 +105,11 @@ Outputs linear(
   return kernel.call(x, v, g, bias, residual, *number, slope);
 }
 
-Gradients linear_backward(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, Asked needs,
-    std::optional<int64_t> dim, c10::string_view activation, double slope) {
-  using Kernel = Found(
-      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, double);
+Gradients linear_backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g,
+                          const Tensor& norm, Asked needs, std::optional<int64_t> dim, c10::string_view activation,
+                          double slope) {
+  using Kernel = Found(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                       int64_t, int64_t, double);
   static const auto kernel = op<Kernel>(LinearNames::kBackward);
   static const auto python = op<decltype(linear_backward)>("wnfused_python::linear_backward");
   const std::optional<int64_t> number = number_of(activation);
@@ -117,16 +120,15 @@ Gradients linear_backward(
 }
 
 // Nothing where the kernels of transposed layers decline.
-std::optional<Outputs> conv_natively(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual, IntArrayRef stride,
-    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
-    int64_t activation, double slope) {
-  using Kernel = Outputs(
-      const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, IntArrayRef, IntArrayRef, IntArrayRef,
-      int64_t, int64_t, double);
-  using Transposed = std::tuple<Optional, Optional>(
-      const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, IntArrayRef, IntArrayRef, IntArrayRef,
-      IntArrayRef, int64_t, int64_t, double);
+std::optional<Outputs> conv_natively(const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
+                                     const Optional& residual, IntArrayRef stride, IntArrayRef padding,
+                                     IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
+                                     int64_t activation, double slope) {
+  using Kernel = Outputs(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, IntArrayRef,
+                         IntArrayRef, IntArrayRef, int64_t, int64_t, double);
+  using Transposed =
+      std::tuple<Optional, Optional>(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&,
+                                     IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double);
   static const auto kernel = op<Kernel>(ConvNames::kForward);
   static const auto kernel_of_transposed = op<Transposed>(ConvTransposeNames::kKernels);
   if (!transposed) return kernel.call(x, v, g, bias, residual, stride, padding, dilation, groups, activation, slope);
@@ -135,10 +137,11 @@ std::optional<Outputs> conv_natively(
   return y ? std::optional(Outputs(*y, *norm)) : std::nullopt;
 }
 
-std::optional<Found> conv_backward_natively(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t needs,
-    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
-    int64_t groups, int64_t activation, double slope) {
+std::optional<Found> conv_backward_natively(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v,
+                                            const Tensor& g, const Tensor& norm, int64_t needs, IntArrayRef stride,
+                                            IntArrayRef padding, IntArrayRef dilation, bool transposed,
+                                            IntArrayRef output_padding, int64_t groups, int64_t activation,
+                                            double slope) {
   using Kernel = Found(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef,
       IntArrayRef, IntArrayRef, int64_t, int64_t, double);
@@ -147,24 +150,24 @@ std::optional<Found> conv_backward_natively(
       IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double);
   static const auto kernel = op<Kernel>(ConvNames::kBackward);
   static const auto kernel_of_transposed = op<Transposed>(ConvTransposeNames::kKernelsBackward);
-  if (!transposed) return kernel.call(dy, y, x, v, g, norm, needs, stride, padding, dilation, groups, activation, slope);
+  if (!transposed)
+    return kernel.call(dy, y, x, v, g, norm, needs, stride, padding, dilation, groups, activation, slope);
   const auto [done, dx, dv, dg, dbias, dz] = kernel_of_transposed.call(
       dy, y, x, v, g, norm, needs, stride, padding, dilation, output_padding, groups, activation, slope);
   return done ? std::optional(Found(dx, dv, dg, dbias, dz)) : std::nullopt;
 }
 
-Outputs conv(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
-    SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope) {
+Outputs conv(const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+             SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed,
+             SymIntArrayRef output_padding, SymInt groups, std::optional<int64_t> dim, c10::string_view activation,
+             double slope) {
   static const auto python = op<decltype(conv)>("wnfused_python::conv");
   const std::optional<int64_t> number = number_of(activation);
   if (number && has_rows_first(dim, v) && are_native(x, v, g, bias, residual)) {
     const NoAutocast guard(c10::autocast_dispatch_keyset);
-    const auto found = conv_natively(
-        x, v, g, bias, residual, C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
-        C10_AS_INTARRAYREF_SLOW(dilation), transposed, C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number,
-        slope);
+    const auto found = conv_natively(x, v, g, bias, residual, C10_AS_INTARRAYREF_SLOW(stride),
+                                     C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
+                                     C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number, slope);
     if (found) {
       const at::MemoryFormat of_x = format_of(x);
       const auto& [y, norm] = *found;
@@ -175,22 +178,22 @@ Outputs conv(
       x, v, g, bias, residual, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
 }
 
-Gradients conv_backward(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, Asked needs,
-    SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
-    SymInt groups, std::optional<int64_t> dim, c10::string_view activation, double slope) {
+Gradients conv_backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g,
+                        const Tensor& norm, Asked needs, SymIntArrayRef stride, SymIntArrayRef padding,
+                        SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding, SymInt groups,
+                        std::optional<int64_t> dim, c10::string_view activation, double slope) {
   static const auto python = op<decltype(conv_backward)>("wnfused_python::conv_backward");
   const std::optional<int64_t> number = number_of(activation);
   if (number && has_rows_first(dim, v) && are_native(dy, y, x, v, g, norm)) {
     const NoAutocast guard(c10::autocast_dispatch_keyset);
-    const auto found = conv_backward_natively(
-        dy, y, x, v, g, norm, bits_of(needs), C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
-        C10_AS_INTARRAYREF_SLOW(dilation), transposed, C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number,
-        slope);
+    const auto found =
+        conv_backward_natively(dy, y, x, v, g, norm, bits_of(needs), C10_AS_INTARRAYREF_SLOW(stride),
+                               C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
+                               C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number, slope);
     if (found) return in_form(*found, dy, x, v);
   }
-  return python.call(
-      dy, y, x, v, g, norm, needs, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
+  return python.call(dy, y, x, v, g, norm, needs, stride, padding, dilation, transposed, output_padding, groups, dim,
+                     activation, slope);
 }
 
 StageOutputs residual_stage(
@@ -228,12 +231,12 @@ bool is_recorded(const torch::jit::Stack& stack, size_t arguments) {
   return false;
 }
 
-// Python records these ops; it is asked only where there is something to record. A compiled graph never has that: its own
-// node is around all of it.
+// Python records these ops; it is asked only where there is something to record. A compiled graph never has that: its
+// own node is around all of it.
 void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (is_recorded(*stack, op.schema().arguments().size())) {
-    // It registered its kernel for autograd on any backend. This one hides that from CPU tensors; a backend without a key of
-    // its own still has it.
+    // It registered its kernel for autograd on any backend. This one hides that from CPU tensors; a backend without a
+    // key of its own still has it.
     constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::AutogradFunctionality);
     op.redispatchBoxed((keys & kBelow) | c10::DispatchKeySet(c10::DispatchKey::AutogradOther), stack);
   } else {

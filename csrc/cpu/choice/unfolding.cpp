@@ -16,7 +16,8 @@ bool is_patches(const ConvShape& shape) { return shape.taps() > kMaxWindowTaps &
 
 bool can_unfold(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
-  return !layer.is_plain_conv() && shape.groups == 1 && shape.outputs > 1 && linear_kernels(false, shape.output_pixels());
+  return !layer.is_plain_conv() && shape.groups == 1 && shape.outputs > 1 &&
+         linear_kernels(false, shape.output_pixels());
 }
 
 bool goes_by_winograd(const std::optional<Method>& method) { return method && is_winograd(*method); }

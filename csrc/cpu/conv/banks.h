@@ -4,8 +4,8 @@
 //   own     each worker packs the bank, or the bundle of output blocks that it works on, for itself, when it first
 //           needs it: always into the same memory, which no other core has ever touched
 //
-// Memory that one core writes and another one reads, in turns, makes packing five times as slow, since each line must be
-// called back first, and what reads it twice as slow. So a bank is shared only where five or more workers divide the
+// Memory that one core writes and another one reads, in turns, makes packing five times as slow, since each line must
+// be called back first, and what reads it twice as slow. So a bank is shared only where five or more workers divide the
 // packing (choose_banks).
 #pragma once
 

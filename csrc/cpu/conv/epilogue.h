@@ -74,9 +74,9 @@ WNFUSED_INLINE Block ended(const Block& accumulator, const Block& bias, const Bl
   else return beside + (accumulator + bias);
 }
 
-// The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite. A ReLU's
-// value is looked at before it: a transform may overflow to -infinity where the convolution is finite, and 0 would hide
-// that. What a mask lets pass shows in dh.
+// The epilogue of one pixel and block of channels. `poison` gathers 0 * value: zero while everything is finite. A
+// ReLU's value is looked at before it: a transform may overflow to -infinity where the convolution is finite, and 0
+// would hide that. What a mask lets pass shows in dh.
 template <Ending kEnding, class G, class Operand>
 WNFUSED_INLINE void finish_pixel(const G& geometry, const ConvEpilogue<Operand>& epilogue, int64_t pixel,
                                  int64_t channel_block, const Block& accumulator, const Block& bias, Block& poison) {

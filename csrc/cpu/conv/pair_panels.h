@@ -20,7 +20,8 @@ inline void copy_padded(const uint16_t* source, int64_t source_stride, int64_t c
   }
   if (channels % kLanes == 0) {
     for (int64_t i = 0; i < count; ++i, source += source_stride, target += padded) {
-      for (int64_t c = 0; c < channels; c += kLanes) __builtin_memcpy(target + c, source + c, kLanes * sizeof(uint16_t));
+      for (int64_t c = 0; c < channels; c += kLanes)
+        __builtin_memcpy(target + c, source + c, kLanes * sizeof(uint16_t));
       for (int64_t c = channels; c < padded; c += kLanes) __builtin_memset(target + c, 0, kLanes * sizeof(uint16_t));
     }
     return;

@@ -63,7 +63,8 @@ Block row_squares(const T* values, int64_t floats) {
 }
 
 // The norms of one output block's rows of v, all at once; 0 of absent rows.
-inline Block block_norms(const Parameter& v, int64_t outputs, int64_t floats, int64_t convolution, int64_t output_block) {
+inline Block block_norms(const Parameter& v, int64_t outputs, int64_t floats, int64_t convolution,
+                         int64_t output_block) {
   const int64_t first = convolution * outputs + output_block * kLanes;
   const int64_t rows = smaller(outputs - output_block * kLanes, kLanes);
   Block squares[kLanes];
@@ -110,8 +111,8 @@ void known_scales(const Job& job, int64_t rows, int64_t block, Block (&scale)[kL
   }
 }
 
-// g / ||v|| of one output block's rows, lane by lane, and their bias and, unless that is null, their norms; zeros for absent
-// rows.
+// g / ||v|| of one output block's rows, lane by lane, and their bias and, unless that is null, their norms; zeros for
+// absent rows.
 template <class Job>
 Block measure_scales(const Job& job, int64_t outputs, int64_t floats, int64_t convolution, int64_t output_block,
                      float* bias, float* norm) {

@@ -6,8 +6,8 @@
 //        zeros    [step][rows][16]      with bank  [plane][block][rows][16]        epilogue
 //        outside
 //
-//   Winograd: a row is a tile, its patch is transformed into 16 (or 36) planes of depth C; as many products, transformed
-//             back.
+//   Winograd: a row is a tile, its patch is transformed into 16 (or 36) planes of depth C; as many products,
+//             transformed back.
 //   direct:   a row is a pixel, the taps that touch the map lie one after another along the depth; one product.
 //
 // Cache: at C = 16, 2x2 tiles and 16 rows panel, product and bank are 16 KB each, the first-level cache; otherwise the

@@ -62,7 +62,9 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
     };
     if (geometry.is_pairs()) {
       for (int i = 0; i < kLanes; i += 2) {
-        const auto pairs_of_tap = [even = filter(i), odd = filter(i + 1)](int k) { return rounded_pairs(even(k), odd(k)); };
+        const auto pairs_of_tap = [even = filter(i), odd = filter(i + 1)](int k) {
+          return rounded_pairs(even(k), odd(k));
+        };
         pair_filters.put(input_block * kLanes + i, pairs_of_tap);
       }
     } else {

@@ -4,18 +4,18 @@
 //
 //               panel [line][W + 2][Cp]     product row of pixel x: the run of 3 Cp elements from panel pixel x on, in
 //                                           three lines
-//               With tiles, 16 channels and an even width a row is two pixels, whose four neighbours are one run, so that every row
-//               begins a cache line: a tile is slow to load from others. The outputs of the second pixel are a block of
-//               their own, with the filters one pixel further down the depth.
+//               With tiles, 16 channels and an even width a row is two pixels, whose four neighbours are one run, so
+//               that every row begins a cache line: a tile is slow to load from others. The outputs of the second pixel
+//               are a block of their own, with the filters one pixel further down the depth.
 //
 //   positions   a chunk is all pixels of a group of images
 //
 //               panel [pixel][image][Cp]    product row of an image: its Cp elements at each tap that is inside the map
 //
 // The panel is a copy, 2 bytes an element: what lies outside the map or the batch is zero there, and its rows lie apart
-// by the same stride. Where nothing is saved and rows are tiles, maps have borders themselves, and lines of them are panels
-// without a copy, in memory that each convolution writes and the next one reads (clear_borders). Product rows that are no
-// pixel (ends of lines, and what is read behind the last one) are computed and left out by the epilogue.
+// by the same stride. Where nothing is saved and rows are tiles, maps have borders themselves, and lines of them are
+// panels without a copy, in memory that each convolution writes and the next one reads (clear_borders). Product rows
+// that are no pixel (ends of lines, and what is read behind the last one) are computed and left out by the epilogue.
 #pragma once
 
 #include "cpu/conv/pair_panels.h"
@@ -24,8 +24,8 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Lines [begin - 1, end + 1) of an image with a pixel of zeros on either side; and zeros where the depth of the last row
-// ends behind the panel, since not even weights of zero make nothing of an infinity.
+// Lines [begin - 1, end + 1) of an image with a pixel of zeros on either side; and zeros where the depth of the last
+// row ends behind the panel, since not even weights of zero make nothing of an infinity.
 inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t image, int64_t begin, int64_t end,
                          uint16_t* panel) {
   const int64_t padded = geometry.padded_channels, line = geometry.conv_line_pixels * padded;
@@ -37,7 +37,8 @@ inline void gather_lines(const Geometry& geometry, const uint16_t* map, int64_t 
     }
     const int64_t pixel = (image * geometry.height + y) * geometry.width;
     clear_elements(panel, padded);
-    copy_padded(map + pixel * geometry.channels, geometry.channels, geometry.width, geometry.channels, padded, panel + padded);
+    copy_padded(map + pixel * geometry.channels, geometry.channels, geometry.width, geometry.channels, padded,
+                panel + padded);
     clear_elements(panel + (geometry.width + 1) * padded, line - (geometry.width + 1) * padded);
   }
   clear_elements(panel, geometry.segment_depth - (geometry.row_pixels + 2) * padded);
@@ -108,7 +109,11 @@ inline void convolve_lines(const Geometry& geometry, const uint16_t* map, int64_
   const bool run = geometry.conv_line_rows * pixels == line;
   const int64_t width = geometry.width / pixels, inside = (end - begin) * width;
   const int64_t rows = run ? (end - begin - 1) * geometry.conv_line_rows + width : geometry.conv_line_rows;
-  const RowPixels where{(image * geometry.height + begin) * geometry.width, pixels, geometry.conv_line_rows, width, inside,
+  const RowPixels where{(image * geometry.height + begin) * geometry.width,
+                        pixels,
+                        geometry.conv_line_rows,
+                        width,
+                        inside,
                         image * geometry.operand_image() + geometry.operand_origin() + begin * geometry.operand_line(),
                         geometry.operand_line()};
   int64_t offsets[kMaxGroups], groups = 0, first_row = 0;

@@ -64,8 +64,8 @@ WNFUSED_INLINE void put_turned_pairs(const UnitRows& rows, const Block (&scale)[
     }
     return;
   }
-  // Pairs of rows are rounded, then turned; all of them first, since a quarter of a vector is not there before the whole
-  // stores around it have left the core.
+  // Pairs of rows are rounded, then turned; all of them first, since a quarter of a vector is not there before the
+  // whole stores around it have left the core.
   float words[kLanes / 2][kTaps * kLanes];  // a pair each
   for (int64_t r = 0; r < kLanes; r += 2)
     WNFUSED_UNROLL for (int k = 0; k < kTaps; ++k) store(words[r / 2] + k * kLanes, pairs_of_rows(r, k * kLanes));

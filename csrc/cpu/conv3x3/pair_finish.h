@@ -7,17 +7,18 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Which pixels the rows of a product are: lines of `rows` rows, the first `width` of which are in the map, `count` of them
-// in all. The first one is pixel `first`, and `step` pixels lie from one to the next. In the operand's map, which may have a
-// border, it is pixel `operand`, and lines lie `operand_line` pixels apart.
+// Which pixels the rows of a product are: lines of `rows` rows, the first `width` of which are in the map, `count` of
+// them in all. The first one is pixel `first`, and `step` pixels lie from one to the next. In the operand's map, which
+// may have a border, it is pixel `operand`, and lines lie `operand_line` pixels apart.
 struct RowPixels {
   int64_t first, step, rows, width, count, operand, operand_line;
 
   int64_t operand_gap() const { return operand_line - width * step; }
 };
 
-// A walk through rows of a product that leaves out those that are no pixel: `count` rows from place `x` of a line on, whose
-// first `width` are in the map, with gaps of so many floats of sums and of so many elements of operands behind them.
+// A walk through rows of a product that leaves out those that are no pixel: `count` rows from place `x` of a line on,
+// whose first `width` are in the map, with gaps of so many floats of sums and of so many elements of operands behind
+// them.
 struct RowWalk {
   int64_t count, x, width, gap, operand_gap;
 };
@@ -27,9 +28,9 @@ struct Poison {
   Block sum, largest;
 };
 
-// kCols blocks side by side of the rows of a walk, which lie `step` elements apart, from element `at` of the maps on, element
-// `operand_at` of the operand's.
-// Of two blocks `poison` gathers rounded values: an overflow of the rounding counts, too.
+// kCols blocks side by side of the rows of a walk, which lie `step` elements apart, from element `at` of the maps on,
+// element `operand_at` of the operand's. Of two blocks `poison` gathers rounded values: an overflow of the rounding
+// counts, too.
 template <Ending kEnding, int kCols>
 WNFUSED_INLINE void finish_walk(const ConvEpilogue<uint16_t>& epilogue, int64_t at, int64_t operand_at, int64_t step,
                                 RowWalk walk, const TileSums& sums, const Block (&bias)[2], Poison& gathered_poison) {
@@ -126,7 +127,8 @@ class Finisher {
 
   void ready(const TileSums& sums, int64_t group, int64_t groups, int64_t col, int64_t cols) {
     for (int64_t c = 0; c < cols; c += 2)
-      finish_columns({sums.out + c * sums.block_stride, sums.block_stride}, group, groups, col + c, smaller(cols - c, 2));
+      finish_columns({sums.out + c * sums.block_stride, sums.block_stride}, group, groups, col + c,
+                     smaller(cols - c, 2));
   }
 
   // Whether a value was not finite.
@@ -136,12 +138,12 @@ class Finisher {
   }
 
  private:
-  // Up to so many blocks of outputs, what the epilogue reads and writes is fetched while the products are summed. Of more of
-  // them the bank needs the first-level cache itself, and only what no cache holds is fetched.
+  // Up to so many blocks of outputs, what the epilogue reads and writes is fetched while the products are summed. Of
+  // more of them the bank needs the first-level cache itself, and only what no cache holds is fetched.
   static constexpr int64_t kFewBlocks = 3;
 
-  // Where a row is: in its line, and how many pixels of the map lie before it; and its pixel of the operand's map, in a gap
-  // that behind the line.
+  // Where a row is: in its line, and how many pixels of the map lie before it; and its pixel of the operand's map, in a
+  // gap that behind the line.
   struct RowPlace {
     int64_t x, inside, operand;
   };
@@ -155,10 +157,12 @@ class Finisher {
     constexpr int64_t kRows = 4, kLine = 2;  // blocks of an operand's line
     const int64_t step = pixels_.step * geometry_.channel_blocks;
     for (int64_t i = 0; i < kRows && target_.rows > 0; ++i, --target_.rows) {
-      if (target_.x == pixels_.width) target_.x = 0, target_.operand += pixels_.operand_gap() * geometry_.channel_blocks;
+      if (target_.x == pixels_.width)
+        target_.x = 0, target_.operand += pixels_.operand_gap() * geometry_.channel_blocks;
       for (int64_t c = 0; !is_operand(kEnding) && fetches_sums_ && c < target_.cols; ++c)
         prefetch_for_writing(epilogue_.out + (target_.block + c) * kLanes);
-      if (fetches_sums_ || target_.operand % kLine == 0) prefetch_for_writing(epilogue_.operand + target_.operand * kLanes);
+      if (fetches_sums_ || target_.operand % kLine == 0)
+        prefetch_for_writing(epilogue_.operand + target_.operand * kLanes);
       ++target_.x;
       target_.block += step;
       target_.operand += step;
@@ -204,8 +208,8 @@ class Finisher {
   FetchBySteps fetch_;
   RowPixels pixels_{};
   RowPlace places_[kMaxGroups + 1];  // of each group's first row, and of the row behind the last one
-  // Blocks of the maps that are still to be fetched: the first ones of a row, how many side by side; rows, and the next one's
-  // place in its line.
+  // Blocks of the maps that are still to be fetched: the first ones of a row, how many side by side; rows, and the next
+  // one's place in its line.
   struct {
     int64_t block, operand, cols, rows, x;
   } target_{};

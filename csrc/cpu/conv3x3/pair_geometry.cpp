@@ -10,8 +10,9 @@ namespace {
 constexpr int64_t kEnoughItems = 8;
 
 constexpr int64_t kChunkPixels = 128;
-// Of a chunk whose products are tiles, which wait for what is not in the first-level cache: its panel, the bank or a part of
-// it, and what the epilogue reads and writes are to fit. At least so many pixels, so that the bank is read for enough rows.
+// Of a chunk whose products are tiles, which wait for what is not in the first-level cache: its panel, the bank or a
+// part of it, and what the epilogue reads and writes are to fit. At least so many pixels, so that the bank is read for
+// enough rows.
 constexpr int64_t kTileChunk = 2048, kTileChunkPixels = 64;
 // Of a chunk of a weight gradient: images, and elements of their inputs, an eighth of the second-level cache.
 constexpr int64_t kGradientImages = 8, kInputs = int64_t{1} << 17;
@@ -50,9 +51,9 @@ void lay_out_positions(int64_t rows, const PairTile& tile, Geometry& geometry) {
   geometry.conv_chunks = divide_up(geometry.images, rows);
 }
 
-// Whether positions take less time than `lines`, which are laid out. Lines multiply by their padding, positions by missing
-// images of a group; positions also stream more of the bank, for fewer rows, and of a panel that is whole images, so that
-// one of their tiles takes twice as long (bench/NOTES.md).
+// Whether positions take less time than `lines`, which are laid out. Lines multiply by their padding, positions by
+// missing images of a group; positions also stream more of the bank, for fewer rows, and of a panel that is whole
+// images, so that one of their tiles takes twice as long (bench/NOTES.md).
 bool positions_are_faster(const PairTile& tile, const Geometry& lines) {
   const int64_t positions = pixels_inside(lines) * round_up(lines.images, tile.rows);
   if (tile.is_matrix) {
@@ -104,8 +105,8 @@ void lay_out_gradient_lines(const PairTile& tile, Geometry& geometry) {
   const int64_t run = geometry.wgrad_lines * geometry.wgrad_line_pixels;
   geometry.wgrad_depth = tile.is_matrix ? round_up(run, tile.depth) : round_up(width, 2);
   geometry.wgrad_run = tile.is_matrix ? geometry.wgrad_depth : run;
-  // The last tap is two lines and two pixels further on. Channels lie an odd number of cache lines apart, so that they do
-  // not share sets.
+  // The last tap is two lines and two pixels further on. Channels lie an odd number of cache lines apart, so that they
+  // do not share sets.
   constexpr int64_t kLine = 32;
   const int64_t reach = geometry.wgrad_run + 2 * geometry.wgrad_line_pixels + 2 * together;
   geometry.wgrad_span = round_up(reach, 2);
@@ -124,8 +125,8 @@ void divide_pair_gradient(const PairTile& tile, int64_t workers, Geometry& geome
   geometry.wgrad_positions = geometry.method == Method::kPositions;
   lay_out_gradient_positions(tile, geometry);
   if (tile.is_matrix) {
-    // The depth runs over images, of which there are to be enough. A panel of all pixels comes from the second-level cache,
-    // which a single block of inputs and outputs is too little work for.
+    // The depth runs over images, of which there are to be enough. A panel of all pixels comes from the second-level
+    // cache, which a single block of inputs and outputs is too little work for.
     const int64_t most = geometry.channel_blocks > 1 ? 4 * kInputs : kInputs;
     const int64_t panel = geometry.padded_channels * geometry.wgrad_run;
     const int64_t positions = pixels_inside(geometry) * geometry.wgrad_chunks * geometry.wgrad_rows;
@@ -145,8 +146,8 @@ void divide_pair_gradient(const PairTile& tile, int64_t workers, Geometry& geome
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile, int64_t workers) {
   Geometry geometry = make_geometry(images, channels, height, width, blocks, Method::kDirect, workers);
-  // Where a bank is so many times as large as a map, each worker packs the weights of its own outputs alone, and reads all
-  // of the map.
+  // Where a bank is so many times as large as a map, each worker packs the weights of its own outputs alone, and reads
+  // all of the map.
   constexpr int64_t kStay = 2;
   geometry.weights_dominate =
       geometry.channel_blocks > 1 && kTaps * geometry.padded_channels > kStay * geometry.pixels();

@@ -1,5 +1,5 @@
-// Pixels of a bfloat16 map, which has them one by one with all their channels, turned into runs: one channel's pixels side
-// by side.
+// Pixels of a bfloat16 map, which has them one by one with all their channels, turned into runs: one channel's pixels
+// side by side.
 #pragma once
 
 #include "cpu/conv/operands.h"
@@ -23,8 +23,8 @@ WNFUSED_INLINE Block pairs_of(const uint16_t* even, const uint16_t* odd, int64_t
 }
 
 // Up to 16 pairs of pixels of one block of 16 channels, each channel's side by side: run[c] are the 32 of channel c, as
-// bits. Pair i is the pixels `i` steps on from `even` and `odd`; there are `evens` and `odds` of them, and zeros beyond.
-// Adds up the pixels in `sum`.
+// bits. Pair i is the pixels `i` steps on from `even` and `odd`; there are `evens` and `odds` of them, and zeros
+// beyond. Adds up the pixels in `sum`.
 struct PixelPairs {
   const uint16_t *even, *odd;
   int64_t step, evens, odds;  // elements; pairs
@@ -51,8 +51,8 @@ WNFUSED_INLINE void transpose_pixels(const Geometry& geometry, const uint16_t* m
   const int64_t step = pixel_step * geometry.channels;
   const uint16_t* first = map + pixel * geometry.channels + channel_block * kLanes;
   Block unused = zero();
-  transpose_pairs({first, first + step, 2 * step, (count + 1) / 2, count / 2}, lanes_of_block(geometry, channel_block), run,
-                  unused);
+  transpose_pairs({first, first + step, 2 * step, (count + 1) / 2, count / 2}, lanes_of_block(geometry, channel_block),
+                  run, unused);
 }
 
 // The first `count` of a run.

@@ -7,11 +7,11 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// One line of one block of channels as pairs of pixels. Element e of it is pixel e - 1, and the pairs begin at its element
-// `begin`, 0 or 1. kFull: the block has 16 channels.
+// One line of one block of channels as pairs of pixels. Element e of it is pixel e - 1, and the pairs begin at its
+// element `begin`, 0 or 1. kFull: the block has 16 channels.
 template <bool kFull>
-WNFUSED_INLINE void gather_pixel_pairs(const uint16_t* line, int64_t width, int64_t channels, int64_t lanes, int64_t begin,
-                                       int64_t pairs, uint16_t* target) {
+WNFUSED_INLINE void gather_pixel_pairs(const uint16_t* line, int64_t width, int64_t channels, int64_t lanes,
+                                       int64_t begin, int64_t pairs, uint16_t* target) {
   const auto pair_of = [&](const uint16_t* even, const uint16_t* next) {
     return kFull ? load_pairs(even, next) : pairs_of(even, next, lanes);
   };
@@ -75,8 +75,8 @@ inline void gather_gradient_rows(const Geometry& geometry, const uint16_t* map, 
   const int64_t image = geometry.height * geometry.width, width = by_images ? 2 * geometry.width : geometry.width;
   const int64_t count = lines.end - lines.begin, lanes = lanes_of_block(geometry, channel_block);
   Block sum = bias_gradient;  // in registers
-  // Zeros between lines and behind the last one: up to a run further than the depth, where the next images' gradients are
-  // written later.
+  // Zeros between lines and behind the last one: up to a run further than the depth, where the next images' gradients
+  // are written later.
   for (int64_t c = 0; c < kLanes; ++c) {
     uint16_t* row = target + c * plane;
     for (uint16_t *gap = row + width, *end = row + count * line; gap < end; gap += line) {
@@ -85,7 +85,8 @@ inline void gather_gradient_rows(const Geometry& geometry, const uint16_t* map, 
     }
     for (int64_t i = count * line; i < geometry.wgrad_depth; i += kRun) store_bits(row + i, zero());
   }
-  const uint16_t* source = map + (lines.image * image + lines.begin * geometry.width) * channels + channel_block * kLanes;
+  const uint16_t* source =
+      map + (lines.image * image + lines.begin * geometry.width) * channels + channel_block * kLanes;
   for (int64_t p = 0; p < count * width; p += kRun) {
     const int64_t left = smaller(kRun, count * width - p), even = (left + 1) / 2, odd = left / 2;
     Block run[kLanes];
@@ -120,8 +121,8 @@ inline void turned_gradients(const Geometry& geometry, int64_t item, const uint1
                            bias_gradient[b]);
   int64_t offsets[kMaxBundleBlocks];
   for (int64_t b = 0; b < chunk.blocks; ++b) offsets[b] = b * kLanes * geometry.wgrad_plane;
-  // One copy of one block of inputs at a time stays, with the gradients, in the first-level cache. The columns of a product
-  // are the three taps of a filter's column.
+  // One copy of one block of inputs at a time stays, with the gradients, in the first-level cache. The columns of a
+  // product are the three taps of a filter's column.
   const int64_t panel = geometry.wgrad_span * kLanes, line_pairs = geometry.wgrad_line_pixels * kLanes;
   const int64_t copies = geometry.wgrad_by_images ? 1 : 2;
   for (int64_t input_block = 0; input_block < geometry.channel_blocks; ++input_block)

@@ -10,8 +10,8 @@
 //               gradients  [output block][pixel][image / 2][16][2]
 //
 // A tile is slow to load from rows that do not begin a cache line. So `turned` has the gradients as rows, which no tap
-// shifts, and the inputs as pairs, which a tap shifts by whole rows of 64 bytes. Pairs of pixels take two copies of a block
-// in turn, of those that begin at even pixels and at odd ones; a pixel of two images one.
+// shifts, and the inputs as pairs, which a tap shifts by whole rows of 64 bytes. Pairs of pixels take two copies of a
+// block in turn, of those that begin at even pixels and at odd ones; a pixel of two images one.
 //
 // A slice is a run of chunks, summed in order into its own bank, [tap][output block][input][16 outputs], turned
 // [tap][input block][output][16 inputs], which is finished like any other's (finish_gradient.h).
@@ -76,8 +76,8 @@ inline void gather_gradient_positions(const Geometry& geometry, const uint16_t* 
   const int64_t pixels = geometry.height * geometry.width, rows = geometry.wgrad_rows;
   if (count < rows) clear_elements(target, pixels * rows * kLanes);
   for (int64_t position = 0; position < pixels; ++position)
-    interleave(geometry, map, begin * pixels + position, pixels, count, channel_block, target + position * rows * kLanes,
-               sum);
+    interleave(geometry, map, begin * pixels + position, pixels, count, channel_block,
+               target + position * rows * kLanes, sum);
 }
 
 WNFUSED_INLINE void multiply_tap(const Geometry& geometry, const GradientChunk& chunk, int64_t tap, int64_t segments) {

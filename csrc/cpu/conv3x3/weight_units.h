@@ -1,7 +1,8 @@
 // v of a convolution in units of 16 rows x 16 input channels, which is what banks are packed from and gradients turned
 // into.
 //
-//   v, one output row:   [C][9] floats           a unit: 16 x 144 floats, 9 KB, nine 16 x 16 transpositions in registers
+//   v, one output row:   [C][9] floats           a unit: 16 x 144 floats, 9 KB, nine transpositions of 16 x 16
+//                                              in registers
 //
 // (Over three dims a row is [C][27], a unit three times as much, and there are three banks, level by level: kLevelTaps,
 // Geometry's level_taps, is 3 there and 1 elsewhere.)
@@ -49,7 +50,8 @@ inline UnitRows unit_rows(const Parameter& v, const Shape& shape, int64_t convol
                           int64_t input_block, int64_t sharing, float* staging) {
   const int64_t input0 = input_block * kLanes, row_floats = shape.row_floats(), unit = shape.unit_floats;
   if (sharing > 1) return shared_unit_rows(v, shape, row0, staging);
-  const int64_t first = (convolution * shape.outputs + row0) * row_floats + (v.taps_first ? input0 : input0 * shape.taps);
+  const int64_t first =
+      (convolution * shape.outputs + row0) * row_floats + (v.taps_first ? input0 : input0 * shape.taps);
   const int64_t rows = smaller(shape.outputs - row0, kLanes), inputs = smaller(shape.inputs - input0, kLanes);
   if (!v.bfloat16 && rows == kLanes && inputs == kLanes)
     return {static_cast<const float*>(v.data) + first, row_floats, shape.inputs};

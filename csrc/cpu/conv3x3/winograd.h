@@ -174,8 +174,8 @@ WNFUSED_INLINE void input_column(const float* const (&lines)[M + 2], int64_t off
   }
 }
 
-// A row of (B' d) B from those columns, of which `columns` is that row of the first; a position goes to the next multiple
-// of the stride.
+// A row of (B' d) B from those columns, of which `columns` is that row of the first; a position goes to the next
+// multiple of the stride.
 template <int M>
 WNFUSED_INLINE void input_transform_row(const float* columns, float* target, int64_t stride) {
   for (int part = 0; part < kLanes; part += kNativeLanes)
@@ -183,8 +183,9 @@ WNFUSED_INLINE void input_transform_row(const float* columns, float* target, int
                   Winograd<M>::input(load_vectors<M + 2>(columns + part, (M + 2) * kLanes)));
 }
 
-// A' m A: the output tile of a product, position p at source + p * stride. finish(y, row) takes it row by row. Unrolled,
-// the rows would all be under way at once, and spilled, and sixteen epilogues be more code than a first-level cache holds.
+// A' m A: the output tile of a product, position p at source + p * stride. finish(y, row) takes it row by row.
+// Unrolled, the rows would all be under way at once, and spilled, and sixteen epilogues be more code than a first-level
+// cache holds.
 template <int M, class Finish>
 WNFUSED_INLINE void output_transform(const float* source, int64_t stride, const Finish& finish) {
   constexpr int kPatch = M + 2;

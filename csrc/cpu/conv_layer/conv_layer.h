@@ -66,8 +66,8 @@ struct ConvLayer {
   bool matrix = false;  // the maps are dense, a row a pixel of one line
 };
 
-// Fills y and, unless a kept bank is packed already, the norms. False if it met a value that is not finite: then nothing
-// of it counts. kept: null, or a bank of kept_floats().
+// Fills y and, unless a kept bank is packed already, the norms. False if it met a value that is not finite: then
+// nothing of it counts. kept: null, or a bank of kept_floats().
 bool run_conv_layer(const ConvLayer& layer, const std::optional<torch::stable::Tensor>& residual,
                     const torch::stable::Tensor& y, float* norm, const KeptBank* kept = nullptr);
 

@@ -1,5 +1,5 @@
-// What every single convolution's call does, whichever kernels it takes (conv_layer.h): tensors as the kernels see them,
-// the number of workers, scratch memory, one run.
+// What every single convolution's call does, whichever kernels it takes (conv_layer.h): tensors as the kernels see
+// them, the number of workers, scratch memory, one run.
 #pragma once
 
 #include <algorithm>

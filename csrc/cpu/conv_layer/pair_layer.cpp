@@ -30,7 +30,8 @@ ConvShape flattened(ConvShape shape) {
 }
 
 PairWindow window_of(const ConvLayer& layer, bool back) {
-  return make_pair_window(flattened(layer.shape), layer.transposed != back, pair_window_kernels()->tile, workers_for(layer.shape));
+  return make_pair_window(flattened(layer.shape), layer.transposed != back, pair_window_kernels()->tile,
+                          workers_for(layer.shape));
 }
 
 void lay_out_forward(Arena& arena, ConvForward<PairWindow>& job, int64_t workers) {

@@ -110,8 +110,8 @@ class TileRows {
   Term terms_[kMaxWindowTaps];
 };
 
-// Where the products of some blocks of a tile come from and go to: the first one's; the next one's are kLanes floats on, in
-// the source `next`. A target that is a copy has one block. bias and added may be null.
+// Where the products of some blocks of a tile come from and go to: the first one's; the next one's are kLanes floats
+// on, in the source `next`. A target that is a copy has one block. bias and added may be null.
 struct TileProducts {
   int64_t blocks, next;
   const float *source, *bank, *bias;
@@ -149,15 +149,16 @@ inline void depthwise_gradient(const TileRows& rows, const float* source, const 
   });
 }
 
-// Whether x is read where it lies, if it can be. A copy costs a load and a store for each pixel, and gives the taps that
-// meet it constant places: by a stride of 2 the forward of 3x3 takes 0.69 of its time in place, 5x5 0.88; without one 1.1.
+// Whether x is read where it lies, if it can be. A copy costs a load and a store for each pixel, and gives the taps
+// that meet it constant places: by a stride of 2 the forward of 3x3 takes 0.69 of its time in place, 5x5 0.88; without
+// one 1.1.
 WNFUSED_INLINE bool reads_in_place(const Depthwise& layer) {
   constexpr int64_t kFewTaps = 7;  // of a pixel of the source
   return layer.planes <= kFewTaps * layer.source_step.row * layer.source_step.column;
 }
 
-// What a region of x's map reads of it: in place, or a copy with zeros around. `scratch`: a room for each block of x, and
-// one more.
+// What a region of x's map reads of it: in place, or a copy with zeros around. `scratch`: a room for each block of x,
+// and one more.
 inline TileSource tile_input(const Depthwise& layer, const ExternalMap& given, const MapShape& shape, int64_t image,
                              const Span& blocks, const Region& held, int64_t room, float* scratch) {
   const Region inside = inside_of(shape, held);
@@ -208,8 +209,8 @@ inline void depthwise_forward_item(const ConvForward<Depthwise>& job, const Dept
   }
 }
 
-// dz = dy where the activation was passed, else `slope` of it; with zeros around. `scratch`: a room for each block of y,
-// and two more.
+// dz = dy where the activation was passed, else `slope` of it; with zeros around. `scratch`: a room for each block of
+// y, and two more.
 inline Pixels padded_gradient(const ConvBackward<Depthwise>& job, int64_t image, const Span& blocks,
                               const Region& held, int64_t room, float* scratch) {
   const MapShape& shape = job.output;
@@ -289,8 +290,15 @@ inline void depthwise_backward_item(const ConvBackward<Depthwise>& job, const De
     const int64_t block = blocks.begin + b;
     const Pixels dx = target_region(job.dx.given, job.input, image, block, region, dx_copy);
     depthwise_products(input_rows, back.target_step,
-                       {at_once, room.y * kLanes, all_dz.data + b * room.y * kLanes, bank.weights + block * kLanes, nullptr,
-                        dx, {}, Activation::kNone, 0.0f});
+                       {at_once,
+                        room.y * kLanes,
+                        all_dz.data + b * room.y * kLanes,
+                        bank.weights + block * kLanes,
+                        nullptr,
+                        dx,
+                        {},
+                        Activation::kNone,
+                        0.0f});
     write_region(job.dx.given, job.input, image, block, region, dx_copy);
   }
 }

@@ -143,7 +143,8 @@ WNFUSED_INLINE void mask_lines(const Lines& lines, const Mask& task, const T* dy
 
 inline void mask(const Lines& lines, const Mask& task) {
   const bool zero_slope = task.activation == Activation::kLeakyRelu && task.slope == 0;
-  with_activation(zero_slope ? Activation::kRelu : task.activation, [&](auto activation) __attribute__((always_inline)) {
+  const Activation passed = zero_slope ? Activation::kRelu : task.activation;
+  with_activation(passed, [&](auto activation) __attribute__((always_inline)) {
     with_entries(task.dy, [&](auto* dy) __attribute__((always_inline)) {
       using T = decltype(dy);
       mask_lines<activation.value>(lines, task, dy, static_cast<T>(task.y.data), static_cast<T>(task.dz.data),

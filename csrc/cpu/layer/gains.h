@@ -29,7 +29,8 @@ inline const float* floats_of(const Tensor& t, std::vector<float>& held) {
     const Tensor dense = torch::stable::contiguous(t);
     const int64_t count = dense.numel();
     held.resize(count);
-    if (is_bfloat16(t)) std::transform(entries<uint16_t>(dense), entries<uint16_t>(dense) + count, held.begin(), widened);
+    if (is_bfloat16(t))
+      std::transform(entries<uint16_t>(dense), entries<uint16_t>(dense) + count, held.begin(), widened);
     else std::copy_n(entries<float>(dense), count, held.begin());
     return held.data();
   }

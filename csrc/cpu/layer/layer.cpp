@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "cpu/layer/formats.h"
 #include "cpu/layer/passes.h"
 #include "cpu/machine/isa.h"
 
@@ -79,7 +80,8 @@ void run_mask_planes(const Lines& lines, const Mask& task, float* bias_gradient)
   }
 }
 
-// A chunk of lines whose sum is added to, piece by piece: a sum rounds as often as a piece has lines and the chunk pieces.
+// A chunk of lines whose sum is added to, piece by piece: a sum rounds as often as a piece has lines and the chunk
+// pieces.
 void mask_chunk(const Lines& lines, const Mask& task, float* bias_gradient) {
   constexpr int64_t kPiece = 256;
   Mask part = task;
@@ -137,6 +139,19 @@ void run_mask(const Lines& lines, const Mask& given, float* bias_gradient) {
   task = given;
   task.bias_gradient = bias_gradient;
   layer_kernels().mask(together.rest, task);
+}
+
+Tensor masked_gradient(const Tensor& dy, const Tensor& y, const std::optional<Tensor>& into, Activation activation,
+                       float slope, float* dbias) {
+  const bool masked = activation != Activation::kNone;
+  const Tensor dz = !masked ? dy : into ? *into : empty_as(dy);
+  const Values nothing{nullptr, is_bfloat16(dy)};
+  if (masked || dbias)
+    run_mask(
+        lines_of(dy),
+        {values_of(dy), values_of(y), masked ? values_of(dz) : nothing, nothing, nullptr, nullptr, activation, slope},
+        dbias);
+  return dz;
 }
 
 }  // namespace wnfused::cpu

@@ -14,12 +14,13 @@
 //      mask                 read dy, y, write dz, s dz        and the bias gradient on the way
 //      gradient             read dw, v, write dv              dv may be dw's own memory
 //
-// One gradient serves both products of the backward: with s dz in the place of dz, dx = (s dz) v needs no scaled weight,
-// and the product with x gives s dw, from which dv = s dw - v <s dw, v> / ||v||^2 needs no scale and dg = <s dw, v> /
-// (s ||v||) only one division. Rows whose s is 0 or extreme would lose dg that way: then dz is kept beside s dz.
+// One gradient serves both products of the backward: with s dz in the place of dz, dx = (s dz) v needs no scaled
+// weight, and the product with x gives s dw, from which dv = s dw - v <s dw, v> / ||v||^2 needs no scale and dg = <s
+// dw, v> / (s ||v||) only one division. Rows whose s is 0 or extreme would lose dg that way: then dz is kept beside s
+// dz.
 //
-// Scaling after the product keeps v as it is, but not its range: with x of 1e25 and a norm of 1e15 the product overflows
-// where y would not. Such a call is noticed and taken again with the scaled weight (can_wait below).
+// Scaling after the product keeps v as it is, but not its range: with x of 1e25 and a norm of 1e15 the product
+// overflows where y would not. Such a call is noticed and taken again with the scaled weight (can_wait below).
 //
 // So v, which is all that a wide layer with a small batch consists of, is read once more than by an un-normalised
 // layer, and from cache where the product takes it in slices (linear_vendor.cpp).
@@ -97,8 +98,8 @@ struct SmallLinearBackward {
   float *dgain, *scratch;
 };
 
-// Whether g / ||v|| can wait until after the product. A small one lets unscaled sums overflow, which is detected, because
-// they are not finite then; a large one lets them underflow, which is not, hence the limit.
+// Whether g / ||v|| can wait until after the product. A small one lets unscaled sums overflow, which is detected,
+// because they are not finite then; a large one lets them underflow, which is not, hence the limit.
 inline bool can_wait(float scale) {
   constexpr float kLargest = 1 << 12;
   return -kLargest <= scale && scale <= kLargest;

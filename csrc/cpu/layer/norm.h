@@ -1,7 +1,7 @@
 // Row norms and what follows from them: the passes over v, dw and dv, of an instruction set.
 //
-// T is the type of the entries (float, bfloat16 as uint16_t, double), W that of sums and of the numbers a row: float, and
-// double for double. A run is `length` entries in a row of memory.
+// T is the type of the entries (float, bfloat16 as uint16_t, double), W that of sums and of the numbers a row: float,
+// and double for double. A run is `length` entries in a row of memory.
 //
 //      runs      a row of v is one run: its sums and factors are one number
 //      columns   rows along another dim: a line of memory holds entries of every row; sums and factors are one number a
@@ -10,7 +10,8 @@
 //      combine   forward (a null)    out = s v
 //                backward            out = s (a - t v)     exactly 0 where s is that of a zero row: `norm` is 0
 //
-// Floor: sums read a and b once, combine reads a and v and writes out; a row of 4096 floats comes from L1 the second time.
+// Floor: sums read a and b once, combine reads a and v and writes out; a row of 4096 floats comes from L1 the second
+// time.
 #pragma once
 
 #include <cstdint>

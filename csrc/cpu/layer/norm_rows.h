@@ -35,7 +35,8 @@ inline void combine_run(const Factors<T, W>& task, int64_t length) {
   });
 }
 
-// run(line, count) for lines 0, 1, ... of `lines`, several at a time, so that what goes with a column is read once for them.
+// run(line, count) for lines 0, 1, ... of `lines`, several at a time, so that what goes with a column is read once for
+// them.
 template <class Run>
 WNFUSED_INLINE void for_lines(int64_t lines, const Run& run) {
   constexpr int kAtOnce = 4;

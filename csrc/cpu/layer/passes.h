@@ -34,4 +34,9 @@ bool run_epilogue(const Lines& lines, const Epilogue& task);
 // Runs the mask pass over all lines and folds the bias gradient, in an order that the shape alone decides.
 void run_mask(const Lines& lines, const Mask& task, float* bias_gradient);
 
+// dz = act'(y) dy, in `into` where that is given, and unless dbias is null the bias gradient in that; without an
+// activation dy itself.
+Tensor masked_gradient(const Tensor& dy, const Tensor& y, const std::optional<Tensor>& into, Activation activation,
+                       float slope, float* dbias);
+
 }  // namespace wnfused::cpu

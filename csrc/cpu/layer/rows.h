@@ -47,7 +47,8 @@ inline void scaled(const RowRange& rows, Values v, const float* gain, float* nor
         auto* out = target + r * rows.inner;
         norm[r] = __builtin_sqrtf(dot(row, row, rows.inner));
         if (norm[r] == 0) {
-          for_blocks(rows.inner, [&](int64_t i, auto move) __attribute__((always_inline)) { move.store(out + i, zero()); });
+          for_blocks(rows.inner,
+                     [&](int64_t i, auto move) __attribute__((always_inline)) { move.store(out + i, zero()); });
           continue;
         }
         const Block scale = splat(gain[r] / norm[r]);

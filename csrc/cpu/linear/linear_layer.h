@@ -51,8 +51,8 @@ constexpr int64_t tile_item_rows(int64_t lanes) {
   return std::clamp(kSums / lanes / kNarrowRows, int64_t{1}, kTileItemRows / kNarrowRows) * kNarrowRows;
 }
 
-// What split_range.h asks of the largest entry of a row: between 2^-kSplitExponent and 2^kSplitExponent. Here it is given
-// as the bits of its absolute value.
+// What split_range.h asks of the largest entry of a row: between 2^-kSplitExponent and 2^kSplitExponent. Here it is
+// given as the bits of its absolute value.
 constexpr uint32_t kSplitExponent = 50;
 
 constexpr bool in_split_range(uint32_t largest) {
@@ -92,9 +92,9 @@ struct LinearBackward {
   std::atomic<bool>* out_of_range;
 };
 
-// A part of a forward of floats by panels (panel_forward.h): all that has rows of x and features in these ranges. Those that
-// begin at row 0 store the norms. panel: room for as many panels as the kernels take at once, each of 16 rows of v, of a
-// length that is a multiple of 16.
+// A part of a forward of floats by panels (panel_forward.h): all that has rows of x and features in these ranges. Those
+// that begin at row 0 store the norms. panel: room for as many panels as the kernels take at once, each of 16 rows of
+// v, of a length that is a multiple of 16.
 struct PanelShare {
   int64_t row_begin, row_end, feature_begin, feature_end;
   float* panel;

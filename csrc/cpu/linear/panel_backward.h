@@ -21,11 +21,12 @@ WNFUSED_INLINE void at_columns(int64_t column, int64_t width, const Run& run) {
 }
 
 // Rows [begin, end) of `out`, and its columns in blocks [first, last) of 16, from rows of `stride` floats as long as
-// depth, by panels of make(k, column, move). Several are made at once, of neighbours: a line of one at a time would be all
-// that is fetched of a page.
+// depth, by panels of make(k, column, move). Several are made at once, of neighbours: a line of one at a time would be
+// all that is fetched of a page.
 template <class Make>
-WNFUSED_INLINE void panel_product(const float* rows, int64_t stride, int64_t depth, int64_t begin, int64_t end, float* out,
-                                  int64_t width, int64_t first, int64_t last, float* panels, const Make& make) {
+WNFUSED_INLINE void panel_product(const float* rows, int64_t stride, int64_t depth, int64_t begin, int64_t end,
+                                  float* out, int64_t width, int64_t first, int64_t last, float* panels,
+                                  const Make& make) {
   constexpr int64_t kGroup = PanelBackward::kGroup;
   for (int64_t at = 0; at < depth; at += kPanelDepth) {
     const int64_t count = smaller(kPanelDepth, depth - at);

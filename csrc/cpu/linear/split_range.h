@@ -1,6 +1,6 @@
-// Whether the sums of a product of floats in pieces (gemm_tiles.h) are as exact as those of floats: each row, or column,
-// of an operand that an entry of the product sums over is zero, or its largest entry between 2^-50 and 2^50. What pieces
-// lose of smaller entries is then below 2^-24 of the largest product.
+// Whether the sums of a product of floats in pieces (gemm_tiles.h) are as exact as those of floats: each row, or
+// column, of an operand that an entry of the product sums over is zero, or its largest entry between 2^-50 and 2^50.
+// What pieces lose of smaller entries is then below 2^-24 of the largest product.
 #pragma once
 
 #include "cpu/linear/linear_layer.h"

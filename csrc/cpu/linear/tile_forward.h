@@ -1,6 +1,6 @@
 // The forward of a linear layer on tiles. Tiles multiply so fast that v is the cost: an item reads its rows from memory
-// once, takes the norms while it packs them, and the scale waits for the epilogue. Where its range would not do (layer.h)
-// the item's rows are packed once more, scaled; of floats in pieces the whole call is taken again by vectors.
+// once, takes the norms while it packs them, and the scale waits for the epilogue. Where its range would not do
+// (layer.h) the item's rows are packed once more, scaled; of floats in pieces the whole call is taken again by vectors.
 #pragma once
 
 #include "cpu/linear/driver.h"

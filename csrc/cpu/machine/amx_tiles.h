@@ -32,9 +32,9 @@ struct alignas(64) Configuration {
 
 #if defined(__x86_64__)
 
-// A core's two halves share the unit that multiplies tiles. While the other one is busy, products and loads that follow one
-// another without a pause take 62 cycles a product instead of 16, with eight instructions that do nothing behind each 45;
-// a half that is alone does not notice them (a loop of 2x2 tiles, measured on a Xeon of 2024, bench/NOTES.md).
+// A core's two halves share the unit that multiplies tiles. While the other one is busy, products and loads that follow
+// one another without a pause take 62 cycles a product instead of 16, with eight instructions that do nothing behind
+// each 45; a half that is alone does not notice them (a loop of 2x2 tiles, measured on a Xeon of 2024, bench/NOTES.md).
 #define WNFUSED_TILE_PAUSE "\n\t.rept 8\n\tnop\n\t.endr"
 
 class Amx {
@@ -57,8 +57,8 @@ class Amx {
     return contended;
   }
 
-  // The unit sleeps after a third of a microsecond without a product, and wakes as long: loops that leave it idle call this
-  // more often. What tile 0 holds is lost.
+  // The unit sleeps after a third of a microsecond without a product, and wakes as long: loops that leave it idle call
+  // this more often. What tile 0 holds is lost.
   static void keep_awake() { asm volatile("tdpbf16ps %tmm2, %tmm1, %tmm0"); }
 
   template <int T>
@@ -82,8 +82,8 @@ class Amx {
   }
 
  private:
-  // 32 products one behind the other, 16 cycles each, against as many cycles of integer multiplications. As many before them
-  // wake the unit.
+  // 32 products one behind the other, 16 cycles each, against as many cycles of integer multiplications. As many before
+  // them wake the unit.
   static bool takes_long() {
     zero<0>(), zero<1>(), zero<2>();
     int chain = 1;

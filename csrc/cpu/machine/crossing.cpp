@@ -2,9 +2,9 @@
 //
 //   cpu_crossing_seconds() -> float
 //
-// Phases of a call begin and end with such a line, and maps cross in hundreds of them, so that on a virtual machine whose
-// host moves its cores between dies small batches take up to twice as long from one second to the next. A benchmark that
-// does not know the distance takes that for noise.
+// Phases of a call begin and end with such a line, and maps cross in hundreds of them, so that on a virtual machine
+// whose host moves its cores between dies small batches take up to twice as long from one second to the next. A
+// benchmark that does not know the distance takes that for noise.
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>

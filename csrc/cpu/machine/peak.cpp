@@ -1,10 +1,11 @@
-// The processor's peak: multiply-adds on registers alone, on all of torch's threads. What a kernel's rate is held against.
+// The processor's peak: multiply-adds on registers alone, on all of torch's threads. What a kernel's rate is held
+// against.
 //
 //   cpu_peak_flops(bool bfloat16) -> float     FLOP/s, two a multiply-add
 //
 // 24 independent accumulators hide the latency (4 cycles at up to 3 a cycle on today's cores) and leave registers for
-// the two factors. bfloat16 counts the instruction that the kernels multiply it with: TDPBF16PS on four accumulators, or
-// VDPBF16PS, two products a lane, or none but float's.
+// the two factors. bfloat16 counts the instruction that the kernels multiply it with: TDPBF16PS on four accumulators,
+// or VDPBF16PS, two products a lane, or none but float's.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

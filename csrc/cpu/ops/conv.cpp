@@ -1,5 +1,5 @@
-// conv: y = act(s conv(x, v) + b + residual) over 1 to 3 spatial dims, and its gradients, by the way that is chosen for the
-// layer (choice.h).
+// conv: y = act(s conv(x, v) + b + residual) over 1 to 3 spatial dims, and its gradients, by the way that is chosen for
+// the layer (choice.h).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"

@@ -1,5 +1,5 @@
-// A call of a convolution layer, y = act(s conv(x, v) + b + residual), and its gradients, as every way through it is handed
-// them (choice.h).
+// A call of a convolution layer, y = act(s conv(x, v) + b + residual), and its gradients, as every way through it is
+// handed them (choice.h).
 #pragma once
 
 #include <optional>

@@ -41,7 +41,8 @@ template <class Run>
 auto without_stride(const ConvCall& conv, const Tensor& x, const Run& run) {
   const Extents ones(conv.at.stride.size(), 1);
   const Sliding dense{ones, conv.at.padding, conv.at.dilation, 1};
-  return run(ConvCall{conv_shape(x, conv.v, dense), x, conv.v, conv.gain, conv.bias, dense, conv.activation, conv.slope});
+  return run(
+      ConvCall{conv_shape(x, conv.v, dense), x, conv.v, conv.gain, conv.bias, dense, conv.activation, conv.slope});
 }
 
 PlanesShape planes_of(const ConvShape& shape) {
@@ -103,15 +104,8 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
   const bool masked = conv.activation != Activation::kNone;
   const Tensor dy = in_planes(dy_given), signs = masked ? in_planes(y_given) : dy, x = in_planes(conv.x);
   LayerGradients made = empty_gradients(conv, conv.v, dy, needs);
-  std::optional<Tensor> dz;
-  if (masked) dz = made.dz ? *made.dz : empty_as(dy);
-  if (masked || needs.bias) {
-    const Values nothing{nullptr, false};
-    run_mask(lines_of(dy),
-             {values_of(dy), values_of(signs), dz ? values_of(*dz) : nothing, nothing, nullptr, nullptr, conv.activation,
-              conv.slope},
-             needs.bias ? static_cast<float*>(made.dbias->mutable_data_ptr()) : nullptr);
-  }
+  const Tensor dz =
+      masked_gradient(dy, signs, made.dz, conv.activation, conv.slope, to_fill(made, dgain).dbias);
 
   const int64_t workers = product_workers(products_of(shape));
   const PixelDepth depth(shape);
@@ -129,7 +123,7 @@ std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const T
   const PlanesBackward job{shape,
                            entries<float>(x),
                            entries<float>(conv.v),
-                           entries<float>(dz ? *dz : dy),
+                           entries<float>(dz),
                            made.dx ? static_cast<float*>(made.dx->mutable_data_ptr()) : nullptr,
                            made.dv ? static_cast<float*>(made.dv->mutable_data_ptr()) : nullptr,
                            conv.gain,

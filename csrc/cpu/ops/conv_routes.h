@@ -1,5 +1,5 @@
-// The ways through a convolution layer, once they are chosen (choice.h). All but the vendor's give nothing where a value is
-// not finite, or memory would not do: then nothing of it counts.
+// The ways through a convolution layer, once they are chosen (choice.h). All but the vendor's give nothing where a
+// value is not finite, or memory would not do: then nothing of it counts.
 #pragma once
 
 #include "cpu/ops/conv_call.h"

@@ -1,8 +1,8 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
 // It is the data gradient of a convolution from y's map to x's (window.h), and goes the way that is chosen for it
-// (choice.h). Where that is the vendor's, or a value is not finite, the answer is nothing: the caller composes the layer
-// of the row norm and the vendor's product (wnfused/backends/native_composed.py).
+// (choice.h). Where that is the vendor's, or a value is not finite, the answer is nothing: the caller composes the
+// layer of the row norm and the vendor's product (wnfused/backends/native_composed.py).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"
@@ -114,7 +114,8 @@ std::optional<Tensor> strips_forward(const TransposedCall& call, const std::opti
   return run_strips(strip_layer(call, x), added, y, norms) ? std::optional(y) : std::nullopt;
 }
 
-std::optional<Tensor> unfolded_forward(const TransposedCall& call, const std::optional<Tensor>& residual, float* norms) {
+std::optional<Tensor> unfolded_forward(const TransposedCall& call, const std::optional<Tensor>& residual,
+                                       float* norms) {
   const Tensor x = readable(call.x, ScalarType::Float), y = empty_output(call, ScalarType::Float);
   const std::optional<Tensor> added = readable(residual, ScalarType::Float);
   check_residual(added, y);

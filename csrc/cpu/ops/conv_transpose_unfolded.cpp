@@ -45,13 +45,9 @@ bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& 
   if (gradients.dv) x = rows_of(call.x);
   if ((x && !all_finite(*x)) || !all_finite(call.gain, norms, linear.features)) return false;
   if (!call.gain && gradients.dx && !all_finite(call.v)) return false;
-  const Tensor dz = !masked ? dy : gradients.dz && same_layout(*gradients.dz, dy) ? *gradients.dz : empty_as(dy);
-  if (masked || gradients.dbias) {
-    const Values nothing{nullptr, false};
-    run_mask(lines_of(dy), {values_of(dy), values_of(signs), masked ? values_of(dz) : nothing, nothing, nullptr, nullptr,
-                            call.activation, call.slope},
-             gradients.dbias);
-  }
+  const bool given = gradients.dz && same_layout(*gradients.dz, dy);
+  const Tensor dz = masked_gradient(dy, signs, given ? gradients.dz : std::nullopt, call.activation, call.slope,
+                                    gradients.dbias);
   if (!all_finite(dz)) return false;
   const Tensor windows = unfolded(dz, shape, order_of(call.v, shape.taps()));
   const Tensor v = matrix_of(call.v, linear.features, linear.inner);

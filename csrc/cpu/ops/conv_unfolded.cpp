@@ -3,8 +3,8 @@
 //   forward    X = the windows of x      y = act(s (X v^T) + b + residual)
 //   backward   X once more               dX, dv, dg, db as of that layer; dx = the sum of dX where windows overlap
 //
-// Rows are in the order of a row of v. A 1x1 convolution of a channels_last map has X = x, in bfloat16, too. Other maps in
-// bfloat16 are nothing beside the weights, and go as floats.
+// Rows are in the order of a row of v. A 1x1 convolution of a channels_last map has X = x, in bfloat16, too. Other maps
+// in bfloat16 are nothing beside the weights, and go as floats.
 #include "cpu/layer/checks.h"
 #include "cpu/layer/formats.h"
 #include "cpu/layer/gains.h"

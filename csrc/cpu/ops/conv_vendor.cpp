@@ -95,8 +95,8 @@ Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>
   return Tensor(made);
 }
 
-// A single image cut out of others torch misreads in channels_last before groups, as it looks at the distance to the next
-// one.
+// A single image cut out of others torch misreads in channels_last before groups, as it looks at the distance to the
+// next one.
 Tensor readable(const Tensor& x, const Sliding& at) {
   const bool cut_out = x.size(0) == 1 && x.stride(0) != x.numel();
   return at.groups > 1 && cut_out ? torch::stable::contiguous(x) : x;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kMostInner = 4096;  // of a row, 32 of which, two panels, fill half a megabyte: they stay in L2
 constexpr int64_t kMostOfX = int64_t{1} << 17;  // floats of rows of x that all of v passes by at a time: half of L2
-constexpr int64_t kLeastRows = 192;             // of them, a multiple of a tile, beside which turning v again costs little
+constexpr int64_t kLeastRows = 192;  // of them, a multiple of a tile, beside which turning v again costs little
 
 // A single feature would fill one lane of a vector: a matrix by a vector is the vendor's.
 bool have_panels(const LinearShape& shape, const Tensor& x, const Tensor& v) {

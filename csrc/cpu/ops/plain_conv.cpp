@@ -1,5 +1,6 @@
-// plain_conv: y = act(conv(x, w) + b + residual) with a weight that is given as it is, where the kernels of this library
-// take the layer: weights that are normalised along another dim than their rows (wnfused/backends/native_composed.py).
+// plain_conv: y = act(conv(x, w) + b + residual) with a weight that is given as it is, where the kernels of this
+// library take the layer: weights that are normalised along another dim than their rows
+// (wnfused/backends/native_composed.py).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"

@@ -30,7 +30,9 @@ Cut cut_blocks(int64_t count, int64_t most, int64_t sharers) {
   return {count, std::min(count, divide_up(divide_up(count, most), sharers) * sharers)};
 }
 
-Cut cut(int64_t entries, int64_t most, int64_t sharers) { return cut_blocks(divide_up(entries, kLanes), most, sharers); }
+Cut cut(int64_t entries, int64_t most, int64_t sharers) {
+  return cut_blocks(divide_up(entries, kLanes), most, sharers);
+}
 
 ProductShares share_products(const ProductShape& shape, int64_t workers) {
   const ProductShares by_lanes = divide(shape, workers, workers);

@@ -60,8 +60,8 @@ const StageKernels& float_kernels() {
   return portable::stage_kernels;
 }
 
-// Null where bfloat16 is multiplied as float: without such products, and where dot products, twice as many a cycle, would
-// lose to float's F(4x4, 3x3), which needs a quarter of them. Tiles make sixteen times as many.
+// Null where bfloat16 is multiplied as float: without such products, and where dot products, twice as many a cycle,
+// would lose to float's F(4x4, 3x3), which needs a quarter of them. Tiles make sixteen times as many.
 const StagePairKernels* pair_kernels([[maybe_unused]] Method float_method) {
   switch (active_pair_products()) {
 #if defined(__x86_64__)

@@ -16,7 +16,8 @@ namespace {
 StripLayout layout_of(const std::optional<Tensor>& map, const Triple& size) {
   if (!map) return {0, 1, 0};
   const int64_t channels = map->size(1), pixels = size.product();
-  return is_channels_last(*map) ? StripLayout{1, channels, channels * pixels} : StripLayout{pixels, 1, channels * pixels};
+  return is_channels_last(*map) ? StripLayout{1, channels, channels * pixels}
+                                : StripLayout{pixels, 1, channels * pixels};
 }
 
 // Places of a strip: what its channels have room for in the first level of cache, or as many as its taps reach beside
@@ -77,19 +78,6 @@ int64_t workers_for(const ConvShape& shape) {
                          shape.taps());
 }
 
-// dz = act'(y) dy, into gradients.dz where that is asked for, and dbias; without an activation dy itself.
-Tensor masked_gradient(const StripLayer& layer, const Tensor& dy, const Tensor& y, const ConvGradients& gradients) {
-  const bool masked = layer.activation != Activation::kNone;
-  const Tensor dz = !masked ? dy : gradients.dz ? *gradients.dz : empty_as(dy);
-  if (masked || gradients.dbias) {
-    const Values nothing{nullptr, false};
-    run_mask(lines_of(dy), {values_of(dy), values_of(y), masked ? values_of(dz) : nothing, nothing, nullptr, nullptr,
-                            layer.activation, layer.slope},
-             gradients.dbias);
-  }
-  return dz;
-}
-
 }  // namespace
 
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms) {
@@ -144,7 +132,7 @@ bool run_strips_backward(const StripLayer& layer, const Tensor& dy, const Tensor
     weight.offsets.resize(weight_sums.depth, 0);
   }
 
-  const Tensor gradient = masked_gradient(layer, dy, y, gradients);
+  const Tensor gradient = masked_gradient(dy, y, gradients.dz, layer.activation, layer.slope, gradients.dbias);
   const StripSource z{dz, entries<float>(gradient)}, map{x, entries<float>(layer.x)};
   const float* v = entries<float>(layer.v);
   const std::vector<float> scale = scales_of(layer.gain, norms, shape.outputs);

@@ -12,8 +12,8 @@
 
 namespace wnfused::cpu {
 
-// In float32, v and the maps dense, contiguous or channels_last each (in_lines). shape: of a transposed layer, the convolution whose
-// data gradient it is.
+// In float32, v and the maps dense, contiguous or channels_last each (in_lines). shape: of a transposed layer, the
+// convolution whose data gradient it is.
 struct StripLayer {
   const ConvShape& shape;
   bool transposed;
@@ -23,8 +23,8 @@ struct StripLayer {
   float slope;
 };
 
-// Fills y and the norms; the residual lies as y does. False if it met a weight that is not finite, or would need too much
-// memory: then nothing of it counts.
+// Fills y and the norms; the residual lies as y does. False if it met a weight that is not finite, or would need too
+// much memory: then nothing of it counts.
 bool run_strips(const StripLayer& layer, const std::optional<Tensor>& residual, const Tensor& y, float* norms);
 
 // y is read where the layer has an activation, and lies as dy does. False, too, if a gradient of the weights is not

@@ -1,6 +1,6 @@
-// Maps as matrices: a row [channels x taps] for each window that a convolution's output pixel meets, zeros beyond the map.
-// Wide layers on few pixels, whose time is that of their weights, are linear layers (linear_routes.h) of such rows: those
-// kernels read the weights as they lie.
+// Maps as matrices: a row [channels x taps] for each window that a convolution's output pixel meets, zeros beyond the
+// map. Wide layers on few pixels, whose time is that of their weights, are linear layers (linear_routes.h) of such
+// rows: those kernels read the weights as they lie.
 //
 //   conv             y rows = act(s (X v^T) + b)     X = the windows of x      (conv_unfolded.cpp)
 //   conv_transpose   Z = s x rows v                  y = the sum of Z where windows of y overlap
@@ -39,8 +39,8 @@ Tensor empty_matrix(int64_t rows, int64_t columns);
 // The windows of a map as rows, in place where they are that.
 Tensor unfolded(const Tensor& map, const ConvShape& shape, const Order& order);
 
-// A matrix to be filled with rows for the map, which fold() puts there, the sums of them where windows overlap: the map's
-// own memory, if it can be that.
+// A matrix to be filled with rows for the map, which fold() puts there, the sums of them where windows overlap: the
+// map's own memory, if it can be that.
 Tensor rows_to_fold(const Tensor& map, const ConvShape& shape);
 void fold(const Tensor& rows, const ConvShape& shape, const Order& order, const Tensor& map);
 

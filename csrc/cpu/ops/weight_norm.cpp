@@ -1,11 +1,11 @@
 // Row norm, forward and backward, of one tensor or of all tensors of a model in one call.
 //
 //   data     v [outer, rows, inner], in the order of its memory: row r is the set of all v[o, r, i]
-//   runs     outer = 1, rows along dim 0: each row is one run of memory, and all rows of all tensors of a call are shared
-//            out among the threads in pieces of whole rows
-//   columns  outer > 1: lines of rows * inner entries, summed column by column in chunks of lines that the shape decides
-//   whole    one norm over the tensor: its memory in pieces
-//   sums     folded in an order that depends on neither the number of threads nor on the tensors beside; float for
+//   runs     outer = 1, rows along dim 0: each row is one run of memory, and all rows of all tensors of a call are
+//            shared out among the threads in pieces of whole rows
+//   columns  outer > 1: lines of rows * inner entries, summed column by column in chunks of lines that the shape
+//   decides whole    one norm over the tensor: its memory in pieces sums     folded in an order that depends on neither
+//   the number of threads nor on the tensors beside; float for
 //            narrow types, double for double. float16 is widened and rounded at the ends.
 //
 // Floor: forward v read and w written, backward dw and v read and dv written: memory's time, the arithmetic is free.
@@ -157,8 +157,9 @@ void run_columns(const Task<T, W>& task) {
   });
   if (!task.w) return;
   in_chunks([&](int64_t, int64_t at, int64_t lines) {
-    on.column_combine({task.backward() ? task.dw + at : nullptr, task.v + at, task.w + at, s.data(), t.data(), norm.data()},
-                      lines, length);
+    on.column_combine(
+        {task.backward() ? task.dw + at : nullptr, task.v + at, task.w + at, s.data(), t.data(), norm.data()}, lines,
+        length);
   });
 }
 
@@ -248,7 +249,8 @@ struct Forward {
   Tensor v, gain, w, norm, scale;
 };
 
-void add_forward(Batch& batch, Forward& f, const Tensor& given, const Tensor& g, int64_t dim, bool weights, bool scales) {
+void add_forward(Batch& batch, Forward& f, const Tensor& given, const Tensor& g, int64_t dim, bool weights,
+                 bool scales) {
   f.v = readable(given);
   const RowLayout shape = rows_of(f.v, dim);
   check_gain(g, shape);

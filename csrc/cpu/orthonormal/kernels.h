@@ -44,7 +44,8 @@ WNFUSED_INLINE bool factorise(const OrthonormalShape& shape, float* u, float* in
     if (!(squared > 0) || squared > 1e36f) return false;
     inverse[j] = 1 / __builtin_sqrtf(squared);
     const int64_t first = j / kLanes * kLanes;  // what lies left of the diagonal is never read
-    for (int64_t at = first; at < shape.gram_stride; at += kLanes) store(pivot + at, load(pivot + at) * splat(inverse[j]));
+    for (int64_t at = first; at < shape.gram_stride; at += kLanes)
+      store(pivot + at, load(pivot + at) * splat(inverse[j]));
     for (int64_t i = j + 1; i < shape.rows; ++i) {
       float* row = u + i * shape.gram_stride;
       const Block factor = splat(-pivot[i]);

@@ -21,12 +21,17 @@ struct OrthonormalShape {
   int64_t padded_rows, stride, gram_stride;
 
   OrthonormalShape(int64_t r, int64_t c)
-      : rows(r), columns(c), padded_rows((r + 3) / 4 * 4), stride((c + 15) / 16 * 16), gram_stride((r + 15) / 16 * 16) {}
+      : rows(r),
+        columns(c),
+        padded_rows((r + 3) / 4 * 4),
+        stride((c + 15) / 16 * 16),
+        gram_stride((r + 15) / 16 * 16) {}
 
   int64_t workspace() const { return padded_rows * stride + padded_rows * gram_stride + padded_rows; }
 };
 
-// Replaces a [rows][columns] by Q and returns true; leaves it as it is and returns false where it is too ill-conditioned.
+// Replaces a [rows][columns] by Q and returns true; leaves it as it is and returns false where it is too
+// ill-conditioned.
 using Orthonormalise = bool (*)(const OrthonormalShape& shape, float* a, float* workspace);
 
 namespace avx512 { extern const Orthonormalise orthonormalise; }

@@ -17,8 +17,8 @@ struct PairWindowEnding {
   float slope;
 };
 
-// Pixels [first, first + count step) of a line of the source, every `step`-th one, as pixels of `padded` elements; zeros
-// beyond the map. `line` null: a line beyond the map.
+// Pixels [first, first + count step) of a line of the source, every `step`-th one, as pixels of `padded` elements;
+// zeros beyond the map. `line` null: a line beyond the map.
 inline void copy_line(const MapShape& source, const uint16_t* line, int64_t first, int64_t step, int64_t count,
                       int64_t padded, uint16_t* target) {
   const auto clear = [&](int64_t pixels) { __builtin_memset(target, 0, pixels * padded * sizeof(uint16_t)); };
@@ -83,8 +83,8 @@ inline void gather_image_rows(const PairWindow& window, const PairGrid& grid, co
   int64_t place[kMaxWindowTaps];
   for (int64_t s = 0; s < grid.segments; ++s)
     place[s] = segment_place(window, grid, window.segments[grid.first_segment + s], channels);
-  // Whole vectors: what they write beyond a run is overwritten by the next one, or meets zeros in the bank. Where they do
-  // not reach the end of a row, zeros do: not even weights of zero make nothing of an infinity that lay there.
+  // Whole vectors: what they write beyond a run is overwritten by the next one, or meets zeros in the bank. Where they
+  // do not reach the end of a row, zeros do: not even weights of zero make nothing of an infinity that lay there.
   const bool ends_short = (grid.segments - 1) * run + round_up(run, kCopied) < grid.depth;
   for (int64_t l = 0; l < chunk.lines; ++l, lines += line)
     for (int64_t x = 0; x < chunk.columns; ++x, rows += grid.depth) {

@@ -104,7 +104,8 @@ inline void mask_operands(const ConvBackward<PairWindow>& job, int64_t item, flo
     for (int64_t k = 0; k < count; k += kLanes) {
       const int64_t lanes = smaller(count - k, kLanes);
       const bool whole = lanes == kLanes;
-      const Block passed = whole ? load(y + k) : load(y + k, lanes), gradient = whole ? load(dy + k) : load(dy + k, lanes);
+      const Block passed = whole ? load(y + k) : load(y + k, lanes),
+                  gradient = whole ? load(dy + k) : load(dy + k, lanes);
       const Block value = leaky ? leaky_mask(passed, gradient, slope) : relu_mask(passed, gradient);
       if (whole) {
         store_rounded(dz + k, value);

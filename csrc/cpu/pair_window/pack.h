@@ -33,8 +33,8 @@ WNFUSED_INLINE void with_entries(const Parameter& v, const Use& use) {
   else use(static_cast<const float*>(v.data));
 }
 
-// Calls put(plane, depth) for every tap of an output block's part of the bank: its plane in v, and the depth there of its
-// first channel.
+// Calls put(plane, depth) for every tap of an output block's part of the bank: its plane in v, and the depth there of
+// its first channel.
 template <class Put>
 WNFUSED_INLINE void for_taps(const PairWindow& window, const Put& put) {
   const int64_t channels = window.thin ? window.source.channels : window.pixel;
@@ -77,8 +77,8 @@ WNFUSED_INLINE void put_channels(const PairWindow& window, uint16_t* block, int6
   });
 }
 
-// One block of outputs, scaled, to its part of the bank, where the channels of a tap are one run of a row: pairs of them
-// are words, which are transposed as such.
+// One block of outputs, scaled, to its part of the bank, where the channels of a tap are one run of a row: pairs of
+// them are words, which are transposed as such.
 template <class T>
 void pack_channel_runs(const PairWindow& window, const T* rows, int64_t count, const Block (&scale)[kLanes],
                        uint16_t* block) {
@@ -156,8 +156,8 @@ void turn_row(const T* row, int64_t channels, int64_t taps, bool taps_first, int
   }
 }
 
-// One block of inputs, the outputs of the data gradient: the rows of v are the source's channels. `scratch`: two rows of
-// 16 channels of all taps.
+// One block of inputs, the outputs of the data gradient: the rows of v are the source's channels. `scratch`: two rows
+// of 16 channels of all taps.
 template <class Job>
 void pack_turned_pair_window(const Job& job, const PairWindow& window, int64_t input_block, uint16_t* block,
                              float* scratch) {
@@ -186,7 +186,8 @@ void finish_pair_gradient(const Job& job, const PairWindow& window, int64_t outp
   const bool taps_first = has_channel_runs(job.v, taps);
   fetch_row(job, output_block * kLanes, floats);
   const auto sum_at = [&](int64_t tap, int64_t input_block, int64_t r) {
-    const float* at = sums + tap * window.tap_sums() + input_block * block_stride + (output_block * kLanes + r) * kLanes;
+    const float* at =
+        sums + tap * window.tap_sums() + input_block * block_stride + (output_block * kLanes + r) * kLanes;
     Block sum = load(at);
     for (int64_t s = 1; s < window.wgrad_slices; ++s) sum = sum + load(at + s * window.gradient_size());
     return sum;

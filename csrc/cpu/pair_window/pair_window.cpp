@@ -10,8 +10,8 @@ namespace {
 constexpr int64_t kChunk = 2048, kChunkPixels = 64, kGradientPixels = 512;
 constexpr int64_t kItemsEach = 4;                     // of a worker's
 constexpr int64_t kGradients = int64_t{1} << 25;      // floats of all slices of a weight gradient
-// Floats of a bank, half of the second-level cache, which is 2 MB beside tiles and 1 MB beside dot products: more output
-// blocks are packed bundle by bundle, each over the last.
+// Floats of a bank, half of the second-level cache, which is 2 MB beside tiles and 1 MB beside dot products: more
+// output blocks are packed bundle by bundle, each over the last.
 constexpr int64_t kTileBank = int64_t{1} << 18, kDotBank = int64_t{1} << 17;
 
 // The taps of a grid as segments: runs of equal length, or every tap by itself.

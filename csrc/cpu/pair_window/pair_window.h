@@ -2,8 +2,8 @@
 //
 // Grids, taps and steps are Window's (window.h), for the way to y and for the data gradient. What differs is how the
 // products read the source: a chunk is some lines of a grid of one image, and its panel a copy of the source's lines
-// that it meets, with the zeros of the padding. Taps side by side read one run of a line, so a segment of the depth is a
-// row of the kernel:
+// that it meets, with the zeros of the padding. Taps side by side read one run of a line, so a segment of the depth is
+// a row of the kernel:
 //
 //   panel [line][pixel][Cp]      row of pixel x: from panel pixel x step on, the run of `run` Cp elements
 //
@@ -19,8 +19,8 @@
 // The weight gradient's depth runs over pixels, so its panels are turned:
 //
 //   outputs   [O][image][lines][pixels]                        dz; zero beyond the map
-//   inputs    [image][residue][input block][shift][pixel / 2][16][2]  x; a tap is a shift of the run, by an odd number in
-//                                                                     a copy
+//   inputs    [image][residue][input block][shift][pixel / 2][16][2]  x; a tap is a shift of the run, by an odd number
+//                                                                     in a copy
 //   sums      [tap][input block][Op][16]                       of a slice
 //
 // Of a thin source its whole rows are turned, so that all taps are one product:
@@ -126,7 +126,8 @@ struct PairWindow : Division {
   int64_t wgrad_segments(int64_t images) const { return thin ? 1 : images; }
   int64_t wgrad_outputs() const { return wgrad_bundle_blocks * kLanes * wgrad_plane + kLanes; }
   // Where a worker's scratch has the parts of a convolution (the panel, a thin source's lines, sums) and of the weight
-  // gradient (inputs, outputs, what turns them: a line, or a thin source's panel and lines), in floats, and where they end.
+  // gradient (inputs, outputs, what turns them: a line, or a thin source's panel and lines), in floats, and where they
+  // end.
   int64_t lines_at() const { return panel_floats(panel); }
   int64_t sums_at() const { return lines_at() + panel_floats(lines_before_rows); }
   int64_t conv_scratch() const { return sums_at() + kTileSums; }

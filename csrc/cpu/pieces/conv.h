@@ -87,8 +87,8 @@ WNFUSED_INLINE void for_groups(const Pieces& geometry, int64_t first_block, int6
   }
 }
 
-// The patches that `count` units from `first` on meet by a line tap, of some blocks of channels: plane p of block b, row
-// t. Units beyond the last one are zeros. False where none of them has a line of the map.
+// The patches that `count` units from `first` on meet by a line tap, of some blocks of channels: plane p of block b,
+// row t. Units beyond the last one are zeros. False where none of them has a line of the map.
 template <int Taps>
 inline bool gather_patches(const Pieces& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
                            int64_t line_tap, const SourceBlocks& blocks, const Panel& panel) {
@@ -119,8 +119,8 @@ inline bool gather_patches(const Pieces& geometry, const float* map, const float
   return touches;
 }
 
-// The products of `count` units with output blocks [first_block, first_block + blocks), to the outputs. False if not all
-// is finite.
+// The products of `count` units with output blocks [first_block, first_block + blocks), to the outputs. False if not
+// all is finite.
 template <int Taps>
 inline bool scatter_outputs(const Pieces& geometry, const Panel& product, int64_t first, int64_t count,
                             int64_t first_block, int64_t blocks, const ConvEpilogue<float>& epilogue) {
@@ -176,8 +176,8 @@ inline void pieces_item(const Pieces& geometry, int64_t item, const float* map, 
       for (int64_t i = 0; i < count_of_pairs; ++i)
         group_pairs[i] = {pairs[i].panel + p * panel.plane_stride + source * panel.rows * kLanes,
                           pairs[i].bank + p * geometry.plane_stride + b * geometry.block_floats()};
-      multiply_rows(group_pairs, count_of_pairs, depth, rows, group_blocks, geometry.block_floats(), product.at(p, b, 0),
-                    product.rows * kLanes);
+      multiply_rows(group_pairs, count_of_pairs, depth, rows, group_blocks, geometry.block_floats(),
+                    product.at(p, b, 0), product.rows * kLanes);
     });
   }
   if (!scatter_outputs<Taps>(geometry, product, first, count, first_block, blocks, epilogue))

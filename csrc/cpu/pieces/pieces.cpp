@@ -51,8 +51,8 @@ bool sums_over_blocks(const ConvShape& shape) {
   return whole(inputs, outputs) && whole(outputs, inputs);
 }
 
-// Whether these kernels take a layer along lines: sums over whole blocks, and no output that lies wholly in the padding,
-// since what is exactly 0 there, and has no gradient behind a ReLU, would be rounded.
+// Whether these kernels take a layer along lines: sums over whole blocks, and no output that lies wholly in the
+// padding, since what is exactly 0 there, and has no gradient behind a ReLU, would be rounded.
 bool has_pieces(const ConvShape& shape) {
   const auto reaches_map = [&](int64_t Triple::*at) {
     const int64_t kernel = shape.kernel.*at, dilation = shape.dilation.*at;
@@ -76,7 +76,8 @@ int64_t meetings(const ConvShape& shape, const Triple& outputs, int64_t Triple::
 // The rows of a panel: as many as leave the panels and their product in the second-level cache.
 int64_t rows_that_stay(const Pieces& geometry) {
   constexpr int64_t kFloats = 1 << 17;
-  const int64_t row = geometry.planes * (geometry.line_taps * geometry.source.padded_channels + geometry.padded_outputs);
+  const int64_t row =
+      geometry.planes * (geometry.line_taps * geometry.source.padded_channels + geometry.padded_outputs);
   int64_t rows = kMaxPanelRows;
   while (rows > kLanes && rows * row > kFloats) rows /= 2;
   return rows;

@@ -66,8 +66,8 @@ bool suits_pieces(const ConvShape& shape);
 // back: of the data gradient.
 Pieces make_pieces(const ConvShape& shape, bool back, int64_t workers);
 
-// Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line of
-// zeros, which whoever runs the kernels must clear: the same from x to y and back.
+// Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line
+// of zeros, which whoever runs the kernels must clear: the same from x to y and back.
 int64_t worker_floats(const Pieces& geometry);
 int64_t zeros_floats(const Pieces& geometry);
 

@@ -1,5 +1,5 @@
-// Winograd's method over one dim: F(4, Taps) and its transposes, on one native vector of channels at a time. Four outputs
-// of a filter of `Taps` taps cost Taps + 3 multiplications instead of 4 Taps.
+// Winograd's method over one dim: F(4, Taps) and its transposes, on one native vector of channels at a time. Four
+// outputs of a filter of `Taps` taps cost Taps + 3 multiplications instead of 4 Taps.
 //
 //   Y  = A' [ (G g) . (B' d) ]        four outputs from the inputs d and the taps g
 //   dg = G' [ (A y) . (B' d) ]        the same trilinear form read for the filter
@@ -10,8 +10,8 @@
 //   4 taps    +-1/4, +-7/8, +-2           7 instead of 16
 //   5 taps    0, +-1/2, +-1, +-2          8 instead of 20
 //
-// of the sets tried those that round least: 2 to 3.2 times the error of a direct sum (bench/winograd_error.py). B' has the
-// row prod (x - other points) for each point, G what that leaves of Lagrange's denominators.
+// of the sets tried those that round least: 2 to 3.2 times the error of a direct sum (bench/winograd_error.py). B' has
+// the row prod (x - other points) for each point, G what that leaves of Lagrange's denominators.
 //
 // With a point r and its negative, even and odd parts are shared: p(r) = e + r o, p(-r) = e - r o.
 #pragma once
@@ -55,7 +55,8 @@ class ThreePairs {
   }
 
   // (x^2 - p^2) (x^2 - q^2) (x^2 - r^2) by the coefficients a, b, c, d.
-  static WNFUSED_INLINE Native all(const Squares& at, const Native& a, const Native& b, const Native& c, const Native& d) {
+  static WNFUSED_INLINE Native all(const Squares& at, const Native& a, const Native& b, const Native& c,
+                                   const Native& d) {
     return times_add(-at.product(), a, times_add(at.pairs(), b, times_add(-at.sum(), c, d)));
   }
 

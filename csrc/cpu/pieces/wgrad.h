@@ -10,7 +10,8 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Gradients of the outputs of `count` units, of output blocks [first_block, first_block + blocks), added to `bias`, too.
+// Gradients of the outputs of `count` units, of output blocks [first_block, first_block + blocks), added to `bias`,
+// too.
 template <int Taps>
 inline void gather_output_gradients(const Pieces& geometry, const float* map, int64_t first, int64_t count,
                                     int64_t first_block, int64_t blocks, const Panel& panel, Block* bias) {

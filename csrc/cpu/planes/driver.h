@@ -166,7 +166,8 @@ WNFUSED_INLINE void for_depth(const PlanesShape& shape, const PixelDepth& depth,
     return run(chunk / depth.pieces, at, smaller(depth.length, shape.pixels - at), int64_t{0});
   }
   const int64_t first = chunk * depth.images, end = smaller(first + depth.images, shape.images);
-  for (int64_t image = first; image < end; ++image) run(image, int64_t{0}, shape.pixels, (image - first) * shape.pixels);
+  for (int64_t image = first; image < end; ++image)
+    run(image, int64_t{0}, shape.pixels, (image - first) * shape.pixels);
 }
 
 inline int64_t depth_units(const PlanesShape& shape, const PixelDepth& depth, int64_t chunk) {

@@ -1,12 +1,13 @@
-// A 1x1 convolution of maps in NCHW, whose images are matrices [C, pixels] as they lie: products of v with each (gemm.h).
+// A 1x1 convolution of maps in NCHW, whose images are matrices [C, pixels] as they lie: products of v with each
+// (gemm.h).
 //
 //              product            wide, lanes are     narrow, rows are    depth          an item
 //   forward    y  = w x           pixels              outputs             C              pixels, rows of v
 //   dx         dx = w^T dz        pixels              inputs              outputs        pixels, inputs
 //   dw         dw = sum dz x^T    inputs, transposed  outputs             pixels         rows of v, inputs; then dv, dg
 //
-// Nothing of x, dz, y or dx is turned, as it is where kernels have channels for lanes, and v is copied once for each group
-// of pixels, 16 blocks of 16 lanes. A block at the end of an image begins the next one, too.
+// Nothing of x, dz, y or dx is turned, as it is where kernels have channels for lanes, and v is copied once for each
+// group of pixels, 16 blocks of 16 lanes. A block at the end of an image begins the next one, too.
 //
 // v is scaled where it is packed. The order of every sum depends on the shape alone.
 #pragma once

@@ -125,7 +125,8 @@ struct SplitUnits {
     }
   };
 
-  // kTiles x 16 rows by a block. The pieces of the wide operand stay in tiles for all rows: fifteen loads to 24 products.
+  // kTiles x 16 rows by a block. The pieces of the wide operand stay in tiles for all rows: fifteen loads to 24
+  // products.
   template <int kTiles>
   static void multiply_tiles(const float* narrow, const float* wide, int64_t wide_piece, int64_t units, float* out,
                              int64_t out_stride, bool accumulate, UpcomingOperands& ahead) {

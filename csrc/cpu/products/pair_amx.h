@@ -1,9 +1,9 @@
-// Products of pairs by AMX: 2 x 2 tiles of 16 rows x 16 lanes are accumulated at a time from 2 + 2 tiles of operands, one
-// load to each TDPBF16PS; 4 or 5 x 1 of a single output block or a wide bank; 1 x 3 of a single tile of rows.
+// Products of pairs by AMX: 2 x 2 tiles of 16 rows x 16 lanes are accumulated at a time from 2 + 2 tiles of operands,
+// one load to each TDPBF16PS; 4 or 5 x 1 of a single output block or a wide bank; 1 x 3 of a single tile of rows.
 // WNFUSED_TILES names the tiles, real or emulated (amx_tiles.h).
 //
-// Floor: a TDPBF16PS of 16 x 16 x 32 multiply-adds takes 16 cycles, also where it adds to the one before; a TILELOADD 8,
-// but about 50 where rows of 64 bytes do not begin a cache line (measured on a Xeon of 2024, bench/NOTES.md).
+// Floor: a TDPBF16PS of 16 x 16 x 32 multiply-adds takes 16 cycles, also where it adds to the one before; a TILELOADD
+// 8, but about 50 where rows of 64 bytes do not begin a cache line (measured on a Xeon of 2024, bench/NOTES.md).
 #pragma once
 
 #include <utility>

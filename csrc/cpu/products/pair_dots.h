@@ -1,5 +1,5 @@
-// Products of pairs by AVX512_BF16's VDPBF16PS: 16 accumulators, 8 rows x 2 output blocks, or 16 rows x 1 where there is
-// one block only; 24, 8 rows x 3, for the last three blocks of an odd number.
+// Products of pairs by AVX512_BF16's VDPBF16PS: 16 accumulators, 8 rows x 2 output blocks, or 16 rows x 1 where there
+// is one block only; 24, 8 rows x 3, for the last three blocks of an odd number.
 //
 // Floor: 2 instructions of 32 multiply-adds a cycle, as many loads. The 8 x 2 tile loads 10 times for 16 instructions,
 // the 16 x 1 tile 17 times; where neighbouring pixels share what they read, each load serves three taps instead, 23 for

@@ -24,8 +24,8 @@ constexpr int64_t segment_floats(int64_t count) {
   return round_up(count * static_cast<int64_t>(sizeof(Segment) / sizeof(float)), kLanes);
 }
 
-// Rows of a panel at once, and what the depth must be a multiple of. is_matrix: one instruction multiplies matrices (AMX),
-// so that a product sums over a whole chunk at once; dot products do line by line.
+// Rows of a panel at once, and what the depth must be a multiple of. is_matrix: one instruction multiplies matrices
+// (AMX), so that a product sums over a whole chunk at once; dot products do line by line.
 struct PairTile {
   int64_t rows, depth;
   bool is_matrix;

@@ -7,12 +7,12 @@
 //
 // Convolution: rows are pixels, the depth runs over channels and taps. Lines: the three taps of a filter's row are one
 // run of 3 C elements, since neighbours lie side by side; three segments, one a row of the filter.
-// Weight gradient: rows are input channels, the depth runs over pixels; a tap is a shift of the run. With tiles rows are
-// output channels, the bank's lanes inputs, and a tap shifts the bank.
+// Weight gradient: rows are input channels, the depth runs over pixels; a tap is a shift of the run. With tiles rows
+// are output channels, the bank's lanes inputs, and a tap shifts the bank.
 //
-// What becomes of the sums is a Sink's business: it says where a register tile's go, and hears when they are there. Tiles
-// call it after each step of the depth, too, when the rest of the processor has little to do (meanwhile). kFinishes: it
-// works on them when they are there.
+// What becomes of the sums is a Sink's business: it says where a register tile's go, and hears when they are there.
+// Tiles call it after each step of the depth, too, when the rest of the processor has little to do (meanwhile).
+// kFinishes: it works on them when they are there.
 //
 // An instruction set brings Pairs::multiply (pair_dots.h, pair_amx.h). Products and sums are fp32; denormal operands
 // and results count as zero, as in the processor's own instructions.
@@ -30,8 +30,8 @@ struct PairProduct {
   int64_t row_stride;   // elements
   int64_t bank_stride;  // elements from one output block to the next
   bool accumulate = false;  // onto what is there
-  // Eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r. For dot products; tiles
-  // pay no heed.
+  // Eight rows of a tile are shifts of one run: row r + 1 begins a third of the depth after row r. For dot products;
+  // tiles pay no heed.
   bool neighbours = false;
   // Rows lie anywhere: row_offset has one entry for each, not for each group. Dot products alone can.
   bool scattered = false;
@@ -147,8 +147,8 @@ WNFUSED_INLINE Block mask_run(const Block& activation, const Block& gradient) {
   return result;
 }
 
-// The larger ones of two runs, by their bits without the signs: infinities are larger than what is finite, and NaNs larger
-// than these.
+// The larger ones of two runs, by their bits without the signs: infinities are larger than what is finite, and NaNs
+// larger than these.
 WNFUSED_INLINE Block largest_run(const Block& largest, const Block& run) {
   Block result;
   WNFUSED_FOR_PARTS {

@@ -8,8 +8,8 @@
 //
 //   AVX-512 holds 8 rows x 2 blocks (16 of 32 registers, 10 loads to 16 multiply-adds) or 16 x 1; AVX2 6 x 1 (a block
 //   is two registers there: 12 accumulators of 16; the 8 of 4 rows are just as many as two ports of a latency of 4 have
-//   under way, and fell behind by a third); portable 128-bit vectors 2 x 1 (8 of 16). The last rows of a panel are taken
-//   4 (portable 2) at a time, since a single small image fills no more.
+//   under way, and fell behind by a third); portable 128-bit vectors 2 x 1 (8 of 16). The last rows of a panel are
+//   taken 4 (portable 2) at a time, since a single small image fills no more.
 //
 // outer_tile: panel transposed times gradient rows (weight gradient); the accumulators stay in registers over a panel
 //

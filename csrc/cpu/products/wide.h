@@ -11,8 +11,8 @@ constexpr int64_t kDepthChunk = 256;  // units of the depth that are packed at a
 constexpr int64_t kNarrowRows = 64;
 constexpr int64_t kWideBlocks = 16;
 
-// A unit of the depth: a float, two bfloat16, or two floats as `pieces` pairs of bfloat16 that add up to them. A product
-// takes `step` units at a time, and at most `chunk` are packed.
+// A unit of the depth: a float, two bfloat16, or two floats as `pieces` pairs of bfloat16 that add up to them. A
+// product takes `step` units at a time, and at most `chunk` are packed.
 struct DepthUnit {
   int64_t entries, step = 1, chunk = kDepthChunk, pieces = 1;
 };

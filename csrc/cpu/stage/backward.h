@@ -59,7 +59,8 @@ class Backward {
     const bool convert = !saved.in_place;
     const int64_t items = count_of(convert, geometry_.runs());
     worker_.phase({items, shared_items()}, [&](int64_t item) {
-      if (item < items) read_saved(geometry_, saved_map(saved, geometry_, 2 * last + 1), item, job_.scratch.saved_hidden);
+      if (item < items)
+        read_saved(geometry_, saved_map(saved, geometry_, 2 * last + 1), item, job_.scratch.saved_hidden);
       else pack_shared(2 * last + 1, item - items);
     });
     for (int64_t b = last; b >= 0; --b) {
@@ -125,7 +126,8 @@ class Backward {
     worker_.phase({gradients, geometry_.conv_items(), read_items, packs, finish}, [&](int64_t item) {
       if (item < gradients) return weight_gradient(1, item, maps.hidden, gradient_.operand);
       if ((item -= gradients) < geometry_.conv_items())
-        return convolution<Ending::kMask>(2 * b + 1, item, gradient_.operand, job_.round_operands, maps.stream, epilogue);
+        return convolution<Ending::kMask>(2 * b + 1, item, gradient_.operand, job_.round_operands, maps.stream,
+                                          epilogue);
       if ((item -= geometry_.conv_items()) < read_items) return read(item);
       if ((item -= read_items) < packs) return pack_shared(2 * b, item);
       finish_pending(item - packs);
@@ -166,8 +168,9 @@ class Backward {
     } else {
       const bool round_x = job_.round_operands && which == 0 && job_.saved.every > 0;
       const bool round_gradient = job_.round_operands && which == 1;
-      const auto run = round_x ? weight_gradient_item<true, false>
-                               : round_gradient ? weight_gradient_item<false, true> : weight_gradient_item<false, false>;
+      const auto run = round_x          ? weight_gradient_item<true, false>
+                       : round_gradient ? weight_gradient_item<false, true>
+                                        : weight_gradient_item<false, false>;
       run(geometry_, item, x, dy, job_.scratch.zeros, bank, bias_gradient, left_, scratch_);
     }
   }

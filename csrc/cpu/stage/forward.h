@@ -2,9 +2,9 @@
 //
 //   load x | conv a_0 from h_0 | conv h_1 from a_0 | ... | store y
 //
-// '|' are the phase boundaries, two to a block. Workers pack a convolution's weights for themselves when they come to it;
-// where they share a bank, it is packed in the phase before, while the other convolution's is in use, so that two banks
-// suffice (banks.h). Within a phase every worker takes the long items of its share first (work_queue.h).
+// '|' are the phase boundaries, two to a block. Workers pack a convolution's weights for themselves when they come to
+// it; where they share a bank, it is packed in the phase before, while the other convolution's is in use, so that two
+// banks suffice (banks.h). Within a phase every worker takes the long items of its share first (work_queue.h).
 #pragma once
 
 #include "cpu/conv/banks.h"

@@ -1,8 +1,8 @@
 // The maps that a stage's convolutions read and write, and what they fetch ahead.
 //
 // Operand is what the convolutions read. float: the stream is an operand itself, and so are saved maps in the kernels'
-// own layout; others are converted one phase ahead. bfloat16 (uint16_t): the stream, fp32, has a rounded copy beside it,
-// and saved maps are operands, but with recomputation, when they are the stream's.
+// own layout; others are converted one phase ahead. bfloat16 (uint16_t): the stream, fp32, has a rounded copy beside
+// it, and saved maps are operands, but with recomputation, when they are the stream's.
 #pragma once
 
 #include "cpu/conv/maps.h"
@@ -108,7 +108,8 @@ inline void round_stream(const Geometry& geometry, const StreamMap<Operand>& map
   if constexpr (is_pair<Operand>()) {
     const int64_t channels = geometry.channels, line = geometry.operand_line() * channels;
     write_map(geometry, map.sum, item,
-              {map.operand + geometry.operand_origin() * channels, true, geometry.operand_image() * channels, 1, line, channels});
+              {map.operand + geometry.operand_origin() * channels, true, geometry.operand_image() * channels, 1, line,
+               channels});
   }
 }
 

@@ -7,8 +7,8 @@
 // Its convolutions are those of geometry.h, its layouts those of memory.h, and one more:
 //   operand  [N, H, W, C] bfloat16        what the convolutions on pairs of bfloat16 read: h, a, dh, da rounded
 // Where C needs no padding and everything is fp32, the canonical saved maps [.., N, H, W, C] ARE maps in this sense and
-// the kernels write and read them in place; otherwise an epilogue stores a converted copy. In bfloat16 the saved maps are
-// the operands, with recomputation fp32.
+// the kernels write and read them in place; otherwise an epilogue stores a converted copy. In bfloat16 the saved maps
+// are the operands, with recomputation fp32.
 #pragma once
 
 #include <atomic>

@@ -8,12 +8,15 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Blocks of places that a tile sums for so many channels of the target: what fits the register file beside a Block of each.
+// Blocks of places that a tile sums for so many channels of the target: what fits the register file beside a Block of
+// each.
 constexpr int tile_blocks(int targets) { return kParts == 1 ? 6 : targets == 1 ? 4 : targets == 4 ? 1 : 2; }
 constexpr int kUnitBlocks = kParts == 1 ? 3 : 2;
 
 // The same for dw, of channels and taps of the source.
-constexpr int tile_taps(int targets) { return kParts == 1 ? 6 : targets == 2 || targets == 3 ? 2 : targets == 1 ? 3 : 1; }
+constexpr int tile_taps(int targets) {
+  return kParts == 1 ? 6 : targets == 2 || targets == 3 ? 2 : targets == 1 ? 3 : 1;
+}
 
 // visit(std::integral_constant<int, targets>)
 template <class Visit>
@@ -29,7 +32,8 @@ WNFUSED_INLINE void with_targets(int64_t targets, const Visit& visit) {
 // `count` pixels that are `stride` apart, and zeros up to `length`. What is written ends with whole blocks.
 WNFUSED_INLINE void copy_line(const float* source, int64_t stride, int64_t count, int64_t length, float* target) {
   if (stride == 1) {
-    for_blocks(count, [&](int64_t i, auto move) __attribute__((always_inline)) { store(target + i, move.load(source + i)); });
+    for_blocks(count,
+               [&](int64_t i, auto move) __attribute__((always_inline)) { store(target + i, move.load(source + i)); });
   } else if (stride == 2) {  // a number that the compiler knows gives shuffles
     for (int64_t i = 0; i < count; ++i) target[i] = source[2 * i];
   } else {
@@ -104,8 +108,8 @@ inline void copy_turned(const StripLine& line, const float* source, int64_t stri
 }
 
 // Channels [first, first + count) of a map along these lines, whose pixels are `stride` apart.
-inline void copy_channels(const StripSource& map, int64_t first, int64_t count, const StripLine* lines, int64_t line_count,
-                          int64_t stride, float* target, int64_t plane_floats) {
+inline void copy_channels(const StripSource& map, int64_t first, int64_t count, const StripLine* lines,
+                          int64_t line_count, int64_t stride, float* target, int64_t plane_floats) {
   const StripLayout& layout = map.layout;
   const StripLine* end = lines + line_count;
   if (layout.has_pixels_apart() && count > kFewTurned) {
@@ -175,8 +179,8 @@ inline bool pack_group(const StripSums& job, int64_t group, float* packed) {
 
 // Sums for kTargets channels and kBlocks blocks of places.
 template <int kTargets, int kBlocks>
-WNFUSED_INLINE void sum_tile(const float* source, const int64_t* offsets, int64_t depth, const float* weights, float* out,
-                             int64_t out_stride) {
+WNFUSED_INLINE void sum_tile(const float* source, const int64_t* offsets, int64_t depth, const float* weights,
+                             float* out, int64_t out_stride) {
   Block sum[kTargets][kBlocks];
   WNFUSED_UNROLL for (int t = 0; t < kTargets; ++t)
     WNFUSED_UNROLL for (int b = 0; b < kBlocks; ++b) sum[t][b] = zero();
@@ -357,13 +361,15 @@ inline void gradient_slice(const StripGradient& job, int64_t group, int64_t slic
     const int64_t lines = target_lines(*job.plan, job.dz.layout, {0, 0}, strip, scratch.lines);
     for (int64_t first = 0; first < strips.targets; first += cut.targets) {
       const int64_t planes = smaller(cut.targets, strips.targets - first);
-      copy_channels(job.dz, group * strips.targets + first, planes, scratch.lines, lines, 1, scratch.targets, cut.target_floats);
+      copy_channels(job.dz, group * strips.targets + first, planes, scratch.lines, lines, 1, scratch.targets,
+                    cut.target_floats);
       for (int64_t plane = 0; plane < planes; plane += kStripTargets)
         with_targets(smaller(kStripTargets, planes - plane), [&](auto count) __attribute__((always_inline)) {
           float* rows = dw + (first + plane) * job.depth;
           for (int64_t k = 0; k < job.depth; k += tile_taps(count.value))
-            gradient_tile<count.value>(scratch.sources, job.plan->offsets.data() + k, scratch.targets + plane * cut.target_floats,
-                                       cut.target_floats, cut.span, rows + k, job.depth);
+            gradient_tile<count.value>(scratch.sources, job.plan->offsets.data() + k,
+                                       scratch.targets + plane * cut.target_floats, cut.target_floats, cut.span,
+                                       rows + k, job.depth);
         });
     }
   }

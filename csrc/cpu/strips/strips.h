@@ -11,18 +11,18 @@
 //
 //      a b c d . | e f g h . | . . . . . | next image      2 x 4 pixels, 3x3 taps, padding 1: pitches of 5 and 3
 //
-// In the source these places are padding, as many as the taps reach, before a line and after the one before. So each tap
-// is one distance from any pixel, and 16 places are a Block that begins anywhere. An item takes a strip of places, copies
-// what its taps reach of each channel, with the padding, and sums over channels and taps in registers, for up to
+// In the source these places are padding, as many as the taps reach, before a line and after the one before. So each
+// tap is one distance from any pixel, and 16 places are a Block that begins anywhere. An item takes a strip of places,
+// copies what its taps reach of each channel, with the padding, and sums over channels and taps in registers, for up to
 // kStripTargets channels of the target at once. Channels of maps in channels_last are turned into planes as they are
 // copied, and sums back again, 16 of them at a time.
 //
-// With a stride, pixels that have the same remainder, the phase, move in equal steps: of the source each phase is a plane,
-// and there is a way to each phase of the target, with some of the taps.
+// With a stride, pixels that have the same remainder, the phase, move in equal steps: of the source each phase is a
+// plane, and there is a way to each phase of the target, with some of the taps.
 //
-// Floor, forward: 2 places x inputs x outputs x taps FLOPs, places being pixels and those between them; 4 bytes for each
-// number of x and y, and, in the caches, 8 (span + reach) / span for each of x that is copied. The order of sums depends
-// on the layer, the layouts and the instruction set, never on the number of threads.
+// Floor, forward: 2 places x inputs x outputs x taps FLOPs, places being pixels and those between them; 4 bytes for
+// each number of x and y, and, in the caches, 8 (span + reach) / span for each of x that is copied. The order of sums
+// depends on the layer, the layouts and the instruction set, never on the number of threads.
 #pragma once
 
 #include <atomic>
@@ -92,14 +92,14 @@ struct StripCut {
 
 StripCut cut_strips(const Strips& strips, int64_t span, int64_t targets);
 
-// Where a line's part of a strip is: `places` of the strip after `done` others, the first `pixels` of which are a channel's
-// from `at` on; the others are none. Lines that follow each other in memory without such are one.
+// Where a line's part of a strip is: `places` of the strip after `done` others, the first `pixels` of which are a
+// channel's from `at` on; the others are none. Lines that follow each other in memory without such are one.
 struct StripLine {
   int64_t done, places, at, pixels;
 };
 
-// A worker's memory, in floats from its beginning: planes of the source, then those of the target or its sums, a group's
-// weights, lines.
+// A worker's memory, in floats from its beginning: planes of the source, then those of the target or its sums, a
+// group's weights, lines.
 struct StripRoom {
   int64_t targets, weights, lines, size;
 };

@@ -1,5 +1,6 @@
-// All that the kernels use and that is not compiled for an instruction set: every translation unit here includes it before
-// it opens its target, so that the linker finds one copy of it that every processor can run. A test holds them to it.
+// All that the kernels use and that is not compiled for an instruction set: every translation unit here includes it
+// before it opens its target, so that the linker finds one copy of it that every processor can run. A test holds them
+// to it.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Opens the part of a translation unit that is compiled for AVX2 + FMA, up to target_end.h. Every other header comes
-// before it: only what follows may use the instruction set, and all of that lives in a namespace of its own, so that the
-// linker shares no function compiled for it with other translation units.
+// before it: only what follows may use the instruction set, and all of that lives in a namespace of its own, so that
+// the linker shares no function compiled for it with other translation units.
 #pragma once
 
 #include <immintrin.h>

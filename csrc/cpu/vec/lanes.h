@@ -1,5 +1,5 @@
-// What the kernels and those who prepare their calls both know of vectors. Everything is counted in blocks of 16 floats,
-// whatever the width of the machine's vectors (vec.h).
+// What the kernels and those who prepare their calls both know of vectors. Everything is counted in blocks of 16
+// floats, whatever the width of the machine's vectors (vec.h).
 #pragma once
 
 #include <cstdint>

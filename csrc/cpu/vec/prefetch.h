@@ -61,7 +61,10 @@ struct Ahead {
 class FetchEvenly {
  public:
   FetchEvenly(const Ahead& ahead, int64_t steps)
-      : weights_(ahead.weights), map_(ahead.map), weight_lines_(lines(weights_, steps)), map_lines_(lines(map_, steps)) {}
+      : weights_(ahead.weights),
+        map_(ahead.map),
+        weight_lines_(lines(weights_, steps)),
+        map_lines_(lines(map_, steps)) {}
 
   WNFUSED_INLINE void step() {
     weights_.step(weight_lines_);

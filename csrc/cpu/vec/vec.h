@@ -380,8 +380,8 @@ WNFUSED_INLINE void transpose(Block (&r)[kLanes]) {
 #endif
 }
 
-// Columns of 16 rows of four floats, `stride` apart: those from kFirst on. Quarters of a vector are loaded row by row, so
-// that half of a transposition's shuffles are none.
+// Columns of 16 rows of four floats, `stride` apart: those from kFirst on. Quarters of a vector are loaded row by row,
+// so that half of a transposition's shuffles are none.
 template <int kFirst = 0>
 WNFUSED_INLINE void load_columns(const float* source, int64_t stride, Block* columns) {
 #if WNFUSED_VECTOR_BITS == 512

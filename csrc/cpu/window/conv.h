@@ -31,8 +31,8 @@ WNFUSED_INLINE Triple greatest(const Triple& a, const Triple& b) {
 }
 
 // Units [t, t + count), which are neighbours in a line of the grid, from position `at` on: equal steps apart.
-WNFUSED_INLINE void locate_line(const Window& window, const Grid& grid, const float* map, int64_t image, const Triple& at,
-                                int64_t t, int64_t count, Units& units) {
+WNFUSED_INLINE void locate_line(const Window& window, const Grid& grid, const float* map, int64_t image,
+                                const Triple& at, int64_t t, int64_t count, Units& units) {
   const Triple &step = window.source_step, &target_step = window.target_step;
   const Triple first{at.level * step.level, at.row * step.row, at.column * step.column};
   const float* source = map + (image * window.padded_pixels() + window.padded_offset(first)) * window.pixel;
@@ -115,8 +115,8 @@ WNFUSED_INLINE bool all_meet(const Window& window, const Units& units, const Tap
           high.row + tap.row < size.row && low.column + tap.column >= 0 && high.column + tap.column < size.column);
 }
 
-// Which units meet a pixel of the map at a tap, asked one by one. 32 bits hold every place in a map that is small enough
-// for these kernels (choice/methods.cpp).
+// Which units meet a pixel of the map at a tap, asked one by one. 32 bits hold every place in a map that is small
+// enough for these kernels (choice/methods.cpp).
 class Meeting {
  public:
   Meeting(const Window& window, const Units& units, const Tap& tap)
@@ -314,8 +314,8 @@ WNFUSED_INLINE void for_images(const MapShape& shape, int64_t first, int64_t cou
   }
 }
 
-// Where a panel's outputs go. `scratch`: of the panel's rows and blocks, what is written and what is added, if those are
-// not where they are, and a row that is not read.
+// Where a panel's outputs go. `scratch`: of the panel's rows and blocks, what is written and what is added, if those
+// are not where they are, and a row that is not read.
 inline void aim_panel(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
                       int64_t blocks, float* scratch, PanelEnd& end) {
   const int64_t channels = blocks * kLanes, rows = window.conv_rows, pixel = window.target_pixel;
@@ -396,8 +396,8 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
     // Another group's channels: lines of the same pixels, which no processor takes for a stream.
     if (next < blocks && window.first_channel(first_block + next) != channel)
       ahead = window.first_channel(first_block + next) - channel;
-    run({met, count, channel, window.depth, block * window.block_floats(), window.block_floats(), ahead}, units.count, b,
-        end);
+    run({met, count, channel, window.depth, block * window.block_floats(), window.block_floats(), ahead}, units.count,
+        b, end);
     b = next;
   }
   if (!maps.target.own)

@@ -90,7 +90,8 @@ void pack_transposed_window(const Job& job, const Window& window, int64_t input_
   const bool runs = job.v.taps_first || taps == 1;
   for (int64_t d = 0; d < window.depth; ++d) {
     const int64_t output = first_row + d;
-    // The inputs of the row's group that are in this block: lanes from `begin` to `end`, from the group's input `at` on.
+    // The inputs of the row's group that are in this block: lanes from `begin` to `end`, from the group's input `at`
+    // on.
     const auto [begin, end] = window.lanes_of(input_block, d / outputs);
     const int64_t at = input_block * kLanes + begin - output / outputs * inputs;
     const float* row = static_cast<const float*>(job.v.data) + output * floats;

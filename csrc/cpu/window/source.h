@@ -1,5 +1,5 @@
-// The map that a window reads, copied to the kernels' layout: a thin one with a border of zeros as wide as the taps reach
-// beyond it, so that no tap asks where it is.
+// The map that a window reads, copied to the kernels' layout: a thin one with a border of zeros as wide as the taps
+// reach beyond it, so that no tap asks where it is.
 #pragma once
 
 #include "cpu/conv/maps.h"

@@ -65,7 +65,8 @@ WNFUSED_INLINE int64_t tile_blocks(const Window& window, const PanelGradient& pa
   return kCols == 2 && takes_pair(window, panel.first_block + b, panel.blocks - b) ? kCols : 1;
 }
 
-// The rows of a panel that meet a pixel at a tap, and the gradients of these. `places`, `gradients`: memory for pointers.
+// The rows of a panel that meet a pixel at a tap, and the gradients of these. `places`, `gradients`: memory for
+// pointers.
 struct MetRows {
   const float* const *rows, *const *gradients;
   int64_t offset, count;

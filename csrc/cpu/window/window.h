@@ -15,12 +15,12 @@
 //
 // Layout of a bank as in memory.h: [tap][output block][input channel][16 lanes]. With groups, the input channels are
 // those of the block's group. Groups whose outputs are no whole blocks share theirs, two of 8 outputs, four of 4, each
-// with zeros for the others' channels. Depthwise layers (depthwise.h), groups of one channel, do not: a tap has one entry
-// a lane, [tap][block][16 lanes].
+// with zeros for the others' channels. Depthwise layers (depthwise.h), groups of one channel, do not: a tap has one
+// entry a lane, [tap][block][16 lanes].
 //
-// A map over three dims is levels of rows: its lines, height = levels x rows of them, are numbered through all levels, as
-// if it had two dims, and lie at equal distances (with_even_lines in layer/formats.h). Only the taps, a border and what a
-// Grid counts know of levels.
+// A map over three dims is levels of rows: its lines, height = levels x rows of them, are numbered through all levels,
+// as if it had two dims, and lie at equal distances (with_even_lines in layer/formats.h). Only the taps, a border and
+// what a Grid counts know of levels.
 //
 // `pixel` and `target_pixel` are the maps' own where these are read or written in place; depthwise kernels do not ask.
 #pragma once
@@ -124,8 +124,8 @@ struct Window : Division {
   int64_t bank_size() const { return planes * plane_stride; }
   int64_t gradient_size() const { return bank_size(); }
   int64_t block_floats() const { return bank_depth * kLanes; }
-  // In a row of v: input channels, taps of the kernel, and both; and where in the bank an entry of it is, from the lanes
-  // of an output block's first.
+  // In a row of v: input channels, taps of the kernel, and both; and where in the bank an entry of it is, from the
+  // lanes of an output block's first.
   int64_t row_channels() const { return depth / (tap_columns * sharing); }
   int64_t row_taps() const { return planes * tap_columns; }
   int64_t row_floats() const { return row_channels() * row_taps(); }
@@ -183,8 +183,8 @@ inline void pack_by_bundles(Window& window, int64_t) {
   if (!window.weights_dominate || !divide_into_bundles(kPair, window)) narrow_banks(window);
 }
 
-// Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line of
-// zeros, which whoever runs the kernels must clear: the same from x to y and back.
+// Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line
+// of zeros, which whoever runs the kernels must clear: the same from x to y and back.
 int64_t worker_floats(const Window& window);
 int64_t zeros_floats(const Window& window);
 
