@@ -48,7 +48,13 @@ SHAPES = {
         (2, 16, 16, 1, 5),
         (1, 20, 16, 2, 3, 3),
     ],
-    "winograd2": [(1, 64, 64, 5, 8), (3, 32, 16, 6, 5), (1, 12, 23, 6, 6), (2, 16, 32, 3, 6, 5)],
+    "winograd2": [
+        (1, 64, 64, 5, 8),
+        (3, 32, 16, 6, 5),
+        (1, 12, 23, 6, 6),
+        (2, 16, 32, 3, 6, 5),
+        (2, 128, 132, 2, 4, 4),
+    ],
     "winograd4": [
         (1, 16, 16, 32, 32),
         (2, 24, 40, 9, 13),
@@ -60,6 +66,8 @@ SHAPES = {
         (3, 16, 32, 1, 11, 12),
         (3, 256, 270, 13, 10),
         (8, 272, 250, 9, 9),
+        (3, 112, 128, 5, 8, 9),
+        (4, 128, 128, 1, 7, 7),
     ],
 }
 CASES = [(method, same3x3(*shape)) for method, shapes in SHAPES.items() for shape in shapes]
@@ -169,13 +177,25 @@ def test_masks_nan_as_torch(isa):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 16, 1, 32, 32), (1, 512, 512, 5, 8, 8), (8, 2, 2, 16, 16), (0, 16, 16, 8, 8), (1, 16, 16, 0, 8),
-              (0, 0, 0, 0, 0), (64, 64, 64, 512, 512)],
+    "shape",
+    [
+        (1, 16, 1, 32, 32),
+        (8, 2, 2, 16, 16),
+        (0, 16, 16, 8, 8),
+        (1, 16, 16, 0, 8),
+        (0, 0, 0, 0, 0),
+        (64, 64, 64, 512, 512),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_left_to_the_vendor(shape):
-    """Mostly padding; few products to a weight; no images; copies of more than 1 GB."""
+    """Mostly padding; no images; copies of more than 1 GB."""
     assert way_of(same3x3(*shape)) == "vendor"
+
+
+def test_weights_too_many_to_be_packed_for_a_small_volume(isa):
+    """Bundle by bundle, in a cache, any number is worth packing."""
+    assert way_of(same3x3(1, 512, 512, 5, 8, 8)) == ("vendor" if isa in ("portable", "amx-emulated") else "winograd4")
 
 
 def test_errors_are_a_few_times_those_of_a_direct_sum():

@@ -21,13 +21,13 @@ bool suits_groups(const ConvShape& shape) {
   return outputs % kLanes == 0 || (inputs == 4 && outputs == 4 && suits_pieces(shape));
 }
 
-// Whether the vendor sums over taps in three dims as fast as these kernels, and finds the weight gradient faster: so it
-// does with stride 1, one group and more taps than one (measured on Zen 4: these kernels have 1.0 and 0.8 to 0.95 of
-// its speed). A single small volume it unfolds, at a third of that speed.
+// Whether the vendor sums over taps in three dims faster than these kernels: so it does by AVX2 with stride 1, one
+// group and more taps than one. A single small volume it unfolds, at a third of that speed.
 bool suits_vendor(const ConvShape& shape) {
   constexpr int64_t kUnfolded = 20480;  // channels x levels x rows, torch's own bound
+  if (active_isa() == Isa::kAvx512 || shape.has_one_level() || shape.groups > 1) return false;
   const bool unfolds = shape.images == 1 && shape.inputs * shape.size.level * shape.size.row <= kUnfolded;
-  return !shape.has_one_level() && shape.stride.product() == 1 && shape.taps() > 1 && shape.groups == 1 && !unfolds;
+  return shape.stride.product() == 1 && shape.taps() > 1 && !unfolds;
 }
 
 // At least a sixth of the products must not be padding.
@@ -97,10 +97,8 @@ std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool
   if (winograd) {
     const int64_t tile = *winograd == Method::kWinograd4 ? 4 : 2;
     const int64_t tiles = shape.images * size.level * divide_up(size.row, tile) * divide_up(size.column, tile);
-    // Over three levels each tile meets three banks.
-    const bool one = shape.kernel.level == 1;
-    const int64_t rows = one ? tiles : tiles * 2 / 3;
-    return is_worth_packing(weights, rows, true, one) ? winograd : std::nullopt;  // whose banks are not kept
+    const int64_t rows = shape.kernel.level == 1 ? tiles : tiles * 2 / 3;  // each tile meets a bank a level
+    return is_worth_packing(weights, rows, true, true) ? winograd : std::nullopt;  // whose banks are not kept
   }
   const Method method = !transposed && suits_pieces(shape) ? Method::kPieces : Method::kDirect;
   if (method == Method::kDirect && !transposed && !thin && suits_vendor(shape)) return std::nullopt;

@@ -83,7 +83,8 @@ bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   if (patches) return needs.x || pixels <= kPatches;
   if (layer.rows && shape.is_pointwise() && !layer.transposed) return weights >= kInPlace * pixels;
   const std::optional<Method> own = float_method(shape, layer.transposed);
-  if (pixels > (goes_by_winograd(own) ? kBesideWinograd : kMost)) return false;
+  const int64_t beside_winograd = shape.kernel.level > 1 ? kFew : kBesideWinograd;
+  if (pixels > (goes_by_winograd(own) ? beside_winograd : kMost)) return false;
   return weights >= kWeightsAPixel * pixels || (weights >= kBesideVendor * pixels && !own);
 }
 

@@ -121,11 +121,11 @@ void narrow_banks(G& geometry) {
   geometry.narrow_banks = true;
 }
 
-// Divides a layer whose banks are larger than a worker's cache into bundles of at least `least` blocks, so that each is
-// packed, read and overwritten there. False, and nothing is changed, where the banks fit.
+// Divides a layer whose banks, of `block` floats for an output block, are larger than a worker's cache into bundles of
+// at least `least` blocks, so that each is packed, read and overwritten there. False, and nothing is changed, where the
+// banks fit.
 template <class G>
-bool divide_into_bundles(int64_t least, G& geometry) {
-  const int64_t block = geometry.planes * geometry.block_floats();
+bool divide_into_bundles(int64_t least, int64_t block, G& geometry) {
   if (geometry.conv_bundle_blocks * block <= kBankCache) return false;
   const int64_t most = geometry.conv_bundle_blocks;
   geometry.conv_bundle_blocks = std::clamp(kBankCache / block, std::min(least, most), most);

@@ -297,14 +297,16 @@ using Gather = void (*)(const Geometry&, const float*, const float*, int64_t, in
 __attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, const float* map, const float* zeros,
                                                       int64_t first, int64_t count, const float* bank,
                                                       const Depth& depth, int64_t blocks, OutputLines& outputs,
-                                                      Gather gather, const Panel& panel, const Panel& product) {
+                                                      Gather gather, bool gathered, const Panel& panel,
+                                                      const Panel& product) {
   PlanePair levels[kMaxLevelTaps];
   int64_t level_count = 0;
   for (int64_t l = 0; l < geometry.level_taps; ++l) {
     const int64_t step = l - geometry.level_taps / 2;
+    if (!geometry.meets_level(l)) continue;
     if (!has_level(geometry, unit_at(geometry, first).image, step) && is_one_image(geometry, first, count)) continue;
     const Panel level = panel.after(level_count * geometry.planes);
-    gather(geometry, map, zeros, first, count, step, level);
+    if (!gathered) gather(geometry, map, zeros, first, count, step, level);
     levels[level_count++] = {level.data, bank + l * geometry.level_bank()};
   }
   for (int64_t p = 0; p < geometry.planes; ++p) {
@@ -330,7 +332,8 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
   if (geometry.is_winograd()) {
     const Gather gather = geometry.tile == 4 ? gather_tiles<4, Round> : gather_tiles<2, Round>;
     if (geometry.level_taps > 1)
-      return convolve_levels(geometry, map, zeros, first, count, bank, depth, blocks, outputs, gather, panel, product);
+      return convolve_levels(geometry, map, zeros, first, count, bank, depth, blocks, outputs, gather, gathered, panel,
+                             product);
     const int64_t columns = ahead.bank ? kCols : blocks;
     const auto fetch = [&](int64_t plane, int64_t column) {
       if (!ahead.bank || rows < 2 * kRowMultiple || plane >= geometry.planes) return;
@@ -397,8 +400,8 @@ WNFUSED_INLINE bool finds_panel(const Geometry& geometry, int64_t item, LeftPane
 }
 
 // Item `item` of a convolution: one chunk of units, one bundle of output blocks. gathered: the last item that ran on
-// this scratch was one of the same chunk and the same channels, by Winograd's method in two dims. A panel that its
-// product overwrote is not met again: no other output block sums over its channels.
+// this scratch was one of the same chunk and the same channels, by Winograd's method. A panel that its product
+// overwrote is not met again: no other output block sums over its channels.
 template <Ending kEnding>
 inline void convolution_item(const Geometry& geometry, int64_t item, const float* map, bool round_map,
                              const float* zeros, const float* bank, const ConvEpilogue<float>& epilogue,

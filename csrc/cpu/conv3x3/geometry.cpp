@@ -107,9 +107,10 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
 void pack_by_bundles(Geometry& geometry, int64_t workers) {
   // Floats from which packing a bank in a worker's cache, again for every chunk, is faster than reading it from afar.
   constexpr int64_t kFar = 1 << 19;
-  const bool takes_panels = geometry.is_winograd() && geometry.level_taps == 1 && geometry.units > 0;
+  const bool takes_panels = geometry.is_winograd() && geometry.units > 0;
   const bool wide = geometry.groups == 1 && (geometry.weights_dominate || geometry.bank_size() > kFar);
-  if (!takes_panels || !wide || !divide_into_bundles(1, geometry)) return narrow_banks(geometry);
+  const int64_t block = geometry.level_taps * geometry.planes * geometry.block_floats();
+  if (!takes_panels || !wide || !divide_into_bundles(1, block, geometry)) return narrow_banks(geometry);
   // A chunk for every worker, if that leaves enough rows for what it costs to pack.
   constexpr int64_t kRows = 48, kLeastRows = 24;
   int64_t chunks = geometry.units <= kMaxPanelRows ? 1 : divide_up(geometry.units, kRows);

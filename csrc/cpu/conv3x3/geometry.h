@@ -95,6 +95,11 @@ struct Geometry : MapShape, Division {
   int64_t group_of(int64_t output_block) const { return output_block / group_blocks; }
   int64_t source_block(int64_t output_block) const { return group_of(output_block) * depth_blocks; }
   int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
+  // Whether any level of a volume has another one where this level of the kernel meets it.
+  bool meets_level(int64_t level_tap) const {
+    const int64_t step = level_tap - level_taps / 2;
+    return -levels < step && step < levels;
+  }
   int64_t bank_size() const {
     if (is_pairs()) return segments * bank_blocks * block_floats();
     return level_taps * level_bank();

@@ -69,7 +69,7 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
       }
     } else {
       for (int64_t l = 0; l < kLevelTaps; ++l)
-        for (int i = 0; i < kLanes; ++i)
+        for (int i = 0; i < kLanes && geometry.meets_level(l); ++i)
           put_filter(geometry, filter(i, l), target + l * geometry.level_bank() + i * kLanes);
       target += kLanes * kLanes;
     }
@@ -127,6 +127,7 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       for (int64_t r = 0; r < kLanes; r += 2, target += 2 * kLanes) {
         for (int64_t l = 0; l < kLevelTaps; ++l) {
+          if (!geometry.meets_level(l)) continue;
           const int64_t first = (kLevelTaps - 1 - l) * kTaps;
           WNFUSED_UNROLL for (int i = 0; i < 2; ++i)
             row_filters<decltype(order)::taps_first>(rows, r + i, shape.taps, first, scale[r + i], job.round_operands,

@@ -180,7 +180,8 @@ Window backward_window(const ConvShape& shape, int64_t workers);
 // Divides a wide layer's convolution anew, so that it packs its banks bundle by bundle.
 inline void pack_by_bundles(Window& window, int64_t) {
   constexpr int64_t kPair = 2;  // of blocks, which a register tile is made of
-  if (!window.weights_dominate || !divide_into_bundles(kPair, window)) narrow_banks(window);
+  const int64_t block = window.planes * window.block_floats();
+  if (!window.weights_dominate || !divide_into_bundles(kPair, block, window)) narrow_banks(window);
 }
 
 // Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line
