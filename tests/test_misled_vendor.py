@@ -18,9 +18,9 @@ TOLERANCE = {torch.float32: 64 * 2.0**-24, torch.bfloat16: 4 * 2.0**-9}
 
 # What torch itself gets wrong, by oneDNN: bfloat16 kernels with a tap that meets nothing but padding, with a dilation
 # of groups and in channels_last, of a single tap with a stride, of groups whose outputs are one column; float32 ones
-# padded far beyond their depth, those of one input channel whose output is one column, and those that meet nothing but
-# padding; transposed ones in float32 with a stride and a dilation. And by torch: groups beside an image cut out of
-# others, with weights in channels_last.
+# padded far beyond their depth, those of one input channel whose output is one column, those that meet nothing but
+# padding, and in channels_last those of a single tap with a stride; transposed ones in float32 with a stride and a
+# dilation. And by torch: groups beside an image cut out of others, with weights in channels_last.
 MISLEADING = {
     "outputs of a group": (
         lambda: wnfused.WNConv2d(96, 288, 5, (1, 5), 2, groups=96),
@@ -130,6 +130,9 @@ MISLEADING = {
     ),
     "dilated": (lambda: wnfused.WNConvTranspose1d(32, 1, 8, 3, 15, dilation=3), (2, 32, 31), torch.float32),
     "groups": (lambda: wnfused.WNConvTranspose1d(64, 64, 8, 2, 18, 1, 4, dilation=3), (2, 64, 35), torch.float32),
+    "strided pixels in float32": (lambda: wnfused.WNConv2d(8, 2, 1, 2), (8, 8, 56, 56), torch.float32),
+    "strided pixels of groups": (lambda: wnfused.WNConv2d(36, 6, 1, 2, groups=3), (2, 36, 30, 30), torch.float32),
+    "transposed, strided pixels": (lambda: wnfused.WNConvTranspose2d(16, 8, 1, 2), (8, 16, 28, 28), torch.float32),
     "channels last": (
         lambda: wnfused.WNConvTranspose2d(17, 34, (4, 1), groups=17).to(memory_format=torch.channels_last),
         (1, 17, 3, 3),
@@ -191,7 +194,10 @@ def test_groups_beside_an_image_that_is_cut_out_of_others(kernel, dtype, backend
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
-@pytest.mark.parametrize("name", ["dilated groups", "strided pixels", "one column of outputs", "beyond the depth"])
+@pytest.mark.parametrize(
+    "name",
+    ["dilated groups", "strided pixels", "strided pixels in float32", "one column of outputs", "beyond the depth"],
+)
 def test_what_the_vendor_gets_wrong_normalised_along_another_dim(name, last):
     make, shape, dtype = MISLEADING[name]
     layer = make()

@@ -89,17 +89,19 @@ def _backward_is_wrong(
 ) -> bool:  # fmt: skip
     """Whether the backward alone is wrong, by oneDNN 3.x on a CPU (torch 2.13); ``weight``: that gradient is asked for.
 
-    In bfloat16 a kernel of a single tap with a stride writes beyond its memory for fewer than 16 channels. Weight
-    gradients are wrong in transposed convolutions with a stride and a dilation; and in bfloat16 with a dilation, of
-    groups, and in channels_last where the inputs (of a transposed one the outputs) are more than 16 and no multiple of
-    that. (``conv_vendor.cpp`` asks the same, as far as it has such layers.)
+    A kernel of a single tap with a stride writes beyond its memory for fewer than 16 channels: in bfloat16, and the
+    weight gradient in float32 in channels_last over two dims. Weight gradients are wrong in transposed convolutions
+    with a stride and a dilation; and in bfloat16 with a dilation, of groups, and in channels_last where the inputs (of
+    a transposed one the outputs) are more than 16 and no multiple of that. (``conv_vendor.cpp`` asks the same, as far
+    as it has such layers.)
     """
     strided, dilated = max(stride) > 1, max(dilation) > 1
-    if half and strided and w.shape[1] < 16 and math.prod(w.shape[2:]) == 1:
+    last = w.dim() == 4 and not (x.is_contiguous() and w.is_contiguous())
+    few = strided and w.shape[1] < 16 and math.prod(w.shape[2:]) == 1
+    if few and (half or (weight and last)):
         return True
     if not weight or not dilated:
         return False
-    last = w.dim() == 4 and not (x.is_contiguous() and w.is_contiguous())
     ragged = last and w.shape[1] > 16 and w.shape[1] % 16 != 0
     return (transposed and strided) or (half and (groups > 1 or ragged))
 

@@ -63,20 +63,27 @@ bool has_levels_unread(const Tensor& x, const Tensor& w, const Sliding& at) {
   return last + at.dilation[0] * (w.size(2) - 1) < x.size(2) - 1;
 }
 
-// The same for the backward, where more goes wrong in bfloat16:
+bool is_channels_last_for_vendor(const Tensor& x, const Tensor& w) {
+  return w.dim() == 4 && !(x.is_contiguous() && w.is_contiguous());
+}
+
+// The same for the backward, where more goes wrong:
+//   - with a single tap, a stride and fewer than 16 inputs it writes beyond its memory, in float32 for dw and in
+//     channels_last over two dims;
+// and in bfloat16
 //   - gradients of levels that no window reads are not written;
-//   - with a single tap, a stride and fewer than 16 inputs it writes beyond its memory;
 //   - with a dilation dw is wrong of groups, and in channels_last of more than 16 inputs that are no multiple of 16.
 bool vendor_backward_is_wrong(const Tensor& x, const Tensor& w, const Sliding& at, bool weight) {
   if (vendor_is_wrong(x, w, at)) return true;
-  if (!is_bfloat16(x)) return false;
-  if (has_levels_unread(x, w, at)) return true;
   const bool strided = *std::max_element(at.stride.begin(), at.stride.end()) > 1;
+  const bool few = w.numel() == w.size(0) * w.size(1) && strided && w.size(1) < 16;
+  const bool last = is_channels_last_for_vendor(x, w);
+  if (x.scalar_type() == ScalarType::Float) return few && weight && last;
+  if (!is_bfloat16(x)) return false;
+  if (few || has_levels_unread(x, w, at)) return true;
   const bool dilated = *std::max_element(at.dilation.begin(), at.dilation.end()) > 1;
-  const bool one_tap = w.numel() == w.size(0) * w.size(1);
-  const bool last = w.dim() == 4 && !(x.is_contiguous() && w.is_contiguous());
   const bool ragged = last && w.size(1) > 16 && w.size(1) % 16 != 0;
-  return (one_tap && strided && w.size(1) < 16) || (weight && dilated && (at.groups > 1 || ragged));
+  return weight && dilated && (at.groups > 1 || ragged);
 }
 
 Tensor in_wider_dtype(const Tensor& t) { return as_dtype(t, is_bfloat16(t) ? ScalarType::Float : ScalarType::Double); }
@@ -106,7 +113,13 @@ Tensor readable(const Tensor& x, const Sliding& at) {
 std::pair<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x_given, const Tensor& w, const Sliding& at, bool input, bool weight) {
   const Tensor x = readable(x_given, at);
+  const auto contiguous = [](const Tensor& t) { return torch::stable::contiguous(t); };
   if (vendor_backward_is_wrong(x, w, at, weight)) {
+    // In NCHW it is right, and faster than in float64.
+    if (x.scalar_type() == ScalarType::Float && is_channels_last_for_vendor(x, w) && !vendor_is_wrong(x, w, at)) {
+      auto [dx, dw] = convolution_backward(contiguous(dz), contiguous(x), contiguous(w), at, input, weight);
+      return {input ? laid_out_as(dx, x) : dx, weight ? laid_out_as(dw, w) : dw};
+    }
     std::pair<Tensor, Tensor> found =
         convolution_backward(in_wider_dtype(dz), in_wider_dtype(x), in_wider_dtype(w), at, input, weight);
     if (input) found.first = as_dtype(found.first, x.scalar_type());
