@@ -1,5 +1,6 @@
 // When a layer of few channels goes by strips.
 #include "cpu/choice/rules.h"
+#include "cpu/machine/isa.h"
 #include "cpu/strips/strips.h"
 
 namespace wnfused::cpu {
@@ -7,12 +8,15 @@ namespace {
 
 constexpr int64_t kFewChannels = 6;
 
-// More channels than these fill the lanes of other kernels.
+// More channels than these fill the lanes of other kernels: of layers over one dim those of Winograd's method along
+// lines, which need more than half of a vector to be worth its transforms.
 bool has_few_channels(const ConvShape& shape) {
-  constexpr int64_t kGroup = 24, kStridedGroup = 15;
+  constexpr int64_t kGroup = 24, kStridedGroup = 15, kOfLines = 8, kOfWideLines = 12;
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  if (shape.groups == 1) return std::min(inputs, outputs) <= kFewChannels;
-  return shape.stride.product() > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
+  if (shape.groups > 1)
+    return shape.stride.product() > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
+  const int64_t of_lines = active_isa() == Isa::kAvx512 ? kOfWideLines : kOfLines;
+  return std::min(inputs, outputs) <= (shape.size.row == 1 ? of_lines : kFewChannels);
 }
 
 // Channels of y up to which it is as fast to turn as to sum them. Of more, of first layers alone, the vendor's gradient
