@@ -106,9 +106,12 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
 
 void pack_by_bundles(Geometry& geometry, int64_t workers) {
   // Floats from which packing a bank in a worker's cache, again for every chunk, is faster than reading it from afar.
-  constexpr int64_t kFar = 1 << 19;
+  // Of three levels a chunk's panels are more than that cache holds, and are read from afar for every bundle instead.
+  constexpr int64_t kFar = 1 << 19, kFarLevels = 1 << 21;
   const bool takes_panels = geometry.is_winograd() && geometry.units > 0;
-  const bool wide = geometry.groups == 1 && (geometry.weights_dominate || geometry.bank_size() > kFar);
+  const bool one = geometry.level_taps == 1, far = geometry.bank_size() > (one ? kFar : kFarLevels);
+  const bool dominate = geometry.weights_dominate && (one || geometry.units <= kMaxPanelRows);
+  const bool wide = geometry.groups == 1 && (dominate || far);
   const int64_t block = geometry.level_taps * geometry.planes * geometry.block_floats();
   if (!takes_panels || !wide || !divide_into_bundles(1, block, geometry)) return narrow_banks(geometry);
   // A chunk for every worker, if that leaves enough rows for what it costs to pack.

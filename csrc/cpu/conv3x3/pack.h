@@ -68,9 +68,11 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
         pair_filters.put(input_block * kLanes + i, pairs_of_tap);
       }
     } else {
-      for (int64_t l = 0; l < kLevelTaps; ++l)
-        for (int i = 0; i < kLanes && geometry.meets_level(l); ++i)
+      for (int64_t l = 0; l < kLevelTaps; ++l) {
+        if (!geometry.meets_level(l)) continue;
+        for (int i = 0; i < kLanes; ++i)
           put_filter(geometry, filter(i, l), target + l * geometry.level_bank() + i * kLanes);
+      }
       target += kLanes * kLanes;
     }
   }
