@@ -71,7 +71,6 @@ bool rows_outdo_banks(const ConvTraits& layer) {
 
 bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   constexpr int64_t kNarrow = 4096, kWeightsAPixel = 2048, kBesideVendor = 1024, kInPlace = 300, kPatches = 64;
-  constexpr int64_t kBesideWinograd = 50;
   const ConvShape& shape = layer.shape;
   if (has_pixels_for_rows(layer)) return true;
   if (!can_unfold(layer)) return false;
@@ -83,8 +82,7 @@ bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   if (patches) return needs.x || pixels <= kPatches;
   if (layer.rows && shape.is_pointwise() && !layer.transposed) return weights >= kInPlace * pixels;
   const std::optional<Method> own = float_method(shape, layer.transposed);
-  const int64_t beside_winograd = shape.kernel.level > 1 ? kFew : kBesideWinograd;
-  if (pixels > (goes_by_winograd(own) ? beside_winograd : kMost)) return false;
+  if (pixels > (goes_by_winograd(own) ? kFew : kMost)) return false;
   return weights >= kWeightsAPixel * pixels || (weights >= kBesideVendor * pixels && !own);
 }
 

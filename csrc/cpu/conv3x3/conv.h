@@ -22,18 +22,24 @@
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-// Planes of [blocks][rows][16] floats. The plane stride is odd in cache lines, so that the 16 stores of a transform
-// fall into different cache sets.
+// Planes of [blocks][rows][16] floats; by_blocks, blocks of [planes][rows][16]. The plane stride is odd in cache lines,
+// so that the 16 stores of a transform fall into different cache sets.
 struct Panel {
   float* data;
   int64_t rows;
-  int64_t plane_stride;
+  int64_t plane_stride, block_stride;
 
   Panel(float* data, int64_t rows, int64_t blocks)
-      : data(data), rows(rows), plane_stride((blocks * rows | 1) * kLanes) {}
+      : data(data), rows(rows), plane_stride((blocks * rows | 1) * kLanes), block_stride(rows * kLanes) {}
+
+  static Panel by_blocks(float* data, int64_t rows, int64_t planes) {
+    Panel panel(data, rows, 1);
+    panel.block_stride = planes * panel.plane_stride;
+    return panel;
+  }
 
   float* at(int64_t plane, int64_t block, int64_t row) const {
-    return data + plane * plane_stride + (block * rows + row) * kLanes;
+    return data + plane * plane_stride + block * block_stride + row * kLanes;
   }
 
   // Another one, behind so many planes.

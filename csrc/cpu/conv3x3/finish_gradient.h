@@ -90,7 +90,8 @@ inline void take_own_channels(const Geometry& geometry, bool taps_first, int64_t
   }
 }
 
-// dv, dg and dbias of one output block. factor: what every gradient that reached this convolution was scaled by.
+// dv, dg and dbias of one output block, whose part of the bank begins at `bank`. factor: what every gradient that
+// reached this convolution was scaled by.
 // `scratch`: a unit and kFinishRows rows.
 template <int kLevelTaps, class Job>
 void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, float factor, const float* bank,
@@ -105,7 +106,7 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
   for (int64_t input_block = 0; input_block < geometry.depth_blocks; ++input_block) {
     const int64_t input0 = input_block * kLanes;
     if (geometry.wgrad_turned) {
-      const float* source = bank + (input_block * geometry.padded_channels + output_block * kLanes) * kLanes;
+      const float* source = bank + input_block * geometry.padded_channels * kLanes;
       with_order(job.v, [&](auto order) {
         constexpr bool kTapsFirst = decltype(order)::taps_first;
         float* target = gradients + (kTapsFirst ? input0 : input0 * shape.taps);
@@ -113,7 +114,7 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
       });
       continue;
     }
-    const float* source = bank + output_block * geometry.gradient_floats() + input0 * kLanes;
+    const float* source = bank + input0 * kLanes;
     for (int i = 0; i < kLanes; ++i)
       sum_slices<kLevelTaps>(geometry, source + i * kLanes, lanes + i * shape.taps * kLanes);
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {

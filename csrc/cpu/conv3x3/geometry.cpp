@@ -41,6 +41,13 @@ const char* name_of(Method method) {
 
 namespace {
 
+// Of the only panel of so many units: rows that it does not need spread those that it does over a part of a cache's
+// sets.
+int64_t rows_of_one(int64_t units, int64_t most) {
+  constexpr int64_t kRows = 4;  // register tiles have a multiple of them
+  return std::min(most, round_up(std::max<int64_t>(units, 1), kRows));
+}
+
 // Divides the layer of several groups: an item reads the channels of one, and multiplies by a bank that stays in a
 // worker's cache.
 void divide_by_convolution_groups(Geometry& geometry) {
@@ -88,6 +95,7 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
   const Work work{geometry.output_blocks, geometry.bank_size(), geometry.map_size(), geometry.gradient_size(),
                   rows,                   16,                   workers,             kStay};
   divide_convolution(work, [&](int64_t rows) { return divide_up(geometry.units, rows); }, geometry);
+  if (geometry.conv_chunks <= 1) geometry.conv_rows = rows_of_one(geometry.units, geometry.conv_rows);
   int64_t slice_units = (geometry.tile == 4 ? 2 : 4) * geometry.padded_channels;
   // So many groups are parallel enough.
   if (geometry.groups > 1) slice_units = std::max(slice_units, divide_up(geometry.units * geometry.groups, kMaxSlices));
@@ -96,10 +104,11 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
   // Reading panels again from the last level of cache is cheaper than transforming their inputs again for every bundle.
   constexpr int64_t kKeptFloats = 3 << 19;
   const int64_t panels = divide_up(std::min(geometry.wgrad_slice_units, geometry.units), geometry.wgrad_rows);
+  if (panels <= 1) geometry.wgrad_rows = rows_of_one(geometry.units, geometry.wgrad_rows);
   const int64_t floats = panels * geometry.wgrad_rows * geometry.planes * geometry.padded_channels;
   const bool same = geometry.is_winograd() && geometry.level_taps == 1 && geometry.groups == 1;
-  const bool again = same && geometry.wgrad_bundles > workers;
-  geometry.wgrad_kept_panels = again && floats <= kKeptFloats ? panels : 0;
+  geometry.wgrad_keeps = same && geometry.wgrad_bundles > workers && floats <= kKeptFloats;
+  geometry.wgrad_panels = geometry.is_winograd() && (geometry.wgrad_keeps || panels == 1) ? panels : 0;
   geometry.wgrad_bundles *= geometry.level_taps;
   return geometry;
 }
@@ -121,7 +130,18 @@ void pack_by_bundles(Geometry& geometry, int64_t workers) {
   if (even * kLeastRows <= geometry.units) chunks = even;
   geometry.conv_rows = round_up(divide_up(geometry.units, chunks), kLanes);
   geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
+  if (geometry.conv_chunks == 1) geometry.conv_rows = rows_of_one(geometry.units, geometry.conv_rows);
   geometry.weights_stay = geometry.conv_chunks == 1;
+}
+
+void finish_with_sums(Geometry& geometry, int64_t workers) {
+  constexpr int64_t kItemsEach = 2;
+  const int64_t bundles = geometry.wgrad_bundles / geometry.level_taps;
+  const bool enough = geometry.level_taps == 1 || bundles >= kItemsEach * workers;
+  if (!geometry.is_winograd() || geometry.wgrad_slices > 1 || !enough) return;
+  geometry.wgrad_finishes = true;
+  geometry.wgrad_bundles = bundles;
+  geometry.gradient_stride = geometry.wgrad_bundle_blocks * geometry.gradient_floats() + kLanes;
 }
 
 Geometry make_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks, Method method,

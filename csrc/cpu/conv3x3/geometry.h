@@ -12,6 +12,7 @@
 // that meets a value that is not finite is run again: a stage with the direct method, a layer by the vendor.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/conv/division.h"
@@ -44,9 +45,14 @@ struct Geometry : MapShape, Division {
   // tile_cols an image.
   int64_t tile, tile_rows, tile_cols, units;
   int64_t planes, plane_stride;  // of a bank; the stride is padded so that planes do not share cache sets
-  int64_t gradient_stride;       // of a weight gradient's bank, which is of all output blocks
-  // Panels of inputs that a weight gradient's item leaves to the next one of its slice: all of them, or 0.
-  int64_t wgrad_kept_panels;
+  int64_t gradient_stride;       // of a plane of a weight gradient's bank
+  // Winograd's weight gradient: the panels of a slice where they are gathered together and met input block by input
+  // block (wgrad.h), or 0; whether an item leaves those of its inputs to the next one of the slice.
+  int64_t wgrad_panels;
+  bool wgrad_keeps;
+  // Whether an item finishes the rows of its output blocks itself: the only slice's, with all levels. Its bank is a
+  // worker's own, of one bundle; else a bank is a slice's, of all output blocks.
+  bool wgrad_finishes;
 
   // Pairs of bfloat16 (pairs.h). A bank is [segments][bank_blocks][row_pixels][segment_depth / 2][16 lanes][2], of all
   // output blocks or, where it is narrow, of those of one bundle. A row of a product is so many neighbouring pixels
@@ -88,6 +94,9 @@ struct Geometry : MapShape, Division {
   int64_t gradient_size() const { return taps() * gradient_stride; }
   // Of an output block: in a plane of a weight gradient's bank; in a plane, or a segment, of a bank.
   int64_t gradient_floats() const { return depth_blocks * kLanes * kLanes; }
+  int64_t gradient_offset(int64_t output_block) const {
+    return output_block * (wgrad_turned ? kLanes * kLanes : gradient_floats());
+  }
   int64_t block_floats() const {
     return is_pairs() ? row_pixels * segment_depth * (kLanes / 2) : gradient_floats();
   }
@@ -131,8 +140,24 @@ struct Geometry : MapShape, Division {
   int64_t wgrad_inputs_at() const { return segment_floats(wgrad_segments()); }
   int64_t wgrad_gradients_at() const { return wgrad_inputs_at() + panel_floats(wgrad_inputs()); }
   int64_t wgrad_scratch() const { return wgrad_gradients_at() + panel_floats(wgrad_gradients()); }
-  // Of a plane of sums (wgrad.h).
-  int64_t sums_stride() const { return wgrad_bundle_blocks * gradient_floats() + kLanes; }
+  // Floats: the same of a weight gradient that is not one of pairs. A worker's scratch has panels of inputs, of
+  // gradients, sums or, where the latter two have been read, what finishing takes; then the bank that is its own.
+  int64_t panels_at_once() const { return std::max<int64_t>(wgrad_panels, 1); }
+  int64_t input_panel() const {
+    const int64_t rows = wgrad_panels ? depth_blocks * (wgrad_rows | 1) : (depth_blocks * wgrad_rows) | 1;
+    return planes * rows * kLanes;
+  }
+  int64_t gradient_panel() const { return planes * ((wgrad_bundle_blocks * wgrad_rows) | 1) * kLanes; }
+  int64_t sums_stride() const {
+    return wgrad_bundle_blocks * (wgrad_panels ? kLanes * kLanes : gradient_floats()) + kLanes;
+  }
+  int64_t gradient_panels_at() const { return panels_at_once() * input_panel(); }
+  int64_t sums_at() const { return gradient_panels_at() + panels_at_once() * gradient_panel(); }
+  int64_t own_gradient_at() const {
+    const int64_t sums = is_winograd() ? planes * sums_stride() : 0;
+    return std::max(sums_at() + sums, gradient_panels_at() + (wgrad_finishes ? finish_floats() : 0));
+  }
+  int64_t finish_floats() const { return kLanes * kLanes * taps() + kFinishRows * padded_row_floats(); }
   int64_t wgrad_segments() const {
     if (wgrad_turned) return wgrad_by_images ? (wgrad_images + 1) / 2 : wgrad_images;
     return wgrad_positions ? height * width : wgrad_lines;
@@ -161,6 +186,9 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
 
 // Divides a wide layer's convolution anew, so that it packs its banks bundle by bundle.
 void pack_by_bundles(Geometry& geometry, int64_t workers);
+
+// Divides a layer's weight gradient anew, so that whoever sums it finishes it, where that leaves enough items.
+void finish_with_sums(Geometry& geometry, int64_t workers);
 
 Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, int64_t width, int64_t blocks,
                             const PairTile& tile, int64_t workers);

@@ -121,7 +121,8 @@ void lay_out_gradient_lines(const PairTile& tile, Geometry& geometry) {
 }
 
 void divide_pair_gradient(const PairTile& tile, int64_t workers, Geometry& geometry) {
-  geometry.wgrad_kept_panels = 0;
+  geometry.wgrad_panels = 0;
+  geometry.wgrad_keeps = false;
   geometry.wgrad_positions = geometry.method == Method::kPositions;
   lay_out_gradient_positions(tile, geometry);
   if (tile.is_matrix) {

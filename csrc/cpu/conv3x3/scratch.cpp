@@ -16,12 +16,8 @@ int64_t conv_floats(const Geometry& geometry) {
 }
 
 int64_t float_worker_floats(const Geometry& geometry) {
-  const int64_t wgrad =
-      std::max<int64_t>(geometry.wgrad_kept_panels, 1) *
-          panels(geometry, geometry.wgrad_rows, geometry.depth_blocks) +
-      panels(geometry, geometry.wgrad_rows, geometry.wgrad_bundle_blocks) +
-      (geometry.is_winograd() ? geometry.planes * geometry.sums_stride() : 0);
-  return std::max(conv_floats(geometry), wgrad);
+  const int64_t own = geometry.wgrad_finishes ? geometry.gradient_size() : 0;
+  return std::max(conv_floats(geometry), geometry.own_gradient_at() + own);
 }
 
 }  // namespace
@@ -29,11 +25,10 @@ int64_t float_worker_floats(const Geometry& geometry) {
 int64_t packing_offset(const Geometry& geometry) { return geometry.by_bundles ? conv_floats(geometry) : 0; }
 
 int64_t worker_floats(const Geometry& geometry) {
-  const int64_t unit = kLanes * kLanes * geometry.taps(), row = geometry.padded_row_floats();
-  const int64_t pack = 2 * unit, finish = unit + kFinishRows * row;
+  const int64_t pack = 2 * kLanes * kLanes * geometry.taps();
   const int64_t conv = geometry.is_pairs() ? std::max(geometry.conv_scratch(), geometry.wgrad_scratch())
                                            : float_worker_floats(geometry);
-  return std::max({conv, packing_offset(geometry) + pack, finish});
+  return std::max({conv, packing_offset(geometry) + pack, geometry.finish_floats()});
 }
 
 int64_t zeros_floats(const Geometry& geometry) {

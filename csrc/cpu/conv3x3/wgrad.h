@@ -9,10 +9,11 @@
 //   direct:   one plane of gradients meets the panels of nine taps.
 //
 // Eight (or 16) inputs x 2 (or 1) output blocks are held in registers over the rows of a panel; sums are read and
-// written once a panel. Winograd's 16 or 36 planes of sums are a worker's own and become the nine taps of the slice's
-// bank at its end: whoever finishes the gradient (finish_gradient.h) may be on another core, and a line that crosses
-// over costs as much as a hundred multiply-adds. Slices are summed there, in order, so that the order of every sum is
-// fixed by the shape. The bias gradient is summed along the way.
+// written once a panel. Winograd's 16 or 36 planes of sums are a worker's own and become nine taps of the slice's bank:
+// whoever finishes the gradient (finish_gradient.h) may be on another core, and a line that crosses over costs as much
+// as a hundred multiply-adds. Where all panels of a slice are there at once the sums are of one input block at a time;
+// where there is one slice alone, a layer's bank is a worker's own as well, who finishes it at once. Slices are summed
+// there, in order, so that the order of every sum is fixed by the shape. The bias gradient is summed along the way.
 #pragma once
 
 #include "cpu/conv3x3/conv.h"
@@ -70,13 +71,13 @@ inline void gather_pixel_gradients(const Geometry& geometry, const float* map, i
   }
 }
 
-// The sums of a slice: `planes` of [output block][input][16], which are its bank itself where a plane is a tap.
+// `planes` of sums, [output block][input][16].
 struct Sums {
   float* data;
   int64_t plane_stride;
 };
 
-// The taps of a slice from its sums.
+// `floats` of every tap, from so many sums of every plane.
 template <int M>
 inline void reduce_sums(const Geometry& geometry, const Sums& sums, int64_t floats, float* bank) {
   for (int64_t i = 0; i < floats; i += kLanes)
@@ -91,62 +92,174 @@ inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t
                    blocks, accumulate, bank + b * kLanes * kLanes, geometry.gradient_floats());
 }
 
+// What is summed at a time: units of a slice, a bundle of output blocks, one level of the kernel.
+struct GradientPart {
+  int64_t begin, end;
+  int64_t first_block, blocks;
+  int64_t level;
+
+  int64_t count(int64_t first, int64_t rows) const { return smaller(rows, end - first); }
+};
+
+// The maps that it is summed from. x: from the first channel that the outputs sum over.
+struct GradientMaps {
+  const float *x, *dy, *zeros;
+};
+
+// Taps of a part, pixel by pixel.
+template <bool RoundX, bool RoundGradient>
+inline void sum_pixel_products(const Geometry& geometry, const GradientPart& part, const GradientMaps& maps,
+                               float* bank, float* bias_gradient, float* scratch) {
+  const int64_t rows = geometry.wgrad_rows;
+  const Panel panel(scratch, rows, geometry.depth_blocks);
+  const Panel gradients(scratch + geometry.gradient_panels_at(), rows, part.blocks);
+  for (int64_t first = part.begin; first < part.end; first += rows) {
+    const int64_t count = part.count(first, rows);
+    gather_pixel_gradients<RoundGradient>(geometry, maps.dy, first, count, part.first_block, part.blocks, gradients,
+                                          bias_gradient);
+    for (int tap = 0; tap < kTaps; ++tap)
+      if (gather_tap<RoundX>(geometry, maps.x, first, count, tap, panel, tap))
+        multiply_plane(geometry, panel, tap, gradients, 0, count, part.blocks, true,
+                       bank + tap * geometry.gradient_stride);
+  }
+}
+
+// Winograd's panels of inputs and gradients that are there already.
+struct Gathered {
+  bool inputs, gradients;
+};
+
+// Taps of a part, tile by tile: panel after panel, each over all planes, whose sums are of all inputs.
+template <int M, bool RoundX, bool RoundGradient>
+inline void sum_tile_products(const Geometry& geometry, const GradientPart& part, const GradientMaps& maps,
+                              float* bank, float* bias_gradient, float* scratch) {
+  const int64_t rows = geometry.wgrad_rows, step = part.level - geometry.level_taps / 2;
+  const Panel inputs(scratch, rows, geometry.depth_blocks);
+  const Panel gradients(scratch + geometry.gradient_panels_at(), rows, part.blocks);
+  const Sums sums{scratch + geometry.sums_at(), geometry.sums_stride()};
+  for (int64_t first = part.begin; first < part.end; first += rows) {
+    const int64_t count = part.count(first, rows);
+    gather_tile_gradients<M, RoundGradient>(geometry, maps.dy, first, count, part.first_block, part.blocks, gradients,
+                                            bias_gradient);
+    gather_tiles<M, RoundX>(geometry, maps.x, maps.zeros, first, count, step, inputs);
+    for (int64_t p = 0; p < geometry.planes; ++p)
+      multiply_plane(geometry, inputs, p, gradients, p, count, part.blocks, first > part.begin,
+                     sums.data + p * sums.plane_stride);
+  }
+  reduce_sums<M>(geometry, sums, part.blocks * geometry.gradient_floats(), bank);
+}
+
+// The same where all of the slice's panels are gathered at once: block by block of the inputs, so that a block's sums
+// over all planes stay in a near cache.
+template <int M, bool RoundX, bool RoundGradient>
+inline void sum_tile_products_by_blocks(const Geometry& geometry, const GradientPart& part, const GradientMaps& maps,
+                                        const Gathered& gathered, float* bank, float* bias_gradient, float* scratch) {
+  const int64_t rows = geometry.wgrad_rows, step = part.level - geometry.level_taps / 2;
+  const auto inputs = [&](int64_t i) {
+    return Panel::by_blocks(scratch + i * geometry.input_panel(), rows, geometry.planes);
+  };
+  const auto gradients = [&](int64_t i) {
+    return Panel(scratch + geometry.gradient_panels_at() + i * geometry.gradient_panel(), rows, part.blocks);
+  };
+  const Sums sums{scratch + geometry.sums_at(), geometry.sums_stride()};
+  int64_t panels = 0;
+  for (int64_t first = part.begin; first < part.end; first += rows, ++panels) {
+    const int64_t count = part.count(first, rows);
+    if (!gathered.gradients)
+      gather_tile_gradients<M, RoundGradient>(geometry, maps.dy, first, count, part.first_block, part.blocks,
+                                              gradients(panels), bias_gradient);
+    if (!gathered.inputs)
+      gather_tiles<M, RoundX>(geometry, maps.x, maps.zeros, first, count, step, inputs(panels));
+  }
+  constexpr int64_t kSquare = kLanes * kLanes;
+  for (int64_t b = 0; b < geometry.depth_blocks; ++b) {
+    for (int64_t p = 0; p < geometry.planes; ++p)
+      for (int64_t i = 0; i < panels; ++i)
+        multiply_outer(inputs(i).at(p, b, 0), gradients(i).at(p, 0, 0), rows * kLanes,
+                       part.count(part.begin + i * rows, rows), part.blocks, i > 0, sums.data + p * sums.plane_stride,
+                       kSquare);
+    for (int64_t c = 0; c < part.blocks; ++c)
+      reduce_sums<M>(geometry, {sums.data + c * kSquare, sums.plane_stride}, kSquare,
+                     bank + c * geometry.gradient_floats() + b * kSquare);
+  }
+}
+
+// Taps of a part, at `bank`, and the sums of its gradients if bias_gradient is not null.
+template <bool RoundX, bool RoundGradient>
+inline void sum_products(const Geometry& geometry, const GradientPart& part, const GradientMaps& maps,
+                         const Gathered& gathered, float* bank, float* bias_gradient, float* scratch) {
+  const bool direct = geometry.method == Method::kDirect;
+  const bool none = part.begin >= part.end || !geometry.meets_level(part.level);
+  // Winograd writes every tap at once; one that no pixel of the slice reaches would stay unwritten.
+  for (int tap = 0; tap < kTaps && (direct || none); ++tap)
+    __builtin_memset(bank + tap * geometry.gradient_stride, 0,
+                     part.blocks * geometry.gradient_floats() * sizeof(float));
+  if (bias_gradient)
+    __builtin_memset(bias_gradient + part.first_block * kLanes, 0, part.blocks * kLanes * sizeof(float));
+  if (none) return;
+  if (direct)
+    return sum_pixel_products<RoundX, RoundGradient>(geometry, part, maps, bank, bias_gradient, scratch);
+  if (geometry.wgrad_panels) {
+    const auto sum = geometry.tile == 4 ? sum_tile_products_by_blocks<4, RoundX, RoundGradient>
+                                        : sum_tile_products_by_blocks<2, RoundX, RoundGradient>;
+    return sum(geometry, part, maps, gathered, bank, bias_gradient, scratch);
+  }
+  const auto sum = geometry.tile == 4 ? sum_tile_products<4, RoundX, RoundGradient>
+                                      : sum_tile_products<2, RoundX, RoundGradient>;
+  sum(geometry, part, maps, bank, bias_gradient, scratch);
+}
+
+inline GradientPart gradient_part(const Geometry& geometry, int64_t slice, int64_t bundle, int64_t level) {
+  const int64_t begin = slice * geometry.wgrad_slice_units, first_block = bundle * geometry.wgrad_bundle_blocks;
+  return {begin, smaller(begin + geometry.wgrad_slice_units, geometry.units), first_block,
+          smaller(geometry.wgrad_bundle_blocks, geometry.output_blocks - first_block), level};
+}
+
+// Whether the panels of x that a slice needs were left by the item before.
+WNFUSED_INLINE bool finds_inputs(const Geometry& geometry, int64_t slice, LeftPanels& left) {
+  if (geometry.wgrad_keeps) return left.hold(LeftPanels::Of::kSlice, slice);
+  left.forget();
+  return false;
+}
+
 // Item `item` of a weight gradient: one slice of units, one bundle of output blocks, one level of the kernel. x is the
 // convolution's input, dy the gradient of its output (up to the scale of a row, which finish_gradient applies); each is
 // rounded to bfloat16 on the way if it is not an operand yet.
 //
-// Groups of one slice read the same panels of x: those that fit are gathered once, and `left` to the next item.
+// Bundles of one slice read the same panels of x: those that fit are gathered once, and `left` to the next item.
 template <bool RoundX, bool RoundGradient>
 inline void weight_gradient_item(const Geometry& geometry, int64_t item, const float* x, const float* dy,
                                  const float* zeros, float* banks, float* bias_gradients, LeftPanels& left,
                                  float* scratch) {
   const auto [slice, level_bundle] = geometry.wgrad_item(item);
   const int64_t level = level_bundle % geometry.level_taps, bundle = level_bundle / geometry.level_taps;
-  const int64_t first_block = bundle * geometry.wgrad_bundle_blocks;
-  const int64_t blocks = smaller(geometry.wgrad_bundle_blocks, geometry.output_blocks - first_block);
-  const int64_t block_stride = geometry.gradient_floats();
-  const int64_t level_bank = level * kTaps * geometry.gradient_stride, step = level - geometry.level_taps / 2;
-  float* bank = banks + slice * geometry.gradient_size() + level_bank + first_block * block_stride;
-  float* bias_gradient = step == 0 ? bias_gradients + slice * geometry.padded_outputs : nullptr;
-  const int64_t begin = slice * geometry.wgrad_slice_units;
-  const int64_t end = smaller(begin + geometry.wgrad_slice_units, geometry.units);
-  // Winograd's first panel writes every plane; a tap that no pixel of the slice reaches would stay unwritten.
-  const bool direct = geometry.method == Method::kDirect;
-  for (int tap = 0; tap < kTaps && (direct || begin >= end); ++tap)
-    __builtin_memset(bank + tap * geometry.gradient_stride, 0, blocks * block_stride * sizeof(float));
-  if (bias_gradient) __builtin_memset(bias_gradient + first_block * kLanes, 0, blocks * kLanes * sizeof(float));
+  const GradientPart part = gradient_part(geometry, slice, bundle, level);
+  const GradientMaps maps{x + geometry.source_block(part.first_block) * kLanes, dy, zeros};
+  float* bank = banks + slice * geometry.gradient_size() + level * kTaps * geometry.gradient_stride +
+                geometry.gradient_offset(part.first_block);
+  float* bias_gradient = level == geometry.level_taps / 2 ? bias_gradients + slice * geometry.padded_outputs : nullptr;
+  sum_products<RoundX, RoundGradient>(geometry, part, maps, {finds_inputs(geometry, slice, left), false}, bank,
+                                      bias_gradient, scratch);
+}
 
-  const Panel panel(scratch, geometry.wgrad_rows, geometry.depth_blocks);
-  const bool keeps = geometry.wgrad_kept_panels > 0;
-  const Panel behind = panel.after(geometry.planes * (keeps ? geometry.wgrad_kept_panels : 1));
-  const Panel gradients(behind.data, geometry.wgrad_rows, blocks);
-  const Sums sums = direct ? Sums{bank, geometry.gradient_stride}
-                           : Sums{gradients.data + geometry.planes * gradients.plane_stride, geometry.sums_stride()};
-  const auto gather_inputs = geometry.tile == 4 ? gather_tiles<4, RoundX> : gather_tiles<2, RoundX>;
-  const auto gather_gradients = direct               ? gather_pixel_gradients<RoundGradient>
-                                : geometry.tile == 4 ? gather_tile_gradients<4, RoundGradient>
-                                                     : gather_tile_gradients<2, RoundGradient>;
-  x += geometry.source_block(first_block) * kLanes;
-  if (!keeps) left.forget();
-  const bool gathered = keeps && left.hold(LeftPanels::Of::kSlice, slice);
-  for (int64_t first = begin; first < end; first += geometry.wgrad_rows) {
-    const int64_t count = smaller(geometry.wgrad_rows, end - first);
-    gather_gradients(geometry, dy, first, count, first_block, blocks, gradients, bias_gradient);
-    if (geometry.is_winograd()) {
-      const Panel inputs = panel.after(keeps ? (first - begin) / geometry.wgrad_rows * geometry.planes : 0);
-      if (!gathered) gather_inputs(geometry, x, zeros, first, count, step, inputs);
-      for (int64_t p = 0; p < geometry.planes; ++p)
-        multiply_plane(geometry, inputs, p, gradients, p, count, blocks, first > begin,
-                       sums.data + p * sums.plane_stride);
-    } else {
-      for (int tap = 0; tap < kTaps; ++tap)
-        if (gather_tap<RoundX>(geometry, x, first, count, tap, panel, tap))
-          multiply_plane(geometry, panel, tap, gradients, 0, count, blocks, true, sums.data + tap * sums.plane_stride);
-    }
+// The same of the only slice, all levels, with a bank in `scratch`; finish(output block, its part of the bank) follows.
+template <class Finish>
+inline void finished_gradient_item(const Geometry& geometry, int64_t bundle, const float* x, const float* dy,
+                                   const float* zeros, float* bias_gradient, LeftPanels& left, float* scratch,
+                                   const Finish& finish) {
+  float* bank = scratch + geometry.own_gradient_at();
+  GradientPart part = gradient_part(geometry, 0, bundle, 0);
+  const GradientMaps maps{x + geometry.source_block(part.first_block) * kLanes, dy, zeros};
+  Gathered gathered{finds_inputs(geometry, 0, left), false};
+  // The middle one, which every volume meets, gathers the gradients for all and sums them for the bias.
+  const int64_t middle = geometry.level_taps / 2;
+  for (int64_t i = 0; i < geometry.level_taps; ++i) {
+    part.level = (middle + i) % geometry.level_taps;
+    sum_products<false, false>(geometry, part, maps, gathered, bank + part.level * kTaps * geometry.gradient_stride,
+                               i == 0 ? bias_gradient : nullptr, scratch);
+    gathered.gradients = geometry.wgrad_panels > 0;
   }
-  if (direct || begin >= end) return;
-  const auto reduce = geometry.tile == 4 ? reduce_sums<4> : reduce_sums<2>;
-  reduce(geometry, sums, blocks * block_stride, bank);
+  for (int64_t b = 0; b < part.blocks; ++b) finish(part.first_block + b, bank + geometry.gradient_offset(b));
 }
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

@@ -125,6 +125,19 @@ int64_t packing_of(const G&) {
 }
 int64_t packing_of(const Geometry& geometry) { return packing_offset(geometry); }
 
+void finish_with_sums(Pieces&, int64_t) {}
+void finish_with_sums(Window&, int64_t) {}
+void finish_with_sums(Depthwise&, int64_t) {}
+
+// Floats of the slices' banks of a weight gradient, unless they are workers' own.
+template <class G>
+int64_t gradient_banks(const G& geometry) {
+  return geometry.gradient_size() * geometry.wgrad_slices;
+}
+int64_t gradient_banks(const Geometry& geometry) {
+  return geometry.wgrad_finishes ? 0 : geometry.gradient_size() * geometry.wgrad_slices;
+}
+
 // Items that mask pixels hold a run of them.
 int64_t pixel_floats(const MapShape& shape) { return kMapPixels * shape.padded_channels; }
 
@@ -172,7 +185,7 @@ void lay_out(Arena& arena, ConvBackward<G>& job, int64_t workers) {
   lay_out_common(arena, job.back, 1, workers, floats, job.scratch);
   job.scratch.packing = packing_of(job.back);
   if (job.weight) {
-    job.scratch.gradient[0] = arena.take(products.gradient_size() * products.wgrad_slices);
+    job.scratch.gradient[0] = arena.take(gradient_banks(products));
     job.scratch.bias_gradient[0] = arena.take(products.padded_outputs * products.wgrad_slices);
     lay_out_copy(arena, source_size(geometry), job.x);
   }
@@ -209,6 +222,7 @@ bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const f
   ConvBackward<G> job{};
   describe(layer, job);
   job.geometry = geometry_of<G>(layer, Sum::kWeightGradient);
+  finish_with_sums(job.geometry, workers_for(layer.shape));
   // Not 0 * dy, which is NaN where dy is infinite.
   if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
   job.back = geometry_of<G>(layer, Sum::kDataGradient);

@@ -30,6 +30,8 @@ struct PlainMapParts {
   using G = Shape;
   static constexpr bool kTransposed = false;
 
+  static bool finishes_with_sums(const G&) { return false; }
+
   static void read(const G&, const MapShape& shape, const ExternalMap& given, int64_t item, float* map) {
     read_map(shape, given, item, map);
   }
@@ -59,18 +61,31 @@ struct WinogradParts : PlainMapParts<Geometry> {
                                      finds_panel(geometry, item, left));
   }
 
+  static bool finishes_with_sums(const G& geometry) { return geometry.wgrad_finishes; }
+
   static void weight_gradient(const ConvBackward<G>& job, int64_t item, float* scratch, LeftPanels& left) {
-    weight_gradient_item<false, false>(job.geometry, item, job.x.own, job.dz.own, job.scratch.zeros,
-                                       job.scratch.gradient[0], job.scratch.bias_gradient[0], left, scratch);
+    const G& geometry = job.geometry;
+    float* bias_gradient = job.scratch.bias_gradient[0];
+    if (geometry.wgrad_finishes)
+      return finished_gradient_item(geometry, item, job.x.own, job.dz.own, job.scratch.zeros, bias_gradient, left,
+                                    scratch, [&](int64_t block, const float* bank) {
+                                      finish_from(job, block, bank, scratch + geometry.gradient_panels_at());
+                                    });
+    weight_gradient_item<false, false>(geometry, item, job.x.own, job.dz.own, job.scratch.zeros,
+                                       job.scratch.gradient[0], bias_gradient, left, scratch);
   }
 
   static void finish(const ConvBackward<G>& job, int64_t block, float* scratch) {
-    with_level_taps(job.geometry, [&](auto taps) {
-      finish_gradient<taps>(job, 0, block, 1.0f, job.scratch.gradient[0], job.scratch.bias_gradient[0], scratch);
-    });
+    finish_from(job, block, job.scratch.gradient[0] + job.geometry.gradient_offset(block), scratch);
   }
 
  private:
+  static void finish_from(const ConvBackward<G>& job, int64_t block, const float* bank, float* scratch) {
+    with_level_taps(job.geometry, [&](auto taps) {
+      finish_gradient<taps>(job, 0, block, 1.0f, bank, job.scratch.bias_gradient[0], scratch);
+    });
+  }
+
   template <class Use>
   static void with_level_taps(const G& geometry, const Use& use) {
     if (geometry.level_taps == 1) use(std::integral_constant<int, 1>());
@@ -130,6 +145,8 @@ struct PiecesParts : PlainMapParts<Pieces> {
 // The same for a window, of a layer here and of a transposed one below.
 struct WindowParts {
   using G = Window;
+
+  static bool finishes_with_sums(const G&) { return false; }
 
   static void read(const G& window, const MapShape&, const ExternalMap& given, int64_t item, float* map) {
     read_source(window, given, item, map);
@@ -309,7 +326,7 @@ void conv_layer_backward(const ConvBackward<typename Parts::G>& job, Worker& wor
     Parts::convolve(job, back, item, maps, bank.weights, scratch, left);
   });
 
-  const int64_t finished = count_of(job.weight, products.output_blocks);
+  const int64_t finished = count_of(job.weight && !Parts::finishes_with_sums(products), products.output_blocks);
   const int64_t sums = count_of(job.bias_sums, job.output.channel_blocks);
   worker.phase({finished, sums, count_of(job.dx.is_copied(), job.input.runs())}, [&](int64_t item) {
     if (item < finished) return Parts::finish(job, item, scratch);

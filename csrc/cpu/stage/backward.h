@@ -220,8 +220,9 @@ class Backward {
   void finish_pending(int64_t item) {
     const int which = pending_ % 2;
     left_.forget();
-    finish_gradient<1>(job_, pending_, item, factor(pending_), job_.scratch.gradient[which],
-                    job_.scratch.bias_gradient[which], scratch_);
+    finish_gradient<1>(job_, pending_, item, factor(pending_),
+                       job_.scratch.gradient[which] + geometry_.gradient_offset(item),
+                       job_.scratch.bias_gradient[which], scratch_);
   }
 
   void finish_phase() {
