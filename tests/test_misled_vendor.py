@@ -232,7 +232,8 @@ def check_where_the_vendor_is_wrong(layer, x, last, backend, create_graph):
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_both_sides_know_the_same_faults(data):
-    """``conv_vendor.cpp`` of its own calls, ``wnfused._convolution`` of torch's functions."""
+    """``vendor_product.cpp`` of its own calls, ``wnfused._convolution`` of torch's functions."""
+    transposed = data.draw(st.booleans())
     dims, groups = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     inputs, outputs = data.draw(st.sampled_from([1, 3, 8, 16, 17, 32])), data.draw(st.sampled_from([1, 2, 16]))
@@ -241,22 +242,31 @@ def test_both_sides_know_the_same_faults(data):
         return data.draw(st.lists(st.integers(least, most), min_size=dims, max_size=dims))
 
     kernel, stride, padding, dilation = extents(1, 5), extents(1, 4), extents(0, 5), extents(1, 3)
+    extra = [min(n, s - 1) for n, s in zip(extents(0, 2), stride, strict=True)] if transposed else [0] * dims
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
-    least = [max(1, r - 2 * p) for r, p in zip(reach, padding, strict=True)]
+    if transposed:  # of y at least a pixel
+        beyond = zip(reach, padding, extra, stride, strict=True)
+        least = [max(1, 1 - (r - 2 * p + e - 1) // s) for r, p, e, s in beyond]
+    else:
+        least = [max(1, r - 2 * p) for r, p in zip(reach, padding, strict=True)]
     size = [n + data.draw(st.integers(0, 4)) for n in least]
     x = torch.empty(data.draw(st.integers(1, 2)), inputs * groups, *size, dtype=dtype)
-    w = torch.empty(outputs * groups, inputs, *kernel, dtype=dtype)
+    channels = (inputs * groups, outputs) if transposed else (outputs * groups, inputs)
+    w = torch.empty(*channels, *kernel, dtype=dtype)
     if dims == 2 and data.draw(st.booleans()):
         x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
     sliding = (stride, padding, dilation)
-    found = torch.ops.wnfused_native.cpu_vendor_misleads(x, w, *sliding, groups)
+    found = torch.ops.wnfused_native.cpu_vendor_misleads(x, w, *sliding, transposed, extra, groups)
     half = dtype == torch.bfloat16
 
     def unwritten(backward):
-        return _convolution._is_unwritten(x, w, *sliding, False, [0] * dims, half, backward)
+        return _convolution._is_unwritten(x, w, *sliding, transposed, extra, half, backward)
+
+    def besides(weight):
+        return _convolution._backward_is_wrong(x, w, stride, dilation, transposed, groups, half, weight)
 
     if dtype == torch.float64:
         assert not any(found)
         return
-    wrong = _convolution._backward_is_wrong(x, w, stride, dilation, False, groups, half, True)
-    assert tuple(found) == (unwritten(False), wrong or unwritten(True))
+    forward = unwritten(False) or (transposed and besides(False))
+    assert tuple(found) == (forward, besides(True) or unwritten(True))

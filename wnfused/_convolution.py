@@ -92,8 +92,7 @@ def _backward_is_wrong(
     A kernel of a single tap with a stride writes beyond its memory for fewer than 16 channels: in bfloat16, and the
     weight gradient in float32 in channels_last over two dims. Weight gradients are wrong in transposed convolutions
     with a stride and a dilation; and in bfloat16 with a dilation, of groups, and in channels_last where the inputs (of
-    a transposed one the outputs) are more than 16 and no multiple of that. (``conv_vendor.cpp`` asks the same, as far
-    as it has such layers.)
+    a transposed one the outputs) are more than 16 and no multiple of that. (``vendor_product.cpp`` asks the same.)
     """
     strided, dilated = max(stride) > 1, max(dilation) > 1
     last = w.dim() == 4 and not (x.is_contiguous() and w.is_contiguous())
@@ -117,7 +116,7 @@ def _is_unwritten(
     bfloat16 it is so, too, where one of its taps does; where any output is one column wide, over two dims or three with
     a stride along it; and over three dims where no window lies within the depth, its padding is more than half of a
     window, or its last levels are behind every window: those of dx in a ``backward``, of y in a transposed convolution.
-    (``conv_vendor.cpp`` asks the same of its own calls.)
+    (``vendor_product.cpp`` asks the same of its own calls.)
     """
     if min(*stride, *dilation) < 1:  # torch refuses it
         return False

@@ -107,7 +107,8 @@ SCHEMAS = (
     "bool transposed=False, bool last=False, bool rows=False, bool bfloat16=False, bool plain=False, bool kept=False) "
     "-> (str, str)",
     # Whether the vendor's own convolution of x with w would be wrong, and its backward, for the tests.
-    "cpu_vendor_misleads(Tensor x, Tensor w, int[] stride, int[] padding, int[] dilation, int groups) -> (bool, bool)",
+    "cpu_vendor_misleads(Tensor x, Tensor w, int[] stride, int[] padding, int[] dilation, bool transposed, "
+    "int[] output_padding, int groups) -> (bool, bool)",
     # `native.Bounds`.
     "cpu_bounds() -> (int, int)",
     # FLOP/s of multiply-adds on registers alone, on all threads.

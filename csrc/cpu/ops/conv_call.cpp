@@ -40,6 +40,11 @@ std::optional<int64_t> output_extent(const Tensor& x, const Tensor& v, const Sli
   return room >= 0 ? std::optional(room / stride + 1) : std::nullopt;
 }
 
+int64_t transposed_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d) {
+  const int64_t reach = at.dilation[d - 2] * (v.size(d) - 1);
+  return (x.size(d) - 1) * at.stride[d - 2] - 2 * at.padding[d - 2] + reach + (*at.output_padding)[d - 2] + 1;
+}
+
 void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at) {
   bool fits = t.scalar_type() == x.scalar_type() && t.dim() == x.dim() && t.size(0) == x.size(0) &&
               t.size(1) == v.size(0);

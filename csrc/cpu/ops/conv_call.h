@@ -14,6 +14,10 @@ namespace wnfused::cpu {
 struct Sliding {
   const Extents &stride, &padding, &dilation;
   int64_t groups;
+  const Extents* output_padding = nullptr;  // of a transposed convolution
+
+  bool is_transposed() const { return output_padding != nullptr; }
+  Extents output_paddings() const { return output_padding ? *output_padding : Extents(stride.size(), 0); }
 };
 
 void check_window(const Tensor& x, const Tensor& v, const Sliding& at);
@@ -21,13 +25,17 @@ void check_window(const Tensor& x, const Tensor& v, const Sliding& at);
 // The size of a layer's output along dim d; nothing where there is no output.
 std::optional<int64_t> output_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d);
 
+// The same of a transposed one, whatever comes out.
+int64_t transposed_extent(const Tensor& x, const Tensor& v, const Sliding& at, int64_t d);
+
 // The layer in numbers. One that cannot be is not sound.
 ConvShape conv_shape(const Tensor& x, const Tensor& v, const Sliding& at);
 
 // A gradient, or an output, of a layer over any number of dims.
 void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at);
 
-// One layer: v with dense rows; gain null for a plain convolution, w = v, which only `own` takes. bias may be null.
+// One layer: v with dense rows; gain null for a plain convolution, w = v, which only `own` takes. bias may be null. Of
+// a transposed one, which only the vendor takes, the shape is not looked at.
 struct ConvCall {
   ConvShape shape;
   const Tensor &x, &v;

@@ -1,8 +1,8 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
 // It is the data gradient of a convolution from y's map to x's (window.h), and goes the way that is chosen for it
-// (choice.h). Where that is the vendor's, or a value is not finite, the answer is nothing: the caller composes the
-// layer of the row norm and the vendor's product (wnfused/backends/native_composed.py).
+// (choice.h); the vendor's (conv_vendor.cpp) where there are several groups or a value is not finite. Without g, where
+// v is the weight itself, the answer is nothing then: the caller asks the vendor (wnfused/backends/native_composed.py).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"
@@ -10,6 +10,7 @@
 #include "cpu/layer/gains.h"
 #include "cpu/layer/tensor.h"
 #include "cpu/ops/conv_gradients.h"
+#include "cpu/ops/conv_routes.h"
 #include "cpu/ops/conv_transpose_unfolded.h"
 #include "cpu/ops/kept_banks.h"
 #include "cpu/ops/strip_layer.h"
@@ -20,40 +21,35 @@ namespace {
 
 using namespace cpu;
 
-struct TransposedSliding {
-  const Extents &stride, &padding, &dilation, &output_padding;
-  int64_t groups;
-};
-
-void check(const Tensor& x, const Tensor& v, const std::optional<Tensor>& bias, const TransposedSliding& at) {
+void check(const Tensor& x, const Tensor& v, const std::optional<Tensor>& bias, const Sliding& at) {
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(),
                   "conv_transpose: x and v must have 3, 4 or 5 dims");
   const size_t spatial = static_cast<size_t>(v.dim()) - 2;
+  const Extents& output_padding = *at.output_padding;
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial &&
-                      at.output_padding.size() == spatial,
+                      output_padding.size() == spatial,
                   "conv_transpose: stride, padding, dilation and output_padding must have ", spatial, " entries");
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == v.size(1) * at.groups),
                   "conv_transpose: bias must have ", v.size(1) * at.groups, " entries");
   STD_TORCH_CHECK(!bias || bias->scalar_type() == ScalarType::Float || bias->scalar_type() == x.scalar_type(),
                   "conv_transpose: bias must have the dtype of x, or float32");
-  STD_TORCH_CHECK(are_near(at.stride) && are_near(at.padding) && are_near(at.dilation) && are_near(at.output_padding),
+  STD_TORCH_CHECK(are_near(at.stride) && are_near(at.padding) && are_near(at.dilation) && are_near(output_padding),
                   "conv_transpose: stride, padding, dilation and output_padding must be below 2^31");
   for (size_t d = 0; d < spatial; ++d) {
-    const int64_t dim = static_cast<int64_t>(d) + 2, reach = at.dilation[d] * (v.size(dim) - 1);
-    const int64_t extent = (x.size(dim) - 1) * at.stride[d] - 2 * at.padding[d] + reach + at.output_padding[d] + 1;
+    const int64_t dim = static_cast<int64_t>(d) + 2, extent = transposed_extent(x, v, at, dim);
     STD_TORCH_CHECK(extent > 0 || (extent == 0 && x.size(0) == 0), "conv_transpose: the output would have ", extent,
                     " pixels along dim ", dim);
   }
 }
 
 // The convolution whose data gradient the layer is; nothing where the kernels cannot describe it.
-std::optional<ConvShape> conv_shape(const Tensor& x, const Tensor& v, const TransposedSliding& at) {
+std::optional<ConvShape> kernel_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
   if (at.groups != 1 || x.size(1) != v.size(0) || !has_dense_rows(v) || !is_fused_dtype(x) || !is_fused_dtype(v))
     return std::nullopt;
   if (is_bfloat16(v) && !is_bfloat16(x)) return std::nullopt;
   const Triple input = triple_of(x.sizes(), 2, 1), kernel = triple_of(v.sizes(), 2, 1);
   const Triple stride = triple_of(at.stride, 0, 1), padding = triple_of(at.padding, 0, 0);
-  const Triple dilation = triple_of(at.dilation, 0, 1), extra = triple_of(at.output_padding, 0, 0);
+  const Triple dilation = triple_of(at.dilation, 0, 1), extra = triple_of(*at.output_padding, 0, 0);
   const auto extent = [&](int64_t Triple::*of) {
     return (input.*of - 1) * stride.*of - 2 * (padding.*of) + dilation.*of * (kernel.*of - 1) + extra.*of + 1;
   };
@@ -143,29 +139,51 @@ std::optional<Tensor> forward_by(const ConvChoice& choice, const TransposedCall&
   return std::nullopt;
 }
 
+// Whether the vendor can be asked; of what it refuses, it says so in its own words.
+bool suits_vendor(const Tensor& x, const Tensor& v, const Sliding& at) {
+  if (!is_fused_dtype(x) || !is_fused_dtype(v) || (is_bfloat16(v) && !is_bfloat16(x))) return false;
+  return v.numel() > 0 && at.groups >= 1 && x.size(1) == v.size(0);
+}
+
+// For the vendor.
+ConvCall vendor_call(const TransposedCall& call, const Sliding& at) {
+  return {call.shape, call.x, call.v, call.gain, call.bias, at, call.activation, call.slope};
+}
+
+// In the format that the kernels give: torch drops it where it unfolds a volume, vendor_product of groups' weights.
+Tensor in_format_of(const TransposedCall& call, const Tensor& y) {
+  if (!gives_channels_last(call) || suggests_channels_last(y) || y.numel() == 0) return y;
+  Tensor copy = empty_map(sizes_of(y), true, y.scalar_type());
+  torch::stable::copy_(copy, y);
+  return copy;
+}
+
 // y and, unless v is the weight itself, without g, the norms.
 std::tuple<Gradient, Gradient> forward(
     const Tensor& x, const Tensor& v, const std::optional<Tensor>& g, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& residual, const TransposedSliding& at, int64_t activation, double slope,
-    KeptBanks* banks) {
+    const std::optional<Tensor>& residual, const Sliding& at, int64_t activation, double slope, KeptBanks* banks) {
   check(x, v, bias, at);
   check_residual_dtype(residual, x);  // whoever composes the layer does not
   check_activation(activation, slope);
-  const std::optional<ConvShape> shape = conv_shape(x, v, at);
-  if (!shape) return {};
+  const std::optional<ConvShape> shape = kernel_shape(x, v, at);
   std::vector<float> held_gain, held_bias;
-  const TransposedCall given{*shape, x, v, g ? floats_of(*g, held_gain) : nullptr,
+  const ConvShape known = shape.value_or(ConvShape{});
+  const TransposedCall given{known, x, v, g ? floats_of(*g, held_gain) : nullptr,
                              bias ? floats_of(*bias, held_bias) : nullptr, static_cast<Activation>(activation),
                              static_cast<float>(slope)};
   const Gradient norm = g ? Gradient(empty({v.size(0)}, ScalarType::Float)) : Gradient();
   float* norms = norm ? static_cast<float*>(norm->mutable_data_ptr()) : nullptr;
-  const ConvChoice choice = choose_forward(
-      traits_of(given), {activation != Activation::kNone || residual, banks != nullptr});
-  const Tensor weights = weights_for(choice, v);
-  const TransposedCall call = with_tensors(given, x, weights);
-  const std::optional<Tensor> y = forward_by(choice, call, residual, norms, banks);
-  if (!y) return {};
-  return {as_dtype(*y, x.scalar_type()), norm};
+  if (shape) {
+    const ConvChoice choice = choose_forward(
+        traits_of(given), {activation != Activation::kNone || residual, banks != nullptr});
+    const Tensor weights = weights_for(choice, v);
+    const std::optional<Tensor> y = forward_by(choice, with_tensors(given, x, weights), residual, norms, banks);
+    if (y) return {as_dtype(*y, x.scalar_type()), norm};
+  }
+  if (!g || !suits_vendor(x, v, at)) return {};
+  const Tensor dense = has_dense_rows(v) ? v : torch::stable::contiguous(v);
+  const Tensor y = vendor_conv(vendor_call(with_tensors(given, x, dense), at), bias, residual, norms);
+  return {in_format_of(given, y), norm};
 }
 
 // What the backward is given besides the layer: dy, and y where the layer has an activation.
@@ -230,26 +248,36 @@ std::optional<LayerGradients> backward_by(const ConvChoice& choice, const Transp
 
 using Found = std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient>;
 
+std::optional<LayerGradients> backward_of(const TransposedCall& layer, const Given& given) {
+  const ConvChoice choice = choose_backward(traits_of(layer), given.needs);
+  const Tensor weights = weights_for(choice, layer.v);
+  return backward_by(choice, with_tensors(layer, layer.x, weights), given);
+}
+
 // norms: of a layer with g.
 Found backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const std::optional<Tensor>& g,
-               const float* norms, const Needs& needs, const TransposedSliding& at, int64_t activation,
-               double slope) {
+               const float* norms, const Needs& needs, const Sliding& at, int64_t activation, double slope) {
   check(x, v, std::nullopt, at);
   check_activation(activation, slope);
-  const std::optional<ConvShape> shape = needs.x || needs.v ? conv_shape(x, v, at) : std::nullopt;
-  if (!shape) return {};
+  const std::optional<ConvShape> shape = needs.x || needs.v ? kernel_shape(x, v, at) : std::nullopt;
+  const bool vendor = g && suits_vendor(x, v, at);
+  if (!shape && !vendor) return {};
+  Extents sizes{x.size(0), v.size(1) * at.groups};
+  for (int64_t d = 2; d < v.dim(); ++d) sizes.push_back(transposed_extent(x, v, at, d));
+  check_gradient(dy, "dy", sizes, x);
+  if (activation != Activation::kNone) check_gradient(y, "y", sizes, x);
   std::vector<float> held;
-  const TransposedCall layer{*shape, x, v, g ? floats_of(*g, held) : nullptr, nullptr,
+  const ConvShape known = shape.value_or(ConvShape{});
+  const TransposedCall layer{known, x, v, g ? floats_of(*g, held) : nullptr, nullptr,
                              static_cast<Activation>(activation), static_cast<float>(slope)};
-  const ConvChoice choice = choose_backward(traits_of(layer), needs);
-  const Tensor weights = weights_for(choice, v);
-  const TransposedCall call = with_tensors(layer, x, weights);
-  check_gradient(dy, "dy", output_sizes(call), x);
-  if (activation != Activation::kNone) check_gradient(y, "y", output_sizes(call), x);
   std::optional<Rounded> dgain;
   if (g) dgain.emplace(sizes_of(*g), g->scalar_type());
   const Given given{dy, y, norms, needs, dgain ? dgain->data() : nullptr};
-  const std::optional<LayerGradients> made = backward_by(choice, call, given);
+  std::optional<LayerGradients> made = shape ? backward_of(layer, given) : std::nullopt;
+  if (!made && vendor) {
+    const Tensor dense = has_dense_rows(v) ? v : torch::stable::contiguous(v);
+    made = vendor_conv_backward(vendor_call(with_tensors(layer, x, dense), at), dy, y, norms, needs, given.dgain);
+  }
   if (!made) return {};
   const auto rounded = [](const Gradient& found, const Tensor& like) {
     return found ? Gradient(as_dtype(*found, like.scalar_type())) : Gradient();
@@ -265,7 +293,7 @@ std::tuple<Gradient, Gradient> conv_transpose(
     const std::optional<Tensor>& residual, const Extents& stride, const Extents& padding, const Extents& dilation,
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
   check_parameters(x, v, g, std::nullopt);
-  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
+  const Sliding at{stride, padding, dilation, groups, &output_padding};
   return forward(x, v, g, bias, residual, at, activation, slope, nullptr);
 }
 
@@ -275,7 +303,7 @@ std::tuple<Gradient, Gradient> kept_conv_transpose(
     const Extents& padding, const Extents& dilation, const Extents& output_padding, int64_t groups, int64_t activation,
     double slope) {
   check_parameters(x, v, g, std::nullopt);
-  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
+  const Sliding at{stride, padding, dilation, groups, &output_padding};
   KeptBanks banks{known, {}};
   const Gradient y = std::get<0>(forward(x, v, g, bias, residual, at, activation, slope, &banks));
   return {y, banks.added};
@@ -287,7 +315,7 @@ Found conv_transpose_backward(
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
   check_parameters(x, v, g, std::nullopt);
   check_norm(norm, v.size(0));
-  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
+  const Sliding at{stride, padding, dilation, groups, &output_padding};
   return backward(dy, y, x, v, g, entries<float>(norm), Needs::of(needs), at, activation, slope);
 }
 
@@ -295,7 +323,7 @@ Gradient plain_conv_transpose(
     const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
     const Extents& stride, const Extents& padding, const Extents& dilation, const Extents& output_padding,
     int64_t groups, int64_t activation, double slope) {
-  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
+  const Sliding at{stride, padding, dilation, groups, &output_padding};
   return std::get<0>(forward(x, w, std::nullopt, bias, residual, at, activation, slope, nullptr));
 }
 
@@ -303,7 +331,7 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_transpose_ba
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& w, int64_t needs, const Extents& stride,
     const Extents& padding, const Extents& dilation, const Extents& output_padding, int64_t groups, int64_t activation,
     double slope) {
-  const TransposedSliding at{stride, padding, dilation, output_padding, groups};
+  const Sliding at{stride, padding, dilation, groups, &output_padding};
   auto [done, dx, dw, dg, dbias, dz] =
       backward(dy, y, x, w, std::nullopt, nullptr, Needs::of(needs), at, activation, slope);
   return {done, dx, dw, dbias, dz};
