@@ -47,7 +47,7 @@ CASES = {
     "many small images": transposed(24, 16, 16, (3, 2), (3, 3), (1, 1), (0, 0), (1, 1)),
     "three dims": transposed(2, 24, 16, (3, 4, 5), (4, 3, 2), (2, 1, 2), (1, 1, 0), (1, 2, 1), (1, 0, 1)),
     "three dims, twice as large": transposed(2, 32, 16, (3, 4, 3), (2, 2, 2), (2, 2, 2), (0, 0, 0), (1, 1, 1)),
-    "weights packed group by group": transposed(1, 256, 272, (7, 8), (4, 4), (2, 2), (1, 1), (1, 1)),
+    "weights packed group by group": transposed(1, 256, 272, (8, 9), (4, 4), (2, 2), (1, 1), (1, 1)),
     "one dim, weights packed group by group": transposed(2, 272, 250, (40,), (8,), (4,), (2,), (1,)),
     "one dim": transposed(2, 48, 24, (21,), (8,), (4,), (2,), (1,)),
     "one dim, vocoder": transposed(1, 32, 16, (40,), (16,), (8,), (4,), (1,)),

@@ -48,7 +48,8 @@ bool has_pixels_for_rows(const ConvTraits& layer) {
 }  // namespace
 
 bool suits_unfolding(const ConvTraits& layer) {
-  constexpr int64_t kWeightsAPixel = 4096, kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
+  constexpr int64_t kWeightsAPixel = 4096, kTransposedWeightsAPixel = 1024;
+  constexpr int64_t kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
   if (has_pixels_for_rows(layer)) return true;
   if (!can_unfold(layer) || is_vendors_bfloat16(layer)) return false;
   const ConvShape& shape = layer.shape;
@@ -61,7 +62,8 @@ bool suits_unfolding(const ConvTraits& layer) {
   // A method of conv_layer/ packs weights bundle by bundle, in a cache, but a transposed window all of them at once.
   const std::optional<Method> own = layer.transposed ? std::nullopt : float_method(shape, false);
   const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
-  return pixels <= (packs || goes_by_winograd(own) ? kFew : kMost) && weights >= kWeightsAPixel * pixels;
+  const int64_t least = layer.transposed ? kTransposedWeightsAPixel : kWeightsAPixel;
+  return pixels <= (packs || goes_by_winograd(own) ? kFew : kMost) && weights >= least * pixels;
 }
 
 bool rows_outdo_banks(const ConvTraits& layer) {
