@@ -87,9 +87,9 @@ def _of_users(rows: Rows) -> Rows:
 def tables() -> dict[str, list[str]]:
     """Lines of Markdown by the names of the marks."""
     stages = load("cpu-epyc5-2core-networks")
-    layers = load("cpu-epyc-2core-convolutions", "cpu-epyc-2core-linear", "cpu-epyc-2core")
+    layers = load("cpu-epyc-2core-layers", "cpu-epyc-2core-linear")
     frozen = load("cpu-epyc5-2core-frozen")
-    users = _of_users(load("cpu-epyc-2core-converted"))
+    users = _of_users(layers)
     autocast = load("cpu-epyc-2core-autocast")
     zen5 = load("cpu-epyc5-2core-layers")
     avx2 = load("cpu-epyc-2core-avx2-linear", "cpu-epyc-2core-avx2-windows", "cpu-epyc-2core-avx2")
