@@ -62,7 +62,7 @@ bool suits_unfolding(const ConvTraits& layer) {
   // A method of conv_layer/ packs weights bundle by bundle, in a cache, but a transposed window all of them at once.
   const std::optional<Method> own = layer.transposed ? std::nullopt : float_method(shape, false);
   const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
-  const int64_t least = layer.transposed ? kTransposedWeightsAPixel : kWeightsAPixel;
+  const int64_t least = layer.transposed && !layer.bfloat16 ? kTransposedWeightsAPixel : kWeightsAPixel;
   return pixels <= (packs || goes_by_winograd(own) ? kFew : kMost) && weights >= least * pixels;
 }
 
