@@ -62,15 +62,15 @@ ProductCuts product_cuts(int64_t rows, int64_t blocks, int64_t most_rows, int64_
 
 }  // namespace
 
-// Measured beside small.h, the products of AVX-512, and those of the vendor held to AVX2 (bench/NOTES.md). On AVX2,
-// where the vendor's are at home, a panel of a long row does not stay in L1: but few sums are worth no packing.
+// Measured beside small.h, the products of AVX-512, and those of the vendor on AVX2 alone (bench/NOTES.md). There a panel
+// of a long row does not stay in L1, and few rows of x are taken past v by products: but few sums are worth no packing.
 bool are_panels(const LinearCall& call, bool small) {
   constexpr int64_t kLeastFeatures = 8, kFewRows = 64, kLong = 256, kFewSums = 8192;
   const LinearShape& shape = call.shape;
   if (!have_panels(shape, call.x, call.v) || shape.inner > kMostInner) return false;
   if (small) return shape.panel_work() * round_up(shape.features, kLanes) < shape.summed_work() * shape.features;
   if (active_isa() == Isa::kAvx512) return true;
-  if (shape.inner > kLong) return shape.rows * shape.features <= kFewSums;
+  if (shape.inner > kLong && shape.rows <= kFewRows) return shape.rows * shape.features <= kFewSums;
   return shape.features >= kLeastFeatures || shape.rows <= kFewRows;
 }
 
