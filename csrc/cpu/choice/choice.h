@@ -8,8 +8,8 @@
 //      vendor     the vendor's convolution, ours being the norm and the passes beside it: 1 to 3 dims
 //
 // The first two take float32; the next two, bfloat16, too, which they multiply as float32 or as pairs (pair_layer.h). A
-// transposed layer has no planes, and what is the vendor's of it is composed in wnfused/backends/native_composed.py; so
-// are layers that are normalised along another dim than their rows, whose weight is then `plain`.
+// transposed layer has no planes. Layers that are normalised along another dim than their rows are composed in
+// wnfused/backends/native_composed.py, and their weight is then `plain`.
 #pragma once
 
 #include "cpu/conv3x3/geometry.h"

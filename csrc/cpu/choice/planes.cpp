@@ -10,7 +10,8 @@ bool has_planes(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
   if (!planes_kernels() || layer.transposed || layer.plain || layer.last || layer.bfloat16) return false;
   if (shape.groups > 1 || shape.taps() > 1 || !(shape.padding == Triple{0, 0, 0})) return false;
-  return shape.stride.product() == 1 || layer.products() >= kStrided;
+  // As are few pixels for which no kernel of conv_layer/ packs v.
+  return shape.stride.product() == 1 || layer.products() >= kStrided || !float_method(shape, false);
 }
 
 // Few channels the kernels of conv_layer/ read and sum faster.

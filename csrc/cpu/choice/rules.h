@@ -11,7 +11,7 @@ namespace wnfused::cpu {
 bool suits_planes(const ConvTraits& layer);
 bool suits_planes_backward(const ConvTraits& layer);
 
-bool suits_strips(const ConvTraits& layer);
+bool suits_strips(const ConvTraits& layer, bool passes);
 bool suits_strips_backward(const ConvTraits& layer, const Needs& needs);
 
 bool suits_unfolding(const ConvTraits& layer);

@@ -85,13 +85,14 @@ bool has_strips(const ConvTraits& layer) {
 }  // namespace
 
 // Convolutions with a stride and many taps, on short lines, the vendor runs as fast, and those with many channels to
-// turn.
-bool suits_strips(const ConvTraits& layer) {
+// turn; by AVX2 on any lines, where no activation follows that strips save the pass for.
+bool suits_strips(const ConvTraits& layer, bool passes) {
   if (is_direct_first_layer(layer)) return false;
   constexpr int64_t kManyTaps = 25, kShortLine = 64;
   const ConvShape& shape = layer.shape;
   const bool strided = shape.stride.product() > 1 && shape.taps() > kManyTaps && shape.groups == 1;
-  const bool vendors = !layer.transposed && strided && shape.output_size().column < kShortLine;
+  const bool gains = shape.output_size().column >= kShortLine && (passes || active_isa() == Isa::kAvx512);
+  const bool vendors = !layer.transposed && strided && !gains;
   return !vendors && !has_many_turned(layer) && !has_winograd_groups(layer) && has_strips(layer);
 }
 

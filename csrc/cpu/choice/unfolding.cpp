@@ -14,10 +14,13 @@ constexpr int64_t kFew = 16, kMost = 256;
 // An image cut into patches, of more taps than the kernels of conv_layer/ have.
 bool is_patches(const ConvShape& shape) { return shape.taps() > kMaxWindowTaps && shape.has_windows_apart(); }
 
+// 1x1 layers by AVX2, whose linear kernels for many rows are panels alone.
+bool has_narrow_panels(const ConvShape& shape) { return shape.taps() == 1 && active_isa() == Isa::kAvx2; }
+
 bool can_unfold(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
-  return !layer.is_plain_conv() && shape.groups == 1 && shape.outputs > 1 &&
-         linear_kernels(false, shape.output_pixels());
+  if (layer.is_plain_conv() || shape.groups > 1 || shape.outputs == 1) return false;
+  return linear_kernels(false, shape.output_pixels()) || has_narrow_panels(shape);
 }
 
 bool goes_by_winograd(const std::optional<Method>& method) { return method && is_winograd(*method); }
@@ -35,20 +38,21 @@ bool has_tiles() {
 }
 
 // Whether pixels are rows of a linear layer as they lie, x's and y's, and nothing is copied: in floats for its panels
-// (linear/panel.h), in bfloat16 for tiles, where so many weights to a pixel are most of the work.
+// (linear/panel.h), by AVX2 as in bfloat16 for tiles where so many weights to a pixel are most of the work.
 bool has_pixels_for_rows(const ConvTraits& layer) {
-  constexpr int64_t kTileWeights = 1024;
+  constexpr int64_t kManyWeights = 1024;
   const ConvShape& shape = layer.shape;
   const bool lie = layer.rows && layer.last && shape.is_pointwise() && shape.groups == 1;
   if (!lie || layer.transposed || layer.plain || shape.outputs == 1) return false;
-  if (!layer.bfloat16) return active_isa() == Isa::kAvx512;
-  return has_tiles() && shape.inputs * shape.outputs >= kTileWeights * shape.output_pixels();
+  if (!layer.bfloat16 && active_isa() == Isa::kAvx512) return true;
+  const bool multiplies = layer.bfloat16 ? has_tiles() : active_isa() == Isa::kAvx2;
+  return multiplies && shape.inputs * shape.outputs >= kManyWeights * shape.output_pixels();
 }
 
 }  // namespace
 
 bool suits_unfolding(const ConvTraits& layer) {
-  constexpr int64_t kWeightsAPixel = 4096, kTransposedWeightsAPixel = 1024;
+  constexpr int64_t kWeightsAPixel = 4096, kLightWeightsAPixel = 1024;
   constexpr int64_t kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
   if (has_pixels_for_rows(layer)) return true;
   if (!can_unfold(layer) || is_vendors_bfloat16(layer)) return false;
@@ -62,7 +66,8 @@ bool suits_unfolding(const ConvTraits& layer) {
   // A method of conv_layer/ packs weights bundle by bundle, in a cache, but a transposed window all of them at once.
   const std::optional<Method> own = layer.transposed ? std::nullopt : float_method(shape, false);
   const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
-  const int64_t least = layer.transposed && !layer.bfloat16 ? kTransposedWeightsAPixel : kWeightsAPixel;
+  const bool light = (layer.transposed && !layer.bfloat16) || has_narrow_panels(shape);
+  const int64_t least = light ? kLightWeightsAPixel : kWeightsAPixel;
   return pixels <= (packs || goes_by_winograd(own) ? kFew : kMost) && weights >= least * pixels;
 }
 
