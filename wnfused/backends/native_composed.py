@@ -1,8 +1,8 @@
 """Layers that no kernel runs whole, composed of the row norm, the vendor's product and an epilogue.
 
-float64, float16, norms along another dim, and transposed convolutions whose weight is empty. Where a convolution differs
-from what the kernels run in its norm alone (the positional one of wav2vec 2.0: one norm a tap), they take the weight as
-it is.
+float64, float16, norms along another dim, and transposed convolutions whose weight is empty. Where a convolution
+differs from what the kernels run in its norm alone (the positional one of wav2vec 2.0: one norm a tap), they take the
+weight as it is.
 """
 
 from __future__ import annotations
