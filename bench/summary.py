@@ -92,7 +92,7 @@ def tables() -> dict[str, list[str]]:
     users = _of_users(layers)
     autocast = load("cpu-epyc-2core-autocast")
     zen5 = load("cpu-epyc5-2core-layers")
-    avx2 = load("cpu-epyc-2core-avx2-linear", "cpu-epyc-2core-avx2-windows", "cpu-epyc-2core-avx2")
+    avx2 = load("cpu-epyc-2core-avx2-layers")
     return {
         "networks": _networks(stages),
         "networks-zen4": _residual_networks(load("cpu-epyc-2core-networks")),
