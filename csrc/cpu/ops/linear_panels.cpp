@@ -62,8 +62,8 @@ ProductCuts product_cuts(int64_t rows, int64_t blocks, int64_t most_rows, int64_
 
 }  // namespace
 
-// Measured beside small.h, the products of AVX-512, and those of the vendor on AVX2 alone (bench/NOTES.md). There a panel
-// of a long row does not stay in L1, and few rows of x are taken past v by products: but few sums are worth no packing.
+// Measured beside small.h, the products of AVX-512, and those of the vendor on AVX2 alone (bench/NOTES.md). There few
+// rows of x are taken past a long v by products, unless the sums are so few that they are worth no packing.
 bool are_panels(const LinearCall& call, bool small) {
   constexpr int64_t kLeastFeatures = 8, kFewRows = 64, kLong = 256, kFewSums = 8192;
   const LinearShape& shape = call.shape;
