@@ -60,6 +60,13 @@ def test_every_size(isa, case):
     assert_layouts_agree(case, sample(case), TOLERANCE)
 
 
+def test_a_stride_on_few_pixels(isa):
+    """By AVX2, for which no other kernel packs so many weights for them."""
+    case = layer(1, 256, 192, 7, 9)._replace(stride=(2, 2))
+    assert go_by("planes", case) == ((isa == "avx2",) * 2)
+    assert_layouts_agree(case, sample(case), TOLERANCE)
+
+
 def test_which_layers_go_this_way():
     if torch.ops.wnfused_native.cpu_isa() in ("portable", "amx-emulated"):
         pytest.skip("no products of this library")

@@ -103,6 +103,16 @@ def test_others_do_not(fastest, case):
     assert go_by("unfolded", case) == go_by("unfolded", case, last=True) == (False, False)
 
 
+def test_1x1_layers_of_many_weights_to_a_pixel_go_this_way_by_avx2(isa):
+    """On more pixels than other kernels of AVX2 for unfolded layers take: in place, and with a stride."""
+    if isa != "avx2":
+        pytest.skip("other bounds")
+    assert not go_by("unfolded", layer((8, 256, 64), (28, 28), 1), last=True)[0]
+    for case in (layer((1, 270, 280), (8, 9), 1), layer((1, 264, 270), (22, 12), 1, 2)):
+        assert go_by("unfolded", case, last=True)[0]
+        assert_layouts_agree(case, sample(case, "last"), TOLERANCE)
+
+
 @pytest.fixture
 def fastest():
     if torch.ops.wnfused_native.cpu_isa() not in ("avx512", "avx512_bf16", "amx"):

@@ -73,7 +73,8 @@ bool suits_unfolding(const ConvTraits& layer) {
 
 bool rows_outdo_banks(const ConvTraits& layer) {
   constexpr int64_t kMany = 64;  // pixels that are worth packing v for
-  return !layer.bfloat16 && has_pixels_for_rows(layer) && layer.shape.output_pixels() > kMany;
+  if (layer.bfloat16 || active_isa() != Isa::kAvx512) return false;
+  return has_pixels_for_rows(layer) && layer.shape.output_pixels() > kMany;
 }
 
 bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
