@@ -126,6 +126,7 @@ def test_which_layers_go_this_way():
     assert go_by("strips", layer(8, 3, 64, (64, 64), 3, padding=1)) == images
     assert go_by("strips", layer(1, 1, 32, (28, 28), 5, padding=2)) == images
     assert go_by("strips", layer(8, 3, 32, (64, 64), 5, padding=2)) == both_ways  # many taps on a large map
+    assert go_by("strips", layer(2, 12, 48, (9, 9), 1)) == (neither if images == backward else backward)
 
 
 def test_taps_further_apart_than_a_cache_is_large(isa):

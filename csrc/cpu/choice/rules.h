@@ -11,6 +11,9 @@ namespace wnfused::cpu {
 bool suits_planes(const ConvTraits& layer);
 bool suits_planes_backward(const ConvTraits& layer);
 
+// Channels on a side up to which strips are fastest wherever they have kernels: they leave most lanes of others empty.
+constexpr int64_t kFewChannels = 6;
+
 bool suits_strips(const ConvTraits& layer, bool passes);
 bool suits_strips_backward(const ConvTraits& layer, const Needs& needs);
 

@@ -1,20 +1,23 @@
 // When a layer of few channels goes by strips.
 #include "cpu/choice/rules.h"
 #include "cpu/machine/isa.h"
+#include "cpu/planes/planes.h"
 #include "cpu/strips/strips.h"
 
 namespace wnfused::cpu {
 namespace {
 
-constexpr int64_t kFewChannels = 6;
-
 // More channels than these fill the lanes of other kernels: of layers over one dim those of Winograd's method along
-// lines, which need more than half of a vector to be worth its transforms.
-bool has_few_channels(const ConvShape& shape) {
-  constexpr int64_t kGroup = 24, kStridedGroup = 15, kOfLines = 8, kOfWideLines = 12;
+// lines, which need more than half of a vector to be worth its transforms. Of 1x1 layers by AVX2 only whole blocks do;
+// forward most of the others are products of planes.
+bool has_few_channels(const ConvTraits& layer) {
+  constexpr int64_t kGroup = 24, kStridedGroup = 15, kOfLines = 8, kOfWideLines = 12, kOfPlanes = 15;
+  const ConvShape& shape = layer.shape;
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
   if (shape.groups > 1)
     return shape.stride.product() > 1 ? inputs <= kStridedGroup : std::max(inputs, outputs) <= kGroup;
+  const bool planes = shape.is_pointwise() && !layer.transposed && shape.size.product() >= kLeastPlane;
+  if (planes && active_isa() == Isa::kAvx2) return std::min(inputs, outputs) <= kOfPlanes;
   const int64_t of_lines = active_isa() == Isa::kAvx512 ? kOfWideLines : kOfLines;
   return std::min(inputs, outputs) <= (shape.size.row == 1 ? of_lines : kFewChannels);
 }
@@ -78,7 +81,7 @@ bool has_strips(const ConvTraits& layer) {
   if (!strip_kernels() || layer.is_plain_conv() || layer.bfloat16 || !shape.has_one_level()) return false;
   if (shape.is_depthwise() || has_large_steps(shape) || !is_dense(shape)) return false;
   if (has_narrow_strips(shape, layer.transposed)) return false;
-  if (!(layer.last ? has_few_turned(shape, layer.transposed) : has_few_channels(shape))) return false;
+  if (!(layer.last ? has_few_turned(shape, layer.transposed) : has_few_channels(layer))) return false;
   return !has_short_lines(shape) || !float_method(shape, layer.transposed);
 }
 

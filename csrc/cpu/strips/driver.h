@@ -119,10 +119,16 @@ inline void copy_channels(const StripSource& map, int64_t first, int64_t count, 
                     target + c * plane_floats + line->done, plane_floats);
     return;
   }
+  constexpr int64_t kAhead = 8;  // as in finish_strip
+  const int64_t pixel = stride * layout.pixel;
   for (int64_t c = 0; c < count; ++c)
-    for (const StripLine* line = lines; line != end; ++line)
-      copy_line(map.data + line->at + (first + c) * layout.channel, stride * layout.pixel, line->pixels, line->places,
-                target + c * plane_floats + line->done);
+    for (const StripLine* line = lines; line != end; ++line) {
+      const float* source = map.data + line->at + (first + c) * layout.channel;
+      if (c + kAhead < count)
+        for (int64_t i = 0; i < line->pixels * pixel; i += kLanes)
+          __builtin_prefetch(source + kAhead * layout.channel + i);
+      copy_line(source, pixel, line->pixels, line->places, target + c * plane_floats + line->done);
+    }
 }
 
 // All that the taps of a strip reach of a group's source channels.
