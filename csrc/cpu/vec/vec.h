@@ -33,6 +33,13 @@ struct Block {
   Native part[kParts];
 };
 
+// The first half of one, where that is whole vectors.
+struct HalfBlock {
+  Native part[kParts > 1 ? kParts / 2 : 1];
+};
+template <class B>
+constexpr int kPartsOf = sizeof(B) / sizeof(Native);
+
 WNFUSED_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 WNFUSED_INLINE int64_t greater(int64_t a, int64_t b) { return a < b ? b : a; }
 
@@ -71,6 +78,13 @@ WNFUSED_INLINE void store_native(float* target, const Native& vector) {
 WNFUSED_INLINE Block load(const float* source) {
   Block block;
   WNFUSED_FOR_PARTS block.part[i] = load_native(source + i * kNativeLanes);
+  return block;
+}
+
+template <class B>
+WNFUSED_INLINE B load_as(const float* source) {
+  B block;
+  WNFUSED_UNROLL for (int i = 0; i < kPartsOf<B>; ++i) block.part[i] = load_native(source + i * kNativeLanes);
   return block;
 }
 
@@ -135,6 +149,21 @@ WNFUSED_INLINE Block multiply_add(const Block& a, const Block& b, const Block& c
   Block result;
   WNFUSED_FOR_PARTS result.part[i] = native_multiply_add(a.part[i], b.part[i], c.part[i]);
   return result;
+}
+
+// The same for a Block or its half, and one number in all lanes.
+template <class B>
+WNFUSED_INLINE B multiply_add(const Native& a, const B& b, const B& c) {
+  B result;
+  WNFUSED_UNROLL for (int i = 0; i < kPartsOf<B>; ++i) result.part[i] = native_multiply_add(a, b.part[i], c.part[i]);
+  return result;
+}
+
+// The sum of two halves, and zeros behind it.
+WNFUSED_INLINE Block whole_of(const HalfBlock& a, const HalfBlock& b) {
+  Block whole = zero();
+  WNFUSED_UNROLL for (int i = 0; i < kPartsOf<HalfBlock>; ++i) whole.part[i] = a.part[i] + b.part[i];
+  return whole;
 }
 
 // max(a, 0), where NaN stays NaN as in torch.relu (a hardware max returns its second operand instead).

@@ -178,12 +178,6 @@ struct PanelEnd {
   Block poison;  // 0 while everything is finite, before its activation
 };
 
-// Copies any number of floats, as long as they are few.
-inline void put_floats(float* target, const float* source, int64_t count) {
-  for (; count >= kLanes; count -= kLanes, target += kLanes, source += kLanes) store(target, load(source));
-  copy_lanes(target, source, count);
-}
-
 // Row `row` and block `block` are the tile's first. An infinity stays one, whatever the activation, as torch's does.
 template <int Rows, int Cols>
 WNFUSED_INLINE void finish_tile(PanelEnd& end, int64_t row, int64_t block, Block (&sum)[Rows][Cols]) {
@@ -221,11 +215,14 @@ WNFUSED_INLINE void finish_tile(PanelEnd& end, int64_t row, int64_t block, Block
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(target + c * kLanes, sum[r][c]);
     }
   } else {
-    float values[Rows][Cols * kLanes];
     WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) store(values[r] + c * kLanes, sum[r][c]);
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) {
+        float* target = end.target[row + r] + channel + c * kLanes;
+        const int64_t left = end.channels - channel - c * kLanes;
+        if (left >= kLanes) store(target, sum[r][c]);
+        else if (left > 0) store(target, sum[r][c], left);
+      }
     }
-    for (int r = 0; r < Rows; ++r) put_floats(end.target[row + r] + channel, values[r], end.channels - channel);
   }
 }
 
@@ -237,7 +234,21 @@ struct PanelProducts {
   int64_t ahead;  // from a row's channels to those that a tile soon after reads for the first time; 0: none does
 };
 
-template <int Rows, int Cols>
+// Channel k of a tile's rows by its weights.
+template <int Rows, int Cols, class B>
+WNFUSED_INLINE void add_channel(const float* const (&at)[Rows], int64_t k, const float* weights, int64_t col_stride,
+                                B (&sum)[Rows][Cols]) {
+  B weight[Cols];
+  WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load_as<B>(weights + c * col_stride);
+  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+    const Native value = native_splat(at[r][k]);
+    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) sum[r][c] = multiply_add(value, weight[c], sum[r][c]);
+  }
+}
+
+// B: Block, or HalfBlock of a last block of which half is empty. A row has two sums of halves then, for every other
+// channel of the source, as so few registers would wait for each other.
+template <int Rows, int Cols, class B>
 inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, PanelEnd& end) {
   if (end.next) {
     WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
@@ -245,10 +256,8 @@ inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, 
       WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) prefetch_for_writing(next + c * kLanes);
     }
   }
-  Block accumulator[Rows][Cols];
-  WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-    WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) accumulator[r][c] = zero();
-  }
+  constexpr int kSums = std::is_same_v<B, Block> ? 1 : 2;
+  B sum[kSums][Rows][Cols] = {};
   constexpr uint64_t kTile = (uint64_t{1} << Rows) - 1;
   for (int64_t p = 0; p < panel.tap_count; ++p) {
     const TapRows& tap = panel.taps[p].at;
@@ -262,18 +271,26 @@ inline void window_tile(const PanelProducts& panel, int64_t row, int64_t block, 
         WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) __builtin_prefetch(at[r] + (first + panel.ahead));
       }
       const int64_t last = smaller(first + run, panel.channels);
-      _Pragma("GCC unroll 4") for (int64_t k = first; k < last; ++k, weights += kLanes) {
-        Block weight[Cols];
-        WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) weight[c] = load(weights + c * panel.col_stride);
-        WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
-          const Block value = splat(at[r][k]);
-          WNFUSED_UNROLL for (int c = 0; c < Cols; ++c)
-            accumulator[r][c] = multiply_add(value, weight[c], accumulator[r][c]);
-        }
+      const int64_t even = kSums == 1 ? last : last - (last - first) % kSums;
+      _Pragma("GCC unroll 4") for (int64_t k = first; k < even; k += kSums, weights += kSums * kLanes) {
+        WNFUSED_UNROLL for (int s = 0; s < kSums; ++s)
+          add_channel(at, k + s, weights + s * kLanes, panel.col_stride, sum[s]);
+      }
+      if (kSums > 1 && even < last) {
+        add_channel(at, even, weights, panel.col_stride, sum[0]);
+        weights += kLanes;
       }
     }
   }
-  finish_tile(end, row, block, accumulator);
+  if constexpr (kSums == 1) {
+    finish_tile(end, row, block, sum[0]);
+  } else {
+    Block whole[Rows][Cols];
+    WNFUSED_UNROLL for (int r = 0; r < Rows; ++r) {
+      WNFUSED_UNROLL for (int c = 0; c < Cols; ++c) whole[r][c] = whole_of(sum[0][r][c], sum[1][r][c]);
+    }
+    finish_tile(end, row, block, whole);
+  }
 }
 
 // Whether, of so many output blocks, the first two can share a tile: they sum over the same channels.
@@ -282,14 +299,14 @@ WNFUSED_INLINE bool takes_pair(const Window& window, int64_t output_block, int64
 }
 
 // A pointer to each row wants a register, so there are no taller ones than these.
-template <int Cols>
+template <int Cols, class B>
 inline void window_columns(const PanelProducts& panel, int64_t count, int64_t block, PanelEnd& end) {
   const int64_t rows = round_up_rows(count);
   int64_t r = for_tall_tiles(rows, [&](auto tall, int64_t row) __attribute__((always_inline)) {
-    window_tile<tall.value, Cols>(panel, row, block, end);
+    window_tile<tall.value, Cols, B>(panel, row, block, end);
   });
-  for (; r + kPairRows <= rows; r += kPairRows) window_tile<kPairRows, Cols>(panel, r, block, end);
-  for (; r < rows; r += kRowMultiple) window_tile<kRowMultiple, Cols>(panel, r, block, end);
+  for (; r + kPairRows <= rows; r += kPairRows) window_tile<kPairRows, Cols, B>(panel, r, block, end);
+  for (; r < rows; r += kRowMultiple) window_tile<kRowMultiple, Cols, B>(panel, r, block, end);
 }
 
 // What a window's items read and write. Maps in another layout than the kernels' are converted panel by panel where the
@@ -388,7 +405,10 @@ inline void window_item(const Window& window, int64_t item, const WindowMaps& ma
   for (int64_t b = 0; b < blocks;) {
     const int64_t block = first_block + b;
     const bool pair = kCols == 2 && takes_pair(window, block, blocks - b);
-    const auto run = pair ? window_columns<kCols> : window_columns<1>;
+    const bool half = kParts > 1 && window.target.channels - block * kLanes <= kLanes / 2;
+    const auto run = pair   ? window_columns<kCols, Block>
+                     : half ? window_columns<1, HalfBlock>
+                            : window_columns<1, Block>;
     end.next = 0;
     if (fresh) end.next = b + kCols < blocks ? kCols * kLanes : window.conv_rows * window.target_pixel - b * kLanes;
     const int64_t channel = window.first_channel(block), next = b + (pair ? kCols : 1);
