@@ -85,6 +85,11 @@ CASES = {
     "over one level": layer(2, 3, 8, (1, 9, 11), (1, 3, 3), padding=(0, 1, 1)),
 }
 VENDORS_FORWARD = {"first layer by 2"}
+SHORT_LINES = {"last layer of one window", "one pixel"}  # by AVX2 there is another way for one output or two
+
+
+def has_strips(isa: str, name: str) -> bool:
+    return isa not in ("portable", "amx-emulated") and not (isa == "avx2" and name in SHORT_LINES)
 
 
 def products_of(case: Case) -> int:
@@ -96,7 +101,7 @@ def products_of(case: Case) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_every_geometry(isa, name):
     case = CASES[name]
-    strips = isa not in ("portable", "amx-emulated")
+    strips = has_strips(isa, name)
     assert go_by("strips", case) == (strips and name not in VENDORS_FORWARD, strips)
     assert_layouts_agree(case, sample(case), TOLERANCE)
 
@@ -114,7 +119,8 @@ def test_which_layers_go_this_way():
     assert go_by("strips", layer(64, 3, 64, (16, 16), 14)) == neither  # nine windows among 256 places
     assert go_by("strips", layer(1, 1, 14, (9, 9), 5)) == both_ways  # 41 places, as nothing follows the last image
     assert go_by("strips", layer(64, 64, 4, (4, 4), 3, padding=1)) == neither  # short lines, and another way
-    assert go_by("strips", layer(64, 64, 1, (4, 4), 3, padding=1)) == both_ways
+    alone = torch.ops.wnfused_native.cpu_isa() != "avx2"
+    assert go_by("strips", layer(64, 64, 1, (4, 4), 3, padding=1)) == (both_ways if alone else neither)
     assert go_by("strips", layer(64, 64, 4, (3, 3), 1)) == both_ways  # all pixels of an image side by side
     assert go_by("strips", layer(64, 64, 4, (2, 2), 1)) == neither
     assert go_by("strips", layer(1, 3, 192, (224, 224), 16, stride=16)) == neither
@@ -156,7 +162,7 @@ ELSEWHERE_IN_CHANNELS_LAST = {
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.size) > 1])
 def test_channels_last(isa, name):
     case = CASES[name]
-    backward = isa not in ("portable", "amx-emulated") and name not in ELSEWHERE_IN_CHANNELS_LAST
+    backward = has_strips(isa, name) and name not in ELSEWHERE_IN_CHANNELS_LAST
     assert go_by("strips", case, last=True) == (backward and name not in BACKWARD_IN_CHANNELS_LAST, backward)
     # The vendor's own gradient of the weight, by AVX2, is off by up to 1.5e-6, and dg from it by up to 2.1e-6.
     is_vendors = ways_of(case, last=True)[1] == "vendor"

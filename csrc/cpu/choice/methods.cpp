@@ -30,8 +30,9 @@ bool suits_vendor(const ConvShape& shape) {
   return shape.stride.product() == 1 && shape.taps() > 1 && !unfolds;
 }
 
-// At least a sixth of the products must not be padding.
-constexpr int64_t kPadding = 6;
+// How many products a kernel may make for each that there is, the others with padding of either map: by AVX2, which
+// leaves an empty half of a block out, those of 8 inputs and one output.
+int64_t most_padding() { return active_isa() == Isa::kAvx2 ? 2 * kLanes : 6; }
 
 // Whether so many weights of a tap are worth packing for so many rows of products, tiles or pixels. Bundle by
 // bundle (divide_into_bundles) they are for any number; without that, and by narrow vectors, packing is slower.
@@ -92,7 +93,7 @@ std::optional<Method> float_method(const ConvShape& shape, bool transposed, bool
   const MapShape output = map_of_size(shape.images, shape.outputs, size);
   const int64_t weights = shape.inputs * shape.outputs / shape.groups;
   const int64_t inputs = thin ? shape.inputs : input.padded_channels;
-  if (shape.groups == 1 && kPadding * weights < inputs * output.padded_channels) return std::nullopt;
+  if (shape.groups == 1 && most_padding() * weights < inputs * output.padded_channels) return std::nullopt;
   if (2 * copied_floats(shape, thin ? shape.padding : Triple{0, 0, 0}) > kMostCopied) return std::nullopt;
   if (winograd) {
     const int64_t tile = *winograd == Method::kWinograd4 ? 4 : 2;

@@ -12,10 +12,11 @@
 
 namespace wnfused::cpu {
 
-// Waking a worker costs what so many multiply-adds do.
+// Waking a worker costs what so many multiply-adds do. Those of fewer outputs take as long as those of half a block.
 inline int64_t workers_for(const ConvShape& shape) {
   constexpr int64_t kWorkEach = 1 << 18;
-  const int64_t weights = shape.inputs * shape.outputs / shape.groups * shape.taps();
+  const int64_t outputs = std::max<int64_t>(shape.outputs, kLanes / 2);
+  const int64_t weights = shape.inputs * outputs / shape.groups * shape.taps();
   const int64_t work = shape.images * shape.output_size().product() * weights;
   return std::clamp<int64_t>(work / kWorkEach, 1, worker_limit());
 }
