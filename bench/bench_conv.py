@@ -16,3 +16,7 @@ def bench_conv1x1(time_peer: Callable[..., None], workload: Any, pass_name: str,
 
 def bench_windows(time_peer: Callable[..., None], workload: Any, pass_name: str, peer: str) -> None:
     time_peer(workload, pass_name, peer)
+
+
+def bench_heads(time_peer: Callable[..., None], workload: Any, pass_name: str, peer: str) -> None:
+    time_peer(workload, pass_name, peer)

@@ -221,7 +221,10 @@ def _both_passes(rows: Rows, titles: dict[str, str]) -> list[str]:
     return lines
 
 
+SINGLE_LAYERS = ("windows", "heads", "conv3x3", "conv1x1", "linear", "linear-bf16")
+
 KINDS: dict[str, Callable[[Row], bool]] = {
+    "heads of segmentation and detection": lambda row: row["group"] == "heads",
     "first and last layers, 1 and 3 channels": lambda row: (
         re.match(r"[13] to |\d+ to [13],", row["workload"]) is not None
     ),
@@ -249,7 +252,7 @@ def _kinds(rows: Rows, users: Rows, autocast: Rows, named: int | None = None) ->
     kinds: dict[str, Rows] = {name: [] for name in KINDS}
     for row in rows:
         kind = next((name for name, fits in KINDS.items() if fits(row)), None)
-        if kind is not None and row["group"] in ("windows", "conv3x3", "conv1x1", "linear", "linear-bf16"):
+        if kind is not None and row["group"] in SINGLE_LAYERS:
             kinds[kind].append(row)
     others = {"users' networks": users, "some of these under bfloat16 autocast": autocast}
     every = (*reversed(kinds.items()), *others.items())

@@ -254,6 +254,26 @@ def _windows() -> list[Workload]:
     ]
 
 
+def _heads() -> list[Workload]:
+    # Channels in and out, size, kernel, batch: what gives a score, a class, a box or a colour to each pixel, or voxel.
+    layers = (
+        (64, 1, (64, 64), 1, 8), (16, 2, (128, 128), 1, 2), (64, 21, (64, 64), 1, 2), (256, 3, (32, 32), 1, 8),
+        (512, 8, (14, 14), 1, 8), (256, 36, (32, 32), 3, 1), (32, 4, (56, 56), 3, 8),
+        (32, 2, (32, 32, 32), 1, 1), (24, 1, (16, 16, 16), 3, 1),
+    )  # fmt: skip
+    return [
+        WindowLayer(
+            group="heads",
+            name=f"{channels} to {outputs}, {'x'.join(map(str, size))}, kernel {kernel}, batch {batch}"
+            f"{', channels_last' * channels_last}",
+            channels=channels, outputs=outputs, size=size, kernel=kernel, batch=batch, channels_last=channels_last,
+            quick=(channels, outputs) == (64, 1),
+        )
+        for channels, outputs, size, kernel, batch in layers
+        for channels_last in (False, True)
+    ]  # fmt: skip
+
+
 def _stage() -> list[Workload]:
     # The three stages of a WRN of width 1, what they become on digits, and the two wider tuned widths; then those of
     # WRN-28-10, whose blocks are four a stage, one of them the transition.
@@ -502,6 +522,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_linear_bf16(),
     *_CONVOLUTIONS,
     *_windows(),
+    *_heads(),
     *_stage(),
     *_network(),
     *_converted(),
