@@ -138,7 +138,7 @@ ONE_OR_TWO_OUTPUTS = {
 @pytest.mark.parametrize("case", ONE_OR_TWO_OUTPUTS.values(), ids=ONE_OR_TWO_OUTPUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_or_two_outputs(isa, case, layout):
-    """By AVX2, which leaves half of a block out; the three other vectors would multiply more padding."""
+    """By AVX2, which leaves half of a block out; elsewhere too many of the products would be padding."""
     assert ways_of(case, last=True)[0] == ("direct" if isa == "avx2" else "vendor")
     assert_layouts_agree(case, sample(case, layout), TOLERANCE)
 
