@@ -215,9 +215,19 @@ def test_too_few_blocks_are_counted(strict):
     assert stage[0].weight_v.equal(before)
 
 
-def test_thousands_of_layers_take_no_time():
-    state = {f"{i}.weight_{k}": torch.ones(1, 1) for i in range(3000) for k in "gv"}
+@pytest.mark.parametrize("api", ["old", "new"])
+def test_thousands_of_layers_take_no_time(api):
+    names = {"old": ("weight_g", "weight_v"), "new": [f"parametrizations.weight.original{i}" for i in (0, 1)]}[api]
+    state = {f"{i}.{name}": torch.ones(1, 1) for i in range(3000) for name in names}
     assert len(state_dict_to_torch(state, "new")) == len(state)
+
+
+def test_thousands_of_parametrised_layers_of_a_model_take_no_time():
+    model = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(1, 1)) for _ in range(300)))
+    asked = []
+    model.named_modules = lambda *a, **k: asked.append(1) or nn.Module.named_modules(model, *a, **k)
+    assert len(state_dict_to_torch(model, "old")) == 900
+    assert len(asked) == 1
 
 
 # ------------------------------------------------------------------------------------- files, copies and averages

@@ -71,6 +71,48 @@ def test_hooks_of_a_stage_survive_its_folding():
     assert seen == [nn.Sequential]
 
 
+def test_hooks_within_a_stage_and_what_else_it_holds_survive_its_folding():
+    stage, seen = wnfused.WNResidualStage(4, 6, 3, 2), []
+    stage.register_buffer("mean", torch.ones(6))
+    stage.tag, stage.transition.note = "second", "first block"
+    parts = (stage.transition, stage.transition.conv1)
+    handles = [part.register_forward_hook(lambda m, *_: seen.append(type(m))) for part in parts]
+    model, x = nn.Sequential(stage), torch.randn(1, 4, 6, 6)
+    expected = model(x)
+    seen.clear()
+    wnfused.fold(model)
+    torch.testing.assert_close(model(x), expected)
+    assert seen == [nn.Conv2d, wnfused.nn.PlainResidualBlock]
+    for handle in handles:
+        handle.remove()
+    model(x)
+    assert len(seen) == 2
+    assert len(model[0]) == 3
+    assert (model[0].tag, model[0][0].note) == ("second", "first block")
+    assert "0.mean" in model.state_dict()
+    assert not hasattr(model[0], "num_blocks")
+
+
+def test_blocks_that_share_a_layer_or_its_weight_share_them_folded():
+    first, second, third = (wnfused.WNResidualBlock(4, 4) for _ in range(3))
+    second.conv1 = first.conv1
+    third.conv2.weight_v, third.conv2.weight_g = first.conv2.weight_v, first.conv2.weight_g
+    model, x = nn.Sequential(first, second, third), torch.randn(1, 4, 6, 6)
+    expected = model(x)
+    wnfused.fold(model)
+    torch.testing.assert_close(model(x), expected)
+    assert model[0].conv1 is model[1].conv1
+    assert model[0].conv2.weight is model[2].conv2.weight
+
+
+def test_a_stage_that_was_given_another_child_is_left_alone(caplog):
+    model = nn.Sequential(wnfused.WNResidualStage(4, 4, 2))
+    model[0].probe = nn.Linear(2, 2)
+    wnfused.fold(model)
+    assert type(model[0]) is wnfused.WNResidualStage
+    assert "0: left alone, it has other children: probe" in caplog.text
+
+
 def test_tied_weights_stay_tied():
     class Tied(nn.Module):
         def __init__(self):

@@ -443,6 +443,27 @@ def test_an_adapter_around_a_layer_that_applies_an_activation_is_warned_of(fuse,
         torch.testing.assert_close(y, model[2](model[0](x).relu()))
 
 
+def test_activations_look_for_their_layers_only_where_those_were_moved(monkeypatch):
+    """A search takes as long as the sequence, and every activation of it would make one."""
+    model, x = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(4, 4), nn.ReLU()))), torch.randn(2, 4)
+    wnfused.convert(model, plain=True)
+    expected, searched, is_within = model(x), [], wnfused.convert.__globals__["_is_within"]
+    monkeypatch.setitem(
+        wnfused.convert.__globals__,
+        "_is_within",
+        lambda layer, stage: searched.append(stage) or is_within(layer, stage),
+    )
+    torch.testing.assert_close(model(x), expected)
+    assert not searched
+    model[2] = Wrapper(model[2])
+    torch.testing.assert_close(model(x), expected)
+    assert searched == [model[2]]
+    model.insert(0, nn.Identity())  # every key is another one now
+    torch.testing.assert_close(model(x), expected)
+    model[1] = nn.Identity()
+    torch.testing.assert_close(model(x), model[2:](x.relu()))
+
+
 def test_a_plain_layer_of_zeros_trains_after_conversion():
     model = nn.Sequential(nn.Linear(8, 4), nn.Conv1d(4, 2, 1))
     for layer in model:

@@ -325,6 +325,17 @@ def test_lazy_layers_take_their_shape_from_the_sample():
     assert len(initialize(model, "daneshmand2021", sample=torch.randn(64, 5))) == 3
 
 
+def test_lazy_layers_of_a_population_take_theirs_too():
+    def lazy(width=8):
+        return nn.Sequential(nn.LazyLinear(width), nn.ReLU(), nn.Linear(width, 2))
+
+    sample = torch.randn(64, 5)
+    assert [len(report) for report in initialize_population([lazy(), lazy()], sample=sample)] == [2, 2]
+    lazies = [nn.Sequential(nn.LazyLinear(n)) for n in (8, 9)]
+    with pytest.raises(ValueError, match="models: differ in their parameters"):
+        initialize_population(lazies, sample=sample)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

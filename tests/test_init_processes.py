@@ -37,10 +37,50 @@ def _process(rank: int, port: int, folder: str) -> None:
         parts = torch.nn.Sequential(*(wnfused.WNLinear(4, 4) for _ in range(1 + rank)))
         with pytest.raises(ValueError, match="model: process 1 holds other parameters than process 0"):
             initialize(parts)
+        _with_batch_norms_of_all_processes(sample)
+        _with_a_factor_of_the_users_own(rank)
+        with pytest.raises(ValueError, match=r"model: '0.weight' has no shape yet; run the model once, in every proc"):
+            initialize(torch.nn.Sequential(torch.nn.LazyLinear(2)), "salimans2016", sample=torch.randn(64, 3))
         torch.save({**found, "sample": sample}, f"{folder}/{rank}.pt")
         dist.barrier()  # the first process holds the store that the other one may still speak to
     finally:
         dist.destroy_process_group()
+
+
+def _with_batch_norms_of_all_processes(sample):
+    """The first process alone looks at data: the others would never answer its norms."""
+    model = torch.nn.Sequential(wnfused.WNConv2d(1, 4, 3), torch.nn.BatchNorm2d(4), wnfused.WNConv2d(4, 2, 1))
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    before = model[1].running_mean.clone()
+    assert len(initialize(model, "salimans2016", sample=sample)) == 2
+    assert "forward" not in vars(model[1])
+    assert torch.equal(model[1].running_mean, before)
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.fixed = wnfused.WNLinear(2, 2), _Fixed()
+        self.skip_scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.fixed(x + self.skip_scale * self.layer(x))
+
+
+class _Fixed(torch.nn.Identity):
+    @property
+    def skip_scale(self):
+        return 1.0
+
+
+def _with_a_factor_of_the_users_own(rank):
+    model = _Scaled()
+    with torch.no_grad():
+        model.skip_scale.fill_(1 + rank)
+    factor = model.skip_scale
+    initialize(model)
+    assert model.skip_scale is factor
+    assert factor == 1  # a parameter like others
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")

@@ -355,3 +355,19 @@ def test_a_product_of_its_own_that_somebody_put_on_a_convolution_is_run(dims):
     torch.testing.assert_close(layer.weight_v.grad, around.weight_v.grad, rtol=1e-4, atol=1e-4)
     del layer._conv_forward
     assert not torch.allclose(layer(x), around(x))
+
+
+def test_a_product_of_a_subclass_is_run():
+    class Doubled(WNConv2d):
+        def _conv_forward(self, input, weight, bias):
+            return 2 * super()._conv_forward(input, weight, bias)
+
+    layer, plain = Doubled(3, 4, 3, activation="relu"), WNConv2d(3, 4, 3, activation="relu")
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(layer(x), 2 * plain(x))
+    with wnfused.frozen(layer), torch.no_grad():
+        torch.testing.assert_close(layer(x), 2 * plain(x))
+    wnfused.init.initialize(layer, "salimans2016", sample=x)
+    spread = layer._conv_forward(x, layer.weight, layer.bias).std((0, 2, 3))
+    torch.testing.assert_close(spread, torch.ones(4), rtol=0.1, atol=0)

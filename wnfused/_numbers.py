@@ -19,6 +19,13 @@ def positive(**values: int) -> None:
     _ints(1, values)
 
 
+def counts(**values: int) -> tuple[int, ...]:
+    """Integers of any kind, each at least 1, as Python's own."""
+    plain = {name: plain_int(value) for name, value in values.items()}
+    positive(**plain)
+    return tuple(plain.values())
+
+
 def from_0(**values: int) -> None:
     """Each an int of at least 0 that fits into torch's 64 bits."""
     _ints(0, values)

@@ -6,6 +6,7 @@ state dicts without a model at hand. ``wnfused.nn._keys`` has the table of names
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, cast
@@ -62,7 +63,13 @@ def state_dict_to_torch(
     for name, entry in state.items():
         if is_lazy(entry):
             raise ValueError(f"source: {name!r} has no shape yet; run the model once")
-    normalised = [p for p in _prefixes(state, *ORIGINALS.values()) if _is_weight_norm(p, state, source)]
+    modules = dict(source.named_modules(remove_duplicate=False)) if isinstance(source, nn.Module) else {}
+    chained = _with_second_step(state)
+    normalised = [
+        prefix
+        for prefix in _prefixes(state, *ORIGINALS.values())
+        if _is_weight_norm(modules.get(prefix.removesuffix(".")), prefix in chained)
+    ]
     for name in (f"{p}{name}" for p in normalised for name in ORIGINALS.values()):
         tensor_at(state, name)
     for name in (f"{p}{name}" for p in _prefixes(state, *ORIGINALS) for name in ORIGINALS):
@@ -127,16 +134,25 @@ def _prefixes(state: Mapping[str, Any], gain: str, direction: str) -> list[str]:
     return [prefix for prefix in prefixes if f"{prefix}{direction}" in state]
 
 
-def _is_weight_norm(prefix: str, state: Mapping[str, Any], source: nn.Module | Mapping[str, Any]) -> bool:
-    """Whether a parametrised weight with two originals is torch's weight norm, and nothing more."""
-    modules = dict(source.named_modules(remove_duplicate=False)) if isinstance(source, nn.Module) else {}
-    module = modules.get(prefix.removesuffix("."))
+def _is_weight_norm(module: nn.Module | None, chained: bool) -> bool:
+    """Whether a parametrised weight with two originals is torch's weight norm, and nothing more.
+
+    Args:
+        module: the layer, where it is known.
+        chained: whether the state dict shows a second step.
+    """
     if module is not None and is_parametrized(module, "weight"):
         steps = cast(nn.ModuleDict, module.parametrizations)["weight"]
         return [type(step) for step in cast(nn.ModuleList, steps)] == [_WeightNorm]
-    # Of a state dict alone it shows where a second step has entries.
-    start = f"{prefix}parametrizations.weight."
-    return not any(name.startswith(start) and name[len(start) :][:1].isdigit() for name in state)
+    return not chained
+
+
+def _with_second_step(state: Mapping[str, Any]) -> set[str]:
+    """The layers whose weight has a parametrisation with entries of its own, beside the originals."""
+    return {found[1] for found in map(_STEP.fullmatch, state) if found}
+
+
+_STEP = re.compile(r"((?:.*\.)?)parametrizations\.weight\.\d.*", re.DOTALL)
 
 
 def _form(prefix: str, state: Mapping[str, Any]) -> str | None:

@@ -47,6 +47,7 @@ class FusedActivation(nn.Identity):
     activation: nn.Module
     layer: nn.Module
     sequence: nn.Module | None = None
+    key = ""  # of the layer in the sequence
     wrapper: nn.Module | None = None  # that a warning named
 
     def __init__(self, activation: nn.Module, layer: nn.Module) -> None:
@@ -56,9 +57,10 @@ class FusedActivation(nn.Identity):
         object.__setattr__(self, "layer", layer)
         self.training = activation.training
 
-    def stand_in(self, sequence: nn.Module) -> None:
-        """Notes the ``nn.Sequential`` in which its layer comes before it."""
+    def stand_in(self, sequence: nn.Module, key: str) -> None:
+        """Notes the ``nn.Sequential`` in which its layer comes before it, and where there."""
         object.__setattr__(self, "sequence", sequence)
+        object.__setattr__(self, "key", key)
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = input if self._is_applied() else self.activation(input)
@@ -67,14 +69,18 @@ class FusedActivation(nn.Identity):
     def _is_applied(self) -> bool:
         if self.sequence is None:
             return True
-        stages = [stage for stage in self.sequence._modules.values() if stage is not None]
-        if any(module is self.layer for module in stages):
+        stages = self.sequence._modules
+        stage = stages.get(self.key)  # where it was, and mostly is: a search takes as long as the sequence
+        if stage is self.layer:
             return True
-        wrappers = (stage for stage in stages if any(module is self.layer for module in stage.modules()))
-        wrapper = next(wrappers, None)
-        if wrapper is not None and wrapper is not self.wrapper and not torch.compiler.is_compiling():
-            self._warn_of(wrapper)
-        return wrapper is not None
+        if stage is None or not _is_within(self.layer, stage):
+            others = (other for other in stages.values() if other is not None)
+            stage = next((other for other in others if _is_within(self.layer, other)), None)
+        if stage is None:
+            return False
+        if stage is not self.layer and stage is not self.wrapper and not torch.compiler.is_compiling():
+            self._warn_of(stage)
+        return True
 
     def _warn_of(self, wrapper: nn.Module) -> None:
         object.__setattr__(self, "wrapper", wrapper)
@@ -88,6 +94,10 @@ class FusedActivation(nn.Identity):
 
     def extra_repr(self) -> str:
         return f"{self.activation} is applied by the layer before"
+
+
+def _is_within(layer: nn.Module, stage: nn.Module) -> bool:
+    return any(module is layer for module in stage.modules())
 
 
 def convert(
@@ -220,10 +230,10 @@ def _part(model: nn.Module, fused: dict[nn.Module, FusedActivation], layers: set
 
 def _note_sequences(model: nn.Module) -> None:
     for module in model.modules():
-        stages = list(module._modules.values()) if isinstance(module, nn.Sequential) else []
-        for layer, stage in pairwise(stages):
+        stages = module._modules.items() if isinstance(module, nn.Sequential) else ()
+        for (key, layer), (_, stage) in pairwise(stages):
             if isinstance(stage, FusedActivation) and stage.layer is layer and stage.sequence is None:
-                stage.stand_in(module)
+                stage.stand_in(module, key)
 
 
 def _warn_of_nothing(model: nn.Module, plain: bool) -> None:

@@ -11,13 +11,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from wnfused._modules import is_sharded, sharded_error
-from wnfused._spatial import extents
 from wnfused._surgery import LAYERS, OPTIONS, additions, checked, move_hooks, named, replace, twin
 from wnfused._tracing import given_a_residual
 from wnfused.convert import FusedActivation
 from wnfused.nn import PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
 from wnfused.nn._rule import PARAMETERS, computed_parameters
 from wnfused.nn.plain import WITH_RESIDUAL, attach_activation
+from wnfused.nn.residual import separate_blocks
 
 logger = logging.getLogger("wnfused.fold")
 
@@ -60,7 +60,7 @@ def fold(model: nn.Module) -> nn.Module:
     restored = {marker.layer for marker in markers}
     replaced: dict[nn.Module, nn.Module] = {marker: marker.activation for marker in markers}
     takes_residual = given_a_residual(model, logger)
-    weights: dict[tuple[int, int, int | None], nn.Parameter] = {}
+    folded = _Folded()
     inside: set[nn.Module] = set()
     for name, module in named(model):
         if module in inside or not isinstance(module, (WNResidualStage, WNResidualBlock, WeightNormalised)):
@@ -83,15 +83,15 @@ def fold(model: nn.Module) -> nn.Module:
             logger.warning("%s: left alone, %s has its own %s", name, type(module).__name__, ", ".join(known[1]))
             continue
         if isinstance(module, WNResidualStage):
-            blocks = nn.Sequential(*(_plain_block(cast(WNResidualBlock, b)) for b in module.unstack()))
-            move_hooks(module, blocks)
-            replaced[module] = blocks
+            others = sorted(set(module._modules) - {"transition"})
+            if others:
+                logger.warning("%s: left alone, it has other children: %s", name, ", ".join(others))
+                continue
+            replaced[module] = folded.stage(module)
         elif isinstance(module, WNResidualBlock):
-            replaced[module] = _plain_block(module)
+            replaced[module] = folded.block(module)
         else:
-            plain = _folded(module, module not in restored, module in takes_residual)
-            _tie(module, plain, weights)
-            replaced[module] = plain
+            replaced[module] = folded.layer(module, module not in restored, module in takes_residual)
         logger.info("%s: now %s", name, type(replaced[module]).__name__)
     for marker in markers:
         marker.activation.train(marker.training)
@@ -134,35 +134,56 @@ def plain_layer(
     return plain
 
 
-def _tie(layer: WeightNormalised, plain: nn.Module, weights: dict[tuple[int, int, int | None], nn.Parameter]) -> None:
-    """Layers that share ``v`` and ``g`` share the weight."""
-    weight = cast(nn.Parameter, plain._parameters["weight"])
-    plain._parameters["weight"] = weights.setdefault((id(layer.weight_v), id(layer.weight_g), layer.dim), weight)
+class _Folded:
+    """What layers, blocks and stages fold to; layers that share ``v`` and ``g``, or are one, share the weight."""
+
+    def __init__(self) -> None:
+        self._weights: dict[tuple[int, int, int | None], nn.Parameter] = {}
+        self._within_blocks: dict[nn.Module, nn.Module] = {}
+
+    def layer(self, layer: WeightNormalised, with_activation: bool, with_residual: bool = False) -> nn.Module:
+        """The plain layer that takes a layer's place, with its hooks, and its fused activation if asked for."""
+        plain = plain_layer(layer, with_residual=with_residual)
+        weight = cast(nn.Parameter, plain._parameters["weight"])
+        weight = self._weights.setdefault((id(layer.weight_v), id(layer.weight_g), layer.dim), weight)
+        plain._parameters["weight"] = weight
+        move_hooks(layer, plain)
+        if with_activation and layer.activation is not None:
+            activation = nn.ReLU() if layer.activation == "relu" else nn.LeakyReLU(layer.negative_slope)
+            attach_activation(plain, activation.train(layer.training))
+        return plain
+
+    def block(self, block: WNResidualBlock) -> PlainResidualBlock:
+        plain = twin(block, PlainResidualBlock, known=WNResidualBlock, without=("num_blocks", *_PARTS))
+        assert isinstance(plain, PlainResidualBlock)
+        plain.conv1 = self._part(block.conv1, with_activation=False)  # type: ignore[assignment]
+        plain.relu = nn.ReLU().train(block.training)
+        plain.conv2 = self._part(block.conv2)  # type: ignore[assignment]
+        shortcut = block.shortcut
+        plain.shortcut = self._part(shortcut) if isinstance(shortcut, WeightNormalised) else shortcut
+        move_hooks(block, plain)
+        return plain
+
+    def _part(self, layer: WeightNormalised, with_activation: bool = True) -> nn.Module:
+        """A layer of a block, that blocks may share."""
+        if layer not in self._within_blocks:
+            self._within_blocks[layer] = self.layer(layer, with_activation)
+        return self._within_blocks[layer]
+
+    def stage(self, stage: WNResidualStage) -> nn.Sequential:
+        own = {*_OF_STAGE, *PARAMETERS, "transition"}
+        plain = twin(stage, nn.Sequential, known=WNResidualStage, without=own)
+        assert isinstance(plain, nn.Sequential)
+        if stage.transition is not None:
+            plain.append(self.block(stage.transition))
+        for block in separate_blocks(stage):
+            plain.append(self.block(block))
+        move_hooks(stage, plain)
+        return plain
 
 
-def _folded(layer: WeightNormalised, with_activation: bool = True, with_residual: bool = False) -> nn.Module:
-    """The plain layer that takes a layer's place, with its hooks, and its fused activation if asked for."""
-    plain = plain_layer(layer, with_residual=with_residual)
-    move_hooks(layer, plain)
-    if with_activation and layer.activation is not None:
-        activation = nn.ReLU() if layer.activation == "relu" else nn.LeakyReLU(layer.negative_slope)
-        attach_activation(plain, activation.train(layer.training))
-    return plain
+_PARTS = ("conv1", "conv2", "shortcut")
+"""Children of a block."""
 
-
-def _plain_block(block: WNResidualBlock) -> PlainResidualBlock:
-    conv = block.conv1
-    plain = PlainResidualBlock(
-        conv.in_channels,
-        conv.out_channels,
-        extents("stride", conv.stride, 2, 1)[0],
-        skip_scale=block.skip_scale,
-        device="meta",
-    )
-    plain.conv1 = _folded(block.conv1, with_activation=False)  # type: ignore[assignment]
-    plain.conv2 = _folded(block.conv2)  # type: ignore[assignment]
-    if isinstance(block.shortcut, WeightNormalised):
-        plain.shortcut = _folded(block.shortcut)
-    plain.train(block.training)
-    move_hooks(block, plain)
-    return plain
+_OF_STAGE = ("in_channels", "out_channels", "stride", "num_blocks", "recompute", "skip_scale", "init")
+"""Attributes that a stage has beside those of an ``nn.Sequential``."""

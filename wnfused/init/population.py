@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wnfused._modules import check_module
 from wnfused._numbers import random_source
@@ -60,9 +61,7 @@ def initialize_population(
     for i, model in enumerate(population):
         check_module(**{f"models[{i}]": model})
         check_request(model, scheme, options)
-    shapes = [[(name, tuple(p.shape)) for name, p in model.named_parameters()] for model in population]
-    if any(other != shapes[0] for other in shapes):
-        raise ValueError("models: differ in their parameters; use models of one architecture")
+    _refuse_mixed(population)
     sources = [None] * len(population) if generators is None else list(generators)
     if len(sources) != len(population):
         raise ValueError(f"generators: {len(sources)} for {len(population)} models; give one for each")
@@ -72,10 +71,19 @@ def initialize_population(
     def initialise() -> list[Report]:
         given = [_seeded(m) if g is None else g for m, g in zip(population, sources, strict=True)]
         contexts = [prepared(m, scheme, sample, g) for m, g in zip(population, given, strict=True)]
+        _refuse_mixed(population)  # once more, for lazy layers have shapes now
         return _in_step(contexts, scheme, options)
 
     with guarded(together, scheme):
         return decided_by_first_process(together, initialise)
+
+
+def _refuse_mixed(population: list[nn.Module]) -> None:
+    shapes = [
+        [(name, None if is_lazy(p) else tuple(p.shape)) for name, p in model.named_parameters()] for model in population
+    ]
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError("models: differ in their parameters; use models of one architecture")
 
 
 def _seeded(model: nn.Module) -> torch.Generator | None:

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from wnfused._modules import is_sharded, sharded_error
+from wnfused.init.skip_scale import restore_sums_, scale_sums_, scaled_sums
 
 T = TypeVar("T")
 
@@ -21,7 +23,8 @@ def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T
     Without a process group it just runs. The devices are those of each process's own parameters.
 
     Raises:
-        ValueError: the parameters are sharded, or other ones than in the first process.
+        ValueError: the parameters are sharded, other ones than in the first process, or, in several processes, without
+            a shape yet.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return initialise()
@@ -31,7 +34,7 @@ def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            outcome = [(initialise(), _skip_scales(model))]
+            outcome = [(initialise(), scaled_sums(model))]
         except Exception as error:  # every process must hear of it, or the others wait for ever
             outcome = [error]
     parameter = next(model.parameters(), None)
@@ -40,9 +43,11 @@ def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     result: T
-    result, skip_scales = outcome[0]
-    for name, skip_scale in skip_scales.items():
-        model.get_submodule(name).skip_scale = skip_scale
+    result, factors = outcome[0]
+    if dist.get_rank() > 0:
+        restore_sums_(model)
+        for name, factor in factors.items():
+            scale_sums_(model.get_submodule(name), factor)
     for tensor in model.parameters():
         dist.broadcast(tensor.detach(), src=0)
     return result
@@ -50,21 +55,18 @@ def decided_by_first_process(model: nn.Module, initialise: Callable[[], T]) -> T
 
 def _check_agreement(model: nn.Module) -> None:
     """Every process raises, or none: one that went on alone would wait for the others for ever."""
-    held = [(name, list(p.shape), is_sharded(p)) for name, p in model.named_parameters()]
+    held = [(name, None if is_lazy(p) else list(p.shape), is_sharded(p)) for name, p in model.named_parameters()]
     gathered: list[Any] = [held] * dist.get_world_size()
     if len(gathered) > 1:
         dist.all_gather_object(gathered, held)
-    for name, _, sharded in itertools.chain.from_iterable(gathered):
+    for name, shape, sharded in itertools.chain.from_iterable(gathered):
         if sharded:
             raise sharded_error(f"model: {name!r}", "initialise the model first, then shard it")
+        if shape is None and len(gathered) > 1:  # only the first process has it run on the sample
+            raise ValueError(f"model: {name!r} has no shape yet; run the model once, in every process")
     for rank, other in enumerate(gathered):
         if other != gathered[0]:
             raise ValueError(
                 f"model: process {rank} holds other parameters than process 0; all processes of a group initialise one "
                 "model together, so initialise the whole before it is split into parts"
             )
-
-
-def _skip_scales(model: nn.Module) -> dict[str, float]:
-    """The one thing besides parameters that a scheme may set."""
-    return {name: module.skip_scale for name, module in model.named_modules() if hasattr(module, "skip_scale")}

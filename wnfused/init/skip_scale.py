@@ -15,6 +15,11 @@ def scale_sums_(block: nn.Module, factor: float) -> None:
     block.skip_scale = factor  # type: ignore[assignment]
 
 
+def scaled_sums(model: nn.Module) -> dict[str, float]:
+    """The factors that ``scale_sums_`` set, by the names of their blocks."""
+    return {name: module.skip_scale for name, module in model.named_modules() if _BEFORE in module.__dict__}
+
+
 def restore_sums_(model: nn.Module) -> None:
     """Every block as it was built."""
     for module in model.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -56,10 +57,27 @@ def evaluating(model: nn.Module, *, settle: bool) -> Iterator[None]:
     The modes are set by hand: a ``train`` of the user's own may do more than set them (adapters merge their weights),
     which nothing here could undo.
     """
-    with modes_kept(model), buffers_kept(model):
+    with modes_kept(model), buffers_kept(model), contextlib.ExitStack() as undo:
         for module in model.modules():
             module.training = settle and isinstance(module, _BatchNorm)
+            if isinstance(module, nn.SyncBatchNorm):
+                undo.enter_context(_by_itself(module))
         yield
+
+
+@contextlib.contextmanager
+def _by_itself(norm: nn.SyncBatchNorm) -> Iterator[None]:
+    """While this holds, the norm takes the statistics of its own input: it is one process alone that looks at data, and
+    the others would not answer."""
+    own = vars(norm)
+    if type(norm).forward is not nn.SyncBatchNorm.forward or "forward" in own:
+        yield
+        return
+    own["forward"] = functools.partial(_BatchNorm.forward, norm)
+    try:
+        yield
+    finally:
+        del own["forward"]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the networks share: checks of ``norm`` and of numbers, the layer followed by a ReLU in each normalisation, and
+"""What the networks share: checks of ``norm``, the layer followed by a ReLU in each normalisation, and
 the layout of images."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from wnfused._numbers import plain_int, positive
 from wnfused.nn import WNConv2d, WNLinear
 
 NORMS = ("weight", "batch", "none")
@@ -18,13 +17,6 @@ def checked_norm(norm: str, norms: tuple[str, ...] = NORMS) -> str:
         *first, last = map(repr, norms)
         raise ValueError(f"norm: unknown {norm!r}; use {', '.join(first)} or {last}")
     return norm
-
-
-def counts(**values: int) -> tuple[int, ...]:
-    """Integers of any kind, each at least 1, as Python's own."""
-    plain = {name: plain_int(value) for name, value in values.items()}
-    positive(**plain)
-    return tuple(plain.values())
 
 
 def linear_relu(norm: str, in_features: int, out_features: int) -> nn.Module:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from wnfused.models._common import checked_norm, conv_relu, counts, laid_out_for
+from wnfused._numbers import counts
+from wnfused.models._common import checked_norm, conv_relu, laid_out_for
 
 
 class CNN(nn.Module):

@@ -6,7 +6,8 @@ import itertools
 
 from torch import Tensor, nn
 
-from wnfused.models._common import checked_norm, counts, linear_relu
+from wnfused._numbers import counts
+from wnfused.models._common import checked_norm, linear_relu
 
 
 class MLP(nn.Module):

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wnfused._numbers import finite, flag, plain_int, positive
-from wnfused.models._common import RESIDUAL_NORMS, checked_norm, counts, laid_out_for
+from wnfused._numbers import counts, finite, flag
+from wnfused.models._common import RESIDUAL_NORMS, checked_norm, laid_out_for
 from wnfused.nn import FixupBlock, PlainResidualBlock, ScalarBias, WNConv2d, WNResidualStage
 
 STEM_CHANNELS = 16
@@ -32,10 +32,9 @@ class BatchNormBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1, *, skip_scale: float = 1.0) -> None:
         super().__init__()
-        in_channels, out_channels, stride = map(plain_int, (in_channels, out_channels, stride))
-        positive(in_channels=in_channels, out_channels=out_channels, stride=stride)
+        in_channels, out_channels, stride = counts(in_channels=in_channels, out_channels=out_channels, stride=stride)
         finite(skip_scale=skip_scale)
-        self.skip_scale = skip_scale
+        self.skip_scale = float(skip_scale)
         self.bn1 = nn.BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)

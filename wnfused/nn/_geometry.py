@@ -14,7 +14,7 @@ from wnfused._spatial import Extent, checked_padding, extents, text_in_dims
 _MODES = ("zeros", "reflect", "replicate", "circular")
 
 
-def counts(**values: int) -> dict[str, int]:
+def sizes(**values: int) -> dict[str, int]:
     """Numbers of channels or features: each at least 0, as ints."""
     plain = {name: plain_int(value) for name, value in values.items()}
     from_0(**plain)
@@ -32,7 +32,7 @@ def geometry(
     dilation: Extent, groups: int, padding_mode: str, transposed: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments of a convolution over ``spatial`` dims."""
-    channels = counts(in_channels=in_channels, out_channels=out_channels)
+    channels = sizes(in_channels=in_channels, out_channels=out_channels)
     groups = plain_int(groups)
     positive(groups=groups)
     divide(groups, *channels.values())

@@ -22,6 +22,13 @@ class _WNConv(WeightNormalised):
 
     _spatial: int
     _op: Callable[..., Tensor]  # not the public function, whose wrapper takes up to a microsecond
+    # Whether a subclass has a ``_conv_forward`` of its own, which torch's layers call for the product.
+    _has_own_product = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        definer = next((kind for kind in cls.__mro__ if "_conv_forward" in vars(kind)), nn.modules.conv._ConvNd)
+        cls._has_own_product = definer.__module__ != nn.modules.conv.__name__
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Extent, stride: Extent = 1,
@@ -37,7 +44,7 @@ class _WNConv(WeightNormalised):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """``act(conv(input, w) + b + residual)``; the residual, if any, has the output's shape."""
-        if "_conv_forward" in self.__dict__:
+        if self._has_own_product or "_conv_forward" in self.__dict__:
             return self._by_own_product(input, residual)
         if (form := self._frozen) is not None and self._runs_frozen(form, input):
             return self._frozen_output(form, input, residual)
@@ -55,8 +62,9 @@ class _WNConv(WeightNormalised):
         )  # fmt: skip
 
     def _by_own_product(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        """By the ``_conv_forward`` that somebody put on this very layer: torch's own layers run it, too."""
-        y: Tensor = self.__dict__["_conv_forward"](input, self.weight, self._parameters["bias"])
+        """By a ``_conv_forward`` of a subclass, or that somebody put on this very layer: torch's layers run it, too."""
+        assert isinstance(self, nn.modules.conv._ConvNd)
+        y: Tensor = self._conv_forward(input, self.weight, self.bias)
         if residual is not None:
             y = y + arguments.residual(residual, list(y.shape), y)
         return activate(y, self.activation or "none", self.negative_slope)

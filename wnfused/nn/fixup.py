@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wnfused._modules import check_module
-from wnfused._numbers import floating_dtype, plain_int, positive
+from wnfused._numbers import counts, floating_dtype
 
 
 def fixup_scalars(model: nn.Module) -> list[nn.Parameter]:
@@ -77,9 +77,9 @@ class FixupBlock(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        counts = (in_channels, out_channels, stride, num_branches)
-        in_channels, out_channels, stride, num_branches = map(plain_int, counts)
-        positive(in_channels=in_channels, out_channels=out_channels, stride=stride, num_branches=num_branches)
+        in_channels, out_channels, stride, num_branches = counts(
+            in_channels=in_channels, out_channels=out_channels, stride=stride, num_branches=num_branches
+        )
         floating_dtype(dtype=dtype)
         self.num_branches = num_branches
         where = {"device": device, "dtype": dtype}

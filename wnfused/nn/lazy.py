@@ -11,7 +11,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from wnfused._numbers import truth
-from wnfused.nn._geometry import counts, divide
+from wnfused.nn._geometry import divide, sizes
 from wnfused.nn._layer import WeightNormalised
 from wnfused.nn.conv import WNConv1d, WNConv2d, WNConv3d
 from wnfused.nn.conv_transpose import WNConvTranspose1d, WNConvTranspose2d, WNConvTranspose3d
@@ -45,7 +45,7 @@ class _Lazy(LazyModuleMixin, WeightNormalised):
         options = dict(given.arguments)
         outputs, bias = options.pop(self._outputs), options.pop("bias")
         truth(bias=bias)
-        outputs = counts(**{self._outputs: outputs})[self._outputs]
+        outputs = sizes(**{self._outputs: outputs})[self._outputs]
         where = {"device": options["device"], "dtype": options["dtype"]}
         # Without features and bias nothing is allocated that would be thrown away.
         super().__init__(**{self._inputs: 0, self._outputs: 0}, bias=False, **options)

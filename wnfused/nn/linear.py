@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wnfused import functional
-from wnfused.nn._geometry import counts
+from wnfused.nn._geometry import sizes
 from wnfused.nn._layer import WeightNormalised
 
 
@@ -41,7 +41,7 @@ class WNLinear(WeightNormalised, nn.Linear):
         init: str = "orthogonal", dim: int | None = 0,
     ) -> None:  # fmt: skip
         self._set_options(activation, negative_slope, gamma, init, dim, bias, dtype)
-        features = counts(in_features=in_features, out_features=out_features)
+        features = sizes(in_features=in_features, out_features=out_features)
         nn.Linear.__init__(self, **features, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wnfused import functional
 from wnfused._modules import refuse_sharded
-from wnfused._numbers import finite, floating_dtype, plain_int, positive
+from wnfused._numbers import counts, finite, floating_dtype
 from wnfused.nn._keys import count_blocks, stack_blocks
 from wnfused.nn._layer import refuse_frozen, refuse_script, row_norm, with_directions
 from wnfused.nn._rule import PARAMETERS, check_directions, check_stored, reset_stage
@@ -51,11 +51,10 @@ class PlainResidualBlock(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        in_channels, out_channels, stride = map(plain_int, (in_channels, out_channels, stride))
-        positive(in_channels=in_channels, out_channels=out_channels, stride=stride)
+        in_channels, out_channels, stride = counts(in_channels=in_channels, out_channels=out_channels, stride=stride)
         finite(skip_scale=skip_scale)
         floating_dtype(dtype=dtype)
-        self.skip_scale = skip_scale
+        self.skip_scale = float(skip_scale)
         where = {"device": device, "dtype": dtype}
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, **where)
         self.relu = nn.ReLU()
@@ -92,8 +91,9 @@ class WNResidualBlock(nn.Module):
         skip_scale: float = 1.0, init: str = "orthogonal", device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        in_channels, out_channels, stride, num_blocks = map(plain_int, (in_channels, out_channels, stride, num_blocks))
-        positive(in_channels=in_channels, out_channels=out_channels, stride=stride, num_blocks=num_blocks)
+        in_channels, out_channels, stride, num_blocks = counts(
+            in_channels=in_channels, out_channels=out_channels, stride=stride, num_blocks=num_blocks
+        )
         finite(skip_scale=skip_scale)
         self.num_blocks = num_blocks
         self.skip_scale = float(skip_scale)
@@ -171,11 +171,11 @@ class WNResidualStage(nn.Module):
         device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        in_channels, out_channels, stride, num_blocks = map(plain_int, (in_channels, out_channels, stride, num_blocks))
-        positive(in_channels=in_channels, out_channels=out_channels, num_blocks=num_blocks, stride=stride)
+        in_channels, out_channels, num_blocks, stride = counts(
+            in_channels=in_channels, out_channels=out_channels, num_blocks=num_blocks, stride=stride
+        )
         if recompute is not None:
-            recompute = plain_int(recompute)
-            positive(recompute=recompute)
+            (recompute,) = counts(recompute=recompute)
         finite(skip_scale=skip_scale)
         check_directions(init=init)
         floating_dtype(dtype=dtype)
@@ -261,18 +261,8 @@ class WNResidualStage(nn.Module):
         Raises:
             ValueError: the stage is sharded.
         """
-        blocks: list[nn.Module] = [] if self.transition is None else [copy.deepcopy(self.transition)]
-        for view in self.blocks():
-            block = WNResidualBlock(
-                self.out_channels, self.out_channels, num_blocks=self.num_blocks, skip_scale=self.skip_scale,
-                init=self.init, device="meta",
-            )  # fmt: skip
-            for i, conv in enumerate((block.conv1, block.conv2)):
-                conv.weight_v = nn.Parameter(view.weight_v[i].clone(), self.weight_v.requires_grad)
-                conv.weight_g = nn.Parameter(view.weight_g[i].reshape(-1, 1, 1, 1).clone(), self.weight_g.requires_grad)
-                conv.bias = nn.Parameter(view.bias[i].clone(), self.bias.requires_grad)
-            blocks.append(block)
-        return nn.Sequential(*blocks).train(self.training)
+        blocks = [] if self.transition is None else [copy.deepcopy(self.transition)]
+        return nn.Sequential(*blocks, *separate_blocks(self)).train(self.training)
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, num_blocks={self.num_blocks}, stride={self.stride}"]
@@ -281,6 +271,21 @@ class WNResidualStage(nn.Module):
         if self.skip_scale != 1.0:
             parts.append(f"skip_scale={self.skip_scale:g}")
         return ", ".join(parts)
+
+
+@torch.no_grad()
+def separate_blocks(stage: WNResidualStage) -> Iterator[WNResidualBlock]:
+    """The identity blocks that a stage stacks as blocks with parameters of their own."""
+    for view in stage.blocks():
+        block = WNResidualBlock(
+            stage.out_channels, stage.out_channels, num_blocks=stage.num_blocks, skip_scale=stage.skip_scale,
+            init=stage.init, device="meta",
+        )  # fmt: skip
+        for i, conv in enumerate((block.conv1, block.conv2)):
+            conv.weight_v = nn.Parameter(view.weight_v[i].clone(), stage.weight_v.requires_grad)
+            conv.weight_g = nn.Parameter(view.weight_g[i].reshape(-1, 1, 1, 1).clone(), stage.weight_g.requires_grad)
+            conv.bias = nn.Parameter(view.bias[i].clone(), stage.bias.requires_grad)
+        yield block.train(stage.training)
 
 
 @dataclass(frozen=True)

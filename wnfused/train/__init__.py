@@ -7,8 +7,10 @@ Needs the ``train`` extra (``pip install --no-build-isolation ".[train]"``) when
 """
 
 from wnfused.optional import MissingDependencyError
+from wnfused.train.checkpoint import CorruptCheckpointError
 from wnfused.train.config import TrainConfig
 from wnfused.train.errors import UsageError
+from wnfused.train.interruption import InterruptedRun
 from wnfused.train.run import train
 
-__all__ = ["MissingDependencyError", "TrainConfig", "UsageError", "train"]
+__all__ = ["CorruptCheckpointError", "InterruptedRun", "MissingDependencyError", "TrainConfig", "UsageError", "train"]

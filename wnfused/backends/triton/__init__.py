@@ -19,13 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from wnfused.backends.triton import support
 from wnfused.backends.triton.strategy import Layer, way
 from wnfused.backends.triton.support import unavailable
-from wnfused.reference import suggest_memory_format
 
 __all__ = ["refusal", "unavailable"]
 
@@ -120,15 +118,8 @@ def conv(
         x2, v2, residual2 = conv_layer.as_two_dims((x, v, residual))
         geometry2 = [1, *stride], [0, *padding], [1, *dilation]
         y, norm = conv_layer.forward(x2, v2, g, bias, residual2, *geometry2, activation, negative_slope)
-        return y.squeeze(2).contiguous(), norm
-    y, norm = conv_layer.forward(x, v, g, bias, residual, stride, padding, dilation, activation, negative_slope)
-    return y.contiguous(memory_format=_convolved_format(x, v)), norm
-
-
-def _convolved_format(x: Tensor, v: Tensor) -> torch.memory_format:
-    """The memory format in which torch returns a convolution: cuDNN's asks the weight too."""
-    formats = {suggest_memory_format(x), suggest_memory_format(v)} if x.is_cuda else {suggest_memory_format(x)}
-    return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
+        return y.squeeze(2), norm
+    return conv_layer.forward(x, v, g, bias, residual, stride, padding, dilation, activation, negative_slope)
 
 
 def conv_backward(
