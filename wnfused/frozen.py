@@ -64,8 +64,8 @@ def frozen(model: nn.Module) -> Iterator[nn.Module]:
     packing again: from 65,536 weights on, but for 3x3 layers by Winograd's method in two dims (``docs/limits.md``) and
     1x1 layers of more than 64 pixels. That takes as much memory as v, of windows along lines up to twice as much.
     Linear layers of more than one feature keep copies, too, since their kernels normalise while they read v: in float32
-    by AVX2 of up to 4,096 inputs, in bfloat16 by AVX512_BF16 from 65,536 weights on and on tiles where the inputs are no
-    multiple of 32. Other convolutions keep them beside their weights, for maps of up to eight pixels.
+    by AVX2 of up to 4,096 inputs, in bfloat16 by AVX512_BF16 from 65,536 weights on, and on tiles where the inputs are
+    no multiple of 32. Other convolutions keep them beside their weights, for maps of up to eight pixels.
 
     Layers whose parameters are parametrised, pruned or sharded run as always, and those whose options are set anew
     inside the context. So do residual stages: they normalise and pack a weight while the convolution before it runs.
