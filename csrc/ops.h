@@ -56,7 +56,7 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
     int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
 
-// Nothing, or false, where the kernels of this library do not take the layer.
+// Nothing, or false, where the vendor is as fast; what no kernel of this library takes is the vendor's result.
 std::tuple<Gradient, Gradient> conv_transpose(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,

@@ -60,6 +60,7 @@ CASES = [
     Case(2, 5, 48, (6, 9), (3, 3), (1, 2), (1, 0), (2, 1), transposed=True, output_padding=(1, 1)),
     Case(1, 64, 3, (9, 8), (3, 3), (2, 3), (1, 2), (1, 1), transposed=True),
     Case(2, 130, 400, (4, 3), (4, 4), (2, 2), (1, 1), (1, 1), transposed=True),
+    Case(1, 3, 64, (56, 56), (3, 3), (2, 2), (1, 1), (1, 1)),  # thin, and enough of it for several threads
 ]
 
 
@@ -223,7 +224,7 @@ def test_gradients_that_are_needed(pairs, case, needs):
         assert_rounded(found, wanted)
 
 
-@pytest.mark.parametrize("case", CASES[1:3] + CASES[5:6] + CASES[9:20], ids=str)
+@pytest.mark.parametrize("case", CASES[1:3] + CASES[5:6] + CASES[9:20] + CASES[-1:], ids=str)
 def test_the_same_bits_for_any_number_of_threads(pairs, case):
     assert_same_bits_by_threads(case, in_bfloat16)
 

@@ -90,6 +90,23 @@ def test_the_same_bits_for_any_number_of_threads(threads, isa, shape, dtype):
             assert torch.equal(found[0][name], other[name]), name
 
 
+@pytest.mark.parametrize("extreme", ["x", "gain"])
+def test_the_same_bits_for_any_number_of_threads_beside_what_is_extreme(threads, isa, extreme):
+    """A row of products that is taken again, its weights scaled first, takes all others with it, not its neighbours."""
+    if isa not in ("avx512_bf16", "amx", "amx-emulated"):
+        pytest.skip("the vendor's products")
+    x, v, g, *rest = linear_sample(300, 300, 160, dtype=torch.bfloat16)
+    if extreme == "x":
+        x[5, 7] = torch.inf
+    else:
+        g[3] *= 1e5
+    found = []
+    for count in (1, 2, 3, 4):
+        torch.set_num_threads(count)
+        found.append(both((x, v, g, *rest))[0]["y"].float().nan_to_num(nan=7.0, posinf=8.0, neginf=9.0))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("rows", [3, 8, 20, 40])
 @pytest.mark.parametrize("inner", [64, 330])
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)

@@ -44,7 +44,6 @@ void divide_product_gradient(const Work& work, int64_t pixels, Division& divisio
   constexpr int64_t kMostBlocks = 8, kSlicePixels = 256, kBanks = int64_t{1} << 20, kItemsEach = 2;
   const int64_t affordable = std::clamp<int64_t>(kBanks / std::max<int64_t>(work.bank, 1), 1, kMaxSlices);
   const int64_t slices = std::clamp<int64_t>(pixels / kSlicePixels, 1, affordable);
-  division.wgrad_rows = kSlicePixels;
   division.wgrad_slice_units = std::max<int64_t>(1, divide_up(divide_up(pixels, slices), kLanes)) * kLanes;
   division.wgrad_slices = std::max<int64_t>(1, divide_up(pixels, division.wgrad_slice_units));
   int64_t groups = std::max<int64_t>(1, divide_up(work.output_blocks, kMostBlocks));

@@ -25,6 +25,14 @@ struct LayerMap {
   bool is_copied() const { return given.data && access == Access::kCopy; }
 };
 
+// What the items of a convolution read and write, and the ending of its sums.
+struct LayerMaps {
+  const LayerMap &source, &target, &residual;
+  const float* bias;
+  Activation activation;
+  float slope;
+};
+
 // Memory of the caller's for a forward's bank, of a layer whose weights do not change.
 struct KeptBank {
   Bank bank;
@@ -58,7 +66,7 @@ struct ConvBackward {
   bool is_transposed;
   Parameter v, g, bias;
   Parameter dv, dg, dbias;
-  float* bias_sums;  // transposed: of the runs of y's pixels, in order
+  float* bias_sums;  // of the runs of y's pixels, in order: of a transposed layer, or on pairs; else null
   const float* norm;
   Activation activation;
   float slope;

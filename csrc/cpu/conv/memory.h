@@ -30,8 +30,8 @@ struct ExternalMap {
 struct Parameter {
   void* data;
   bool bfloat16;
-  // v and dv: a row is [taps][C], channels_last, not [C][taps]; then fp32, and for the stage's kernels C a multiple
-  // of 16.
+  // v and dv: a row is [taps][C], channels_last, not [C][taps]; then fp32, but for pairs, and for the float kernels of
+  // conv3x3/ C a multiple of 16, or groups that share a block.
   bool taps_first = false;
   // dv: it and all that is written beside it leave the caches before anyone reads it, so stores pass them by.
   bool past_caches = false;

@@ -92,8 +92,7 @@ inline void measure_norms(const Parameter& v, int64_t outputs, int64_t floats, i
 // g / ||v|| of a row; 0 for a row of zeros, and 1 for every row of a plain convolution, which has no g.
 template <class Job>
 WNFUSED_INLINE float row_scale(const Job& job, int64_t row, float norm) {
-  if (!job.g.data) return 1.0f;
-  return norm != 0.0f ? read(job.g, row) / norm : 0.0f;
+  return job.g.data ? ratio(read(job.g, row), norm) : 1.0f;
 }
 
 // The same scale, of a row whose norm is known.

@@ -1,7 +1,12 @@
-// Scratch memory that every call of these kernels needs.
+// Scratch memory that every call of these kernels needs, and the call.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
+
 #include "cpu/conv/memory.h"
+#include "cpu/machine/parallel.h"
+#include "cpu/machine/work_queue.h"
 #include "cpu/machine/workspace.h"
 
 namespace wnfused::cpu {
@@ -22,6 +27,21 @@ void lay_out_common(Arena& arena, const G& geometry, int64_t shared, int64_t wor
   scratch.worker_stride = ((worker_floats / kLanes + 2) | 1) * kLanes + kApart;
   scratch.worker = arena.take(scratch.worker_stride * workers);
   scratch.packing = 0;
+}
+
+// Runs a job, whose scratch memory lay_out(arena, job, workers) places. False when it met a value that is not finite.
+template <class Job, class LayOut, class Run>
+bool run_once(Job& job, int64_t workers, const LayOut& lay_out, const Run& run) {
+  Arena measure(nullptr);
+  lay_out(measure, job, workers);
+  const Workspace workspace(measure.used());
+  Arena arena(workspace.data());
+  lay_out(arena, job, workers);
+  std::fill_n(job.scratch.zeros, zeros_floats(job.geometry), 0.0f);
+  std::atomic<bool> poisoned{false};
+  job.poisoned = &poisoned;
+  run_workers(workers, [&](Worker& worker) { run(job, worker); });
+  return !poisoned.load();
 }
 
 }  // namespace wnfused::cpu

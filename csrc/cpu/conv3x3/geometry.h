@@ -196,7 +196,7 @@ Geometry make_pair_geometry(int64_t images, int64_t channels, int64_t height, in
 // The method of those for floats that needs the least work on such maps.
 Method preferred_method(int64_t images, int64_t height, int64_t width);
 
-// As in the list above.
+// "direct", "winograd2" and the like, as tests and bench/ have them.
 const char* name_of(Method method);
 
 // Floats that a worker needs: panel and product of one chunk, or what packing and finishing take. And those of the line

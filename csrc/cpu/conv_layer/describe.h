@@ -81,19 +81,4 @@ void describe(const ConvLayer& layer, Job& job) {
   job.slope = layer.slope;
 }
 
-// False when it met a value that is not finite. lay_out(arena, job, workers) places the scratch memory.
-template <class Job, class LayOut>
-bool run_once(Job& job, int64_t workers, const LayOut& lay_out, void (*run)(const Job&, Worker&)) {
-  Arena measure(nullptr);
-  lay_out(measure, job, workers);
-  const Workspace workspace(measure.used());
-  Arena arena(workspace.data());
-  lay_out(arena, job, workers);
-  std::fill_n(job.scratch.zeros, zeros_floats(job.geometry), 0.0f);
-  std::atomic<bool> poisoned{false};
-  job.poisoned = &poisoned;
-  run_workers(workers, [&](Worker& worker) { run(job, worker); });
-  return !poisoned.load();
-}
-
 }  // namespace wnfused::cpu

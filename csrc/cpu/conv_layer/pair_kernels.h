@@ -2,13 +2,15 @@
 // brings Pairs.
 #pragma once
 
+#include "cpu/conv_layer/driver.h"
 #include "cpu/conv_layer/pair_layer.h"
-#include "cpu/pair_window/driver.h"
+#include "cpu/conv_layer/pair_parts.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
 
-const PairWindowKernels pair_window_kernels = {Pairs::kTile,
-                                               {pair_window_forward<false>, pair_window_backward<false>},
-                                               {pair_window_forward<true>, pair_window_backward<true>}};
+const PairWindowKernels pair_window_kernels = {
+    Pairs::kTile,
+    {conv_layer_forward<PairParts<false>>, conv_layer_backward<PairParts<false>>},
+    {conv_layer_forward<PairParts<true>>, conv_layer_backward<PairParts<true>>}};
 
 }  // namespace wnfused::cpu::WNFUSED_ISA

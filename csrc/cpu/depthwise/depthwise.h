@@ -1,7 +1,7 @@
 // Depthwise layers, every channel a group of its own: a direct sum over the taps, 16 channels at a time.
 //
-// Such a layer does few products for each number that it moves, so a number is moved once: an item is one block of
-// channels of a tile, a rectangle of the map, and everything that is to be done there.
+// Such a layer does few products for each number that it moves, so a number is moved once: an item is a few blocks
+// of channels of a tile, a rectangle of the map, and everything that is to be done there.
 //
 //   forward    x | y = act(conv(x, w) + b + residual)
 //   backward   dz = act'(y) dy, x | dx = conv'(dz, w), dw += x * dz
@@ -57,7 +57,7 @@ Depthwise make_depthwise(const ConvShape& shape, bool back, int64_t pieces);
 // The pixels of y that tile `index` of the backward reads.
 Region gradient_region(const Depthwise& forward, const Depthwise& back, int64_t index);
 
-// Pixels of the largest regions of each map; an item holds one block of their channels.
+// Pixels of the largest regions of each map.
 struct DepthwiseRoom {
   int64_t x, y, dx;
 };

@@ -58,10 +58,7 @@ class Rows16 {
   Block norms() const {
     Block squares[4] = {zero(), zero(), zero(), zero()};
     for (int64_t k = 0; k < taps_; ++k) squares[k % 4] = multiply_add(tap[k], tap[k], squares[k % 4]);
-    float norms[kLanes];
-    store(norms, (squares[0] + squares[1]) + (squares[2] + squares[3]));
-    for (float& norm : norms) norm = __builtin_sqrtf(norm);
-    return load(norms);
+    return square_root((squares[0] + squares[1]) + (squares[2] + squares[3]));
   }
 
   Block tap[kMaxWindowTaps];
@@ -70,18 +67,10 @@ class Rows16 {
   int64_t channels_, taps_, row0_, rows_;
 };
 
-// a / b, and 0 where b is.
-WNFUSED_INLINE Block quotient(const Block& a, const Block& b) {
-  const Native nothing{};
-  Block result;
-  WNFUSED_FOR_PARTS result.part[i] = b.part[i] != nothing ? a.part[i] / b.part[i] : nothing;
-  return result;
-}
-
 // g / ||v|| of a block's rows; ones for a plain convolution, which has no g.
 template <class Job>
 WNFUSED_INLINE Block row_scales(const Job& job, int64_t block, const Block& norms) {
-  return job.g.data ? quotient(load_rows(job.g, job.output.channels, block), norms) : splat(1.0f);
+  return job.g.data ? ratio(load_rows(job.g, job.output.channels, block), norms) : splat(1.0f);
 }
 
 // The norms of a block's rows.
@@ -130,7 +119,7 @@ inline void finish_block(const ConvBackward<Depthwise>& job, int64_t block) {
   v.load_from(job.v);
   const Block norms = known_norms(job, block);
   // <dw, v> could overflow where <dw, v / ||v||> does not.
-  const Block unit = quotient(splat(1.0f), norms);
+  const Block unit = ratio(splat(1.0f), norms);
   Block dot = zero(), poison = zero();
   for (int64_t k = 0; k < layer.planes; ++k) {
     Block sum = zero();

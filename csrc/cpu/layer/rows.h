@@ -27,7 +27,7 @@ WNFUSED_INLINE auto dot(const A* a, const B* b, int64_t length) {
 }
 
 // g / ||v||. A zero row has no direction: its scale is 0, also where the gain is infinite.
-WNFUSED_INLINE float row_scale(float gain, float norm) { return norm == 0 ? 0.0f : gain * (1.0f / norm); }
+WNFUSED_INLINE float row_scale(float gain, float norm) { return ratio(gain, norm); }
 
 inline void norms(const RowRange& rows, Values v, float* norm) {
   with_entries(v, [&](auto* entries) __attribute__((always_inline)) {
@@ -51,7 +51,7 @@ inline void scaled(const RowRange& rows, Values v, const float* gain, float* nor
                      [&](int64_t i, auto move) __attribute__((always_inline)) { move.store(out + i, zero()); });
           continue;
         }
-        const Block scale = splat(gain[r] / norm[r]);
+        const Block scale = splat(row_scale(gain[r], norm[r]));
         for_blocks(rows.inner, [&](int64_t i, auto move) __attribute__((always_inline)) {
           move.store(out + i, scale * move.load(row + i));
         });
@@ -68,13 +68,13 @@ WNFUSED_INLINE float gradient_row(
     for_blocks(inner, [&](int64_t i, auto move) __attribute__((always_inline)) { move.store(dv + i, zero()); });
     return 0;
   }
-  const float inverse = 1.0f / norm;
+  const float inverse = 1.0f / norm, scale = row_scale(gain, norm);
   const float dgain = dot(dw, v, inner) * inverse;
-  const Block scale = splat(scaled ? 1.0f : gain * inverse), along = splat(-dgain * inverse);
+  const Block factor = splat(scaled ? 1.0f : scale), along = splat(-dgain * inverse);
   for_blocks(inner, [&](int64_t i, auto move) __attribute__((always_inline)) {
-    move.store(dv + i, scale * multiply_add(along, move.load(v + i), move.load(dw + i)));
+    move.store(dv + i, factor * multiply_add(along, move.load(v + i), move.load(dw + i)));
   });
-  return scaled ? dgain / (gain * inverse) : dgain;
+  return scaled ? dgain / scale : dgain;
 }
 
 // A row of dw that lists [taps][channels], in the order of a contiguous v: [channels][taps].

@@ -72,7 +72,7 @@ inline void output_item(const LinearForward& job, const WideShape& shape, int64_
     const V* row = v.data + (first + r) * job.inner;
     const float norm = __builtin_sqrtf(dot(row, row, job.inner));
     if (lane0 == 0) job.norm[first + r] = norm;
-    scale[r] = norm == 0 ? 0.0f : job.gain[first + r] / norm;
+    scale[r] = row_scale(job.gain[first + r], norm);
   }
   const Runs<V> w = {v.data + first * job.inner, count, job.inner, scale};
   float *narrow = scratch, *out = narrow + kNarrowFloats<Units>;

@@ -77,7 +77,10 @@ struct LinearForward {
   float slope;
   Cut groups, row_blocks;  // an item has one of each: rows of x, rows of v
   LinearMemory memory;
-  std::atomic<bool>* out_of_range;  // set where pieces would not do (split_range.h): then nothing of it counts
+  // Set where pieces would not do (split_range.h), or sums of bfloat16 v do not wait for their scale: then nothing of
+  // it counts but the norms.
+  std::atomic<bool>* out_of_range;
+  bool scales_first;  // of bfloat16, after that: w is rounded, not v, by the norms that are known
 };
 
 // dx, or dv and dgain, may be null.

@@ -41,13 +41,6 @@ WNFUSED_INLINE bool panel_scales(const SmallLinear& task, int64_t first, const M
   return fits;
 }
 
-WNFUSED_INLINE Block square_roots(const Block& squares) {
-  float root[kLanes];
-  store(root, squares);
-  for (int i = 0; i < kLanes; ++i) root[i] = __builtin_sqrtf(root[i]);
-  return load(root);
-}
-
 // Features of kColumns blocks from `first` on, all but the last of them whole. False if the range did not suffice.
 template <int kColumns>
 WNFUSED_INLINE bool panel_features(const SmallLinear& task, const PanelShare& share, int64_t first) {
@@ -55,7 +48,7 @@ WNFUSED_INLINE bool panel_features(const SmallLinear& task, const PanelShare& sh
   const int64_t count = smaller(kLanes, share.feature_end - last);
   Block norms[kColumns], scales[kColumns];
   WNFUSED_UNROLL for (int c = 0; c < kColumns; ++c)
-    norms[c] = square_roots(turn(static_cast<const float*>(task.v.data) + (first + c * kLanes) * task.inner, task.inner,
+    norms[c] = square_root(turn(static_cast<const float*>(task.v.data) + (first + c * kLanes) * task.inner, task.inner,
                                  c < kColumns - 1 ? kLanes : count, share.panel + c * step));
   bool in_range = true;
   const auto run = [&](const auto& move) __attribute__((always_inline)) {

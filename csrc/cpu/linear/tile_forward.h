@@ -1,6 +1,6 @@
 // The forward of a linear layer on tiles. Tiles multiply so fast that v is the cost: an item reads its rows from memory
 // once, takes the norms while it packs them, and the scale waits for the epilogue. Where its range would not do
-// (layer.h) the item's rows are packed once more, scaled; of floats in pieces the whole call is taken again by vectors.
+// (layer.h) the whole call is taken again, its rows scaled as they are packed; of floats in pieces by vectors.
 #pragma once
 
 #include "cpu/linear/driver.h"
@@ -80,6 +80,18 @@ inline void output_item_on_tiles(const LinearForward& job, const WideShape& shap
     return finish_outputs<X>(job, first, count, lane0, lanes, {out, kLanes, rows * kLanes}, scale);
   };
 
+  float scale[kTileItemRows] = {};
+  if constexpr (!kSplit) {
+    if (job.scales_first) {
+      for (int64_t r = 0; r < count; ++r) scale[r] = row_scale(job.gain[first + r], job.norm[first + r]);
+      v.scale = scale;
+      product([&](int64_t row0, int64_t here, int64_t unit0, int64_t units) {
+        pack_narrow_along<Units>(v, row0, here, unit0, units, narrow);
+      });
+      finish(nullptr);
+      return;
+    }
+  }
   for (int64_t r = 0; r < rows; ++r) store(squares + r * kLanes, zero());
   product([&](int64_t row0, int64_t here, int64_t unit0, int64_t units) {
     const int64_t present = smaller(here, count - row0);
@@ -89,24 +101,14 @@ inline void output_item_on_tiles(const LinearForward& job, const WideShape& shap
     }
     pack_narrow_along<Units>(v, count, here - present, unit0, units, narrow + present * kUnits);
   });
-  float scale[kTileItemRows] = {};
   bool waits = true;
   for (int64_t r = 0; r < count; ++r) {
     const float norm = __builtin_sqrtf(sum_of(load(squares + r * kLanes)));
     if (lane0 == 0) job.norm[first + r] = norm;
-    scale[r] = norm == 0 ? 0.0f : job.gain[first + r] / norm;
+    scale[r] = row_scale(job.gain[first + r], norm);
     waits = waits && can_wait(scale[r]) && (!kSplit || in_split_range(norm, job.inner));
   }
-  if (waits && finish(scale)) return;
-  if constexpr (kSplit) {
-    job.out_of_range->store(true, std::memory_order_relaxed);
-  } else {
-    v.scale = scale;
-    product([&](int64_t row0, int64_t here, int64_t unit0, int64_t units) {
-      pack_narrow_along<Units>(v, row0, here, unit0, units, narrow);
-    });
-    finish(nullptr);
-  }
+  if (!waits || !finish(scale)) job.out_of_range->store(true, std::memory_order_relaxed);
 }
 
 template <class Units, class X>

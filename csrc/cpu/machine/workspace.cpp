@@ -39,9 +39,23 @@ int64_t kept_tensor_floats() {
 Shelf<6> workspaces([] { return int64_t{1} << 25; });  // 128 MB
 Shelf<256> tensors(kept_tensor_floats);
 
+// Memory that lasting tensors share. Like a slot of a shelf, the pointer to the one that is being filled is taken out
+// while it is in use.
+constexpr int64_t kSlabFloats = int64_t{1} << 23;  // 32 MB; what nobody has written takes no memory
+
+struct Slab {
+  std::shared_ptr<Pages> memory;  // the tensors in it have it, too
+  int64_t used;
+
+  bool has_room(int64_t floats) const { return used + floats <= kSlabFloats; }
+};
+
+std::atomic<Slab*> filling{nullptr};
+
 void release_cpu_memory() {
   workspaces.clear();
   tensors.clear();
+  const std::unique_ptr<Slab> slab(filling.exchange(nullptr));
 }
 
 // What make() returns, asked a second time where there is no memory while some is kept.
@@ -62,19 +76,6 @@ std::unique_ptr<Pages> fresh_pages(int64_t floats) {
     throw std::bad_alloc();
   });
 }
-
-// Memory that lasting tensors share. Like a slot of a shelf, the pointer to the one that is being filled is taken out
-// while it is in use.
-constexpr int64_t kSlabFloats = int64_t{1} << 23;  // 32 MB; what nobody has written takes no memory
-
-struct Slab {
-  std::shared_ptr<Pages> memory;  // the tensors in it have it, too
-  int64_t used;
-
-  bool has_room(int64_t floats) const { return used + floats <= kSlabFloats; }
-};
-
-std::atomic<Slab*> filling{nullptr};
 
 std::atomic<bool> poisoning{false};
 

@@ -1,8 +1,10 @@
 // A transposed convolution on few pixels by the kernels of linear layers (unfolding.h). It is the data gradient of a
 // convolution from y's map to x's, `shape`:
 //
-//   forward    Z = s x v, rows [x's pixels, channels x taps]  y = act(the sum of Z where windows overlap + b +
-//   residual) backward   D = the windows of dz                          dx = s (D v^T), dv and dg from D and x
+//   forward    Z = s x v, rows [x's pixels, channels x taps]
+//              y = act(the sum of Z where windows overlap + b + residual)
+//   backward   D = the windows of dz
+//              dx = s (D v^T), dv and dg from D and x
 #pragma once
 
 #include <optional>

@@ -1,7 +1,7 @@
 // A convolution layer, or a transposed one, on the vendor's convolution, in the memory format that torch picks for it:
 //
 //      map-heavy layers        w = s v beforehand if no pass over z can take the scale along; else, and
-//      weight-heavy layers     z = conv(x, v), the scale in the epilogue; dx from s dz, dw from dz
+//      weight-heavy layers     z = conv(x, v), the scale in the epilogue; dx and, where it can, dw from s dz
 //
 // (A transposed layer's rows belong to x's channels: its w is always scaled beforehand.)
 //

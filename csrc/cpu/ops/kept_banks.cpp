@@ -16,7 +16,8 @@ float mark_of(Method method) { return static_cast<float>(method); }
 // The bank of these weights by this method, packed before; none yet where there is none of its mark and size.
 std::optional<Tensor> find(const std::vector<Tensor>& known, int64_t floats, Method method) {
   const auto suits = [&](const Tensor& bank) {
-    return bank.numel() == floats + kMarkFloats && entries<float>(bank)[floats] == mark_of(method);
+    return bank.scalar_type() == torch::headeronly::ScalarType::Float && bank.is_contiguous() &&
+           bank.numel() == floats + kMarkFloats && entries<float>(bank)[floats] == mark_of(method);
   };
   const auto found = std::find_if(known.begin(), known.end(), suits);
   return found == known.end() ? std::nullopt : std::optional(*found);
@@ -31,7 +32,7 @@ bool run_kept_layer(const ConvLayer& layer, const std::optional<Tensor>& residua
   const std::optional<Tensor> known = find(banks->known, floats.sum(), layer.method);
   const bool packed = known.has_value();
   const Tensor memory = packed ? *known : lasting_floats(floats.sum() + kMarkFloats);
-  float* weights = static_cast<float*>(memory.mutable_data_ptr());
+  float* weights = const_cast<float*>(entries<float>(memory));  // a known bank is read only
   if (!packed) weights[floats.sum()] = mark_of(layer.method);
   const KeptBank kept{{weights, weights + floats.weights}, packed};
   if (!run_conv_layer(layer, residual, y, norms, &kept)) return false;

@@ -50,13 +50,18 @@ bool linear_by_products(const LinearKernels& kernels, const LinearCall& call) {
   const int64_t own = kNarrowRows * kDepthChunk + item_rows * (kLanes + kWideBlocks * kLanes) + kApart;
   const Workspace memory(workers * (packed + own));
   std::atomic<bool> out_of_range{false};
-  const LinearForward job{
+  LinearForward job{
       rows, inner, features, values_of(call.x), values_of(call.v), values_of(call.y),
       call.residual ? values_of(*call.residual) : Values{nullptr, call.is_half()}, call.gain, call.bias, call.norms,
       call.activation, call.slope, groups, row_blocks,
-      {memory.data(), memory.data() + workers * packed, packed, own}, &out_of_range};
-  run_workers(workers, [&](Worker& worker) { kernels.forward(job, worker); });
-  return !out_of_range;
+      {memory.data(), memory.data() + workers * packed, packed, own}, &out_of_range, false};
+  const auto run = [&] { run_workers(workers, [&](Worker& worker) { kernels.forward(job, worker); }); };
+  run();
+  if (!out_of_range || kernels.unit.pieces > 1) return !out_of_range;
+  // All of it again: which rows share an item, with one that needs this, depends on the number of workers.
+  job.scales_first = true;
+  run();
+  return true;
 }
 
 bool linear_by_products_backward(const LinearKernels& kernels, const LinearGradient& call, const Tensor& dz) {

@@ -31,14 +31,17 @@ Tensor empty_of(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
 }
 
+// Kernels take inputs and outputs alike. An input is not written to, so one that is copied on writing is not copied.
+void* memory_of_input(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+
 ExternalMap external_map(const Tensor& x) {
-  return {x.mutable_data_ptr(), is_bfloat16(x), x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
+  return {memory_of_input(x), is_bfloat16(x), x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
 }
 
 // So many weights have a gradient that leaves the nearer caches before an optimiser reads it.
 constexpr int64_t kFarWeights = 1 << 19;
 
-Parameter parameter(const Tensor& tensor) { return {tensor.mutable_data_ptr(), is_bfloat16(tensor)}; }
+Parameter parameter(const Tensor& tensor) { return {memory_of_input(tensor), is_bfloat16(tensor)}; }
 
 // Saved maps in which the kernels read and write what they need.
 bool in_place(const Geometry& geometry, const SavedMaps& saved) {
@@ -90,13 +93,14 @@ void lay_out(Arena& arena, const Geometry& geometry, int64_t workers, Scratch& s
   if (geometry.is_pairs()) scratch.operand = arena.take(geometry.operand_size());
 }
 
-void lay_out_forward(Arena& arena, const StageForward& job, int64_t workers, Scratch& scratch) {
-  lay_out(arena, job.geometry, workers, scratch);
-  if (!job.saved.in_place) scratch.hidden = arena.take(job.geometry.operand_size());
+void lay_out_forward(Arena& arena, StageForward& job, int64_t workers) {
+  lay_out(arena, job.geometry, workers, job.scratch);
+  if (!job.saved.in_place) job.scratch.hidden = arena.take(job.geometry.operand_size());
 }
 
-void lay_out_backward(Arena& arena, const StageBackward& job, int64_t workers, Scratch& scratch) {
+void lay_out_backward(Arena& arena, StageBackward& job, int64_t workers) {
   const Geometry& geometry = job.geometry;
+  Scratch& scratch = job.scratch;
   lay_out(arena, geometry, workers, scratch);
   scratch.hidden = arena.take(geometry.operand_size());
   if (job.parameters) {
@@ -113,22 +117,12 @@ void lay_out_backward(Arena& arena, const StageBackward& job, int64_t workers, S
 
 // One run of `job`, whose geometry is set, by `run` of the kernels. False when it met a value that is not finite.
 template <class Job, class LayOut, class Run>
-bool run_once(Job& job, bool parameters, const LayOut& lay_out, const Run& run) {
+bool run_with_maps(Job& job, bool parameters, const LayOut& lay_out, const Run& run) {
   job.saved.in_place = in_place(job.geometry, job.saved);
-  const int64_t workers = workers_for(job.geometry, parameters);
-  Arena measure(nullptr);
-  lay_out(measure, job, workers, job.scratch);
-  const Workspace workspace(measure.used());
-  Arena arena(workspace.data());
-  lay_out(arena, job, workers, job.scratch);
-  std::fill_n(job.scratch.zeros, zeros_floats(job.geometry), 0.0f);
-  std::atomic<bool> poisoned{false};
-  job.poisoned = &poisoned;
-  run_workers(workers, [&](Worker& worker) { run(job, worker); });
-  return !poisoned.load();
+  return run_once(job, workers_for(job.geometry, parameters), lay_out, run);
 }
 
-// For tests: the name, as in stage.h, of the method that maps of this shape get on the active instruction set.
+// For tests: the name, as name_of() has it, of the method that maps of this shape get on the active instruction set.
 std::string cpu_stage_method(int64_t images, int64_t channels, int64_t height, int64_t width, bool bfloat16) {
   Method method = preferred_method(images, height, width);
   if (const StagePairKernels* pairs = bfloat16 ? pair_kernels(method) : nullptr)
@@ -153,14 +147,14 @@ void run_stage(const Tensor& x, int64_t blocks, Job& job, bool parameters, const
     job.geometry = make_pair_geometry(images, channels, height, width, blocks, pairs->tile, worker_limit());
     if constexpr (std::is_same_v<Job, StageForward>)
       job.geometry.bordered = !job.saved.data && job.geometry.can_be_bordered();
-    if (run_once(job, parameters, lay_out, pairs->kernels.*run)) return;
+    if (run_with_maps(job, parameters, lay_out, pairs->kernels.*run)) return;
     method = Method::kDirect;
   }
   job.round_operands = bfloat16;
   job.geometry = float_geometry(method);
-  if (run_once(job, parameters, lay_out, float_kernels().*run) || method == Method::kDirect) return;
+  if (run_with_maps(job, parameters, lay_out, float_kernels().*run) || method == Method::kDirect) return;
   job.geometry = float_geometry(Method::kDirect);
-  run_once(job, parameters, lay_out, float_kernels().*run);
+  run_with_maps(job, parameters, lay_out, float_kernels().*run);
 }
 
 std::tuple<Tensor, Tensor, Tensor> residual_stage(const Tensor& x, const Tensor& v, const Tensor& g,
@@ -211,7 +205,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_stage_backward(
   job.parameters = wanted;
   job.skip_scale = static_cast<float>(skip_scale);
   job.norm = static_cast<const float*>(norm.const_data_ptr());
-  job.saved = {maps.mutable_data_ptr(), is_bfloat16(maps), recompute, false};
+  job.saved = {memory_of_input(maps), is_bfloat16(maps), recompute, false};
   run_stage(dy, blocks, job, wanted, lay_out_backward, &StageKernels::backward);
   return {dx, dv, dg, dbias};
 }

@@ -4,8 +4,9 @@
 //   runs     outer = 1, rows along dim 0: each row is one run of memory, and all rows of all tensors of a call are
 //            shared out among the threads in pieces of whole rows
 //   columns  outer > 1: lines of rows * inner entries, summed column by column in chunks of lines that the shape
-//   decides whole    one norm over the tensor: its memory in pieces sums     folded in an order that depends on neither
-//   the number of threads nor on the tensors beside; float for
+//            decides
+//   whole    one norm over the tensor: its memory in pieces
+//   sums     folded in an order that depends on neither the number of threads nor on the tensors beside; float for
 //            narrow types, double for double. float16 is widened and rounded at the ends.
 //
 // Floor: forward v read and w written, backward dw and v read and dv written: memory's time, the arithmetic is free.

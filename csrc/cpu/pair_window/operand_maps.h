@@ -11,7 +11,7 @@ WNFUSED_INLINE void copy_entries(uint16_t* target, const uint16_t* source, int64
   for (int64_t i = 0; i < lanes; ++i) target[i] = source[i];
 }
 
-WNFUSED_INLINE void copy_entries(const uint16_t* source, int64_t count, uint16_t* target) {
+WNFUSED_INLINE void copy_run(uint16_t* target, const uint16_t* source, int64_t count) {
   for (; count >= kLanes; count -= kLanes, source += kLanes, target += kLanes)
     __builtin_memcpy(target, source, kLanes * sizeof(uint16_t));
   copy_entries(target, source, count);
@@ -33,7 +33,7 @@ inline void read_operand(const MapShape& shape, const ExternalMap& source, const
   PixelPlace place(source, shape, run);
   if (interleaved(source)) {
     for (int64_t t = 0; t < count; ++t, place.advance(), target += channels)
-      copy_entries(entries + place.entry(), channels, target);
+      copy_run(target, entries + place.entry(), channels);
     return;
   }
   const bool blocks = planar(source, shape) && count >= kLanes && channels % kLanes == 0;
@@ -57,7 +57,7 @@ inline void write_operand(const MapShape& shape, const uint16_t* source, const P
   PixelPlace place(target, shape, run);
   if (interleaved(target)) {
     for (int64_t t = 0; t < count; ++t, place.advance(), source += channels)
-      copy_entries(source, channels, entries + place.entry());
+      copy_run(entries + place.entry(), source, channels);
     return;
   }
   const bool blocks = planar(target, shape) && count >= kLanes && channels % kLanes == 0;

@@ -70,6 +70,21 @@ void lay_out_grid(const PairWindow& pairs, int64_t pixels, PairGrid& grid) {
   if (pairs.thin || grid.scattered) grid.line_rows = columns;
 }
 
+// Of a chunk, at least.
+int64_t chunk_pixels(const PairWindow& pairs) { return std::max(kChunk / pairs.pixel, kChunkPixels); }
+
+// Room for the panel of a grid's chunk.
+void reserve_panel(const PairGrid& grid, PairWindow& pairs) {
+  const int64_t pixel = pairs.thin ? pairs.source.channels : pairs.pixel;
+  const int64_t lines = (pairs.thin ? 1 : grid.images) * grid.image_elements(pairs.row_step, pixel);
+  const int64_t rows = grid.images * grid.lines * grid.columns * grid.depth;
+  // A tile reads rows behind the last one, and what is copied ends with a whole vector.
+  const int64_t row = pairs.thin ? grid.depth : grid.panel_step * pairs.pixel;
+  const int64_t slack = pairs.tile_rows * row + grid.depth + 2 * kLanes;
+  pairs.panel = std::max(pairs.panel, (pairs.thin ? rows : lines) + slack);
+  if (pairs.thin) pairs.lines_before_rows = std::max(pairs.lines_before_rows, lines + slack);
+}
+
 void divide(int64_t workers, PairWindow& pairs) {
   const int64_t blocks = pairs.output_blocks, bank = pairs.bank_size(), map = pairs.source.map_size();
   constexpr int64_t kStay = 2;
@@ -89,7 +104,7 @@ void divide(int64_t workers, PairWindow& pairs) {
         pairs.conv_chunks += divide_up(pairs.source.images, pairs.grids[i].images) * pairs.grids[i].image_chunks();
     }
   };
-  for (int64_t pixels = std::max(kChunk / pairs.pixel, kChunkPixels);; pixels /= 2) {
+  for (int64_t pixels = chunk_pixels(pairs);; pixels /= 2) {
     bool divisible = false;
     for (int64_t i = 0; i < pairs.grid_count; ++i) {
       PairGrid& grid = pairs.grids[i];
@@ -106,23 +121,19 @@ void divide(int64_t workers, PairWindow& pairs) {
   choose_banks(pairs.output_blocks, workers, pairs);
   pairs.narrow_banks = pairs.weights_stay;
 
-  for (int64_t i = 0; i < pairs.grid_count; ++i) {
-    const PairGrid& grid = pairs.grids[i];
-    const int64_t pixel = pairs.thin ? pairs.source.channels : pairs.pixel;
-    const int64_t lines = (pairs.thin ? 1 : grid.images) * grid.image_elements(pairs.row_step, pixel);
-    const int64_t rows = grid.images * grid.lines * grid.columns * grid.depth;
-    // A tile reads rows behind the last one, and what is copied ends with a whole vector.
-    const int64_t row = pairs.thin ? grid.depth : grid.panel_step * pairs.pixel;
-    const int64_t slack = pairs.tile_rows * row + grid.depth + 2 * kLanes;
-    pairs.panel = std::max(pairs.panel, (pairs.thin ? rows : lines) + slack);
-    if (pairs.thin) pairs.lines_before_rows = std::max(pairs.lines_before_rows, lines + slack);
-  }
+  for (int64_t i = 0; i < pairs.grid_count; ++i) reserve_panel(pairs.grids[i], pairs);
 }
 
 void divide_weight_gradient(int64_t workers, PairWindow& pairs) {
-  const PairGrid& grid = pairs.grids[0];
-  // A thin source's taps are no shifts but entries of its rows, gathered for the chunks of the convolution.
+  PairGrid& grid = pairs.wgrad_grid;
+  grid = pairs.grids[0];
+  // A thin source's taps are no shifts but entries of its rows, gathered as for the convolution; but its chunks, and so
+  // the order of the sums, are those of any number of workers.
   const bool thin = pairs.thin;
+  if (thin && grid.height > 0 && grid.width > 0) {
+    lay_out_grid(pairs, chunk_pixels(pairs), grid);
+    reserve_panel(grid, pairs);
+  }
   const int64_t row_shift = thin ? 0 : (grid.reach_rows - 1) / pairs.row_step;
   const int64_t column_shift = thin ? 0 : (grid.reach_columns - 1) / pairs.column_step;
   pairs.wgrad_columns = thin ? grid.columns : columns_of(grid.width, kGradientPixels);

@@ -1,9 +1,9 @@
 // A convolution over any window of one level, on pairs of bfloat16 (pairs.h): of layers whose maps are bfloat16.
 //
 // Grids, taps and steps are Window's (window.h), for the way to y and for the data gradient. What differs is how the
-// products read the source: a chunk is some lines of a grid of one image, and its panel a copy of the source's lines
-// that it meets, with the zeros of the padding. Taps side by side read one run of a line, so a segment of the depth is
-// a row of the kernel:
+// products read the source: a chunk is some lines of a grid, or whole images, and its panel a copy of the source's
+// lines that it meets, with the zeros of the padding. Taps side by side read one run of a line, so a segment of the
+// depth is a row of the kernel:
 //
 //   panel [line][pixel][Cp]      row of pixel x: from panel pixel x step on, the run of `run` Cp elements
 //
@@ -82,6 +82,7 @@ struct PairWindow : Division {
   int64_t row_taps;  // of the kernel
   int64_t grid_count;
   PairGrid grids[kMaxGrids];
+  PairGrid wgrad_grid;  // the first one, divided for the weight gradient
   PairSegment segments[kMaxWindowTaps];
   int64_t output_blocks, padded_outputs;
   int64_t block_elements;  // of the bank
@@ -110,7 +111,7 @@ struct PairWindow : Division {
     return chunk_of(grid, chunk, grid.images, grid.row_chunks, grid.column_chunks, grid.lines, grid.columns);
   }
   PairChunk wgrad_chunk(int64_t chunk) const {
-    return chunk_of(grids[0], chunk, wgrad_images, wgrad_row_chunks, wgrad_column_chunks, wgrad_lines, wgrad_columns);
+    return chunk_of(wgrad_grid, chunk, wgrad_images, wgrad_row_chunks, wgrad_column_chunks, wgrad_lines, wgrad_columns);
   }
   int64_t tap_sums() const { return wgrad_input_blocks * kLanes * padded_outputs; }
   int64_t gradient_size() const { return wgrad_taps * tap_sums(); }

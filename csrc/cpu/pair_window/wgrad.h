@@ -45,7 +45,7 @@ inline void turn_outputs(const PairWindow& window, const uint16_t* dz, const Pai
 // Image `image` of x of a chunk: [residue][input block][shift][pixel / 2][16][2]. `line`: a line of pixels.
 inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairChunk& chunk, int64_t image,
                         uint16_t* target, uint16_t* line) {
-  const PairGrid& grid = window.grids[0];
+  const PairGrid& grid = window.wgrad_grid;
   const int64_t padded = window.source.padded_channels, blocks = window.source.channel_blocks;
   const int64_t pixels = window.wgrad_line_pixels, step = window.column_step, panel = window.wgrad_span * kLanes;
   const int64_t row0 = grid.source_row + chunk.line * window.row_step, columns = window.column_residues();
@@ -81,7 +81,7 @@ inline void turn_inputs(const PairWindow& window, const uint16_t* x, const PairC
 // A thin source's rows of a chunk: [depth / 16][pixel / 2][16][2]. `scratch`: as a convolution's item has it.
 inline void turn_rows(const PairWindow& window, const uint16_t* x, const PairChunk& chunk, uint16_t* target,
                       float* scratch) {
-  const PairGrid& grid = window.grids[0];
+  const PairGrid& grid = window.wgrad_grid;
   uint16_t* rows = reinterpret_cast<uint16_t*>(scratch);
   uint16_t* lines = reinterpret_cast<uint16_t*>(scratch + window.lines_at());
   gather_rows(window, grid, x, chunk, lines, rows);
@@ -105,7 +105,7 @@ inline void pair_window_gradient_item(const PairWindow& window, int64_t item, co
   scratch += window.wgrad_rows_at();
   sums += slice * window.gradient_size() + first_block * kLanes * kLanes;
 
-  const PairGrid& grid = window.grids[0];
+  const PairGrid& grid = window.wgrad_grid;
   const int64_t panel = window.wgrad_span * kLanes, block = window.wgrad_shifts * panel;
   const int64_t first = slice * window.wgrad_slice_chunks;
   const int64_t end = smaller(first + window.wgrad_slice_chunks, window.wgrad_chunks);

@@ -119,7 +119,7 @@ inline void planes_forward(const PlanesForward& job, Worker& worker) {
             const float* values = job.v + (row + r) * shape.inputs;
             const float norm = __builtin_sqrtf(dot(values, values, shape.inputs));
             if (first == 0) job.norm[row + r] = norm;
-            scale[r] = norm == 0 ? 0.0f : job.gain[row + r] / norm;
+            scale[r] = row_scale(job.gain[row + r], norm);
           }
           const Runs<float> w = {job.v + row * shape.inputs, count, shape.inputs, scale};
           for (int64_t chunk = 0; chunk < depth.chunks; ++chunk) {

@@ -29,7 +29,7 @@ class Pairs {
       for (int64_t g = 0; g < groups; ++g) tile<1, 3>(product, row_offset, g, c, sink);
     if (cols - c != 1) return;
     int64_t g = 0;
-    const bool shared = product.neighbours && product.row_stride == kLanes;
+    const bool shared = product.neighbours && product.row_stride == kLanes && !product.accumulate;
     for (; g + 2 <= groups && !product.scattered; g += 2) {
       if (shared) neighbour_tile(product, row_offset, g, c, sink);
       else tile<2, 1>(product, row_offset, g, c, sink);

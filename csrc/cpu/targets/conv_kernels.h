@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/conv_layer/driver.h"
+#include "cpu/conv_layer/parts.h"
 #include "cpu/depthwise/driver.h"
 #include "cpu/stage/backward.h"
 

@@ -197,7 +197,6 @@ WNFUSED_INLINE void store_two(float* a, int64_t first, float* b, int64_t count, 
 #endif
 }
 
-// body(i, move) over a run of `length` entries, where `move` loads and stores a whole or the last, partial block.
 struct Whole {
   template <class T>
   WNFUSED_INLINE BlockOf<T> load(const T* source) const { return WNFUSED_ISA::load(source); }
@@ -219,6 +218,7 @@ struct Partial {
   }
 };
 
+// body(i, move) over a run of `length` entries, where `move` loads and stores a whole or the last, partial block.
 template <class Body>
 WNFUSED_INLINE void for_blocks(int64_t length, const Body& body) {
   int64_t i = 0;

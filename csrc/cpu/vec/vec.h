@@ -193,6 +193,8 @@ WNFUSED_INLINE Block leaky_mask(const Block& activation, const Block& gradient, 
 }
 
 // a / b, 0 where b is.
+WNFUSED_INLINE float ratio(float a, float b) { return b != 0.0f ? a / b : 0.0f; }
+
 WNFUSED_INLINE Block ratio(const Block& a, const Block& b) {
   Block result;
   WNFUSED_FOR_PARTS result.part[i] = b.part[i] != 0.0f ? a.part[i] / b.part[i] : Native{};

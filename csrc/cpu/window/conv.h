@@ -309,15 +309,6 @@ inline void window_columns(const PanelProducts& panel, int64_t count, int64_t bl
   for (; r < rows; r += kRowMultiple) window_tile<kRowMultiple, Cols, B>(panel, r, block, end);
 }
 
-// What a window's items read and write. Maps in another layout than the kernels' are converted panel by panel where the
-// units are pixels in order (`given` in place of `own`).
-struct WindowMaps {
-  const LayerMap &source, &target, &residual;
-  const float* bias;
-  Activation activation;
-  float slope;
-};
-
 // Calls use(run, row) for the pieces of `count` pixels from number `first` on that lie in one image each; `row` counts
 // from `first`.
 template <class Use>
@@ -333,7 +324,7 @@ WNFUSED_INLINE void for_images(const MapShape& shape, int64_t first, int64_t cou
 
 // Where a panel's outputs go. `scratch`: of the panel's rows and blocks, what is written and what is added, if those
 // are not where they are, and a row that is not read.
-inline void aim_panel(const Window& window, const WindowMaps& maps, const Units& units, int64_t first_block,
+inline void aim_panel(const Window& window, const LayerMaps& maps, const Units& units, int64_t first_block,
                       int64_t blocks, float* scratch, PanelEnd& end) {
   const int64_t channels = blocks * kLanes, rows = window.conv_rows, pixel = window.target_pixel;
   float *values = scratch, *added = values + rows * channels, *unread = added + rows * channels;
@@ -367,8 +358,9 @@ inline void aim_panel(const Window& window, const WindowMaps& maps, const Units&
   }
 }
 
-// Item `item`: one chunk of a grid's units, one bundle of output blocks.
-inline void window_item(const Window& window, int64_t item, const WindowMaps& maps, const float* zeros,
+// Item `item`: one chunk of a grid's units, one bundle of output blocks. Maps in another layout than the kernels'
+// (`given` in place of `own`) are converted panel by panel, where the units are pixels in order.
+inline void window_item(const Window& window, int64_t item, const LayerMaps& maps, const float* zeros,
                         const float* bank, float* scratch, std::atomic<bool>& poisoned) {
   const auto [chunk, bundle] = window.conv_item(item);
   int64_t index = window.grid_count - 1;
