@@ -246,6 +246,36 @@ def test_inference_mode_has_no_derivatives(name: str) -> None:
         MEASUREMENTS[name](nn.Linear(5, 3), torch.randn(4, 5))
 
 
+class Score(nn.Module):
+    """One number a sample, scaled by a parameter of the model's own, which makes the model a station."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(5, 1), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x).squeeze(-1)
+
+
+@pytest.mark.parametrize("name", ["orthogonality", "similarity", "jacobian_growth"])
+def test_outputs_of_one_number_a_sample(name: str) -> None:
+    found = MEASUREMENTS[name](Score(), torch.randn(4, 5))
+    assert len(found) == 2
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*MEASUREMENTS, "lanczos"])
+def test_a_default_device_is_for_the_users_own_tensors(name: str) -> None:
+    measure = MEASUREMENTS.get(name, lambda model, x: jacobian_spectrum(model, x, method="lanczos").singular_values)
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(4, 5)
+    torch.manual_seed(0)
+    expected = measure(model, x)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        found = measure(model, x)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", [*MEASUREMENTS, "lanczos"])
 def test_compiled_models_are_measured_as_written(name: str, whole: bool) -> None:

@@ -133,7 +133,11 @@ def test_batch_norm_uses_the_statistics_of_all_samples_and_keeps_its_own() -> No
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-def test_dropout_is_one_function_and_torch_s_random_state_stays() -> None:
+def test_dropout_is_one_function_and_torch_s_random_state_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seed_all(seed: int) -> None:
+        raise AssertionError("the model is on no GPU, whose generators are not put back")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seed_all)
     model = nn.Sequential(nn.Flatten(), nn.Linear(18, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
     state = torch.get_rng_state()
     measured = hessian_norm(model, IMAGES, TARGETS, batch_size=4, tolerance=1e-8)

@@ -59,8 +59,14 @@ def gammas(model):
     return {role.name: round(role.gamma, 4) for role in find_roles(model)}
 
 
-def test_roles_in_a_sequential():
-    model = nn.Sequential(
+class UntraceableSequence(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if x.sum() < 1e9 else x
+
+
+@pytest.mark.parametrize("sequence", [nn.Sequential, UntraceableSequence])
+def test_roles_in_a_sequential(sequence):
+    model = sequence(
         WNLinear(4, 8), nn.ReLU(), WNLinear(8, 8, activation="relu"), WNLinear(8, 8), nn.LeakyReLU(1.0),
         WNLinear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.ReLU(), WNLinear(8, 2),
     )  # fmt: skip
@@ -76,11 +82,6 @@ class Functional(nn.Module):
 
     def forward(self, x):
         return self.head(self.activation(self.layer(x)))
-
-
-class UntraceableSequence(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) if x.sum() < 1e9 else x
 
 
 def assert_before(model, gamma, name):
@@ -126,6 +127,87 @@ def test_activations_that_are_modules(sequence, activation, gamma, name):
 )  # fmt: skip
 def test_activations_that_are_functions(activation, gamma, name):
     assert_before(Functional(activation), gamma, name)
+
+
+@pytest.mark.parametrize("sequence", [nn.Sequential, UntraceableSequence])
+@pytest.mark.parametrize(
+    "between",
+    [
+        nn.Identity(), nn.BatchNorm2d(4), nn.InstanceNorm1d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4),
+        nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout(), nn.FeatureAlphaDropout(),
+        nn.MaxPool2d(2), nn.AvgPool3d(2), nn.AdaptiveMaxPool1d(1), nn.AdaptiveMaxPool3d(1), nn.AdaptiveAvgPool2d(1),
+        nn.FractionalMaxPool2d(2, output_size=1), nn.FractionalMaxPool3d(2, output_size=1),
+        nn.Upsample(scale_factor=2), nn.UpsamplingNearest2d(scale_factor=2),
+        nn.ZeroPad1d(1), nn.ZeroPad2d(1), nn.ConstantPad3d(1, 0.0), nn.ReflectionPad1d(1), nn.ReplicationPad2d(1),
+        nn.CircularPad2d(1),
+        nn.Flatten(), nn.Unflatten(1, (2, 2)), nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2),
+    ],
+    ids=lambda module: type(module).__name__,
+)  # fmt: skip
+def test_modules_between_a_layer_and_its_activation(between, sequence):
+    model = sequence(WNLinear(4, 4), between, nn.Dropout(), nn.ReLU(), WNLinear(4, 2))
+    assert_before(model, 2, "")
+    assert "0" not in initialize(model).unplaced
+
+
+CALLS_BETWEEN = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True), "instance_norm": F.instance_norm,
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]), "group_norm": lambda x: F.group_norm(x, 2),
+    "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "dropout": F.dropout, "dropout1d": F.dropout1d, "dropout2d": F.dropout2d, "dropout3d": F.dropout3d,
+    "alpha_dropout": F.alpha_dropout, "feature_alpha_dropout": F.feature_alpha_dropout,
+    **{
+        f"{name}{rank}d": lambda x, name=f"{name}{rank}d": getattr(F, name)(x, 1)
+        for name in ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool") for rank in (1, 2, 3)
+    },
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, 1),
+    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x, 2, 1),
+    "mean": lambda x: x.mean(-1), "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "pad": lambda x: F.pad(x, (1, 1)),
+    "flatten": lambda x: x.flatten(1), "unflatten": lambda x: x.unflatten(1, (2, 2)),
+    "torch.unflatten": lambda x: torch.unflatten(x, 1, (2, 2)), "view": lambda x: x.view(x.size(0), -1),
+    "reshape": lambda x: x.reshape(x.shape[0], -1), "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2), "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+    "permute": lambda x: x.permute(1, 0), "transpose": lambda x: x.transpose(0, 1),
+    "movedim": lambda x: x.movedim(0, 1), "torch.moveaxis": lambda x: torch.moveaxis(x, 0, 1),
+    "swapaxes": lambda x: x.swapaxes(0, 1), "swapdims": lambda x: x.swapdims(0, 1),
+    "contiguous": lambda x: x.contiguous(), "to": lambda x: x.to(x.dtype), "float": lambda x: x.float(),
+    "double": lambda x: x.double(), "half": lambda x: x.half(), "bfloat16": lambda x: x.bfloat16(),
+    "mul": lambda x: 2 * x, "truediv": lambda x: x / 2, "div": lambda x: x.div(2.0), "div_": lambda x: x.div_(2.0),
+    "true_divide": lambda x: torch.true_divide(x, 2.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("between", CALLS_BETWEEN.values(), ids=CALLS_BETWEEN)
+def test_calls_between_a_layer_and_its_activation(between):
+    assert_before(Functional(lambda x: F.relu(F.dropout(between(x)))), 2, "")
+
+
+@pytest.mark.parametrize(
+    "other", [lambda x: 2 / x, lambda x: x / x, lambda x: x / x.size(0), lambda x: F.lp_pool1d(x, 2.0, 2)]
+)
+def test_other_calls_between_are_not_seen_through(other):
+    assert gammas(Functional(lambda x: F.relu(other(x))))["layer"] == 1
+
+
+class Styled(Functional):
+    """Its layer computes the weight of a norm of something else."""
+
+    def forward(self, x, style):
+        return self.head(F.relu(F.layer_norm(x, (4,), weight=self.layer(style))))
+
+
+def test_the_weight_of_a_norm_does_not_pass_through_it():
+    assert gammas(Styled(None))["layer"] == 1
+
+
+@pytest.mark.parametrize("end", [[nn.Dropout()], [nn.BatchNorm1d(4), nn.Identity()]])
+def test_what_follows_outside_of_a_sequence_is_not_known_without_a_trace(end):
+    model = EitherWay(body=nn.Sequential(WNLinear(4, 4), nn.ReLU(), WNLinear(4, 4), *end), after=nn.ReLU())
+    report = initialize(model)
+    assert report.unplaced == ("body.2",)
+    assert "not placed" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -412,6 +494,16 @@ def test_rows_along_another_dim_keep_the_size_of_activations(dim):
     assert ratio.item() == pytest.approx(64 / 32, rel=0.1)
     initialize(nn.Sequential(layer), "arpit2019")
     torch.testing.assert_close(layer.weight_g, torch.full_like(layer.weight_g, math.sqrt(64 / rows)))
+    initialize(nn.Sequential(layer), "hanin2018", roles={"0": {"closes_branch": True, "num_blocks": 4, "block": 2}})
+    torch.testing.assert_close(layer.weight_g, torch.full_like(layer.weight_g, 0.81 * math.sqrt(32 / rows)))
+    assert layer.weight.norm().item() == pytest.approx(0.81 * math.sqrt(32))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+def test_rows_of_a_fading_transposed_layer_keep_its_norm(dim):
+    layer = wnfused.WNConvTranspose1d(64, 32, 3, stride=2, groups=2, dim=dim)
+    initialize(nn.Sequential(layer), "hanin2018", roles={"0": {"closes_branch": True, "num_blocks": 4, "block": 2}})
+    assert layer.weight.norm().item() == pytest.approx(0.81 * math.sqrt(64))
 
 
 @pytest.mark.parametrize("scheme", ["arpit2019", "hanin2018"])

@@ -99,6 +99,26 @@ def test_zhang_counts_the_layers_of_a_branch():
             assert abs(conv.weight.std() / expected - 1) < 6 / math.sqrt(2 * conv.weight.numel())
 
 
+@pytest.mark.parametrize(
+    ("roles", "named"),
+    [
+        ({"1.c": {"closes_branch": False}}, "'1.a' is in a residual branch of 3 layers"),
+        ({"0": {"branch": 1, "branch_layers": 2}, "1.c": {"closes_branch": False}}, "'0' is in a residual branch of 2"),
+    ],
+)
+def test_zhang_refuses_branches_that_never_close(roles, named):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Bottleneck(8), FixupBlock(8, 8))
+    roles = {**roles, "2.conv2": {"closes_branch": False}}
+    with torch.no_grad():
+        model[2].scale.zero_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = f"roles: {named}.*no layer closes a branch; state 'closes_branch': True"
+    with pytest.raises(ValueError, match=message):
+        initialize(model, "zhang2019", roles=roles)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    initialize(model, "zhang2019", roles={**roles, "1.c": {"closes_branch": True}})
+
+
 def test_the_fixup_block():
     block = FixupBlock(4, 6, 2, num_branches=4)
     x = torch.randn(3, 4, 8, 8)

@@ -336,6 +336,37 @@ def test_lazy_layers_of_a_population_take_theirs_too():
         initialize_population(lazies, sample=sample)
 
 
+class Skips(nn.Module):
+    def __init__(self, skips, rows=64):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.skips, self.rows = skips, rows
+
+    def forward(self, x):
+        x = self.layers[0](x).relu()
+        if not self.skips:
+            x = self.layers[1](x[: self.rows]).relu()
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (
+            [Skips(False), Skips(True)],
+            r"models: \[0\] has inputs for a layer for which \[1\] has none; use",
+        ),
+        ([Skips(False), Skips(False, 32)], r"models: \[1\] gives a layer inputs of shape \[32, 6\] and torch.float32"),
+    ],
+)
+def test_members_that_go_other_ways_are_refused(models, message):
+    """Nobody waits for a member that will not come."""
+    before = [p.detach().clone() for model in models for p in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        initialize_population(models, sample=torch.randn(64, 6))
+    assert all(map(torch.equal, before, (p for model in models for p in model.parameters())))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

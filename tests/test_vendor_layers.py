@@ -22,6 +22,12 @@ INPUT, WEIGHT, BIAS, RESIDUAL = 1, 2, 4, 8
 ops = torch.ops.wnfused_autograd
 
 
+def assert_dense_rows(v):
+    """As ``csrc/layout.h`` asks for them: torch's own words leave out dims of size 1."""
+    last = v.dim() in FORMATS and v.is_contiguous(memory_format=FORMATS[v.dim()]) and v.stride(1) == 1
+    assert v.is_contiguous() or (last and v.stride(0) == v[0].numel())
+
+
 @pytest.fixture(autouse=True)
 def called():
     """The kernels, as formulas that look at nothing but shapes. Gives the names of those that were called."""
@@ -29,6 +35,7 @@ def called():
 
     def layer_weight_(v, g, bias, w, norm, bias_out):
         names.append("layer_weight")
+        assert_dense_rows(v)
         made, norms = reference.weight_norm(v.double(), g.double(), 0)
         w.copy_(made)
         if norm is not None:
@@ -39,6 +46,8 @@ def called():
 
     def layer_weight_backward_(dw, v, g, norm, dv, dg, partial=None, dbias=None):
         assert (partial is None) == (dbias is None)
+        assert_dense_rows(v)
+        assert_dense_rows(dw)
         if dbias is not None:
             dbias.copy_(partial.sum(0))
         shape = [-1] + [1] * (v.dim() - 1)
@@ -256,6 +265,33 @@ def test_strides_of_a_single_image_say_nothing():
     found = ops.vendor_conv_backward(dy, y, x, v, g, norm, INPUT + WEIGHT + BIAS, *constants)
     expected = ops.vendor_conv_backward(dy.contiguous(), y, x, v, g, norm, INPUT + WEIGHT + BIAS, *constants)
     torch.testing.assert_close(found[:4], expected[:4])
+
+
+def test_strides_of_a_single_row_say_nothing():
+    bank = torch.randn(4, 8, 3, 3).contiguous(memory_format=torch.channels_last)
+    x, v, g = torch.randn(2, 8, 5, 5), bank[::2][:1], torch.rand(1)
+    constants = ([1, 1], [1, 1], [1, 1], 1, 0, 0.0)
+    y, norm = ops.vendor_conv(x, v, g, None, None, *constants)
+    expected, norms = ops.vendor_conv(x, v.clone(), g, None, None, *constants)
+    torch.testing.assert_close((y, norm), (expected, norms))
+    found = ops.vendor_conv_backward(y, y, x, v, g, norm, INPUT + WEIGHT, *constants)
+    wanted = ops.vendor_conv_backward(y, y, x, v.clone(), g, norm, INPUT + WEIGHT, *constants)
+    torch.testing.assert_close(found[:3], wanted[:3])
+
+
+@pytest.mark.parametrize("activation", [0, 1])
+def test_the_gradient_of_a_bias_alone_asks_for_no_weight_s(called, activation):
+    x, v, g, b = torch.randn(7, 24), torch.randn(40, 24), torch.rand(40), torch.randn(40)
+    y, norm = ops.vendor_linear(x, v, g, b, None, activation, 0.0)
+    dy = torch.randn_like(y)
+    expected = ops.vendor_linear_backward(dy, y, x, v, g, norm, INPUT + WEIGHT + BIAS, activation, 0.0)
+    called.clear()
+    found = ops.vendor_linear_backward(dy, y, x, v, g, norm, BIAS, activation, 0.0)
+    assert called == ["layer_mask"]
+    assert found[1] is None
+    torch.testing.assert_close(found[3], expected[3])
+    found = ops.vendor_linear_backward(dy, y, x, v, g, norm, INPUT + BIAS, activation, 0.0)
+    torch.testing.assert_close((found[0], found[3]), (expected[0], expected[3]))
 
 
 def test_the_choice_names_why_there_is_none(monkeypatch):

@@ -58,6 +58,8 @@ def forked(model: nn.Module, seed: int | None = None) -> Iterator[None]:
     """Random numbers drawn inside (dropout) do not move torch's state, and start from ``seed`` if it is given."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
-        if seed is not None:
-            torch.manual_seed(seed)
+        if seed is not None:  # of the generators that are put back alone: torch.manual_seed takes those of all devices
+            torch.default_generator.manual_seed(seed)
+            for index in devices:
+                torch.cuda.default_generators[index].manual_seed(seed)
         yield

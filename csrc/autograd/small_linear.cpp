@@ -75,15 +75,14 @@ Gradients backward(
   Gradients found;
   auto& [dx, dv, dg, dbias, dz] = found;
   if (needs.x) dx = at::empty(x.sizes(), x.options());
-  if (needs.v || needs.bias) {
+  if (needs.v) {
     dv = at::empty_like(directions);
     dg = at::empty_like(gains);
   }
-  if (needs.bias) dbias = at::empty({v.size(0)}, v.options());
+  if (needs.v && needs.bias) dbias = at::empty({v.size(0)}, v.options());
   if (dx || dv)
     run.call(gradient, activates ? readable(y) : gradient, readable(x), directions, gains, readable(norm), dx, dv, dg,
              dbias, activates, slope, allows_tf32(x));
-  if (!needs.v) dv = dg = Optional();
   return found;
 }
 

@@ -32,8 +32,18 @@ MemoryFormat format_of(const Tensor& x, const Tensor& v) {
   return format == MemoryFormat::Contiguous ? v.suggest_memory_format() : format;
 }
 
-// v with each row in one run of memory, in the order of a format.
-Tensor dense(const Tensor& v) { return v.contiguous(v.suggest_memory_format()); }
+// As it is if its entries lie without gaps, in the order of its dims or with channels fastest; else a copy. torch's
+// is_contiguous leaves out dims of size 1, whose strides may be anything.
+Tensor without_gaps(const Tensor& t) {
+  if (t.is_contiguous()) return t;
+  const MemoryFormat format = t.suggest_memory_format();
+  if (format == MemoryFormat::ChannelsLast && t.strides() == IntArrayRef(c10::get_channels_last_strides_2d(t.sizes())))
+    return t;
+  if (format == MemoryFormat::ChannelsLast3d &&
+      t.strides() == IntArrayRef(c10::get_channels_last_strides_3d(t.sizes())))
+    return t;
+  return at::empty(t.sizes(), t.options().memory_format(format)).copy_(t);
+}
 
 struct Weight {
   Tensor w, norm;
@@ -53,7 +63,7 @@ Weight weight_of(
   made.bias = rounds ? at::empty({v.size(0)}, made.w.options()) : bias;
   const Optional norm = with_norm ? Optional(made.norm) : Optional();
   const Optional given = rounds ? Optional(bias->contiguous()) : Optional();
-  run.call(dense(v), g.contiguous(), given, made.w, norm, rounds ? made.bias : Optional());
+  run.call(without_gaps(v), g.contiguous(), given, made.w, norm, rounds ? made.bias : Optional());
   return made;
 }
 
@@ -68,10 +78,10 @@ WeightGradients through_weight_norm(
   static const auto run =
       op<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Optional&,
               const Optional&)>("wnfused_native::layer_weight_backward_");
-  const Tensor directions = dense(v), gains = g.contiguous();
+  const Tensor directions = without_gaps(v), gains = g.contiguous();
   WeightGradients made{at::empty_like(directions), at::empty_like(gains), Optional()};
   if (partial) made.dbias = at::empty({v.size(0)}, v.options());
-  run.call(dense(dw), directions, gains, norm, made.dv, made.dg, partial, made.dbias);
+  run.call(without_gaps(dw), directions, gains, norm, made.dv, made.dg, partial, made.dbias);
   return made;
 }
 
@@ -125,19 +135,6 @@ struct Masked {
   Tensor dz;
   Optional partial;
 };
-
-// As it is if its entries lie without gaps, in the order of its dims or with channels fastest; else a copy. torch's
-// is_contiguous leaves out dims of size 1, whose strides may be anything.
-Tensor without_gaps(const Tensor& t) {
-  if (t.is_contiguous()) return t;
-  const MemoryFormat format = t.suggest_memory_format();
-  if (format == MemoryFormat::ChannelsLast && t.strides() == IntArrayRef(c10::get_channels_last_strides_2d(t.sizes())))
-    return t;
-  if (format == MemoryFormat::ChannelsLast3d &&
-      t.strides() == IntArrayRef(c10::get_channels_last_strides_3d(t.sizes())))
-    return t;
-  return at::empty(t.sizes(), t.options().memory_format(format)).copy_(t);
-}
 
 // The mask is read off the output, whose sign is the input's. A leaky ReLU of slope 0 is a ReLU, where dy is infinite
 // and where y is NaN, too.
@@ -208,10 +205,16 @@ Gradients linear_backward(
   const bool masks = activation != kNone, gives_dz = needs.residual && masks;
   const Tensor rows = rows_of(dy), y_rows = masks ? rows_of(y) : rows;
   if (!known.defined() && small_linear::takes(x.scalar_type(), rows.size(0), v)) {
-    // The kernels mask dy as they read it, each for itself; the residual's gradient is that of it all.
-    const Tensor dz = gives_dz ? masked(rows, y_rows, 1, activation, slope, false).dz : rows;
+    // The kernels mask dy as they read it, each for itself; the residual's gradient is that of it all, and the bias's
+    // alone is its sum.
+    Needs asked = needs;
+    asked.bias = needs.bias && needs.v;
+    const bool bias_alone = needs.bias && !needs.v, first = gives_dz || bias_alone;
+    const auto [dz, partial] =
+        first ? masked(rows, y_rows, 1, activation, slope, bias_alone) : Masked{rows, Optional()};
     Gradients found = small_linear::backward(
-        dz, y_rows, rows_of(x), v, g, norm, needs, masks && !gives_dz, activation == kLeakyRelu ? slope : 0.0);
+        dz, y_rows, rows_of(x), v, g, norm, asked, masks && !first, activation == kLeakyRelu ? slope : 0.0);
+    if (partial) std::get<3>(found) = partial->sum(0).to(v.scalar_type());
     if (std::get<0>(found)) std::get<0>(found) = std::get<0>(found)->view(x.sizes());
     if (gives_dz) std::get<4>(found) = dz.view(y.sizes());
     return found;

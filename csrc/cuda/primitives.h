@@ -63,12 +63,6 @@ struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
 
-template <>
-WNFUSED_DEVICE Bytes16 load_global<Bytes16>(const void* address) {
-  const uint4 v = __ldg(static_cast<const uint4*>(address));
-  return {{v.x, v.y, v.z, v.w}};
-}
-
 struct alignas(8) FloatPair {
   float low, high;
 };

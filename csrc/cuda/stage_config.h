@@ -42,7 +42,7 @@ struct StageConfig {
 
   // Bytes of packed weights.
   static constexpr int kTapBytes = kChannels * kChannels * Precision::kBytes;
-  static constexpr int kChunkBytes = kChunkTaps * kTapBytes, kConvBytes = 9 * kTapBytes;
+  static constexpr int kChunkBytes = kChunkTaps * kTapBytes;
   static constexpr int kChunks = 9 / kChunkTaps;
   static constexpr int kSharedBytes = kBuffers * kOperandBytes + kSlots * kChunkBytes;
 

@@ -261,7 +261,7 @@ def _probed(
     """Mean and variance of the eigenvalues of ``A = J J^T`` by Hutchinson's estimate with signs as probes:
     ``E u^T A u = tr A`` and ``E ||A u||^2 = tr A^2``."""
     n, d = products.samples, products.outputs
-    traces = torch.zeros(2, n, dtype=torch.float64)
+    traces = torch.zeros(2, n, dtype=torch.float64, device="cpu")
     for _ in range(probes):
         u = gaussian((n, d), generator, products.like).sign()
         back = products.transposed(u)

@@ -174,9 +174,9 @@ def jacobian_growth(
 
         def observe(call: Call) -> None:
             tangent = forward_ad.unpack_dual(call.output).tangent
-            length = torch.zeros(len(inputs), dtype=torch.float64)
+            length = torch.zeros(len(inputs), dtype=torch.float64, device="cpu")
             if tangent is not None:
-                length = tangent.flatten(1).double().square().mean(1).cpu()
+                length = tangent.reshape(len(inputs), -1).double().square().mean(1).cpu()
             names.append(call.name)
             lengths.append(length)
             advance()

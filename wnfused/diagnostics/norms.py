@@ -268,7 +268,7 @@ class _Record:
 
     def profile(self, inputs: Tensor) -> NormProfile:
         n = len(inputs)
-        nothing = torch.full((n,), float("nan"), dtype=torch.float64)
+        nothing = torch.full((n,), float("nan"), dtype=torch.float64, device="cpu")
         gradients = [self.gradients.get(i, nothing) for i in range(len(self.names))]
         blocks, heads = self._structure()
         return NormProfile(

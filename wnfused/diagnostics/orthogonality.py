@@ -180,7 +180,7 @@ def orthogonality(
     with undisturbed(model), advancing(progress, "orthogonality", None) as advance:
 
         def observe(call: Call) -> None:
-            h = call.output.flatten(1).T
+            h = call.output.reshape(len(inputs), -1).T
             gram = _gram(h)
             values = _squared_singular_values(gram, len(inputs))
             names.append(call.name)

@@ -94,7 +94,7 @@ def similarity(
 
 def _cosines(output: Tensor) -> Tensor:
     """Of all pairs, flat."""
-    h = output.flatten(1).double()
+    h = output.reshape(len(output), -1).double()
     # Scaled first: the squares of an exploding network overflow.
     h = F.normalize(h / h.abs().amax(1, keepdim=True).clamp(min=torch.finfo(h.dtype).tiny), eps=0.0)
     h = h.nan_to_num(nan=0.0) if output.isfinite().all() else h

@@ -2,9 +2,9 @@
 in.
 
 A layer *precedes an activation* if its output reaches one through nothing but layers that keep the statistics up to
-scale (batch norm, dropout, pooling, reshaping). A layer *closes a branch* if its output is added to something that it
-was itself computed from; blocks that follow one another through identity shortcuts make a stage, and a shortcut with
-layers of its own opens a new one.
+scale (norms, dropout, pooling, resizing, padding, reshaping, casts, factors). A layer *closes a branch* if its output
+is added to something that it was itself computed from; blocks that follow one another through identity shortcuts make a
+stage, and a shortcut with layers of its own opens a new one.
 """
 
 from __future__ import annotations
@@ -62,16 +62,34 @@ def activation_of_module(module: nn.Module) -> Activation | None:
 
 
 _ADDS = {operator.add, operator.iadd, torch.add}
-_TRANSPARENT_MODULES = (
-    nn.Identity, nn.Flatten, nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd,
-    nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd,
-    nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm,
+# LPPool is none: it leaves nothing below 0 that a ReLU could drop.
+TRANSPARENT_MODULES = (
+    nn.Identity,
+    nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
+    nn.Upsample,
+    nn.modules.padding._ConstantPadNd, nn.modules.padding._ReflectionPadNd, nn.modules.padding._ReplicationPadNd,
+    nn.modules.padding._CircularPadNd,
+    nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle,
 )  # fmt: skip
+_FOR_EACH_RANK = ("dropout", "max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "fractional_max_pool")
 _TRANSPARENT_CALLS = {
-    "flatten", "view", "reshape", "contiguous", "mean", "dropout", "max_pool1d", "max_pool2d", "max_pool3d",
-    "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "permute",
-    "transpose", "mul", "unsqueeze", "squeeze",
+    "batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm",
+    "dropout", "alpha_dropout", "feature_alpha_dropout",
+    *(f"{name}{rank}d" for name in _FOR_EACH_RANK for rank in (1, 2, 3)), "mean",
+    "interpolate", "pad",
+    "flatten", "unflatten", "view", "reshape", "squeeze", "unsqueeze", "pixel_shuffle", "pixel_unshuffle",
+    "channel_shuffle",
+    "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims",
+    "contiguous", "to", "float", "double", "half", "bfloat16",
+    "mul",
 }  # fmt: skip
+_QUOTIENTS = ("truediv", "div", "div_", "true_divide")
+_FACTS = ("shape", "ndim", "dtype", "device")
+_FACT_CALLS = ("size", "dim", "ndimension", "numel")
 
 
 def _call_name(node: fx.Node) -> str:
@@ -94,6 +112,13 @@ def _puts_0_below_0(node: fx.Node) -> bool:
 
 def _is_addition(node: fx.Node) -> bool:
     return (node.op == "call_function" and node.target in _ADDS) or _call_name(node) in ("add", "add_")
+
+
+def _asks_for_facts(node: fx.Node) -> bool:
+    """Not for values, as of a size to reshape to."""
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in _FACTS
+    return node.op == "call_method" and node.target in _FACT_CALLS
 
 
 class Graph:
@@ -131,9 +156,12 @@ class Graph:
         return None if other is None else Activation(without_gamma=other)
 
     def is_transparent(self, node: fx.Node) -> bool:
-        if isinstance(self.module(node), _TRANSPARENT_MODULES) or _call_name(node) in _TRANSPARENT_CALLS:
+        if isinstance(self.module(node), TRANSPARENT_MODULES) or _call_name(node) in _TRANSPARENT_CALLS:
             return True
-        # A learned scalar, or a number, added.
+        # A learned scalar, or a number, added or as the divisor.
+        if _call_name(node) in _QUOTIENTS:
+            divisor = argument(node, "other", 1)
+            return not isinstance(divisor, fx.Node) or divisor.op == "get_attr"
         return _is_addition(node) and self.addends(node) is None
 
     def addends(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -146,15 +174,19 @@ class Graph:
         return (summed[0], summed[1]) if _is_addition(node) and len(summed) == 2 else None
 
     def following(self, node: fx.Node) -> Activation:
-        """The activation after ``node``; nothing unless every use of it is that activation."""
+        """The activation after ``node``; nothing unless every use of its values is that activation."""
         product = self._product_with_own_activation(node)
         if product is not None:
             return product
         found = set()
         for user in node.users:
+            if _asks_for_facts(user):
+                continue
             activation = self.activation(user)
             if activation is None:
-                activation = self.following(user) if self.is_transparent(user) else _NOTHING
+                # The weight of a norm, which a layer may compute, is not what passes through it.
+                through = self._source[user] is node or _call_name(user) in _PRODUCTS
+                activation = self.following(user) if through and self.is_transparent(user) else _NOTHING
             found.add(activation)
         return found.pop() if len(found) == 1 else _NOTHING
 

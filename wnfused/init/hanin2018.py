@@ -4,7 +4,8 @@ As ``arpit2019``, but the last layer of block b, counted from 1 within its stage
 
     g = factor^b,   factor = 0.9,
 
-itself, without fans. The squared norm over a stage grows by at most ``prod_b (1 + factor^(2 b))``, below 36 for 0.9
+itself, without fans: the norm of a filter. Rows along another dim than 0 share the norm that all filters have together,
+as in ``arpit2019``. The squared norm over a stage grows by at most ``prod_b (1 + factor^(2 b))``, below 36 for 0.9
 however many blocks there are.
 
 Source: Hanin & Rolnick 2018, "How to Start Training: The Effect of Initialization and Architecture", theorem 6; stage
@@ -13,6 +14,7 @@ by stage as the baseline of Arpit, Campos & Bengio 2019.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -52,5 +54,10 @@ def _fade(unit: Unit, factor: float) -> None:
         blocks = torch.arange(unit.role.block, unit.role.block + len(unit.v), dtype=torch.float64)
         unit.g.copy_((factor**blocks).unsqueeze(1).expand_as(unit.g))
     else:
-        unit.set_gain_(factor**unit.role.block)
+        unit.set_gain_(factor**unit.role.block * math.sqrt(_filters_per_row(unit)))
     unit.zero_bias_()
+
+
+def _filters_per_row(unit: Unit) -> float:
+    rows = 1 if unit.dim is None else unit.shape[unit.dim]
+    return unit.shape[0] / rows if unit.dim != 0 else 1.0

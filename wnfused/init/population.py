@@ -37,7 +37,7 @@ def initialize_population(
     call. What comes out is what ``initialize`` gives each alone, up to rounding.
 
     Args:
-        models: of one architecture.
+        models: of one architecture, whose forward draws no random numbers in evaluation mode.
         scheme, sample, options: as in ``initialize``.
         generators: one for each model, on its device. In place of None one is made that torch's own generator seeds,
             model by model.
@@ -47,7 +47,7 @@ def initialize_population(
 
     Raises:
         ValueError, TypeError: as ``initialize``; no model, one more than once, models that differ in their parameters'
-            shapes, or another number of generators.
+            shapes or in the inputs that reach a layer, or another number of generators.
     """
     if not isinstance(models, (Sequence, nn.ModuleList)):  # of which nn.Sequential is none: it is one model
         raise TypeError(f"models: expected a sequence of models, got {type(models).__name__}")
@@ -105,37 +105,71 @@ def _in_step(contexts: list[Context], scheme: str, options: dict[str, Any]) -> l
         try:
             with torch.no_grad():
                 return run_scheme(replace(contexts[place], together=together), scheme, options)
-        except BaseException:
-            meeting.break_up()
-            raise
+        finally:
+            meeting.leave(place)
 
     with ThreadPoolExecutor(len(contexts)) as pool:
         running = [pool.submit(contextvars.copy_context().run, run, place) for place in range(len(contexts))]
     errors = [future.exception() for future in running]
-    # Where one fails, the others only report that the meeting was broken up.
-    first = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+    # Where one fails, the others only report that it is gone.
+    told = [error for error in errors if error is not None]
+    first = [error for error in told if not isinstance(error, _MemberLeftError)] or told
     if first:
         raise first[0]
     return [future.result() for future in running]
 
 
+_REMEDY = "use models of one forward, or initialise each by itself"
+
+
+class _MemberLeftError(ValueError):
+    """One model waits for another one that has come to its end, or failed."""
+
+
 class _Meeting:
-    """Where threads bring one item each, and the last to come solves for all."""
+    """Where threads bring one item each, and the last to come solves for all; nobody waits for one that has left."""
 
     def __init__(self, parties: int) -> None:
-        self._items: list[Any] = [None] * parties
+        self._parties = parties
+        self._changed = threading.Condition()
+        self._items: dict[int, Tensor] = {}
         self._results: list[Any] = []
-        self._solve: Callable[[list[Any]], list[Any]] = list
-        self._barrier = threading.Barrier(parties, self._act)
+        self._rounds = 0
+        self._left: int | None = None  # the first that has
 
-    def solve(self, place: int, item: Any, solve: Callable[[list[Any]], list[T]]) -> T:
-        self._items[place], self._solve = item, solve
-        self._barrier.wait()
-        result: T = self._results[place]
-        return result
+    def solve(self, place: int, item: Tensor, solve: Callable[[list[Tensor]], list[T]]) -> T:
+        with self._changed:
+            self._items[place] = item
+            if len(self._items) == self._parties:
+                items = [self._items[i] for i in range(self._parties)]
+                _refuse_different(items)
+                self._results = solve(items)
+                self._items.clear()
+                self._rounds += 1
+                self._changed.notify_all()
+            else:
+                begun = self._rounds
+                self._changed.wait_for(lambda: self._rounds > begun or self._left is not None)
+                if self._rounds == begun:
+                    assert self._left is not None
+                    raise _MemberLeftError(
+                        f"models: [{place}] has inputs for a layer for which [{self._left}] has none; {_REMEDY}"
+                    )
+            result: T = self._results[place]
+            return result
 
-    def break_up(self) -> None:
-        self._barrier.abort()
+    def leave(self, place: int) -> None:
+        with self._changed:
+            if self._left is None:
+                self._left = place
+            self._changed.notify_all()
 
-    def _act(self) -> None:
-        self._results = self._solve(list(self._items))
+
+def _refuse_different(items: list[Tensor]) -> None:
+    """What is solved together is stacked."""
+    for i, item in enumerate(items):
+        if item.shape != items[0].shape or item.dtype != items[0].dtype:
+            raise ValueError(
+                f"models: [{i}] gives a layer inputs of shape {list(item.shape)} and {item.dtype}, [0] of "
+                f"{list(items[0].shape)} and {items[0].dtype}; {_REMEDY}"
+            )

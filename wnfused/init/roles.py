@@ -7,7 +7,6 @@ one another in an ``nn.Sequential`` or ``nn.ModuleList``.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch import fx, nn
 
 from wnfused._modules import check_module
 from wnfused._symbolic import NotRestoredError
-from wnfused.init.graph import Activation, Graph, activation_of_module, is_layer, places
+from wnfused.init.graph import TRANSPARENT_MODULES, Activation, Graph, activation_of_module, is_layer, places
 from wnfused.nn import FixupBlock, PlainResidualBlock, WeightNormalised, WNResidualBlock, WNResidualStage
 from wnfused.nn._rule import activation_gamma
 
@@ -241,7 +240,14 @@ def _places_in_stages(model: nn.Module) -> dict[nn.Module, dict[str, int]]:
 
 
 def _neighbours(sequence: nn.Sequential) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Every module of a sequence that another one follows, with its name and that other one; shared ones each time."""
-    children = [(name, child) for name, child in sequence._modules.items() if child is not None]
-    for (name, child), (_, after) in itertools.pairwise(children):
-        yield name, child, after
+    """Every module of a sequence that another one follows, with its name and that other one, from the last to the
+    first; shared ones each time. What keeps the statistics up to scale is passed over: where nothing else is left, what
+    follows is outside."""
+    after: nn.Module | None = None
+    for name, child in reversed(sequence._modules.items()):
+        if child is None:
+            continue
+        if after is not None:
+            yield name, child, after
+        if not isinstance(child, TRANSPARENT_MODULES):
+            after = child

@@ -21,16 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wnfused._modules import holders
+from wnfused._modules import holders, quoted
 from wnfused.init.he2015 import draw_he_
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
+from wnfused.init.units import Unit
 from wnfused.nn import FixupBlock, ScalarBias
 
 
 @scheme("zhang2019")
 def zhang2019(context: Context) -> Iterator[Entry]:
     branches = context.num_branches
+    if not branches:
+        _refuse_branches_that_never_close(context)
     modules = list(context.model.modules())
     held_by = holders(context.model)
     zero = [u.module for u in (*context.units, *context.repeated) if u.role.head or u.role.closes_branch]
@@ -50,7 +53,7 @@ def zhang2019(context: Context) -> Iterator[Entry]:
                 continue
             unit.zero_()
             words += ": zero"
-        elif role.branch and role.branch_layers > 1:
+        elif _is_scaled(unit):
             exponent = -1 / (2 * role.branch_layers - 2)
             unit.scale_(branches**exponent)
             words += f": He times {branches}^({exponent:g})"
@@ -60,3 +63,20 @@ def zhang2019(context: Context) -> Iterator[Entry]:
         context.notes.append("branches outside of FixupBlock have no scalar multipliers and biases")
     if not any(unit.role.head for unit in context.units):
         context.notes.append("no classification layer was found to be set to 0")
+
+
+def _is_scaled(unit: Unit) -> bool:
+    """Whether it is one of the m - 1 layers of a branch that are not 0."""
+    role = unit.role
+    return bool(role.branch) and role.branch_layers > 1 and not (role.head or role.closes_branch)
+
+
+def _refuse_branches_that_never_close(context: Context) -> None:
+    """L is then 0, and its negative power nothing; only ``roles`` can say so."""
+    unit = next(filter(_is_scaled, context.units), None)
+    if unit is not None:
+        raise ValueError(
+            f"roles: {quoted(unit.name)} is in a residual branch of {unit.role.branch_layers} layers, and no layer "
+            "closes a branch; state 'closes_branch': True for the last layer of the branch, or 'branch': 0 for "
+            f"{quoted(unit.name)}"
+        )
