@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import wnfused
 from wnfused import cli, information
 from wnfused.backends import native
 from wnfused.optional import MissingDependencyError
 from wnfused.train import checkpoint, files
+from wnfused.train.build import build
 from wnfused.train.config import TrainConfig
+from wnfused.train.data import load
 
 TRAIN = ["train", "--depth", "16", "--epochs", "1"]
 
@@ -112,22 +115,25 @@ def test_a_folder_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("heeds_signals")
+@pytest.mark.parametrize(("file", "before", "epochs"), [("last.ckpt", 1, 1), ("result.json", 0, 3)])
 def test_a_full_disk_says_how_to_go_on(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, before: int,
+    epochs: int,
+) -> None:  # fmt: skip
     out = tmp_path / "run"
     real = files.write_atomically
 
     def write(path: Path, content: bytes) -> None:
-        if path.name == "last.ckpt" and path.exists():
+        if path.name == file and path.exists() == bool(before):
             raise OSError(28, "No space left on device", str(path))
         real(path, content)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", write)
+    for module in (checkpoint, files):
+        monkeypatch.setattr(module, "write_atomically", write)
     arguments = ["train", "--depth", "10", "--batch-size", "512", "--epochs", "3", "--out", str(out)]
     assert cli.main(arguments) == 1
     says = capsys.readouterr().err
-    assert f"No space left on device: '{out / 'last.ckpt'}'; stopped after 1 of 3 epochs" in says
+    assert f"No space left on device: '{out / file}'; stopped after {epochs} of 3 epochs" in says
     assert says.endswith(f"; go on with `wnfused train --out {out} --resume`\n")
     monkeypatch.undo()
     assert cli.main(["train", "--out", str(out), "--resume"]) == 0
@@ -173,6 +179,26 @@ def test_a_diverged_run_has_a_status_of_its_own(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     assert "3 if it diverged" in " ".join(capsys.readouterr().out.split())
+
+
+def test_divergence_in_the_very_last_update_is_one_of_the_last_epoch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    updates = []
+
+    def spoil(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        updates.append(1)
+        if len(updates) == 3:
+            optimizer.param_groups[0]["params"][0].detach().fill_(float("nan"))
+
+    hook = register_optimizer_step_post_hook(spoil)
+    try:
+        arguments = ["train", "--depth", "10", "--batch-size", "512", "--epochs", "1", "--out", str(tmp_path)]
+        assert cli.main(arguments) == cli.DIVERGED
+    finally:
+        hook.remove()
+    assert json.loads((tmp_path / "result.json").read_text())["epochs_finished"] == 1
+    assert "diverged in epoch 1: a loss was not finite" in capsys.readouterr().out
 
 
 def test_resuming_nothing_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -235,6 +261,27 @@ def test_a_stopped_run_says_how_to_go_on(
     assert cli.main(["train", "--out", str(out), "--resume"]) == 0
     assert json.loads((out / "result.json").read_text())["epochs_finished"] == 3
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_error_of_another_process_than_the_first_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreadable = tmp_path / "wnfused" / "mnist.npz"
+    unreadable.parent.mkdir()
+    unreadable.write_bytes(b"cut off")
+    monkeypatch.setenv("RANK", "3")
+    says = refused(capsys, *TRAIN, "--data", "mnist", "--data-folder", str(tmp_path), "--out", str(tmp_path / "run"))
+    assert says.startswith(f"wnfused train: error: process 3: --data mnist: cannot be read from {unreadable} (")
+
+
+@pytest.mark.usefixtures("heeds_signals")
+def test_one_process_tells_of_what_stopped_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(information, "collect", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["info"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("heeds_signals")
@@ -485,6 +532,35 @@ def test_probe_of_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "missing.pt: cannot be read: No such file or directory" in says
 
 
+def test_probe_builds_each_stored_network_by_its_own_scheme(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wnfused.train.probe.save_together", lambda *_, **__: None)  # no picture
+    out, data = tmp_path / "p.png", load("digits")
+
+    def stored(init: str, **options: object) -> list[str]:
+        config = TrainConfig(depth=10, init=init, init_options=options)
+        state = {f"model.{name}": value for name, value in build(config, data).state_dict().items()}
+        checkpoint.save(tmp_path / init, {"state_dict": state, "wnfused": {"config": config.to_dict()}})
+        return ["--checkpoint", str(tmp_path / init)]
+
+    def probed(*arguments: str) -> dict[str, object]:
+        assert cli.main(["probe", "--samples", "4", "--out", str(out), *arguments]) == 0
+        return json.loads(out.with_suffix(".json").read_text())["results"]
+
+    half, lsuv, he = stored("half_scaling"), stored("mishkin2016", tolerance=0.05), stored("torch_default", v="he")
+    assert probed(*half, *lsuv, *he) == {**probed(*half), **probed(*lsuv), **probed(*he)}
+    # A scheme that is named takes the options that are given, and none of a run's.
+    alone = probed("--depth", "10", "--init", "arpit2019")
+    for checkpoint_of in (lsuv, he):
+        assert probed(*checkpoint_of, "--init", "arpit2019")["arpit2019"] == alone["arpit2019"]
+    loose = ["--init", "mishkin2016", "--init-option", "tolerance=0.5"]
+    assert probed(*half, *loose) == {**probed(*half), **probed("--depth", "10", *loose)}
+    capsys.readouterr()
+    says = refused(capsys, "probe", *lsuv, "--init-option", "tolerance=0.5", "--out", str(out))
+    assert "--init-option tolerance=0.5: is for the schemes of --init, and none is named" in says
+
+
 @pytest.mark.parametrize(
     ("picture", "file", "content", "says"),
     [
@@ -539,17 +615,30 @@ def test_wrong_arguments_elsewhere(capsys: pytest.CaptureFixture[str], arguments
     assert says in refused(capsys, *arguments)
 
 
-def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (1, 1), (-signal.SIGKILL, 137)])
+def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, code: int, status: int) -> None:
     commands = []
 
-    def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
         commands.append(command)
-        assert (cwd / "bench" / "__main__.py").exists()
-        return subprocess.CompletedProcess(command, 1)
+        return subprocess.CompletedProcess(command, code)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert cli.main(["bench", "--quick", "--group", "stage", "--help"]) == 1
-    assert commands == [[sys.executable, "-m", "bench", "--quick", "--group", "stage", "--help"]]
+    assert cli.main(["bench", "--quick", "--group", "stage", "--help"]) == status
+    checkout = Path(__file__).parents[1]
+    (command,) = commands
+    assert command[-6:] == ["--out", str(checkout / "build" / "bench"), "--quick", "--group", "stage", "--help"]
+
+
+def test_bench_runs_where_the_user_is(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run", "bench.json").write_text("{}")
+    Path("bench.py").write_text("raise SystemExit('the wrong module')")
+    assert cli.main(["bench", "--show", "--out", "run"]) == cli.USAGE
+    assert capfd.readouterr().err.startswith("wnfused bench: error: --out run: run/bench.json: schema None, this is ")
 
 
 def test_bench_without_a_checkout(

@@ -89,7 +89,7 @@ def test_a_failed_job_is_not_begun_again_and_a_running_one_not_twice():
 
 def test_a_result_counts_for_its_parameters_only(tmp_path):
     store = Store(tmp_path, "figure")
-    store.prepare()
+    store.prepare([])
     store.write(Job("a", {"x": 1}), {"y": 2}, 3.0, "abc")
     found = store.read(Job("a", {"x": 1}))
     assert (found.result["x"], found.result["y"], found.seconds, found.commit) == (1, 2, 3.0, "abc")
@@ -97,6 +97,15 @@ def test_a_result_counts_for_its_parameters_only(tmp_path):
     assert store.read(Job("b", {"x": 1})) is None
     (tmp_path / "figure" / "a.json").write_text('{"parameters": {"x": 1}, "val')
     assert store.read(Job("a", {"x": 1})) is None
+
+
+def test_what_a_killed_run_left_half_written_goes(tmp_path):
+    leftover, other = tmp_path / "figure" / ".a.json.abcdefgh.tmp", tmp_path / "figure" / "note.tmp"
+    leftover.parent.mkdir()
+    leftover.touch()
+    other.touch()
+    Store(tmp_path, "figure").prepare([Job("a", {}), Job("b", {})])
+    assert list(leftover.parent.iterdir()) == [other]
 
 
 # ------------------------------------------------------------------------------------------------------- runner

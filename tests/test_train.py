@@ -160,6 +160,33 @@ def test_the_caller_s_process_group_stays(tmp_path: Path) -> None:
             dist.destroy_process_group()
 
 
+def test_a_default_device_is_for_the_callers_own_tensors(tmp_path: Path) -> None:
+    config = TrainConfig(model="mlp", depth=2, width=16, epochs=1, batch_size=512, device="cpu")
+    expected = train(config, tmp_path / "plain")
+    with torch.device("meta"):
+        found = train(config, tmp_path / "beside")
+    assert found["history"][0]["train_loss"] == expected["history"][0]["train_loss"]
+    assert found["test_accuracy"] == expected["test_accuracy"]
+
+
+def test_a_group_of_its_own_is_left_where_the_result_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, content: dict[str, Any]) -> None:
+        grouped.append(dist.is_initialized())
+        raise OSError(28, "No space left on device", str(path))
+
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):  # Lightning sets them
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    grouped: list[bool] = []
+    monkeypatch.setattr("wnfused.train.run.write_json", write)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/result\.json'; stopped after 1 of 1 epochs"):
+        train(TrainConfig(depth=10, epochs=1, batch_size=512, device="cpu", strategy="ddp", devices="1"), tmp_path)
+    assert grouped == [False]
+    assert not dist.is_initialized()
+
+
 def test_divergence_is_a_result_and_not_a_crash(tmp_path: Path) -> None:
     result = train(replace(SMALL, lr=1e20, warmup=0), tmp_path / "run")
     assert result["diverged"]

@@ -83,8 +83,14 @@ def test_a_run_without_a_step_says_nothing_of_the_next_ones() -> None:
 
 
 def test_a_shortened_run_has_a_shorter_warm_up() -> None:
-    assert Recipe(1000, 1, 64, 0.01, 1).config("arpit2019").warmup == 0.25
-    assert Recipe(1000, 4, 64, 0.01, 1).config("arpit2019").warmup == 1
+    planned = {budget: fit(RECIPES, COSTS, 1280, 2, budget).recipes[2].config("arpit2019") for budget in (130, 1000)}
+    assert (planned[130].epochs, planned[130].warmup) == (1, 0.25)
+    assert (planned[1000].epochs, planned[1000].warmup) == (4, 1)
+
+
+def test_a_run_that_nothing_shortens_has_the_warm_up_of_the_guide() -> None:
+    config = module.DEEP.config("arpit2019")
+    assert (config.depth, config.epochs, config.batch_size, config.lr, config.warmup) == (10_000, 2, 32, 0.003, 1)
 
 
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ import wnfused
 from wnfused.optional import MissingDependencyError, require
 from wnfused.train.errors import UsageError
 from wnfused.train.interruption import signal_of, sigterm_raises
-from wnfused.train.launch import is_first_process
+from wnfused.train.launch import is_first_process, process_number
 from wnfused.train.options import add_options, fields_of, from_options
 
 # Wrong input of any kind; 1 is for what went wrong with right input.
@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(command, error, 1)
     except KeyboardInterrupt as interrupt:
         # As shells count: 130 for Ctrl-C, 143 for SIGTERM.
-        return _fail(command, str(interrupt) or "stopped", 128 + (signal_of(interrupt) or 0))
+        status = 128 + (signal_of(interrupt) or 0)
+        # All processes are told to stop, and one is enough to say so.
+        return _fail(command, str(interrupt) or "stopped", status) if is_first_process() else status
 
 
 def _open_closed_outputs() -> None:
@@ -76,8 +78,9 @@ def _open_closed_outputs() -> None:
 
 
 def _fail(command: str, error: object, status: int) -> int:
-    if is_first_process():
-        print(f"wnfused {command}: error: {error}", file=sys.stderr)
+    # What one of several processes met, the first need not know.
+    where = "" if is_first_process() else f"process {process_number()}: "
+    print(f"wnfused {command}: error: {where}{error}", file=sys.stderr)
     return status
 
 
@@ -186,13 +189,15 @@ def _train(out: Path, resume: bool, data_folder: Path | None, **given: Any) -> i
             result = train(config, out, resume=resume, data_folder=data_folder, reporter=console)
     if not is_first_process():  # torchrun stops the others when one fails, and the first may still be writing
         return 0
-    print(_verdict(result), f"-> {out / 'result.json'}")
+    print(_verdict(result, config.epochs), f"-> {out / 'result.json'}")
     return DIVERGED if result["diverged"] else 0
 
 
-def _verdict(result: dict[str, Any]) -> str:
+def _verdict(result: dict[str, Any], epochs: int) -> str:
     if result["diverged"]:
-        return f"diverged in epoch {result['epochs_finished'] + 1}: a loss was not finite"
+        # Of the very last update the test tells, when all epochs are finished.
+        epoch = min(result["epochs_finished"] + 1, epochs)
+        return f"diverged in epoch {epoch}: a loss was not finite"
     return (
         f"test accuracy {result['test_accuracy']:.4f}  ({result['seconds_per_step']:.3g} s a step, "
         f"{result['peak_memory_bytes'] / 2**20:.0f} MiB)"
@@ -288,6 +293,10 @@ def _add_bench(commands: Any) -> None:
     parser.set_defaults(run=_bench)
 
 
+# Run where the user is, as --out is meant; `python -m` would look there for the module, too, and first.
+_RUN_BENCH = "import runpy, sys; sys.path[0] = sys.argv.pop(1); runpy.run_module('bench', run_name='__main__')"
+
+
 def _bench(arguments: list[str]) -> int:
     import subprocess
 
@@ -299,4 +308,6 @@ def _bench(arguments: list[str]) -> int:
             "does not exist: the benchmarks come with the source, not with the package; "
             "clone the repository, install it with `pip install --no-build-isolation -e .` and run this again",
         )
-    return subprocess.run([sys.executable, "-m", "bench", *arguments], cwd=checkout).returncode
+    command = [sys.executable, "-c", _RUN_BENCH, str(checkout), "--out", str(checkout / "build" / "bench"), *arguments]
+    status = subprocess.run(command).returncode
+    return status if status >= 0 else 128 - status  # killed by a signal; as shells count

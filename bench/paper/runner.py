@@ -43,7 +43,7 @@ class Work:
         settings = module.SETTINGS[size]
         jobs = module.jobs(settings)
         store = Store(folder, name)
-        store.prepare()
+        store.prepare(jobs)
         done = {job.name: found.seconds for job in jobs if (found := store.read(job))}
         budget = None if minutes is None else 60 * minutes
         return cls(name, module, settings, store, Schedule(jobs, done, budget), jobs, machine.commit())

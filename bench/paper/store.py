@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,9 @@ class Store:
     def __init__(self, root: Path, figure: str) -> None:
         self.folder = root / figure
 
-    def prepare(self) -> None:
+    def prepare(self, jobs: Sequence[Job]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.folder)
+        remove_leftovers(*map(self._path, jobs))
 
     def read(self, job: Job) -> Done | None:
         """The job's result; None if it has none, or one of other parameters, or a file that is no result."""

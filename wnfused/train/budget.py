@@ -28,15 +28,18 @@ class Recipe:
 
     def config(self, init: str) -> TrainConfig:
         # torch_default takes orthogonal directions unless told otherwise, as the paper's figures do.
-        # A shortened run keeps a quarter of it for the warm-up.
         return TrainConfig(
             depth=self.depth,
             init=init,
             epochs=self.epochs,
             batch_size=self.batch_size,
             lr=self.lr,
-            warmup=min(self.warmup, self.epochs / 4),
+            warmup=self.warmup,
         )
+
+    def shortened(self, epochs: int) -> Recipe:
+        """At most so many epochs; a run that loses some keeps at most a quarter of the rest for the warm-up."""
+        return self if epochs >= self.epochs else replace(self, epochs=epochs, warmup=min(self.warmup, epochs / 4))
 
     def updates(self, images: int) -> int:
         return self.epochs * math.ceil(images / self.batch_size)
@@ -62,7 +65,7 @@ def fit(recipes: Sequence[Recipe], step_seconds: Sequence[float], images: int, r
     left_out: list[int] = []
     while True:
         for epochs in range(max(r.epochs for r in chosen), 0, -1):
-            shortened = tuple(replace(r, epochs=min(epochs, r.epochs)) for r in chosen)
+            shortened = tuple(r.shortened(epochs) for r in chosen)
             seconds = sum(runs * r.updates(images) * c for r, c in zip(shortened, costs, strict=True))
             if seconds <= budget:
                 return Plan(shortened, seconds, _note(recipes, shortened, left_out, budget))

@@ -202,7 +202,7 @@ def _deep_step(console: Any, data: Dataset) -> dict[str, float]:
         began = time.perf_counter()
         model = build(DEEP.config("arpit2019"), data)
         build_seconds = time.perf_counter() - began
-    # The first of the schedule's warm-up, as training would begin.
+    # At the whole rate, without the schedule's warm-up: a step takes as long at any.
     optimizer = torch.optim.SGD(model.parameters(), lr=DEEP.lr, momentum=0.9)
     batch = first_batch(data, DEEP.batch_size)
     with console.status(f"one training step of {DEEP.depth:,} layers"):

@@ -56,7 +56,8 @@ def probe(
     """Measure one network for each of ``inits`` and ``checkpoints``; write pictures and JSON; the tables.
 
     Args:
-        given: fields of ``TrainConfig`` that were asked for; the rest is the checkpoints', or the defaults.
+        given: fields of ``TrainConfig`` that were asked for; the rest is the checkpoints', or the defaults. Of the
+            options of a scheme each checkpoint has its own, and ``inits`` have those given here.
         what: names of ``MEASUREMENTS``.
         inits: schemes; ``arpit2019`` if neither these nor checkpoints are given.
         checkpoints: run folders or checkpoints of ``wnfused train``, or files with the ``state_dict`` of a model that
@@ -76,18 +77,22 @@ def probe(
         if name not in MEASUREMENTS:
             raise UsageError("what", name, f"is no measurement; there are {', '.join(MEASUREMENTS)}")
     outs = _outs(out, what)
-    config, states = configuration(given, checkpoints)
-    if not inits and not states:
+    config, stored = configuration(given, checkpoints)
+    options = given.get("init_options", {})
+    if not inits and not stored:
         inits = ("arpit2019",)
+    elif not inits and options:
+        option, value = next(iter(options.items()))
+        raise UsageError("init_options", f"{option}={value}", "is for the schemes of --init, and none is named")
     data = load(config.data, config.seed, folder)
     models: dict[str, nn.Module] = {}
     for init in dict.fromkeys(inits):
-        models[init], remarks = build_with_remarks(replace(config, init=init), data)
+        models[init], remarks = build_with_remarks(replace(config, init=init, init_options=options), data)
         for remark in remarks:
             warnings.warn(remark, stacklevel=2)
-    for path, state in states.items():
-        models[str(path)] = loaded(build(config, data), state, path)
-    texts = [_one(name, models, config, data, samples, outs[name], bool(states)) for name in what]
+    for path, (of_file, state) in stored.items():
+        models[str(path)] = loaded(build(of_file, data), state, path)
+    texts = [_one(name, models, config, data, samples, outs[name], bool(stored)) for name in what]
     return "\n\n".join(texts)
 
 

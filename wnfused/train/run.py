@@ -27,7 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -113,13 +113,21 @@ def train(
     if not first:
         if not going_on:  # all processes refuse it, or the others would wait for the first
             folder.refuse_run(resume=resume, trained=True)
-        return _train(config, folder, going_on, data_folder, reporter, began)
+        with _on_the_host():
+            return _train(config, folder, going_on, data_folder, reporter, began)
     with nullcontext() if going_on else folder.claimed(resume=resume), folder.locked():
         if going_on:
             folder.check_writable()
         else:
             folder.claim(resume=resume)  # nobody else has begun meanwhile
-        return _train(config, folder, going_on, data_folder, reporter, began)
+        with _on_the_host():
+            return _train(config, folder, going_on, data_folder, reporter, began)
+
+
+def _on_the_host() -> AbstractContextManager[object]:
+    """Where data and order are, whatever the caller's default device is; the network goes where the run is to be. It
+    costs every call of torch's, so without such a device there is none of it."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _train(
@@ -146,6 +154,17 @@ def _train(
             warnings.warn(f"no last.ckpt in {folder.path} to go on by: the run there begins again", stacklevel=3)
     try:
         result = run.fit_and_test(checkpoint)
+        result["seconds"] = time.perf_counter() - began
+        result["peak_memory_bytes"] = watch.peak_bytes()
+        result["baseline_memory_bytes"] = watch.baseline_bytes
+        result["versions"] = versions()
+        result["config"] = config.to_dict()
+        if _in_process_group() and not in_callers_group:
+            # Its threads, left to the interpreter's end, can abort the process, also of one that cannot write.
+            torch.distributed.destroy_process_group()
+        if run.trainer.is_global_zero:
+            write_json(folder.result, result)
+        return result
     except (SystemExit, KeyboardInterrupt) as error:
         stopped_by = signal_of(error)
         if stopped_by is None:
@@ -161,16 +180,6 @@ def _train(
         # An OSError that knows its file would tell of it last, behind the advice.
         what = f"{error.strerror}: {error.filename!r}"
         raise OSError(error.errno, f"{what}; {run.where_it_stopped()}") from error
-    result["seconds"] = time.perf_counter() - began
-    result["peak_memory_bytes"] = watch.peak_bytes()
-    result["baseline_memory_bytes"] = watch.baseline_bytes
-    result["versions"] = versions()
-    result["config"] = config.to_dict()
-    if run.trainer.is_global_zero:
-        write_json(folder.result, result)
-    if _in_process_group() and not in_callers_group:
-        torch.distributed.destroy_process_group()  # its threads, left to the interpreter's end, can abort the process
-    return result
 
 
 @dataclass
@@ -294,7 +303,7 @@ def _trainer(config: TrainConfig, **options: Any) -> Any:
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    devices: int | str = int(config.devices) if config.devices.isdigit() else "auto"
+    devices: int | str = int(config.devices) if config.devices.isdigit() else 1 if config.cuda_graph else "auto"
     nodes = 1
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun has started the processes; Lightning has to be told of as many.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,35 @@ from wnfused.train.folder import RunFolder
 
 def configuration(
     given: dict[str, Any], checkpoints: Sequence[Path]
-) -> tuple[TrainConfig, dict[Path, dict[str, Tensor]]]:
-    """The network's configuration, and the parameters that each checkpoint holds for it.
+) -> tuple[TrainConfig, dict[Path, tuple[TrainConfig, dict[str, Tensor]]]]:
+    """What all networks have in common, and of each checkpoint its own configuration and the parameters it holds.
+
+    Networks may differ in their schemes, which leave more than parameters: ``half_scaling`` a factor on sums. A plain
+    ``state_dict`` does not say which it had; the default is taken.
 
     Raises:
         UsageError: for a file that is no checkpoint, and for networks that differ.
     """
-    states: dict[Path, dict[str, Tensor]] = {}
-    saved: dict[str, Any] | None = None
+    read: dict[Path, tuple[TrainConfig | None, dict[str, Tensor]]] = {}
+    saved: TrainConfig | None = None
     where: Path | None = None
     for path in checkpoints:
-        file, state, of_file = _read(path)
-        states[file] = state
+        file, state, content = _read(path)
+        of_file = None if content is None else TrainConfig.from_dict(content)
+        read[file] = of_file, state
         if of_file is None:
             continue
         if saved is not None and where is not None:
-            _same_network(TrainConfig.from_dict(of_file), TrainConfig.from_dict(saved), file, where)
+            _same_network(of_file, saved, file, where)
         saved, where = of_file, file
-    config = TrainConfig.from_dict({**(saved or {}), **given})
+    config = TrainConfig.from_dict({**(saved.to_dict() if saved else {}), **given})
     config.refuse_unused(given)
     if saved is not None and where is not None:
-        _same_network(config, TrainConfig.from_dict(saved), "what was asked for", where)
-    return config, states
+        _same_network(config, saved, "what was asked for", where)
+        # The options that were given are those of other schemes than its own.
+        config = replace(config, init_options=saved.init_options)
+    plain = replace(config, init=TrainConfig.init, init_options={})
+    return config, {file: (of_file or plain, state) for file, (of_file, state) in read.items()}
 
 
 def _same_network(one: TrainConfig, other: TrainConfig, first: object, second: Path) -> None:
