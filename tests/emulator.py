@@ -47,6 +47,8 @@ UNITS = (
 # Registers that nobody set hold a pattern; fibers jump between stacks, which fortified jumps refuse.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
          "-ftrivial-auto-var-init=pattern"]  # fmt: skip
+# A configuration in a table, up to the end of its name; the arguments before it may go on over several lines.
+ENTRY = r' {4}(?:stage|large|warpgroup)_entry<[^"]*"([^"]*)"'
 
 
 def _compiler() -> str:
@@ -89,7 +91,7 @@ class Tree:
         texts = dict(self.texts)
         for table in TABLES:
             texts[f"cuda/{table}.cu"] = re.sub(
-                r' {4}(?:stage|large|warpgroup)_entry<[^"]*"([^"]*)"\),\n',
+                ENTRY + r"\),\n",
                 lambda entry: entry[0] if entry[1] in entries else "",
                 texts[f"cuda/{table}.cu"],
             )
@@ -146,7 +148,7 @@ class Tree:
 
 def _has_kernels(unit: str, text: str) -> bool:
     """Whether a planted bug may be in a header of the unit; those of the module itself have tests of their own."""
-    return re.search("    (stage|large|warpgroup)_entry<", text) is not None or unit in (
+    return re.search(ENTRY, text) is not None or unit in (
         "emulation/layer_kernels.cpp", "emulation/small_linear_kernels.cpp",
     )  # fmt: skip
 
@@ -180,9 +182,7 @@ def emulation() -> ModuleType:
 def names() -> list[str]:
     """Of all configurations, read off the tables, so that collecting tests builds nothing."""
     texts = Tree.original().texts
-    return [
-        name for table in TABLES for name in re.findall(r'(?:stage|large)_entry<.*"(.*)"', texts[f"cuda/{table}.cu"])
-    ]
+    return [name for table in TABLES for name in re.findall(ENTRY, texts[f"cuda/{table}.cu"])]
 
 
 def entry(module: ModuleType, name: str) -> dict[str, Any]:

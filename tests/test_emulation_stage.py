@@ -11,12 +11,15 @@ import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 from emulator import DTYPES, Case, Tree, emulation, entry, names
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wnfused import reference
+from wnfused.backends import native_cuda
+from wnfused.ops import residual_stage as stage_op
 
 UNIT = (2.0**-9, 2.0**-11, 4 * torch.finfo(torch.float32).eps)
 NAMES = names()
@@ -59,7 +62,18 @@ def check(case, module):
     faults = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= tolerance + rounding]
     if not distance(out["norm"], norm) < 1e-6:
         faults.append("norms are wrong")
+    if "signs" in out and signs_differ(out["signs"], out["maps"][:, 1]):
+        faults.append("signs are not where the op writes them for backends without signs")
     return faults
+
+
+def signs_differ(signs, activations):
+    """Whether any bit that stands for an activation is another one than the op's."""
+    expected, kept = torch.zeros_like(signs), torch.zeros_like(signs)
+    for b, a in enumerate(activations if signs.numel() else ()):
+        stage_op._write_signs(expected[b], a)
+        stage_op._write_signs(kept[b], torch.ones_like(a))
+    return bool(((signs ^ expected) & kept).any())
 
 
 def ragged(facts):
@@ -86,6 +100,7 @@ def test_emulation_matches_float64(module, name, reverse):
         ("float32 32x16x16", "tf32 32x16x16 large"),
         ("float32 16x8x8", "tf32 16x8x8"),
         ("tf32 64x2x2", "float32 64x2x2"),
+        ("tf32 32x4x4", "float32 32x4x4"),
     ],
 )
 def test_emulation_of_a_backward_in_another_configuration(module, forward, backward):
@@ -103,6 +118,37 @@ def test_signs_are_as_many_as_the_op_promises(module):
             x = torch.empty(3, c, h, w, device="cuda", dtype=DTYPES[facts["precision"]])
             v, g = torch.empty(5, 2, c, c, 3, 3, device="cuda"), torch.empty(5, 2, c, device="cuda")
             assert torch.ops.wnfused.residual_stage(x, v, g, g)[3].numel() == 15 * facts["sign_bytes"]
+
+
+def test_configurations_of_one_map_share_its_tiles_of_signs_alike(module):
+    """Where a tile of 64 pixels is not one image's, its order is that of as many images as a block of threads has."""
+    images = {}
+    for facts in module.entries():
+        if facts["height"] * facts["width"] % 64:
+            images.setdefault(facts["name"].split()[1], set()).add(facts["images"])
+    assert images
+    assert {name: found for name, found in images.items() if len(found) > 1} == {}
+
+
+class OnCuda(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("reason", [None, "it has no kernel for these maps"])
+def test_a_backend_without_signs_gets_them_where_the_native_one_could_read_them(monkeypatch, reason):
+    """A compiled graph may run its forward by one backend and its backward by another."""
+    monkeypatch.setattr(native_cuda, "refusal", lambda op, arguments: reason)
+    x, v, g = torch.randn(3, 16, 8, 8), torch.randn(2, 2, 16, 16, 3, 3), torch.randn(2, 2, 16)
+    outputs = reference.residual_stage(x, v, g, g)
+    signs = stage_op._with_signs(outputs, (x.as_subclass(OnCuda), v, g, g))[3]
+    assert signs.numel() == 2 * 3 * 8 * 16
+    bits = np.unpackbits(signs.as_subclass(torch.Tensor).numpy())
+    assert bits.sum() == (0 if reason else (outputs[2][:, 1] != 0).sum())
+    for options in ((1.0, 2), (1.0, 0, False)):
+        outputs = reference.residual_stage(x, v, g, g, *options)
+        assert stage_op._with_signs(outputs, (x.as_subclass(OnCuda), v, g, g, *options))[3].numel() == 0
 
 
 @pytest.mark.parametrize("recompute", [1, 2, 5])
@@ -215,6 +261,7 @@ def test_emulation_huge_and_tiny_rows(module, row, gain):
         ("bfloat16 64x8x8 sm_90a", 4),
         ("bfloat16 64x8x8 sm_90a", 5),
         ("bfloat16 32x16x16 sm_90a", 3),
+        ("tf32 32x16x16 sm_90a", 3),
         ("tf32 64x8x8 sm_90a", 3),
     ],
 )
@@ -254,6 +301,11 @@ def test_kernels_of_one_architecture_are_no_other_files_too():
     assert len(everywhere) > 40
     for table in ("stage_sm90a", "stage_large_from90"):
         assert not launches(table) & everywhere
+
+
+def test_emulation_covers_every_configuration(module):
+    """The names that tests are made of are read off the sources, without a compiler."""
+    assert sorted(NAMES) == sorted(facts["name"] for facts in module.entries())
 
 
 def test_emulation_covers_the_networks_stages(module):

@@ -11,6 +11,7 @@ import torch
 from samples import ALIGNED, SAMPLES, Sample, composite_stage
 
 import wnfused
+from wnfused import reference
 from wnfused.backends import native_cuda
 from wnfused.backends.triton import strategy
 
@@ -432,6 +433,21 @@ def test_stage_whose_backward_is_in_another_precision(tf32: bool) -> None:
         gradients.append(torch.autograd.grad(y.sum(), tensors))
     for same, different in zip(*gradients, strict=True):
         assert error(different, same.cpu().double()) < 2e-2
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(("channels", "size"), [(32, 14), (64, 7), (16, 8), (32, 4), (64, 2)])
+def test_stage_whose_backward_is_the_native_one_after_anothers_forward(channels: int, size: int, backend: str) -> None:
+    """As in a compiled graph, whose backward goes by the choice at its own time."""
+    x, v, g, bias = (t.cuda() for t in stage_tensors(3, 5, channels, size))
+    with wnfused.use_backend(backend):
+        y, norm, maps, signs = torch.ops.wnfused.residual_stage(x, v, g, bias)
+    dy = torch.randn_like(y)
+    with wnfused.use_backend("native"):
+        found = torch.ops.wnfused.residual_stage_backward(dy, v, g, bias, norm, maps, 1.0, 0, True, signs)
+    expected = reference.residual_stage_backward(*(t.cpu().double() for t in (dy, v, g, bias, norm, maps)))
+    for gradient, true in zip(found, expected, strict=True):
+        assert error(gradient, true) < 4 * TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("recompute", [None, 8])

@@ -68,6 +68,15 @@ def test_opcheck_of_the_backwards(name):
     opcheck(getattr(OPS, f"{name}_backward").default, backward_arguments(name))
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_dtypes_of_a_stages_backward_without_gradients_of_its_parameters(backend):
+    """Those of the parameters, empty as they are."""
+    x, *parameters = (t.detach() for t in residual_stage())
+    y, norm, maps, _ = OPS.residual_stage(x.bfloat16(), *parameters)
+    with wnfused.use_backend(backend):
+        opcheck(OPS.residual_stage_backward.default, (y, *parameters, norm, maps, 1.0, 0, False))
+
+
 @pytest.mark.parametrize("name", ["linear", "residual_stage"])
 def test_a_direct_call_of_an_op_has_gradients(name):
     """Without a registration of its own, a direct call would be silently cut off from the graph."""

@@ -375,5 +375,5 @@ def residual_stage_backward(
         dh = dF + conv_backward_3x3(da, operand, b, 0)
     dx = dh.to(dtype)
     if not parameters:
-        dv, dg, dbias = (dy.new_empty(0) for _ in range(3))
+        dv, dg, dbias = (t.new_empty(0) for t in (v, g, bias))
     return (dx.clone() if dx is dy else dx), dv, dg, dbias

@@ -1,8 +1,7 @@
 // How one block of the weight-gradient kernel is cut. dw[n, c, tap] = sum over pixels p of g[n, p] x[c, p + tap]: a
 // matrix product whose depth is the pixels of the batch, nine times with x shifted.
 //
-//   item         kImages whole maps, or a band of kRows rows of one: what is in shared memory at a time. A ring of
-//                kStages
+//   item         kImages whole maps, or a band of kRows rows of one; shared memory holds a ring of kStages
 //   x            [kImages][kRows + 2][kPitch pixels][C]: with the border, so that a tap is a constant shift. Left of a
 //                row are kBorder pixels of zeros, and right of it those of the next row
 //   g            [pixels][C], zeros past the last pixel up to a whole k-step

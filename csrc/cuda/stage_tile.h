@@ -212,6 +212,7 @@ struct StageTile {
   // same order, [blocks, images, tiles of 64 pixels, C / 16, 32 lanes, 4 tiles of 16], so that a backward may be
   // another one's than its forward: a byte for what a lane has of 16 pixels and 16 channels, first the low values of
   // its four pairs and then the high ones. A word has up to four tiles, as many as stand side by side.
+  // wnfused/ops/residual_stage.py writes them in this order for forwards that are no kernel's.
   static constexpr int kWordTiles = Config::kTiles % 4 == 0 ? 4 : Config::kTiles % 2 == 0 ? 2 : 1;
   static constexpr int kGroups = Config::kColumns / 2;
   static constexpr int64_t kImageSigns = image_sign_bytes(Config::kChannels, Config::kMap);

@@ -7,13 +7,12 @@
 //   b            packed weights [tap][C / 8 planes][C output channels][8] bf16, or [C / 4]..[4] fp32
 //   sums         as kTiles x kColumns tiles of mma: StageTile's epilogues take them as they are
 //   weight ring  kSlots chunks of kChunkTaps taps, shared by a cluster of kCluster blocks: each block asks for its
-//   share
-//                of a chunk and the copy engine writes it to all of them, so the second-level cache is read once a
-//                cluster
+//                share of a chunk and the copy engine writes it to all of them, so the second-level cache is read once
+//                a cluster
 //
 // Two phase barriers a slot, in every block. `full`: the bytes of a chunk have come from all blocks; `empty`: every
 // warp of every block has multiplied by the chunk, and the slot may be written again. Chunk i uses slot i % kSlots in
-// phase i / kSlots of both. A chunk is asked for when the one before its slot's last one is done, so that a block that
+// phase i / kSlots of both. A chunk is asked for when the one after its slot's last one is done, so that a block that
 // is a chunk ahead of another does not wait for it.
 //
 // A convolution's products are issued in groups of one column of taps and kGroupDepths k-steps, of which two are under

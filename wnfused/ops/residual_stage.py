@@ -35,21 +35,46 @@ def _fake(
     y = torch.empty_like(x, memory_format=reference.suggest_memory_format(x))
     norm = g.new_empty(g.shape, dtype=reference.wide(v.dtype))
     maps = reference.empty_stage_maps(x, v.shape[0], recompute, save)
-    return y, norm, maps, _empty_signs(x, v.shape[0], recompute, save)
+    return y, norm, maps, _blank_signs(x, v.shape[0], recompute, save)
 
 
-def _empty_signs(x: Tensor, blocks: int, recompute: int = 0, save: bool = True) -> Tensor:
-    """Unwritten, of the size that ``csrc/cuda/stage_tile.h`` gives them. Only its kernels read them."""
+def _blank_signs(x: Tensor, blocks: int, recompute: int = 0, save: bool = True) -> Tensor:
+    """Zeros, of the size that ``csrc/cuda/stage_tile.h`` gives them."""
     if not x.is_cuda or recompute or not save:
         return x.new_empty(0, dtype=torch.uint8)
     n, c, h, w = x.shape
-    return x.new_empty(blocks * n * ((h * w + 63) // 64) * 8 * c, dtype=torch.uint8)
+    return x.new_zeros(blocks * n * ((h * w + 63) // 64) * 8 * c, dtype=torch.uint8)
+
+
+def _write_signs(signs: Tensor, a: Tensor) -> None:
+    """A block's, in the order of ``csrc/cuda/stage_tile.h``: a bit for each of the activations ``a [N, H, W, C]``, C a
+    multiple of 16, that is not zero."""
+    n, h, w, c = a.shape
+    # A tile of 64 pixels is an image's own, but on the smallest maps that of the four images of a block of threads, and
+    # kept in the place of the first; nobody reads the other three's.
+    images = 4 if 4 * h * w <= 64 else 1
+    groups, pixels = (n + images - 1) // images, images * h * w
+    tiles = (pixels + 63) // 64
+    pad = torch.nn.functional.pad
+    bits = pad((a != 0).view(torch.uint8).flatten(1, 2), (0, 0, 0, 0, 0, groups * images - n))
+    bits = pad(bits.reshape(groups, pixels, c), (0, 0, 0, 64 * tiles - pixels))
+    bits = bits.reshape(groups, tiles, 4, 2, 8, c // 16, 2, 4, 2).permute(0, 1, 5, 4, 7, 2, 8, 6, 3)
+    # Those of a byte are of neighbouring channels, of channels 8 apart and of pixels 8 apart.
+    places = torch.arange(8, dtype=torch.uint8, device=a.device).reshape(2, 2, 2)
+    signs.view(n, -1)[::images] = (bits << places).sum((6, 7, 8), dtype=torch.uint8).flatten(1)
 
 
 def _with_signs(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """A backend's outputs as the op's: most have no signs."""
+    """A backend's outputs as the op's. Most backends have no signs; they are written here where the native one could
+    take the backward, which in a compiled graph does not follow its forward."""
+    if len(outputs) == 4:
+        return outputs
     x, v, _, _, *options = inputs
-    return outputs if len(outputs) == 4 else (*outputs, _empty_signs(x, v.shape[0], *options[1:]))
+    signs = _blank_signs(x, v.shape[0], *options[1:])
+    if signs.numel() and native_cuda.refusal("residual_stage", inputs) is None:
+        for of_block, maps in zip(signs.view(v.shape[0], -1), outputs[2], strict=True):  # one at a time, to save memory
+            _write_signs(of_block, maps[1])
+    return (*outputs, signs)
 
 
 def _fake_backward(
@@ -58,7 +83,7 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dx = torch.empty_like(dy, memory_format=reference.suggest_memory_format(dy))
     if not parameters:
-        return dx, dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
+        return dx, v.new_empty(0), g.new_empty(0), bias.new_empty(0)
     return dx, v.new_empty(v.shape), g.new_empty(g.shape), bias.new_empty(bias.shape)
 
 
@@ -90,7 +115,9 @@ def _backward(
 
 
 def _reference(*inputs: Any) -> tuple[Tensor, ...]:
-    return _with_signs(reference.residual_stage(*inputs), inputs)
+    """Its signs are read by nobody: torch differentiates it."""
+    x, v, _, _, *options = inputs
+    return *reference.residual_stage(*inputs), _blank_signs(x, v.shape[0], *options[1:])
 
 
 _call = differentiable(_op, reference=_reference, backward=_backward)

@@ -82,7 +82,7 @@ def residual_stage_backward(
     w, _ = _effective_weights(v, g, dtype)
     geometry = _geometry(dy, v)
     operands = _operands_of(maps, _Blocks(w, bias.contiguous(), geometry, skip_scale), recompute, dtype)
-    dv, dg, dbias = (t.new_empty(t.shape) if parameters else dy.new_empty(0) for t in (v, g, bias))
+    dv, dg, dbias = (t.new_empty(t.shape if parameters else 0) for t in (v, g, bias))
 
     def through(b: int, i: int, dz: Tensor, x: Tensor, *, relu: Tensor | None, residual: Tensor | None) -> Tensor:
         """Takes ``dz`` back through convolution ``i`` of block ``b``, whose operand was ``x``."""
