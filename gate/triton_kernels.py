@@ -214,6 +214,30 @@ def _conv(kernel: str, channels: int, size: int, stride: int = 1) -> Callable[[s
     return example
 
 
+def _stage(kernel: str, second: bool = False) -> Callable[[str], Any]:
+    """A launch of ``wnfused.backends.triton.stage``, for the first or the second convolution of a block."""
+
+    def example(element: str) -> Any:
+        from wnfused.backends.triton import conv_layer
+        from wnfused.backends.triton.kernels import conv as kernels
+
+        _flags(element)
+        maps, stream = (_tensor(kind, 128, 32, 32, 32) for kind in (element, "float32"))
+        w, gain = _tensor(element, 32, 32, 3, 3), _tensor("float32", 32)
+        geometry = conv_layer.Geometry.of(maps, w, (1, 1), (1, 1), (1, 1))
+        if kernel == "forward":
+            written = (stream, stream, geometry, "none") if second else (None, maps, geometry, "relu")
+            conv_layer.convolve(maps, w, None, None, gain, *written, 0.0, factor=0.5 if second else 1.0)
+        elif kernel == "input_gradient":
+            relu, residual, dx = (maps, None, maps) if second else (None, stream, stream)
+            conv_layer.input_gradient(maps, maps, w, None, None, dx, geometry, operand=relu, residual=residual)
+        else:  # of parameters in the operands' dtype
+            conv_layer.weight_gradient(maps, maps, maps, w, gain, gain, True, geometry)
+        return getattr(kernels, kernel)
+
+    return example
+
+
 def _rows(kernel: str, shape: tuple[int, ...], dim: int | None) -> Callable[[str], Any]:
     def example(element: str) -> Any:
         from wnfused.backends.triton import rows
@@ -249,6 +273,11 @@ EXAMPLES: dict[str, Callable[[str], Any]] = {
     "conv.forward 1x1, stride 2": _conv("forward", 32, 1, 2),
     "conv.input_gradient stride 2": _conv("input_gradient", 32, 3, 2),
     "conv.weight_gradient of 3 channels": _conv("weight_gradient", 3, 3),
+    "conv.forward of a stage, first": _stage("forward"),
+    "conv.forward of a stage, second": _stage("forward", second=True),
+    "conv.input_gradient of a stage, first": _stage("input_gradient"),
+    "conv.input_gradient of a stage, second": _stage("input_gradient", second=True),
+    "conv.weight_gradient of a stage": _stage("weight_gradient"),
     "rows.weight_norm": _rows("weight_norm", (1024, 1024), 0),
     "rows.weight_norm of short rows": _rows("weight_norm", (1024, 32), 0),
     "rows.weight_norm of 3x3 kernels": _rows("weight_norm", (1024, 144), 0),
@@ -258,11 +287,16 @@ EXAMPLES: dict[str, Callable[[str], Any]] = {
     "rows.weight_norm_backward of 3x3 kernels": _rows("weight_norm_backward", (1024, 144), 0),
     "rows.many_weight_norms": _rows("many_weight_norms", (1024, 1024), 0),
     "rows.many_weight_norms of 3x3 kernels": _rows("many_weight_norms", (1024, 144), 0),
+    "rows.many_weight_norms of unaligned rows": _rows("many_weight_norms", (1024, 27), 0),
     "rows.many_weight_norms_backward": _rows("many_weight_norms_backward", (1024, 1024), 0),
     "rows.many_weight_norms_backward of 3x3 kernels": _rows("many_weight_norms_backward", (1024, 144), 0),
+    "rows.many_weight_norms_backward of unaligned rows": _rows("many_weight_norms_backward", (1024, 27), 0),
     "rows.weight_gradient_sum": _rows("weight_gradient_sum", (1024, 1024), 0),
 }
 """For each kernel a call of the host's code that launches it and returns it."""
+
+OF_HALF = ("conv.forward of a stage, first", "conv.weight_gradient of a stage")
+"""Those that with operands of float32 are what a layer launches, less some of it: compiled for half precision alone."""
 
 
 def missing() -> str | None:
@@ -281,7 +315,7 @@ def jobs(capabilities: list[int]) -> Iterator[Job]:
         rows: list[tuple[str, int | None]] = [
             (element, tile)
             for (kernel, element), fitting in TILES.items()
-            if kernel == example.split(" ")[0]
+            if kernel == example.split(" ")[0] and (element == "half" or example not in OF_HALF)
             for tile in range(len(fitting))
         ]
         for element, tile in rows or [("half", None), ("float32", None)]:

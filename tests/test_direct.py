@@ -3,10 +3,12 @@
 import contextlib
 import inspect
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import wnfused
 from wnfused import dispatch
 from wnfused.backends import native_autograd, native_entry
+from wnfused.backends.triton import strategy
 from wnfused.functional import (
     conv1d,
     conv2d,
@@ -256,6 +259,34 @@ def test_cuda_tensors_are_left_to_others_where_the_libraries_have_no_layers(monk
     for reason in (None, "no kernels for this device"):
         monkeypatch.setattr(_direct.native_cuda, "layers_unavailable", lambda device, reason=reason: reason)
         assert _direct._is_chosen(x) is (reason is None)
+
+
+def test_libraries_without_layers_of_cuda_tensors_are_passed_over_with_one_warning(monkeypatch, forget_warnings):
+    """``dispatch.order`` has them for no single layer, so nothing else would say so."""
+    monkeypatch.setattr(_direct, "_PLAIN", _direct._PLAIN | {FakeTensor})
+    monkeypatch.setattr(_direct, "_OPTIONAL", _direct._OPTIONAL | {FakeTensor})
+    monkeypatch.setattr(_direct.native_cuda, "layers_unavailable", lambda device: "it was not built")
+    with FakeTensorMode():
+        x, v, g, b = (torch.empty(shape, device="cuda") for shape in ((3, 5), (4, 5), (4, 1), (4,)))
+        wide, along_columns = [t.double() for t in (x, v, g, b)], torch.empty(1, 5, device="cuda")
+        image, kernel = torch.empty(2, 3, 5, 5, device="cuda"), torch.empty(4, 3, 3, 3, device="cuda")
+
+    def told(call):
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            call()
+        return [str(warning.message) for warning in given if warning.category is wnfused.BackendWarning]
+
+    assert told(lambda: linear(*wide)) == []  # which they do not take
+    assert told(lambda: linear(x, v, along_columns, b, dim=1)) == []
+    with strategy.forced("fused"):
+        assert told(lambda: linear(x, v, g, b)) == []
+    assert told(lambda: linear(x, v, g, b)) == ["linear passes over backend 'native': it was not built"]
+    assert told(lambda: linear(x, v, g, b)) == []
+    assert told(lambda: conv2d(image, kernel, b)) == ["conv passes over backend 'native': it was not built"]
+    message = "linear cannot run on backend 'native': it was not built"
+    with wnfused.use_backend("native"), pytest.raises(wnfused.BackendUnavailableError, match=message):
+        linear(x, v, g, b)
 
 
 def stage(*inputs, **options):

@@ -260,6 +260,46 @@ def test_every_triton_kernel_and_configuration_has_a_row():
                 assert triton_kernels.Job(kernel, element, tile, capability) in jobs
 
 
+def test_the_launches_of_a_stage_have_a_row():
+    """Its convolutions are not launched as a layer's: weights are scaled and rounded before, the stream is float32."""
+    pytest.importorskip("triton")
+    from wnfused.backends.triton import configurations, stage, support
+
+    tile = configurations.Tile(32, 32, 32)
+
+    def known(kernel, *specialised):
+        return kernel.fn.__name__, str(specialised)
+
+    def launched(parameters):
+        x = torch.empty(128, 32, 32, 32, dtype=torch.bfloat16, device="meta")
+        v = torch.empty(1, 2, 32, 32, 3, 3, dtype=parameters, device="meta")
+        g, bias = v.new_empty(1, 2, 32), v.new_empty(1, 2, 32)
+        launches = []
+        with configurations.forced(tile), support.recorded(lambda *launch: launches.append(launch)):
+            _, norm, maps = stage.residual_stage(x, v, g, bias, 0.5, 0, True)
+            stage.residual_stage_backward(x, v, g, bias, norm, maps, 0.5, 0, True)
+        made = [(k, *triton_kernels._specialised(k, arguments, constants)) for k, _, arguments, constants in launches]
+        return {known(*launch) for launch in made if launch[0].fn.__module__.endswith(".conv")}
+
+    wanted = {launch for launch in launched(torch.float32) if launch[0] != "weight_gradient"}
+    wanted |= {launch for launch in launched(torch.bfloat16) if launch[0] == "weight_gradient"}
+    names = ["forward", "forward", "input_gradient", "input_gradient", "weight_gradient"]
+    assert sorted(name for name, _ in wanted) == names
+    examples = [name for name in triton_kernels.EXAMPLES if name.startswith("conv.")]
+    assert wanted <= {known(*triton_kernels.Job(name, "half", None, 90)._launch(tile)) for name in examples}
+
+
+@pytest.mark.parametrize("kernel", ["many_weight_norms", "many_weight_norms_backward"])
+def test_rows_of_many_tensors_are_compiled_aligned_and_not(kernel):
+    pytest.importorskip("triton")
+    examples = [name for name in triton_kernels.EXAMPLES if name.split(" ")[0] == f"rows.{kernel}"]
+    aligned = set()
+    for name in examples:
+        launched, _, constants, *_ = triton_kernels.Job(name, "half", None, 90)._launch(None)
+        aligned.add(constants[(launched.arg_names.index("ALIGNED"),)])
+    assert aligned == {True, False}
+
+
 def test_a_triton_kernel_that_spills_is_red(monkeypatch, tmp_path):
     """A tile far too large for its warps, and shared memory over the smallest architecture's limit."""
     reason = command.missing("triton")

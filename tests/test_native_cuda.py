@@ -203,17 +203,6 @@ def test_a_device_newer_than_the_machine_code_takes_a_driver_as_new_as_the_toolk
     assert "built with CUDA 13.1, which the driver, of CUDA" in reason
 
 
-def test_tf32_follows_torch(monkeypatch):
-    conv = torch.backends.cudnn.conv
-    before = conv.fp32_precision
-    try:
-        for precision, allowed in (("tf32", True), ("ieee", False)):
-            conv.fp32_precision = precision
-            assert native_cuda.allows_tf32() is allowed
-    finally:
-        conv.fp32_precision = before
-
-
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize(
     "said",

@@ -168,5 +168,5 @@ def is_open_to_python(name, tensors):
     if name == "linear_of_norm":
         return _direct.is_open(*tensors) and sys.modules["wnfused.ops.linear"]._is_composed(*tensors)
     if name != "conv_transpose2d":
-        return _direct.is_open_to_layers(*tensors)
+        return _direct.is_open_to_layers(name, *tensors)
     return _direct.is_open(*tensors) and sys.modules["wnfused.ops.conv"]._is_plain(*tensors)

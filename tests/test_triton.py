@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import subprocess
 import sys
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wnfused
 from wnfused import dispatch
-from wnfused.backends import native_autograd, native_cuda
+from wnfused.backends import allows_tf32, native_autograd, native_cuda
 from wnfused.backends.triton import configurations, search, strategy, support
 from wnfused.backends.triton.configurations import Tile
 from wnfused.backends.triton.strategy import Layer
@@ -94,9 +98,12 @@ def gpus(monkeypatch):
     support._too_old.cache_clear()
 
 
-def _fake(device, dtype):
+CUDA = torch.device("cuda", 1)
+
+
+def _fake(device, dtype, shape=(2, 3)):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        return torch._subclasses.FakeTensor(mode, torch.empty(2, 3, dtype=dtype, device="meta"), device)
+        return torch._subclasses.FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 def test_refusals_of_devices_and_types(gpus):
@@ -153,6 +160,27 @@ def test_refusals_of_convolutions_by_size():
     dy, (x, v, *_) = torch.empty(1, 1, 46342, 46342, device="meta"), arguments((1, 1, 2, 2), (1, 1, 1, 1))
     rest = (None, None, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     assert "pixels of y" in support.too_large("conv_backward", (dy, dy, x, v, *rest))
+
+
+@pytest.mark.parametrize(
+    ("x", "v", "words"),
+    [
+        ((2, 3, 9, 9), (5, 2, 3, 3, 3, 3), None),
+        ((2, 3, 9, 9), (0, 2, 3, 3, 3, 3), None),
+        ((2**21, 3, 32, 32), (5, 2, 3, 3, 3, 3), "2147483648 pixels of x"),
+        ((1, 2**10, 1, 2**21), (1, 2, 2**10, 2**10, 3, 3), "4294970368 entries of x from a window's place"),
+        ((1, 2**14, 1, 1), (1, 2, 2**14, 2**14, 3, 3), "2415919104 elements of v in a convolution"),
+        ((1, 2**10, 1, 1), (2**20, 2, 2**10, 2**10, 3, 3), "2147483648 rows of v"),
+    ],
+)
+def test_refusals_of_stages_by_size(x, v, words):
+    """They run the same kernels, convolution by convolution."""
+    with torch.device("meta"):
+        x, v = torch.empty(x), torch.empty(v)
+        g, bias = v.new_empty(v.shape[:3]), v.new_empty(v.shape[:3])
+    forward = support.too_large("residual_stage", (x, v, g, bias))
+    assert support.too_large("residual_stage_backward", (x, v, g, bias, g, x)) == forward
+    assert forward is None if words is None else words in forward
 
 
 @pytest.mark.parametrize(
@@ -223,21 +251,21 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch, gpus, index):
 @pytest.mark.parametrize(
     ("layer", "way"),
     [
-        (Layer(1, 1024, 511, torch.bfloat16), "fused"),
-        (Layer(1, 1024, 512, torch.bfloat16), "vendor"),
-        (Layer(512, 512, 512, torch.float32), "fused"),
-        (Layer(513, 512, 512, torch.float32), "vendor"),
-        (Layer(32, 512, 512, torch.float32, full=True), "fused"),
-        (Layer(33, 512, 512, torch.float32, full=True), "vendor"),
-        (Layer(8, 64, 64, torch.float32, dim=1), "vendor"),
-        (Layer(8, 64, 64, torch.float32, dim=None), "vendor"),
-        (Layer(131072, 32, 32, torch.bfloat16, spatial=2), "fused"),
-        (Layer(131072, 64, 3, torch.bfloat16, spatial=2), "fused"),
-        (Layer(131072, 100, 100, torch.bfloat16, spatial=2), "fused"),
-        (Layer(131072, 160, 160, torch.bfloat16, spatial=2), "vendor"),
-        (Layer(131072, 32, 32, torch.bfloat16, spatial=2, groups=2), "vendor"),
-        (Layer(131072, 32, 32, torch.bfloat16, spatial=2, transposed=True), "vendor"),
-        (Layer(131072, 32, 32, torch.bfloat16, spatial=3), "vendor"),
+        (Layer(1, 1024, 511), "fused"),
+        (Layer(1, 1024, 512), "vendor"),
+        (Layer(512, 512, 512), "fused"),
+        (Layer(513, 512, 512), "vendor"),
+        (Layer(32, 512, 512, full=True), "fused"),
+        (Layer(33, 512, 512, full=True), "vendor"),
+        (Layer(8, 64, 64, dim=1), "vendor"),
+        (Layer(8, 64, 64, dim=None), "vendor"),
+        (Layer(131072, 32, 32, spatial=2), "fused"),
+        (Layer(131072, 64, 3, spatial=2), "fused"),
+        (Layer(131072, 100, 100, spatial=2), "fused"),
+        (Layer(131072, 160, 160, spatial=2), "vendor"),
+        (Layer(131072, 32, 32, spatial=2, groups=2), "vendor"),
+        (Layer(131072, 32, 32, spatial=2, transposed=True), "vendor"),
+        (Layer(131072, 32, 32, spatial=3), "vendor"),
     ],
 )
 def test_the_way_of_a_layer(layer, way):
@@ -289,7 +317,7 @@ def test_the_vendors_fused_relus_are_asked_for_or_not_made(vendor_layers, gpus):
 
 def test_every_row_of_the_strategy_decides_something():
     layers = [
-        Layer(m, n, c, torch.float32, dim, spatial, groups, full=full)
+        Layer(m, n, c, dim, spatial, groups, full=full)
         for full in (False, True) for m in (8, 4096) for n in (0, 8, 64, 2**14) for c in (8, 64) for dim in (0, 1)
         for spatial in (0, 2, 3) for groups in (1, 2)
     ]  # fmt: skip
@@ -315,15 +343,22 @@ def test_a_linear_layer_in_full_float32_goes_the_vendors_way_sooner(flag, dtype,
 
 @pytest.mark.parametrize("operation", ["matmul", "conv"])
 def test_float32_follows_torchs_flags(operation):
+    """The operation's own, or where that is not set the next wider one that is."""
     flags = torch.backends.cuda.matmul if operation == "matmul" else torch.backends.cudnn.conv
-    before = flags.fp32_precision
+    before = flags.fp32_precision, torch.backends.cudnn.fp32_precision, torch.backends.fp32_precision
     try:
-        for flag in ("ieee", "tf32"):
-            flags.fp32_precision = flag
-            assert support.precision(torch.float32, operation) == flag
+        for chain in itertools.product(("none", "ieee", "tf32"), repeat=3):
+            flags.fp32_precision, torch.backends.cudnn.fp32_precision, torch.backends.fp32_precision = chain
+            decides = next((flag for flag in chain if flag != "none"), "ieee")
+            assert support.precision(torch.float32, operation) == decides
             assert support.precision(torch.bfloat16, operation) == "half"
+            assert allows_tf32(operation) is (decides == "tf32")
+            if operation == "conv":
+                assert native_cuda._precision(torch.float32) == native_cuda._PRECISIONS.index(
+                    "tf32" if decides == "tf32" else "float32"
+                )
     finally:
-        flags.fp32_precision = before
+        flags.fp32_precision, torch.backends.cudnn.fp32_precision, torch.backends.fp32_precision = before
 
 
 # ---------------------------------------------------------------------------------------------- configurations
@@ -334,7 +369,7 @@ def test_every_kernel_has_a_tile_for_every_size_and_operand():
     assert {(k, e) for k in kernels for e in configurations.ELEMENTS} == set(configurations.TILES)
     for kernel, element in configurations.TILES:
         for m, n in ((1, 1), (64, 64), (10**6, 16), (10**6, 10**4)):
-            tile = configurations.run(kernel, element, m, n, 64, torch.device("cpu"), lambda tile: tile)
+            tile = configurations.run(kernel, element, (m, n, 64), [torch.empty(0)], {}, lambda tile: tile)
             assert min(tile.m, tile.n, tile.k) >= 16
 
 
@@ -390,14 +425,70 @@ def test_the_search_saves_what_it_finds(searched):
     assert "GPU: linear 1x2x3" in file.read_text()
 
 
+def test_threads_search_one_after_another(searched, monkeypatch):
+    """The backward of each device has one. Drafts of the file have a name each, as other machines may share it."""
+    file, _, _ = searched
+    timing, drafts, replace = [], [], Path.replace
+
+    def milliseconds(launch, candidate):
+        timing.append(candidate)
+        time.sleep(0.01)  # in which another thread would come here
+        assert timing == [candidate]
+        timing.clear()
+        return float(candidate.m)
+
+    monkeypatch.setattr(search, "_milliseconds", milliseconds)
+    monkeypatch.setattr(Path, "replace", lambda draft, target: drafts.append(draft) or replace(draft, target))
+    tile, device, names = Tile(16, 16, 16), torch.device("cuda", 1), [f"linear {n}" for n in range(4)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        found = list(pool.map(lambda name: search.best(name, device, [tile], lambda tile: tile), names))
+    assert found == [tile] * len(names)
+    assert set(json.loads(file.read_text())) == {f"GPU: {name}" for name in names}
+    assert len(set(drafts)) == len(names)
+    assert {draft.parent for draft in drafts} == {file.parent}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_the_search_tells_launches_of_one_size_apart(searched):
+    """The walk of 3x3 taps of 16 channels is as long as one of 144; a stage's maps are of two dtypes."""
+    pytest.importorskip("triton")
+    from wnfused.backends.triton import conv_layer
+
+    file, _, _ = searched
+
+    def searched_for(x, v, stride, fused=True, residual=None, dtype=torch.bfloat16):
+        """How many searches one convolution of maps that are 16 pixels a side behind it adds."""
+        before = len(json.loads(file.read_text())) if file.exists() else 0
+        x, v = _fake(CUDA, dtype, x), _fake(CUDA, torch.float32 if fused else dtype, v)
+        padding = [v.shape[2] // 2] * 2
+        geometry = conv_layer.Geometry.of(x, v, [stride] * 2, padding, [1, 1])
+        assert (geometry.pixels_out, geometry.filters, geometry.length) == (512, 32, 144)
+        norm = _fake(CUDA, torch.float32, (32,)) if fused else None
+        y = _fake(CUDA, torch.float32 if residual is not None else dtype, (2, 16, 16, 32))
+        with support.recorded(lambda *launch: None):
+            conv_layer.convolve(x, v, norm, norm, None, residual, y, geometry, "relu", 0.0)
+        return len(json.loads(file.read_text())) - before
+
+    taps = (2, 16, 16, 16), (32, 16, 3, 3), 1
+    stream = _fake(CUDA, torch.float32, (2, 16, 16, 32))
+    assert searched_for(*taps) == 1
+    assert searched_for(*taps) == 0
+    assert searched_for((2, 144, 16, 16), (32, 144, 1, 1), 1) == 1
+    assert searched_for((2, 144, 32, 32), (32, 144, 1, 1), 2) == 1
+    assert searched_for(*taps, dtype=torch.float16) == 1
+    assert searched_for(*taps, fused=False) == 1
+    assert searched_for(*taps, fused=False, residual=stream) == 1
+
+
 def test_the_search_times_nothing_while_a_graph_is_captured(searched):
     """Then it runs by the table, unless it was found before, as by a call that warms up."""
     file, timed, capturing = searched
     launched = []
 
     def run(m):
+        operands = [_fake(CUDA, torch.float16)]
         return configurations.run(
-            "conv.forward", "half", m, 16, 9, torch.device("cuda", 1), lambda tile: launched.append(tile) or tile
+            "conv.forward", "half", (m, 16, 9), operands, {}, lambda tile: launched.append(tile) or tile
         )
 
     by_table = configurations.tiles("conv.forward", "half")[0]

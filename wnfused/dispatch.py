@@ -81,7 +81,8 @@ def use_backend(name: str | None) -> Iterator[None]:
 
     As with ``torch.no_grad``, the context holds for the thread (and the asynchronous task) that enters it; other
     threads go by ``WNFUSED_BACKEND``, which holds for the whole process. What ``torch.compile`` made goes by the
-    context that it is called in, its backward by the one that the backward is called in; a function that is compiled
+    context that it is called in, its backward on a CPU by the one that the backward is called in, and on a GPU, where
+    torch runs it in a thread of its own, by ``WNFUSED_BACKEND`` or the automatic choice; a function that is compiled
     with ``fullgraph=True`` cannot enter one itself.
 
     Args:
@@ -128,7 +129,8 @@ def select(op: str, arguments: Sequence[Any]) -> Callable[..., Any]:
 
 
 def pass_over(function: str, backend: str, reason: str) -> None:
-    """For functions that are no ops: ``backend`` should run this one and cannot. Announces it, as ``select`` does.
+    """For functions that are no ops, and calls that go past them: ``backend`` should run this one and cannot. Announces
+    it, as ``select`` does.
 
     Raises:
         BackendUnavailableError: the backend was asked for by name.

@@ -7,9 +7,21 @@ A backend has ``unavailable() -> str | None``, the reason why nothing of it runs
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
+
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU: cp.async and the matrix instructions for bfloat16 and tf32 came with it."""
+
+
+def allows_tf32(operation: Literal["conv", "matmul"]) -> bool:
+    """Whether products of float32 on a GPU may be rounded to tf32: what torch is told of cuDNN's convolutions, or of
+    cuBLAS's products. Where it is told nothing of these, its flag answers with the wider one."""
+    backends = torch.backends
+    flag = backends.cudnn.conv if operation == "conv" else backends.cuda.matmul  # type: ignore[attr-defined]
+    return bool(flag.fp32_precision == "tf32")
 
 
 def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:

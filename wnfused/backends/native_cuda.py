@@ -2,7 +2,7 @@
 
 It has the row norm, the whole residual stage, linear layers of few samples, and what stands beside the vendor's product
 of a single layer, which ``csrc/autograd/vendor.cpp`` calls: so layers need the library ``_autograd``, too.
-The schemas stand in ``wnfused.backends.native``.
+The schemas stand in ``wnfused.backends.native_schemas``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from wnfused._numbers import flag
-from wnfused.backends import operands_of, row_dim
+from wnfused.backends import LEAST_CAPABILITY, allows_tf32, operands_of, row_dim
 from wnfused.backends.library import opened
-
-MINIMUM_CAPABILITY = (8, 0)
-"""cp.async and the matrix instructions for bfloat16 and tf32 came with it."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _STAGE_DTYPES = (torch.float32, torch.bfloat16)
@@ -94,9 +91,9 @@ def _refused_dtype(tensors: Sequence[Tensor], known: Sequence[torch.dtype]) -> s
 def refused_device(index: int) -> str | None:
     """Why no kernel of the library runs on a device; None if they do."""
     major, minor = torch.cuda.get_device_capability(index)
-    if (major, minor) < MINIMUM_CAPABILITY:
+    if (major, minor) < LEAST_CAPABILITY:
         return "its CUDA kernels need compute capability {}.{}, cuda:{} has {}.{}".format(
-            *MINIMUM_CAPABILITY, index, major, minor
+            *LEAST_CAPABILITY, index, major, minor
         )
     newest, toolkit, driver = _build()
     # Machine code is for one major capability. For a later one the driver compiles the build's PTX, which it
@@ -119,13 +116,8 @@ def _build() -> tuple[int, int, int]:
 _PRECISIONS = ("bfloat16", "tf32", "float32")
 
 
-def _precision(x: Tensor) -> int:
-    return 0 if x.dtype == torch.bfloat16 else 1 if allows_tf32() else 2
-
-
-def allows_tf32() -> bool:
-    """Whether products of float32 may be rounded to tf32: what torch is told of cuDNN's convolutions."""
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+def _precision(dtype: torch.dtype) -> int:
+    return 0 if dtype == torch.bfloat16 else 1 if allows_tf32("conv") else 2
 
 
 @functools.cache
@@ -164,7 +156,7 @@ def _refused_shape(x: Tensor, v: Tensor) -> str | None:
     n, c, h, w = x.shape
     if n >= _MOST or v.shape[0] >= _MOST:
         return f"its stage takes less than {_MOST} images and blocks"
-    precision = _precision(x)
+    precision = _precision(x.dtype)
     shapes = _shapes(precision, x.device.index)
     if f"{c}x{h}x{w}" in shapes:
         return None
@@ -188,9 +180,8 @@ def takes_stage(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tenso
     if not all(t.is_cuda and t.device == x.device and t.dtype in known and t.is_contiguous() for t in (v, g, bias)):
         return False
     index = x.device.index
-    precision = 0 if dtype == torch.bfloat16 else 1 if allows_tf32() else 2
     few = x.shape[0] < _MOST and v.shape[0] < _MOST
-    return few and refused_device(index) is None and _has_stage(precision, index, *x.shape[1:])
+    return few and refused_device(index) is None and _has_stage(_precision(dtype), index, *x.shape[1:])
 
 
 @functools.cache
@@ -203,6 +194,11 @@ def layers_unavailable(device: int) -> str | None:
 def takes_layer(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None) -> bool:
     """Whether the C++ libraries take a linear layer or convolution on CUDA tensors, normalised along dim 0 and not
     transposed, of ``x`` in ``dtype``: what ``refusal`` says, in less of the host's time."""
+    return fits_layer(dtype, x, v, g, bias) and layers_unavailable(x.device.index) is None
+
+
+def fits_layer(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None) -> bool:
+    """Whether they would take it where they are at hand."""
     known = (dtype, torch.float32)
     return (
         x.is_cuda
@@ -212,7 +208,6 @@ def takes_layer(dtype: torch.dtype, x: Tensor, v: Tensor, g: Tensor, bias: Tenso
         and (bias is None or bias.dtype in known)
         and x.numel() > 0
         and v.numel() > 0
-        and layers_unavailable(x.device.index) is None
     )
 
 
@@ -284,7 +279,7 @@ def residual_stage(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(y, norm, maps, signs)``: the backward reads the ReLU's mask off ``signs``, a bit a value, not off the map."""
-    return torch.ops.wnfused_native.cuda_residual_stage(x, v, g, bias, skip_scale, recompute, save, allows_tf32())
+    return torch.ops.wnfused_native.cuda_residual_stage(x, v, g, bias, skip_scale, recompute, save, allows_tf32("conv"))
 
 
 @memory_errors()
@@ -295,5 +290,5 @@ def residual_stage_backward(
     if signs is None:
         raise ValueError("signs must be given: the fourth output of residual_stage on a CUDA device")
     return torch.ops.wnfused_native.cuda_residual_stage_backward(
-        dy, v, g, bias, norm, maps, signs, skip_scale, recompute, parameters, allows_tf32()
+        dy, v, g, bias, norm, maps, signs, skip_scale, recompute, parameters, allows_tf32("conv")
     )

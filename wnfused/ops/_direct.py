@@ -9,6 +9,7 @@ error that names the argument.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,20 +47,30 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     )
 
 
-def is_open_to_layers(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
-    """The same of linear layers and convolutions, which have a fast path for CUDA tensors, too."""
-    if isinstance(x, Tensor) and x.is_cuda:
-        plain = _is_chosen(x) and _is_plain_call(x, v, g, bias, residual)
-        return plain and native_cuda.takes_layer(_cast(x), x, v, g, bias)
-    return is_open(x, v, g, bias, residual)
+def is_open_to_layers(name: str, x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
+    """The same of linear layers and convolutions, which have a fast path for CUDA tensors, too. Where these libraries
+    alone are missing, that is announced: a call that goes by ``dispatch.order`` does not ask for them."""
+    if not isinstance(x, Tensor) or not x.is_cuda:
+        return is_open(x, v, g, bias, residual)
+    plain = _prefers_native_layers() and _is_plain_call(x, v, g, bias, residual)
+    if not plain or not native_cuda.fits_layer(_cast(x), x, v, g, bias):
+        return False
+    reason = native_cuda.layers_unavailable(x.device.index)
+    if reason is not None:
+        dispatch.pass_over(name, "native", reason)
+    return reason is None
 
 
 def _is_chosen(x: Tensor) -> bool:
     """Whether ``wnfused.dispatch`` and what else there is to choose leave a layer to the C++ libraries."""
     if x.is_cuda:
-        chosen = dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
-        return chosen and native_cuda.layers_unavailable(x.device.index) is None
+        return _prefers_native_layers() and native_cuda.layers_unavailable(x.device.index) is None
     return dispatch.prefers_native()
+
+
+def _prefers_native_layers() -> bool:
+    """Of CUDA tensors, where the libraries are at hand."""
+    return dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
 
 
 def is_open_to_stages(x: Any, v: Any, g: Any, bias: Any) -> bool:
@@ -142,7 +153,7 @@ def layer(
     gradients = Gradients(name, kernel, kernel_backward, reference)
     record = python_node(name, gradients)
     record_natively = native_autograd.layer(name, gradients.of_native_node)
-    opens = is_open if kernels else is_open_to_layers
+    opens = is_open if kernels else functools.partial(is_open_to_layers, name)
 
     def run(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -73,7 +73,7 @@ def weight_norm_many_backward(
 def _linear_layer(x: Tensor, v: Tensor, dim: int | None) -> Layer:
     dim = None if dim is None else dim % v.dim()
     full = support.precision(x.dtype, "matmul") == "ieee"
-    return Layer(x.shape[:-1].numel(), v.shape[0], v.shape[1], x.dtype, dim, full=full)
+    return Layer(x.shape[:-1].numel(), v.shape[0], v.shape[1], dim, full=full)
 
 
 def linear(
@@ -100,7 +100,7 @@ def linear_backward(
 
 def _conv_layer(x: Tensor, v: Tensor, transposed: bool, groups: int, dim: int | None) -> Layer:
     dim = None if dim is None else dim % v.dim()
-    return Layer(x.numel() // max(x.shape[1], 1), v.shape[0], v.shape[1], x.dtype, dim, v.dim() - 2, groups, transposed)
+    return Layer(x.numel() // max(x.shape[1], 1), v.shape[0], v.shape[1], dim, v.dim() - 2, groups, transposed)
 
 
 def conv(

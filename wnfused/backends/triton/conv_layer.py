@@ -84,6 +84,12 @@ def nhwc(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last)
 
 
+def _constants(geometry: Geometry, activation: str, element: str) -> dict[str, Any]:
+    """Of any of the kernels."""
+    number = reference.ACTIVATIONS.index(activation)
+    return {"ACTIVATION": number, "PRECISION": input_precision(element), **geometry.constants}
+
+
 def convolve(
     x: Tensor, v: Tensor, norm: Tensor | None, g: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     y: Tensor, geometry: Geometry, activation: str, slope: float, factor: float = 1.0,
@@ -94,24 +100,20 @@ def convolve(
     memory, whatever their shape says; ``v`` is dense.
     """
     element = precision(x.dtype, "conv")
+    operands = (x, v, g, bias, residual, y, norm)
+    constants = {"FUSED_NORM": norm is not None, **_constants(geometry, activation, element)}
 
     def run(tile: Tile) -> None:
         launch(
             kernels.forward,
             (blocks(geometry.pixels_out, tile.m), blocks(geometry.filters, tile.n)),
-            (
-                x, v, g, bias, residual, y, norm, geometry.pixels_out, *geometry.sizes, *weight_strides(v), slope,
-                factor,
-            ),
-            FUSED_NORM=norm is not None,
-            ACTIVATION=reference.ACTIVATIONS.index(activation),
-            PRECISION=input_precision(element),
-            **geometry.constants,
+            (*operands, geometry.pixels_out, *geometry.sizes, *weight_strides(v), slope, factor),
+            **constants,
             **tile.meta,
-        )  # fmt: skip
+        )
 
     sizes = geometry.pixels_out, geometry.filters, geometry.length
-    configurations.run("conv.forward", element, *sizes, x.device, run)
+    configurations.run("conv.forward", element, sizes, operands, constants, run)
 
 
 def input_gradient(
@@ -120,24 +122,20 @@ def input_gradient(
 ) -> None:  # fmt: skip
     """Writes ``dx``: the gradient, masked where ``operand``, a map behind a ReLU, is 0, plus ``residual``."""
     element = precision(dy.dtype, "conv")
+    operands = (dy, y, v, g, norm, operand, residual, dx)
+    constants = {"SCALED": norm is not None, **_constants(geometry, activation, element)}
 
     def run(tile: Tile) -> None:
         launch(
             kernels.input_gradient,
             (blocks(geometry.pixels_in, tile.m), blocks(geometry.channels, tile.n)),
-            (
-                dy, y, v, g, norm, operand, residual, dx, geometry.pixels_in, *geometry.sizes, *weight_strides(v),
-                slope,
-            ),
-            SCALED=norm is not None,
-            ACTIVATION=reference.ACTIVATIONS.index(activation),
-            PRECISION=input_precision(element),
-            **geometry.constants,
+            (*operands, geometry.pixels_in, *geometry.sizes, *weight_strides(v), slope),
+            **constants,
             **tile.meta,
-        )  # fmt: skip
+        )
 
     sizes = geometry.pixels_in, geometry.channels, geometry.filters * math.prod(geometry.kernel)
-    configurations.run("conv.input_gradient", element, *sizes, dy.device, run)
+    configurations.run("conv.input_gradient", element, sizes, operands, constants, run)
 
 
 def weight_gradient(
@@ -147,6 +145,7 @@ def weight_gradient(
     """``(dv, dg, db)``: split over pixels, summed in a fixed order, taken through the weight norm."""
     element = precision(x.dtype, "conv")
     pixels = geometry.pixels_out
+    operands, constants = (dy, y, x, v), _constants(geometry, activation, element)
 
     def run(tile: Tile) -> tuple[Tensor, Tensor, Tensor | None]:
         k_tiles = blocks(geometry.length, tile.k)
@@ -155,15 +154,14 @@ def weight_gradient(
         launch(
             kernels.weight_gradient,
             (tiles, workspace[0].shape[0]),
-            (dy, y, x, v, *workspace, pixels, *geometry.sizes, *weight_strides(v), span, slope),
-            ACTIVATION=reference.ACTIVATIONS.index(activation),
-            PRECISION=input_precision(element),
-            **geometry.constants,
+            (*operands, *workspace, pixels, *geometry.sizes, *weight_strides(v), span, slope),
+            **constants,
             **tile.meta,
         )
         return rows.summed_weight_gradient(*workspace, v, g, norm)
 
-    return configurations.run("conv.weight_gradient", element, pixels, geometry.filters, geometry.length, x.device, run)
+    sizes = pixels, geometry.filters, geometry.length
+    return configurations.run("conv.weight_gradient", element, sizes, operands, {**constants, "bias": bias}, run)
 
 
 # --------------------------------------------------------------------------------------------------- the layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ def direction(x: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor | None]:
     return v, None
 
 
+def _constants(activation: int, element: str) -> dict[str, Any]:
+    """Of any of the kernels."""
+    return {"ACTIVATION": activation, "PRECISION": input_precision(element)}
+
+
 def forward(
     x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, slope: float
 ) -> tuple[Tensor, Tensor]:
@@ -47,19 +53,19 @@ def forward(
     b = None if bias is None else rows.flat(bias)
     r = None if residual is None else residual.contiguous()
     element = precision(x.dtype, "matmul")
+    operands = (flat, weight, rows.flat(g), b, r, y, norm)
+    constants = {"FUSED_NORM": known is None, **_constants(reference.ACTIVATIONS.index(activation), element)}
 
     def run(tile: Tile) -> None:
         launch(
             kernels.forward,
             (blocks(M, tile.m) * blocks(N, tile.n),),
-            (flat, weight, rows.flat(g), b, r, y, norm, M, N, K, *flat.stride(), *weight.stride(), slope),
-            FUSED_NORM=known is None,
-            ACTIVATION=reference.ACTIVATIONS.index(activation),
-            PRECISION=input_precision(element),
+            (*operands, M, N, K, *flat.stride(), *weight.stride(), slope),
+            **constants,
             **tile.meta,
         )
 
-    configurations.run("linear.forward", element, M, N, K, x.device, run)
+    configurations.run("linear.forward", element, (M, N, K), operands, constants, run)
     return y, norm
 
 
@@ -95,19 +101,19 @@ def _input_gradient(
     (M, N), K = dy.shape, v.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     element = precision(x.dtype, "matmul")
+    operands = (dy, y, v, rows.flat(g), norm, dx)
+    constants = {"SCALED": True, **_constants(activation, element)}
 
     def run(tile: Tile) -> None:
         launch(
             kernels.input_gradient,
             (blocks(M, tile.m) * blocks(K, tile.n),),
-            (dy, y, v, rows.flat(g), norm, dx, M, N, K, *v.stride(), slope),
-            SCALED=True,
-            ACTIVATION=activation,
-            PRECISION=input_precision(element),
+            (*operands, M, N, K, *v.stride(), slope),
+            **constants,
             **tile.meta,
         )
 
-    configurations.run("linear.input_gradient", element, M, K, N, x.device, run)
+    configurations.run("linear.input_gradient", element, (M, K, N), operands, constants, run)
     return dx
 
 
@@ -118,18 +124,18 @@ def _recomputed(
     dv, dg = torch.empty_like(v), torch.empty(g.shape, dtype=g.dtype, device=g.device)
     db = v.new_empty([N]) if bias else None
     element = precision(x.dtype, "matmul")
+    operands, constants = (dy, y, x, v, rows.flat(g), norm, dv, dg, db), _constants(activation, element)
 
     def run(tile: Tile) -> None:
         launch(
             kernels.weight_gradient_recomputed,
             (blocks(N, tile.n),),
-            (dy, y, x, v, rows.flat(g), norm, dv, dg, db, M, N, K, *x.stride(), slope),
-            ACTIVATION=activation,
-            PRECISION=input_precision(element),
+            (*operands, M, N, K, *x.stride(), slope),
+            **constants,
             **tile.meta,
         )
 
-    configurations.run("linear.weight_gradient_recomputed", element, M, N, K, x.device, run)
+    configurations.run("linear.weight_gradient_recomputed", element, (M, N, K), operands, constants, run)
     return dv, dg, db
 
 
@@ -138,6 +144,7 @@ def _split(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     (M, N), K = dy.shape, v.shape[1]
     element = precision(x.dtype, "matmul")
+    operands, constants = (dy, y, x, v), _constants(activation, element)
 
     def run(tile: Tile) -> tuple[Tensor, Tensor, Tensor | None]:
         k_tiles = max(blocks(K, tile.k), 1)
@@ -146,14 +153,13 @@ def _split(
         launch(
             kernels.weight_gradient,
             (tiles, workspace[0].shape[0]),
-            (dy, y, x, v, *workspace, M, N, K, *x.stride(), span, slope),
-            ACTIVATION=activation,
-            PRECISION=input_precision(element),
+            (*operands, *workspace, M, N, K, *x.stride(), span, slope),
+            **constants,
             **tile.meta,
         )
         return rows.summed_weight_gradient(*workspace, v, g, norm)
 
-    return configurations.run("linear.weight_gradient", element, M, N, K, x.device, run)
+    return configurations.run("linear.weight_gradient", element, (M, N, K), operands, {**constants, "bias": bias}, run)
 
 
 def split(

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from wnfused._numbers import flag
 from wnfused.backends import native_autograd
 
@@ -38,7 +36,6 @@ class Layer:
     samples: int
     rows: int
     channels: int
-    dtype: torch.dtype
     dim: int | None = 0
     spatial: int = 0
     groups: int = 1

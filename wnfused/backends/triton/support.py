@@ -9,16 +9,15 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from wnfused.backends import operands_of, row_dim, tensors_of
+from wnfused.backends import LEAST_CAPABILITY, allows_tf32, operands_of, row_dim, tensors_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_TRITON = (3, 6)
-LEAST_CAPABILITY = (8, 0)
 MOST = 2**31 - 2**16  # the last tile may begin below this and end above it
 MOST_ACROSS = 2**20  # a grid has 65535 tiles along its second dim
 
@@ -68,8 +67,8 @@ def refusal(op: str, arguments: Sequence[Any]) -> str | None:
 def _too_old(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
         return None
-    found = "{}.{}".format(*torch.cuda.get_device_capability(device))
-    return f"it needs compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has {found}"
+    least, found = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, torch.cuda.get_device_capability(device)))
+    return f"it needs compute capability {least} or newer, and {torch.cuda.get_device_name(device)} has {found}"
 
 
 def too_large(op: str, arguments: Sequence[Any]) -> str | None:
@@ -77,8 +76,8 @@ def too_large(op: str, arguments: Sequence[Any]) -> str | None:
     backward = op.endswith("_backward")
     if op.startswith("weight_norm"):
         return _too_many_rows(tensors_of(arguments[:1]), row_dim(op, arguments))
-    if op.removesuffix("_backward") not in ("linear", "conv"):
-        return None
+    if op.startswith("residual_stage"):
+        return _too_large_a_stage(*arguments[:2])  # of dy, which is as large, in the backward
     x, v = arguments[2:4] if backward else arguments[:2]
     if v.dim() == 2:
         counts = [(x.shape[:-1].numel(), MOST, "rows of x")]
@@ -92,9 +91,19 @@ def too_large(op: str, arguments: Sequence[Any]) -> str | None:
         counts += [(max(v.shape[:2]), MOST_ACROSS, "filters or channels")]
         # Taps are counted from a window's place in 32 bits. In 64 they would cost every layer's inner loop some, for
         # windows of a reach that hardly any network has.
-        window = _window(x, v, *arguments[8:11] if backward else arguments[6:9])
-        counts += [(window, MOST, "entries of x from a window's place to its farthest tap")]
+        window = _window(x, v.shape[2:], *arguments[8:11] if backward else arguments[6:9])
+        counts += [(window, MOST, _IN_A_WINDOW)]
     return _over_limit(*counts, (v.numel(), MOST, "elements of v"))
+
+
+def _too_large_a_stage(x: Tensor, v: Tensor) -> str | None:
+    """Its convolutions run one by one; the rows of all of them are scaled in one launch."""
+    return _over_limit(
+        (_pixels(x), MOST, "pixels of x"),
+        (_window(x, v.shape[4:], (1, 1), (1, 1), transposed=False), MOST, _IN_A_WINDOW),
+        (v.shape[2:].numel(), MOST, "elements of v in a convolution"),
+        (v.shape[:3].numel(), MOST, "rows of v"),
+    )
 
 
 def _over_limit(*counts: tuple[int, int, str]) -> str | None:
@@ -135,11 +144,14 @@ def _pixels_out(
     return x.shape[0] * math.prod((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
 
 
-def _window(x: Tensor, v: Tensor, padding: Sequence[int], dilation: Sequence[int], transposed: bool) -> int:
+_IN_A_WINDOW = "entries of x from a window's place to its farthest tap"
+
+
+def _window(x: Tensor, kernel: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool) -> int:
     """Entries in memory from the pixel that a window is counted from to its farthest tap, within one image."""
     if transposed or x.dim() > 4:  # the vendor's
         return 0
-    reach = [max(d * (k - 1), p) for k, p, d in zip(v.shape[2:], padding, dilation, strict=True)]
+    reach = [max(d * (k - 1), p) for k, p, d in zip(kernel, padding, dilation, strict=True)]
     down, along = reach if len(reach) == 2 else (0, *reach)
     return (down * x.shape[-1] + along + 1) * x.shape[1]
 
@@ -180,23 +192,11 @@ def blocks(length: int, step: int) -> int:
     return -(-length // step)
 
 
-def precision(dtype: torch.dtype, operation: str) -> str:
-    """``"half"``, ``"tf32"`` or ``"ieee"``: how torch itself would multiply.
-
-    Args:
-        operation: ``"matmul"`` follows ``torch.backends.cuda.matmul``, ``"conv"`` ``torch.backends.cudnn``.
-    """
+def precision(dtype: torch.dtype, operation: Literal["conv", "matmul"]) -> str:
+    """``"half"``, ``"tf32"`` or ``"ieee"``: how torch itself would multiply."""
     if dtype != torch.float32:
         return "half"
-    flags: tuple[Any, ...]
-    if operation == "matmul":
-        flags = (torch.backends.cuda.matmul, torch.backends)
-    else:
-        flags = (torch.backends.cudnn.conv, torch.backends.cudnn, torch.backends)  # type: ignore[attr-defined]
-    for flag in flags:  # "none" leaves the choice to the next wider flag
-        if flag.fp32_precision != "none":
-            return "tf32" if flag.fp32_precision == "tf32" else "ieee"
-    return "ieee"
+    return "tf32" if allows_tf32(operation) else "ieee"
 
 
 def input_precision(element: str) -> str:
