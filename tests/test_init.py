@@ -455,6 +455,19 @@ def test_heads_are_found():
     assert heads(Untraceable()) == ["tail"]
     assert heads(nn.Sequential(WNLinear(2, 2), nn.ReLU())) == []
     assert heads(wnfused.models.wrn(16).stages) == []
+    assert heads(ShapedBySize()) == ["head"]
+
+
+class ShapedBySize(nn.Module):
+    """Its output asks another layer's for a size alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = WNLinear(4, 4), WNLinear(4, 2)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return self.head(h.relu()).view(h.size(0), -1)
 
 
 def test_branches_are_numbered():

@@ -258,7 +258,7 @@ class Graph:
             seen.add(node)
             if self.is_layer(node):
                 found.add(node)
-            elif self.addends(node) is None:
+            elif self.addends(node) is None and not _asks_for_facts(node):
                 waiting.extend(node.all_input_nodes)
         return found
 
