@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="a small selection, in under two minutes on two cores")
     made.add_argument("--group", action="append", default=[], metavar="G", help=groups)
     made.add_argument("--match", default="", metavar="TEXT", help="only workloads whose name holds this")
-    made.add_argument("--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help=f"default: {DEFAULT_FOLDER}")
+    out = f"default: {DEFAULT_FOLDER} of the checkout"
+    made.add_argument("--out", type=Path, default=DEFAULT_FOLDER, metavar="DIR", help=out)
     made.add_argument("--seconds", type=float, metavar="S", help=seconds)
     made.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads")
     made.add_argument("--busy", type=int, default=0, metavar="N", help="beside N other programs that never wait")

@@ -33,11 +33,11 @@ def fold(model: nn.Module) -> nn.Module:
     buffers, hooks, modes, shared modules and tied weights stay. A fused activation comes back where ``convert``
     found it; that of a layer built with ``activation=...`` becomes the layer's child module ``activation``, applied by
     a forward hook, so that names and ``weight`` stay where they were. A layer that a trace of the model sees called
-    with a residual becomes a subclass of torch's that takes one. Residual blocks and stages become
-    ``wnfused.nn.PlainResidualBlock``, whose layers are torch's. Subclasses of this package's layers that add
-    more than a constructor are left alone, and named in a warning of the logger ``wnfused.fold``; so are layers whose
-    parameters are parametrised or pruned, with the block or stage that they are in, or that have a ``forward`` of their
-    own.
+    with a residual becomes a subclass of torch's that takes one. Residual blocks become
+    ``wnfused.nn.PlainResidualBlock``, whose layers are torch's, and stages an ``nn.Sequential`` of these. Subclasses of
+    this package's layers that add more than a constructor are left alone, and named in a warning of the logger
+    ``wnfused.fold``; so are layers whose parameters are parametrised or pruned, with the block or stage that they are
+    in, stages that were given other children, and what has a ``forward`` of its own.
 
     Folding twice changes nothing more. ``convert(model, plain=True)`` is the way back: the same function with
     ``v = w, g = ||w||``, on a CPU bit for bit in float32 and float64. The lengths of the old ``v`` are gone, and with

@@ -12,8 +12,9 @@ def empty_cache() -> None:
 
     Fresh memory costs more than arithmetic: a training step of deep stages that had to fetch its saved maps and
     gradients from the system anew would be up to a third slower. So large ones are kept when they are freed, in all at
-    most a quarter of the memory that the process may use (or 1 GB). What is in use stays in use. On CUDA
-    devices ``torch.cuda.empty_cache`` does the same for torch's own allocator, whose memory this package takes there.
+    most a quarter of the memory that the process may use (or 1 GB, where that is more). What is in use stays in use. On
+    CUDA devices ``torch.cuda.empty_cache`` does the same for torch's own allocator, whose memory this package takes
+    there.
     """
     if native.unavailable() is None:
         torch.ops.wnfused_native.release_cpu_memory()

@@ -139,7 +139,9 @@ def initialize(
         ValueError, TypeError: an unknown scheme, option, layer name or attribute; a gamma that is not finite; no
             sample for a scheme that needs one, or one that holds NaN or inf, or on which the model does not run, which
             is tried before anything is written; a generator of another device; a model on the meta device, or that the
-            scheme has no rule for. A scheme that looks at data leaves the model as it was where it fails.
+            scheme has no rule for; in a process group parameters that are sharded, or other ones than the first
+            process's, or, in several processes, without a shape yet. A scheme that looks at data leaves the model as it
+            was where it fails.
         RuntimeError: inside ``wnfused.frozen``.
     """
     check_request(model, scheme, options)
