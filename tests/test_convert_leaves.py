@@ -121,6 +121,17 @@ def test_a_subclass_that_only_has_a_constructor_is_replaced():
     torch.testing.assert_close(model(x), expected)
 
 
+def test_a_subclass_with_a_product_of_its_own_is_not_folded(caplog):
+    class Doubled(WNConv2d):
+        def _conv_forward(self, input, weight, bias):
+            return 2 * super()._conv_forward(input, weight, bias)
+
+    model = nn.Sequential(Doubled(4, 4, 1))
+    wnfused.fold(model)
+    assert type(model[0]) is Doubled
+    assert "0: left alone, Doubled has its own _conv_forward\n" in caplog.text
+
+
 class Strided(nn.Conv3d):
     """As torchvision's video networks have them."""
 

@@ -40,9 +40,10 @@ OPTIONS = ("activation", "negative_slope", "gamma", "init", "dim")
 _BOOKKEEPING = set(nn.Module().__dict__)
 _HOOKS = {name for name in _BOOKKEEPING if "_hook" in name}
 _WITH_THEIR_MODULE = ("_load_state_dict_pre_hooks", "_state_dict_hooks")
-# What Python itself writes into a class that only has a constructor; and what torch's constructors call.
+# What Python itself writes into a class that only has a constructor; what torch's constructors call; and what follows
+# from a method that the class has.
 _CONSTRUCTOR_ONLY = {
-    "__init__", "reset_parameters",
+    "__init__", "reset_parameters", "_has_own_product",
     "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__", "__annotate_func__",
     "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__",
     "__abstractmethods__", "_abc_impl", "__constants__", "__dict__", "__weakref__",

@@ -28,7 +28,8 @@ class _WNConv(WeightNormalised):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         definer = next((kind for kind in cls.__mro__ if "_conv_forward" in vars(kind)), nn.modules.conv._ConvNd)
-        cls._has_own_product = definer.__module__ != nn.modules.conv.__name__
+        if definer.__module__ != nn.modules.conv.__name__:
+            cls._has_own_product = True
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Extent, stride: Extent = 1,
