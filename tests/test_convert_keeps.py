@@ -105,6 +105,20 @@ def test_blocks_that_share_a_layer_or_its_weight_share_them_folded():
     assert model[0].conv2.weight is model[2].conv2.weight
 
 
+@pytest.mark.parametrize(("layer", "activation"), [("conv1", "leaky_relu"), ("conv1", None), ("conv2", "relu")])
+@pytest.mark.parametrize("in_stage", [False, True])
+def test_a_block_that_was_given_other_activations_is_left_alone(layer, activation, in_stage, caplog):
+    """A plain block has its ReLU, and the sum behind its last convolution."""
+    part = wnfused.WNResidualStage(4, 6, 2) if in_stage else wnfused.WNResidualBlock(4, 6)
+    getattr(part.transition if in_stage else part, layer).activation = activation
+    model, x = nn.Sequential(part), torch.randn(1, 4, 6, 6)
+    expected = model(x)
+    wnfused.fold(model)
+    assert model[0] is part
+    assert "0: left alone, a block was given other activations than its ReLU" in caplog.text
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_a_stage_that_was_given_another_child_is_left_alone(caplog):
     model = nn.Sequential(wnfused.WNResidualStage(4, 4, 2))
     model[0].probe = nn.Linear(2, 2)

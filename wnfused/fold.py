@@ -37,7 +37,8 @@ def fold(model: nn.Module) -> nn.Module:
     ``wnfused.nn.PlainResidualBlock``, whose layers are torch's, and stages an ``nn.Sequential`` of these. Subclasses of
     this package's layers that add more than a constructor are left alone, and named in a warning of the logger
     ``wnfused.fold``; so are layers whose parameters are parametrised or pruned, with the block or stage that they are
-    in, stages that were given other children, and what has a ``forward`` of its own.
+    in, blocks that were given other activations, stages that were given other children, and what has a ``forward`` of
+    its own.
 
     Folding twice changes nothing more. ``convert(model, plain=True)`` is the way back: the same function with
     ``v = w, g = ||w||``, on a CPU bit for bit in float32 and float64. The lengths of the old ``v`` are gone, and with
@@ -81,6 +82,10 @@ def fold(model: nn.Module) -> nn.Module:
         assert known is not None
         if type(module) is not known[0] and known[1]:
             logger.warning("%s: left alone, %s has its own %s", name, type(module).__name__, ", ".join(known[1]))
+            continue
+        block = module.transition if isinstance(module, WNResidualStage) else module
+        if isinstance(block, WNResidualBlock) and (block.conv1.activation, block.conv2.activation) != ("relu", None):
+            logger.warning("%s: left alone, a block was given other activations than its ReLU", name)
             continue
         if isinstance(module, WNResidualStage):
             others = sorted(set(module._modules) - {"transition"})

@@ -209,11 +209,11 @@ Gradients linear_backward(
     // alone is its sum.
     Needs asked = needs;
     asked.bias = needs.bias && needs.v;
-    const bool bias_alone = needs.bias && !needs.v, first = gives_dz || bias_alone;
+    const bool bias_alone = needs.bias && !needs.v, masks_first = gives_dz || bias_alone;
     const auto [dz, partial] =
-        first ? masked(rows, y_rows, 1, activation, slope, bias_alone) : Masked{rows, Optional()};
+        masks_first ? masked(rows, y_rows, 1, activation, slope, bias_alone) : Masked{rows, Optional()};
     Gradients found = small_linear::backward(
-        dz, y_rows, rows_of(x), v, g, norm, asked, masks && !first, activation == kLeakyRelu ? slope : 0.0);
+        dz, y_rows, rows_of(x), v, g, norm, asked, masks && !masks_first, activation == kLeakyRelu ? slope : 0.0);
     if (partial) std::get<3>(found) = partial->sum(0).to(v.scalar_type());
     if (std::get<0>(found)) std::get<0>(found) = std::get<0>(found)->view(x.sizes());
     if (gives_dz) std::get<4>(found) = dz.view(y.sizes());

@@ -79,7 +79,7 @@ bool suits_pairs(const ConvTraits& layer, bool backward) {
   const ConvShape& shape = layer.shape;
   if (!layer.bfloat16 || !pair_window_kernels() || !suits_pair_window(shape) || !fills_tiles(shape)) return false;
   if (active_pair_products() == PairProducts::kDots && !suits_dots(layer, backward)) return false;
-  return copied_floats(shape, kNone) <= kMostCopied;  // half floats, of up to twice the two maps
+  return copied_floats(shape, kNone) <= kMostCopied;  // of two bytes each; the backward copies up to twice as many
 }
 
 // Whether the vendor's products of bfloat16 are faster than this method's of float32, of which they are twice as many,
