@@ -13,17 +13,23 @@ TORCH ?= torch==2.13.0
 # keeps the one that it asks for.
 TRITON := triton$(if $(filter torch==2.13.0 torch==2.13.0+%,$(TORCH)),==3.7.*); sys_platform == 'linux'
 
+# The stamp says what was installed: in which environment, or with which torch. Where that is another one now, it is void.
 ifeq ($(strip $(VENV)),)
 PYTHON := python3
 STAMP := build/.installed
+WANTED := $(shell python3 -c 'import sys; print(sys.prefix)')
 else
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+WANTED := $(TORCH)
 endif
 
-SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+SOURCES := setup.py pyproject.toml wnfused/backends/native_schemas.py $(shell find csrc -type f 2>/dev/null)
+ifneq ($(strip $(shell cat $(STAMP) 2>/dev/null)),$(strip $(WANTED)))
+SOURCES += void
+endif
 
-.PHONY: demo test install bench paper lint gate docs portable oldest sanitize clean
+.PHONY: demo test install bench paper lint gate docs portable oldest sanitize clean void
 
 install: $(STAMP)
 
@@ -31,7 +37,7 @@ install: $(STAMP)
 # The package is installed in place, so that only a change of the C++ sources or of the metadata installs again.
 $(STAMP): $(SOURCES)
 ifneq ($(strip $(VENV)),)
-	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip --version >/dev/null 2>&1 || python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRITON)" "setuptools>=77" ninja
 else
 	@$(PYTHON) -c 'import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); \
@@ -40,7 +46,10 @@ else
 endif
 	@echo "installing, and compiling C++ for five to ten minutes on two cores"
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[train,test]"
-	@mkdir -p $(@D) && touch $@
+	@mkdir -p $(@D) && echo "$(WANTED)" > $@
+
+# A prerequisite that is never there.
+void:
 
 demo: install
 	$(PYTHON) -m wnfused demo
@@ -99,4 +108,4 @@ sanitize: install
 	$(PYTHON) tests/soak.py --seconds 60 --library build/sanitize/wnfused/_cpu.abi3.so
 
 clean:
-	rm -rf build dist *.egg-info wnfused/*.so wnfused/_build.json $(VENV)/.installed
+	rm -rf build dist *.egg-info wnfused/*.so wnfused/_build.json $(STAMP)

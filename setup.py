@@ -86,11 +86,18 @@ def cuda_left_out():
         return "WNFUSED_CUDA=0 left it out of the build"
     if wanted == "auto" and torch.version.cuda is None:
         return "torch was a CPU build when wnfused was built"
-    return None if nvcc() else "nvcc was not found when wnfused was built; put it on PATH or set CUDA_HOME"
+    if nvcc():
+        return None
+    where = f"in {cuda_home()}/bin, as CUDA_HOME says," if cuda_home() else "on PATH"
+    return f"nvcc was not found {where} when wnfused was built; put it on PATH or set CUDA_HOME"
+
+
+def cuda_home():
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 
 
 def nvcc():
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    home = cuda_home()
     return shutil.which(str(Path(home) / "bin" / "nvcc")) if home else shutil.which("nvcc")
 
 
@@ -147,10 +154,11 @@ def extensions():
     try:
         from torch.utils.cpp_extension import CppExtension
     except ImportError:
-        reasons["cpu"] = (
+        why = (
             "torch was not importable when wnfused was built; install torch first, then run "
             "`pip install --no-build-isolation .` in the checkout"
         )
+        reasons.update(dict.fromkeys(("cpu", "cuda", *OPTIONAL), why))
         return []
     headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h"))
 
@@ -193,7 +201,6 @@ def build_ext_class():
                     raise
                 reasons["cpu"] = f"the C++ build failed: {first_line(error)}"
                 self.warn(f"{reasons['cpu']}; wnfused will run in plain torch")
-                (root / "wnfused" / "_cpu.abi3.so").unlink(missing_ok=True)  # one of another build would be loaded
             # Before the minutes of nvcc, and again however they end: without its record the C++ library is not opened.
             reasons["cuda"] = "the CUDA build did not come to its end"
             record(root)
@@ -211,12 +218,8 @@ def build_ext_class():
                 name = extension.name.rpartition("._")[2]
                 reasons[name] = f"the build of {OPTIONAL[name]} failed: {first_line(error)}"
                 self.warn(reasons[name])
-                path = Path(self.get_ext_fullpath(extension.name))
-                for built in (path, ROOT / "wnfused" / path.name):
-                    built.unlink(missing_ok=True)  # one of another build would be loaded
 
         def run_cuda(self, library):
-            library.unlink(missing_ok=True)  # one of another build would be loaded
             left_out = cuda_left_out()
             forced = os.environ.get("WNFUSED_CUDA") == "1"
             if left_out is None:
@@ -242,7 +245,8 @@ def build_ext_class():
 class BuildPy(build_py):
     def run(self):
         super().run()
-        record(ROOT if self.editable_mode else Path(self.build_lib))
+        if not self.distribution.has_ext_modules():  # where there are, build_ext comes next, and knows what it built
+            record(ROOT if self.editable_mode else Path(self.build_lib))
 
 
 def first_line(error: Exception) -> str:
@@ -252,7 +256,12 @@ def first_line(error: Exception) -> str:
 def record(root: Path) -> None:
     target = root / "wnfused" / "_build.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    record = {"not_built": reasons, "declarations": declarations(), "torch": torch_version()}
+    record = {
+        "not_built": reasons,
+        "declarations": declarations(),
+        "sources": sources(),
+        "torch": torch_version(),
+    }
     temporary = target.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     temporary.replace(target)
@@ -265,6 +274,15 @@ def declarations():
     files = [csrc / "needs.h", csrc / "ops.h", *(file for folder in folders for file in sorted(folder.iterdir()))]
     files.append(ROOT / "wnfused" / "backends" / "native_schemas.py")
     return {file.relative_to(ROOT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def sources():
+    """One digest of all C++ and CUDA sources, by which a benchmark knows whether it runs what lies there."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()):
+        data = file.read_bytes()
+        digest.update(f"{file.relative_to(ROOT).as_posix()} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
 
 
 def torch_version():

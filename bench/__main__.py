@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     budget = options.seconds if options.seconds is not None else QUICK_BUDGET if options.quick else BUDGET
     wnfused.backend_status()  # opens the libraries
-    facts = machine.facts()
+    facts = machine.facts() | {"busy": options.busy}
     _print_facts(facts)
     adds = options.add and (options.out / report.FILE).exists()
     if adds:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.merged(options.out, facts, [])
         except ValueError as error:
             parser().error(str(error))
-    made_with = {"quick": options.quick, "seconds": budget, "busy": options.busy}
+    made_with = {"quick": options.quick, "seconds": budget}
     results: list[Result] = []
 
     def save() -> list[Result]:
@@ -128,6 +128,9 @@ def _save_pictures(results: list[Result], facts: dict[str, Any], folder: Path) -
     if importlib.util.find_spec("matplotlib") is None:
         print("no pictures: matplotlib is not installed")
         return
+    for name in ("ratios-*.png", "cost_per_layer.png"):
+        for old in folder.glob(name):  # of a run of other groups, whose numbers the JSON no longer has
+            old.unlink()
     for path in (*picture.ratio_bars(results, facts, folder), *picture.cost_per_layer(results, facts, folder)):
         print("saved", path)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import gate, peers
-from bench.workloads import WORKLOADS, DeepStep, Orthogonal, Workload
+from bench.workloads import WORKLOADS, DeepStep, Depths, Orthogonal, Workload
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,12 +21,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A function ``bench_GROUP`` runs the workloads of its group; what needs processes of its own stays out."""
-    group = metafunc.function.__name__.removeprefix("bench_")
+    """Every peer of each pass. What is measured between several networks, or in processes of its own, stays out."""
     full = metafunc.config.getoption("--full")
-    chosen = [w for w in WORKLOADS if w.group == group and (full or w.quick) and not isinstance(w, DeepStep)]
+    chosen = [w for w in WORKLOADS if (full or w.quick) and not isinstance(w, (DeepStep, Depths))]
     cases = [(w, p, name) for w in chosen for p in w.passes for name in dict.fromkeys((*w.ours, *w.peers))]
-    metafunc.parametrize(("workload", "pass_name", "peer"), cases, ids=[f"{name}-{p}-{w.name}" for w, p, name in cases])
+    if metafunc.function.__name__ == "bench_init":
+        cases = [case for case in cases if isinstance(case[0], Orthogonal)]
+        ids = [f"{w.group}-{name}-{w.name}" for w, _, name in cases]
+        metafunc.parametrize(("workload", "peer"), [(w, name) for w, _, name in cases], ids=ids)
+    else:
+        cases = [case for case in cases if not isinstance(case[0], Orthogonal)]
+        ids = [f"{w.group}-{name}-{p}-{w.name}" for w, p, name in cases]
+        metafunc.parametrize(("workload", "pass_name", "peer"), cases, ids=ids)
 
 
 _problems: dict[Workload, gate.Problem] = {}
@@ -46,7 +52,6 @@ def time_peer(benchmark: Any) -> Callable[[Workload, str, str], None]:
     """Gates one peer, then times it. A wrong peer fails, an unavailable one is skipped with the reason."""
 
     def run(workload: Workload, pass_name: str, peer: str) -> None:
-        assert not isinstance(workload, Orthogonal)
         benchmark.group = f"{workload.group}: {workload.name}, {pass_name}"
         try:
             subject = peers.subject(_problem(workload), peer)

@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every step went well; 1 if one failed or ran out of time; 2 where there is no GPU."""
     options = parser().parse_args(arguments)
     end = time.monotonic() + TOTAL
+    if not _chosen(options):
+        parser().error(f"--match {' '.join(options.match)}: no workload's name holds this")
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.rehearse and (missing := _no_gpu()):
         print(f"bench/gpu.py: error: {missing}; --rehearse goes through the steps without one", file=sys.stderr)
@@ -242,7 +244,7 @@ def tests(report: Report, limit: float) -> dict[str, Any]:
     start, worker = time.monotonic(), [sys.executable, "-m", "bench.gpu_worker"]
     with _one_log(report.options.out / "tests.log") as log_of:
         collected = supervised.run([*worker, "collect"], TESTS, limit, limit, log_of("collection"), **ALONE)
-        collection, *_ = [collected.pop(whole) for whole in TESTS]
+        lost = {whole: outcome for whole in TESTS if (outcome := collected.pop(whole))["status"] != "collected"}
         items = list(collected)
         shards = _shards(items)
 
@@ -254,7 +256,7 @@ def tests(report: Report, limit: float) -> dict[str, Any]:
         with ThreadPoolExecutor(len(shards) or 1) as pool:
             found = {item: outcome for part in pool.map(run, range(len(shards))) for item, outcome in part.items()}
     by_status: dict[str, dict[str, str]] = {}
-    for item, outcome in sorted(found.items()):
+    for item, outcome in sorted((found | lost).items()):
         name = item.removeprefix(f"{TESTS[0]}::")
         by_status.setdefault(outcome["status"], {})[name] = outcome.get("why", "")
     passed = len(by_status.pop("passed", {}))
@@ -269,9 +271,10 @@ def tests(report: Report, limit: float) -> dict[str, Any]:
     wrong = died or "failed" in by_status or not found or not (passed or report.options.rehearse)
     status = "failed" if wrong else "passed" if set(by_status) <= {"skipped"} else "out of time"
     outcome = {"status": status, "count": len(found), "passed": passed, **by_status}
-    return (
-        outcome if found else outcome | {"why": f"nothing was collected: {collection.get('why', collection['status'])}"}
-    )
+    if not found:
+        reasons = dict.fromkeys(whole["why"] for whole in lost.values())
+        return outcome | {"why": f"nothing was collected: {'; '.join(reasons) or 'there is no test'}"}
+    return outcome
 
 
 def _shards(items: Sequence[str]) -> list[tuple[list[str], float, float]]:
@@ -353,17 +356,20 @@ def _own_kernels(known: str) -> list[str]:
     return [] if name is None else [name, "kns=wnfused"]  # their namespace, in their mangled names
 
 
+def _chosen(options: argparse.Namespace) -> list[Any]:
+    """The workloads that ``--match`` leaves."""
+    from bench import gpu_workloads
+
+    known = gpu_workloads.REHEARSAL if options.rehearse else gpu_workloads.WORKLOADS
+    return [workload for workload in known if any(text in workload.name for text in options.match or [""])]
+
+
 def measure(report: Report, limit: float) -> dict[str, Any]:
     """The workloads against their peers, pass by pass, until time is up."""
     from bench import gpu_worker, gpu_workloads, supervised
 
     options = report.options
-    chosen = gpu_workloads.REHEARSAL if options.rehearse else gpu_workloads.WORKLOADS
-
-    def wanted(name: str) -> bool:
-        return any(text in name for text in options.match or [""])
-
-    workloads = {gpu_worker.key(w, name): w for w in chosen if wanted(w.name) for name in w.passes}
+    workloads = {gpu_worker.key(w, name): w for w in _chosen(options) for name in w.passes}
     so_far: dict[str, Any] = {"status": "cut short", "rates": None, "results": [], "left_out": {}, "wrong": []}
     measured: list[str] = []  # the item of each of the results
 

@@ -63,12 +63,19 @@ class _Collector:
 
     def __init__(self, reporter: Reporter, whole: Sequence[str]) -> None:
         self.reporter, self.whole = reporter, whole
+        self.broken: dict[str, str] = {}
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.broken[report.nodeid] = str(report.longrepr).strip().splitlines()[-1]
 
     def pytest_collection_finish(self, session: Any) -> None:
         for item in session.items:
             self.reporter.end(item.nodeid, {})
         for name in self.whole:
-            self.reporter.end(name, {"status": "collected"})
+            wrong = [f"{file}: {why}" for file, why in self.broken.items() if file.startswith(name)]
+            outcome = {"status": "failed", "why": "; ".join(wrong)} if wrong else {"status": "collected"}
+            self.reporter.end(name, outcome)
 
 
 class _Recorder:

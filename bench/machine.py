@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -34,12 +35,18 @@ def facts() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name, or its architecture where the system does not tell."""
+    """The processor's name with its family and model, or its architecture where the system does not tell.
+
+    A host may hide which of a maker's processors it is from the name, and not from the numbers.
+    """
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()  # the first processor's
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = known.get("model name", platform.machine())
+    numbers = [f"{key.split()[-1]} {known[key]}" for key in ("cpu family", "model") if key in known]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def instruction_set() -> str:
@@ -50,7 +57,8 @@ def instruction_set() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``+`` if files other than results differ from it; None outside a checkout."""
+    """The checkout's commit, with ``+`` if files other than results differ from it, or the libraries were built of
+    other sources than lie there; None outside a checkout."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -60,6 +68,16 @@ def commit() -> str | None:
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+        added = git("status", "--porcelain", "--", ":/csrc", ":/wnfused")  # what is built and imported, known or not
+        differs = changed or added or not _built_of_these_sources()
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if differs else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _built_of_these_sources() -> bool:
+    """Whether the libraries in the checkout are those of its C++ sources, as far as their build recorded it."""
+    from setup import ROOT, sources
+
+    record = ROOT / "wnfused" / "_build.json"
+    return not record.exists() or json.loads(record.read_text()).get("sources") == sources()

@@ -119,8 +119,8 @@ def interleave(
 
 
 def _order(runners: Sequence[Runner], number: int) -> list[Runner]:
-    """Rotated by one each round and turned round every other: nobody always follows the same neighbour."""
-    shift = number % len(runners)
+    """Turned round every other round and rotated by one every second: each is first, and last, equally often."""
+    shift = number // 2 % len(runners)
     order = [*runners[shift:], *runners[:shift]]
     return order[::-1] if number % 2 else order
 

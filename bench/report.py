@@ -171,7 +171,7 @@ def save_json(folder: Path, facts: dict[str, Any], options: dict[str, Any], resu
 
 
 # What two runs must have in common for their groups to stand in one table.
-SAME = ("commit", "cpu", "cpus", "threads", "instruction_set", "torch")
+SAME = ("commit", "cpu", "cpus", "threads", "instruction_set", "torch", "busy")
 
 
 def load_json(folder: Path) -> tuple[dict[str, Any], list[Result]]:
@@ -187,7 +187,8 @@ def load_json(folder: Path) -> tuple[dict[str, Any], list[Result]]:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else None
         raise ValueError(f"{path}: schema {found}, this is {SCHEMA}")
-    return document["machine"], [Result.from_dict(saved) for saved in document["results"]]
+    machine = {"busy": document["options"].get("busy", 0), **document["machine"]}  # runs before had it there alone
+    return machine, [Result.from_dict(saved) for saved in document["results"]]
 
 
 def merged(folder: Path, facts: dict[str, Any], results: Sequence[Result]) -> list[Result]:

@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{len(found)} compiled kernels, {red} red, in {time.perf_counter() - start:.0f} s")
     for route, reason in skipped.items():
         print(f"NOT CHECKED: the {route} kernels: {reason}")
-    return RED if red else TOOL_MISSING if skipped else GREEN
+    if red or not (found or skipped):  # a gate that looks at nothing is none
+        return RED
+    return TOOL_MISSING if skipped else GREEN
 
 
 if __name__ == "__main__":

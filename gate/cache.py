@@ -10,14 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gate.rows import Entry
+from gate.tools import version
 
 FOLDER = Path(__file__).parents[1] / "build" / "gate"
 
 
 def key(*parts: str | bytes) -> str:
-    """One digest of all parts, and of how a disassembly is read."""
+    """One digest of all parts, and of what disassembles and how that is read."""
     digest = hashlib.sha256()
-    for part in (*parts, (Path(__file__).parent / "sass.py").read_bytes()):
+    here = Path(__file__).parent
+    reading = (*((here / name).read_bytes() for name in ("sass.py", "rows.py")), version("nvdisasm"))
+    for part in (*parts, *reading):
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

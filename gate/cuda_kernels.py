@@ -162,8 +162,23 @@ def run_by(capability: int) -> str:
     return str(max(a for a in CUDA_ARCHITECTURES if a // 10 == capability // 10 and a <= capability))
 
 
-def jobs(capabilities: list[int]) -> Iterator[Job]:
-    for source in sorted(SOURCES.glob("*.cu")):
+@dataclass(frozen=True)
+class Missing:
+    """A source that rows are about, and that is not there."""
+
+    source: str
+    capabilities: tuple[int, ...]
+
+    def run(self) -> list[Verdict]:
+        fault = f"there is no {self.source}, and rows about it"
+        return [broken(self.source, "", capability, fault) for capability in self.capabilities]
+
+
+def jobs(capabilities: list[int]) -> Iterator[Job | Missing]:
+    sources = sorted(SOURCES.glob("*.cu"))
+    for name in sorted({kernel.source for kernel in KERNELS} - {source.name for source in sources}):
+        yield Missing(name, tuple(capabilities))
+    for source in sources:
         only = own_architecture(source)
         for target in [only] if only else map(str, architectures(source)):
             own = tuple(c for c in capabilities if target == (f"{c}a" if only else run_by(c)))

@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for compiler in COMPILERS:
         if compiler not in found:
             print(f"NOT CHECKED: {compiler} is not on PATH")
-    return 1 if red else 0 if len(found) == len(COMPILERS) else 77
+    if red or not sources:
+        return 1
+    return 0 if len(found) == len(COMPILERS) else 77
 
 
 if __name__ == "__main__":

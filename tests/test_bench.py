@@ -13,7 +13,7 @@ import torch
 from tiny_workloads import LAYER, STAGE
 
 from bench import __main__ as command
-from bench import cases, gate, peers, report, workloads
+from bench import cases, gate, machine, peers, report, workloads
 from bench.bars import ratio_bars
 from wnfused.backends import native
 
@@ -59,6 +59,45 @@ def test_groups_are_added_to_a_run_and_shown(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main([*run, "--add"])
     assert "was measured with commit 'another'" in capsys.readouterr().err
+
+
+def test_a_run_beside_other_programs_is_not_added_to_one_without(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(workloads, "WORKLOADS", (LAYER,))
+    run = ["--seconds", "0", "--out", str(tmp_path)]
+    assert command.main(run) == 0
+    with pytest.raises(SystemExit, match="2"):
+        command.main([*run, "--add", "--busy", "1"])
+    assert "was measured with busy 0, this is 1" in capsys.readouterr().err
+
+
+def test_pictures_of_groups_that_a_run_no_longer_has_are_removed(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(workloads, "WORKLOADS", (LAYER,))
+    (tmp_path / "ratios-stage.png").write_bytes(b"of another run")
+    (tmp_path / "mine.png").write_bytes(b"of somebody else")
+    assert command.main(["--seconds", "0", "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"ratios-{LAYER.group}.png", "mine.png"}
+
+
+def test_a_commit_is_marked_where_the_libraries_are_of_other_sources(monkeypatch, tmp_path):
+    import setup
+
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr(setup, "sources", lambda: "those here")
+    assert machine._built_of_these_sources()  # an installed package, or no library at all
+    record = tmp_path / "wnfused" / "_build.json"
+    record.parent.mkdir()
+    for recorded, same in (("those here", True), ("others", False)):
+        record.write_text(json.dumps({"sources": recorded}))
+        assert machine._built_of_these_sources() is same
+    if (commit := machine.commit()) is not None:
+        assert commit.endswith("+")
+
+
+def test_a_processor_is_told_by_its_family_where_its_name_says_little(monkeypatch):
+    said = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t\t: 2\n"
+    monkeypatch.setattr(machine, "Path", lambda _: SimpleNamespace(read_text=lambda: said))
+    assert machine.cpu_model() == "AMD EPYC (family 25, model 1)"
 
 
 def test_a_run_that_is_killed_keeps_the_groups_before(monkeypatch, tmp_path):

@@ -99,6 +99,39 @@ def test_the_tests_on_a_gpu_are_those_that_need_one_and_then_the_triton_kernels(
     assert all((folder / name).exists() for name in gpu.TESTS)
 
 
+def test_a_file_of_tests_that_cannot_be_imported_fails_the_step(tmp_path, monkeypatch) -> None:
+    from bench import gpu, supervised
+    from bench.gpu_worker import _Collector
+    from bench.supervised import Reporter
+
+    def run(command, items, *_, **__):
+        if command[-1] != "collect":
+            return {name: {"status": "passed"} for name in items}
+        collector = _Collector(Reporter(tmp_path / "done"), items)
+        collector.pytest_collectreport(SimpleNamespace(failed=False, nodeid="tests/test_gpu.py", longrepr=""))
+        error = "of that file:\nE   ImportError: no such thing"
+        broken = "tests/interpreter/test_triton_rows.py"
+        collector.pytest_collectreport(SimpleNamespace(failed=True, nodeid=broken, longrepr=error))
+        collector.pytest_collection_finish(SimpleNamespace(items=[SimpleNamespace(nodeid="tests/test_gpu.py::one")]))
+        lines = [json.loads(line) for line in (tmp_path / "done").read_text().splitlines()]
+        return {line["item"]: line["outcome"] for line in lines}
+
+    monkeypatch.setattr(supervised, "run", run)
+    outcome = gpu.tests(SimpleNamespace(options=SimpleNamespace(rehearse=False, out=tmp_path)), 120.0)
+    assert (outcome["status"], outcome["count"], outcome["passed"]) == ("failed", 1, 1)
+    why = "tests/interpreter/test_triton_rows.py: E   ImportError: no such thing"
+    assert outcome["failed"] == {"tests/interpreter": why}
+
+
+def test_a_match_that_fits_no_workload_is_an_error(tmp_path, capsys) -> None:
+    from bench import gpu
+
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["--rehearse", "--out", str(tmp_path), "--match", "no such workload"])
+    assert "--match no such workload: no workload's name holds this" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_collected_tests_come_before_what_they_were_collected_from(tmp_path) -> None:
     from bench.gpu_worker import _Collector
     from bench.supervised import Reporter

@@ -46,15 +46,17 @@ class Machine:
         return self.now
 
 
-def test_rounds_interleave_and_rotate():
-    machine = Machine()
-    runners = [machine.runner(name, 1.0) for name in "abc"]
-    samples = interleave(runners, "a", 0.0, clock=machine.clock, min_rounds=6, max_rounds=6)
-    calls = machine.calls[2 * 3 :]  # two of each calibrate
-    rounds = [calls[i : i + 3] for i in range(0, len(calls), 3)]
-    assert [sorted(r) for r in rounds] == [list("abc")] * 6
-    assert {r[0] for r in rounds} == set("abc")
-    assert samples.rounds == 6
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+def test_rounds_interleave_and_each_runner_has_each_place_equally_often(names):
+    machine, count = Machine(), len(names)
+    runners = [machine.runner(name, 1.0) for name in names]
+    samples = interleave(runners, "a", 0.0, clock=machine.clock, min_rounds=2 * count, max_rounds=2 * count)
+    calls = machine.calls[2 * count :]  # two of each calibrate
+    rounds = [calls[i : i + count] for i in range(0, len(calls), count)]
+    assert samples.rounds == len(rounds) == 2 * count
+    assert [sorted(r) for r in rounds] == [list(names)] * len(rounds)
+    for place in range(count):
+        assert sorted(r[place] for r in rounds) == sorted(2 * names)
 
 
 def test_ratios_pair_within_a_round_so_that_a_slowing_machine_does_not_show():

@@ -75,7 +75,10 @@ def test_a_folder_of_this_name_hides_nothing(tmp_path: Path) -> None:
 
 
 def test_without_torch_it_builds_a_package_in_plain_torch(unpacked: Path, tmp_path: Path) -> None:
-    """As an isolated build does, which has setuptools alone."""
+    """As an isolated build does, which has setuptools alone, also in a checkout that has libraries of its own."""
+    for planted in ("wnfused", "build/lib/wnfused"):
+        (unpacked / planted).mkdir(parents=True, exist_ok=True)
+        (unpacked / planted / "_cpu.abi3.so").write_bytes(b"of another build")
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "torch.py").write_text("raise ImportError('no torch here')\n")
     run("setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(tmp_path), cwd=unpacked, path=tmp_path / "hidden")
@@ -85,6 +88,23 @@ def test_without_torch_it_builds_a_package_in_plain_torch(unpacked: Path, tmp_pa
     assert (tmp_path / "package" / "wnfused" / "py.typed").exists()
     said = run("-W", "error", "-c", USE, cwd=tmp_path, path=tmp_path / "package")
     assert said.startswith("torch was not importable when wnfused was built; install torch first")
+
+
+def make(*arguments: str) -> str:
+    """What make would do."""
+    alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    command = ["make", "--dry-run", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_installs_again_where_another_torch_is_asked_for(tmp_path: Path) -> None:
+    stamp = tmp_path / ".installed"
+    stamp.write_text("torch==2.13.0\n")
+    os.utime(stamp, (2**32, 2**32))  # later than every source
+    assert "pip install" not in make("install", f"VENV={tmp_path}")
+    assert "pip install" in make("install", f"VENV={tmp_path}", "TORCH=torch==2.12.0")
+    assert "pip install" in make("install", f"VENV={tmp_path}", "--what-if=wnfused/backends/native_schemas.py")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -98,8 +118,6 @@ def test_without_torch_it_builds_a_package_in_plain_torch(unpacked: Path, tmp_pa
     ],
 )
 def test_make_hands_a_requirement_of_torch_to_pip_as_it_stands(torch: str, triton: str) -> None:
-    command = ["make", "--dry-run", "--always-make", "install", "VENV=nowhere", f"TORCH={torch}"]
-    alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
-    shown = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True).stdout
+    shown = make("--always-make", "install", "VENV=nowhere", f"TORCH={torch}")
     line = next(line for line in shown.splitlines() if "setuptools" in line)
     assert shlex.split(line)[-4:-2] == [torch, f"{triton}sys_platform == 'linux'"]

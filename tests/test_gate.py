@@ -208,6 +208,18 @@ def test_a_missing_tool_is_named_and_has_its_own_exit_code(monkeypatch, capsys, 
     assert f"NOT CHECKED: the cuda kernels: {absent} is not on this machine" in capsys.readouterr().out
 
 
+def test_a_source_that_is_gone_is_red_and_so_is_a_gate_without_any(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cuda_kernels, "SOURCES", tmp_path)
+    verdicts = [verdict for job in cuda_kernels.jobs([80, 90]) for verdict in job.run()]
+    assert {(verdict.kernel, verdict.capability) for verdict in verdicts} == {
+        (kernel.source, capability) for kernel in cuda_kernels.KERNELS for capability in (80, 90)
+    }
+    assert all(verdict.faults for verdict in verdicts)
+    monkeypatch.setitem(command.ROUTES, "cuda", (lambda capabilities: iter(()), ()))
+    assert command.main(["--only", "cuda"]) == command.RED
+    assert "0 compiled kernels" in capsys.readouterr().out
+
+
 def test_a_compilation_is_known_by_what_it_includes(source, tmp_path, monkeypatch):
     """A header that is included by one that is included counts, one that merely lies there does not."""
     monkeypatch.setattr(cuda_kernels, "ROOT", tmp_path)
@@ -335,6 +347,21 @@ def test_operands_of_tf32_are_rounded_and_no_others(layer, kernel, capability, p
 
 
 # ------------------------------------------------------------------------------------------------- pretended GPUs
+
+
+@pytest.mark.parametrize(
+    ("statuses", "some_may_be_empty", "status"),
+    [
+        ([0, 0], False, 0),
+        ([1, 0], False, 1),
+        ([0, 5], False, 5),
+        ([5, 0], True, 0),
+        ([5, 1], True, 1),
+        ([5, 5], True, 5),
+    ],
+)
+def test_pretended_gpus_without_a_test_are_no_success(statuses, some_may_be_empty, status):
+    assert pretended._together(statuses, some_may_be_empty) == status
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")

@@ -12,7 +12,7 @@ import torch
 
 import wnfused
 from wnfused import information, reference
-from wnfused.backends import native, native_cuda
+from wnfused.backends import library, native, native_cuda
 
 
 @pytest.fixture
@@ -329,11 +329,11 @@ def test_however_the_cuda_build_ends_the_other_library_keeps_its_record(
         made.run()
     assert json.loads(file.read_text()) == {
         "not_built": {} if reason is None else {"cuda": reason}, "declarations": build["declarations"](),
-        "torch": torch.__version__,
+        "sources": build["sources"](), "torch": torch.__version__,
     }  # fmt: skip
 
 
-def test_a_library_that_fails_to_build_leaves_none_of_an_older_build_in_place(build, monkeypatch, tmp_path):
+def test_where_a_library_fails_to_build_one_of_an_older_build_is_not_opened(build, monkeypatch, tmp_path):
     from setuptools.command.build_ext import build_ext
     from setuptools.dist import Distribution
 
@@ -355,7 +355,8 @@ def test_a_library_that_fails_to_build_leaves_none_of_an_older_build_in_place(bu
     made = command(Distribution())
     made.build_lib, made.build_temp, made.inplace = str(tmp_path / "lib"), str(tmp_path / "temp"), True
     made.run()
-    assert not older.exists()
+    monkeypatch.setattr(library, "_PACKAGE", older.parent)
+    assert library.opened("cpu") == "the C++ build failed: Error compiling objects"
     assert json.loads((older.parent / "_build.json").read_text())["not_built"] == {
         "cpu": "the C++ build failed: Error compiling objects", "cuda": "no CUDA here",
     }  # fmt: skip
@@ -383,14 +384,10 @@ def test_a_library_for_one_torch_that_does_not_build_leaves_the_others(
     cpu, other = extensions["wnfused._cpu"], extensions[f"wnfused._{name}"]
     made = command(Distribution({"ext_modules": [cpu, other]}))
     made.finalize_options()
-    older = tmp_path / made.get_ext_filename(other.name)
-    older.parent.mkdir()
-    older.write_bytes(b"a library")
     with pytest.raises(RuntimeError, match="no luck"):
         made.build_extension(cpu)
     with pytest.raises(RuntimeError, match="no luck") if required else contextlib.nullcontext():
         made.build_extension(other)
-    assert older.exists() == required
     expected = {name: f"the build of the {what} failed: Error compiling objects"}
     assert reasons == ({} if required else expected)
 

@@ -34,8 +34,11 @@ def opened(name: str) -> str | None:
     library = next((file for file in built if file.exists()), None)
     file = _PACKAGE / "_build.json"
     record = json.loads(file.read_text()) if file.exists() else {}
+    reason = record.get("not_built", {}).get(name)
+    if reason is not None:  # a library that is there all the same is of another build
+        return str(reason)
     if library is None:
-        return record.get("not_built", {}).get(name) or _not_built(_KINDS[name])
+        return _not_built(_KINDS[name])
     root = _PACKAGE.parent  # has csrc/ in a checkout that the library was built in
     declarations = record.get("declarations")
     for source in sorted(found for files in _DECLARED[name] for found in root.glob(files)):
