@@ -90,6 +90,29 @@ def test_a_stage_with_a_forward_of_its_own_is_observed_whole(kind: type[WNResidu
     assert stage.__dict__.get("forward") is patch
 
 
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(input=self.first(input=x).relu())
+
+
+@pytest.mark.parametrize("as_given", [False, True])
+def test_inputs_by_keyword(as_given: bool) -> None:
+    names: list[str] = []
+
+    def observe(call: Call) -> None:
+        names.append(call.name)
+        torch.testing.assert_close(call.run(call.input), call.output)
+
+    model = ByKeyword()
+    with observed(model, observe, as_given=as_given):
+        model(torch.randn(2, 3))
+    assert names == ["first", "second"]
+
+
 def test_measurements_of_one_stage_nest() -> None:
     stage, x, names = WNResidualStage(4, 4, 2), torch.randn(2, 4, 5, 5), []
     model = nn.Sequential(stage)
@@ -238,6 +261,12 @@ def test_the_weight_of_the_old_weight_norm_stays(name: str) -> None:
     MEASUREMENTS[name](model, torch.randn(4, 5))
     assert model[0].weight is weight
     assert weight.requires_grad
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_inputs_without_numbers_are_named(name: str) -> None:
+    with pytest.raises(ValueError, match="inputs: is a meta tensor, without numbers; use one on the model's device"):
+        MEASUREMENTS[name](nn.Linear(5, 3), torch.empty(4, 5, device="meta"))
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)

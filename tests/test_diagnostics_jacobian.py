@@ -99,6 +99,50 @@ def test_every_layer_s_own() -> None:
     assert rough.mean == pytest.approx(found.mean, rel=0.2)
 
 
+@pytest.mark.parametrize("method", ["exact", "lanczos"])
+def test_what_follows_the_end_may_write_in_place(method: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4)).double()
+    found = jacobian_spectrum(model, gaussian(3, 6), end="0", method=method, count=5).singular_values
+    assert found == pytest.approx(np.tile(torch.linalg.svdvals(model[0].weight.detach()), (3, 1)), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [nn.SiLU, nn.ELU, nn.Hardswish])
+def test_a_station_that_writes_its_input_in_place(kind: type[nn.Module]) -> None:
+    x = gaussian(3, 6)
+    found, expected = (
+        layer_jacobians(nn.Sequential(nn.Identity(), kind(inplace=inplace)), x, filter=lambda name, _: name == "1")
+        for inplace in (True, False)
+    )
+    assert found.largest == pytest.approx(expected.largest, rel=1e-12)
+    assert found.mean == pytest.approx(expected.mean, rel=1e-12)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.shared(self.shared(x)))
+
+
+@pytest.mark.parametrize("argument", ["start", "end"])
+def test_an_end_that_is_called_twice_is_named(argument: str) -> None:
+    with pytest.raises(ValueError, match=f"{argument}: 'shared' is called more than once; name a module that is"):
+        jacobian_spectrum(Twice(), torch.randn(3, 4), **{argument: "shared"})
+
+
+@pytest.mark.parametrize("method", ["exact", "lanczos"])
+def test_samples_of_nan_have_no_jacobian(method: str) -> None:
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), torch.randn(3, 6)
+    x[1, 2] = math.nan
+    found = jacobian_spectrum(model, x, method=method)
+    for values in (found.singular_values[:, 0], found.mean, found.variance):
+        assert np.isnan(values).tolist() == [False, True, False]
+    assert np.isnan(layer_jacobians(model, x, method=method).largest).all()
+    assert np.isnan(jacobian_growth(model, x).growth).all()
+
+
 def test_growth_is_the_mean_eigenvalue_up_to_each_layer() -> None:
     model = small()
     found = jacobian_growth(model, IMAGES, probes=100)

@@ -265,6 +265,12 @@ def test_wrong_activations(activation, error, message) -> None:
         chi(activation, 1, 0.1)
 
 
+def test_a_constant_has_no_boundary() -> None:
+    assert chi(lambda x: x * 0 + 1, 2.0, 0.1) == 0
+    with pytest.raises(ValueError, match=r"activation: .* has slope 0 at q = 0\.5, where no weights make chi 1"):
+        order_chaos_boundary(lambda x: x * 0 + 1, [0.5, 1.0])
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_boundary_is_quiet_and_a_module_has_its_class_s_name() -> None:
     assert phase_diagram(F.gelu).activation == "gelu"

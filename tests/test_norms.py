@@ -115,6 +115,55 @@ def test_no_station_has_no_norm() -> None:
     assert all(a.shape == (0,) for a in (profile.expected_activation(), profile.expected_gradient(), *bands))
 
 
+def test_slices_and_filters_keep_the_growth_of_what_they_leave_out() -> None:
+    model = wnfused.models.wrn(40).double()
+    model.stages[1] = model.stages[1].unstack()
+    profile = layer_norms(model, IMAGES, TARGETS)
+    expected, band = profile.expected_activation(), profile.activation_band()
+    kept = [0, 4, 8, 12, 16]
+    assert profile[:17:4].expected_activation() == pytest.approx(expected[kept], rel=1e-12)
+    for one, other in zip(profile[:17:4].activation_band(), band, strict=True):
+        assert one == pytest.approx(other[kept], rel=1e-12)
+    gradient = profile[:17].expected_gradient()
+    assert profile[:17:4].expected_gradient() == pytest.approx(gradient[kept], rel=1e-12)
+
+    names = {profile.names[i] for i in (0, 7, 10, 13)} | {"head"}
+    chosen = layer_norms(model, IMAGES, TARGETS, filter=lambda name, module: name in names)
+    which = [profile.names.index(name) for name in chosen.names]
+    assert (len(which), chosen.heads) == (len(names), 1)
+    assert chosen.activation == pytest.approx(profile.activation[which], rel=1e-12)
+    assert chosen.gradient == pytest.approx(profile.gradient[which], rel=1e-12)
+    assert chosen.expected_activation() == pytest.approx(expected[which], rel=1e-12, nan_ok=True)
+    for one, other in zip(chosen.gradient_band(), profile.gradient_band(), strict=True):
+        ratio = (one / other[which])[:-1]
+        assert ratio == pytest.approx(ratio[0], rel=0.2)
+
+
+def test_a_profile_turned_round_keeps_its_head() -> None:
+    profile = layer_norms(wnfused.models.wrn(16).double(), IMAGES, TARGETS)
+    turned = profile[::-1]
+    assert turned.head.tolist() == [True] + [False] * 7
+    assert turned.heads == 1
+    for values in (turned.expected_activation(), turned.expected_gradient()):
+        assert math.isnan(values[0])
+        assert not any(math.isnan(value) for value in values[1:])
+    for low, high in (turned.activation_band(), turned.gradient_band()):
+        assert (low[1:] <= high[1:]).all()
+    assert all(math.isnan(value) for value in profile[-1:].expected_activation())
+
+
+def test_a_stage_that_is_the_model() -> None:
+    profile = layer_norms(wnfused.WNResidualStage(3, 4, 3).double(), IMAGES, TARGETS, loss=lambda out, _: out.sum())
+    assert profile.names == ("transition", "blocks.0", "blocks.1")
+    assert profile.blocks.tolist() == [3, 3, 3]
+
+
+def test_a_loss_that_needs_no_logits_needs_targets() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 1), nn.Flatten(0)).double()
+    with pytest.raises(TypeError, match=r"model: expected logits .* got a tensor of shape \[6\]; give targets"):
+        layer_norms(model, IMAGES, loss=lambda outputs, targets: outputs.sum())
+
+
 @pytest.mark.parametrize("options", [{"filter": "a"}, {"loss": "ce"}])
 def test_what_is_no_function(options) -> None:
     (name,) = options

@@ -310,6 +310,11 @@ def test_layers_of_one_shape_are_drawn_together(monkeypatch):
             ValueError,
             r"tensor: of strides \[0, 3, 1\], its entries share memory; use tensor\.contiguous\(\)",
         ),
+        (
+            lambda: orthogonal_batched(torch.empty(10).unfold(0, 4, 1)),
+            ValueError,
+            r"tensor: of strides \[1, 1\], its entries share memory",
+        ),
         (lambda: orthogonal_batched([1.0]), TypeError, "tensor: expected a Tensor, got list"),
         (lambda: orthogonal_batched(torch.empty(3, 3), gain=float("inf")), ValueError, "gain: inf must be finite"),
     ],
@@ -317,6 +322,13 @@ def test_layers_of_one_shape_are_drawn_together(monkeypatch):
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_views_without_shared_entries_are_filled():
+    whole = torch.zeros(4, 6, 10)
+    for view in (whole[:, ::2, 1:8:3].transpose(0, 2), whole[2:3].expand(1, 6, 10), whole[:0].expand(0, 6, 10)):
+        assert orthogonal_batched(view) is view
+    torch.testing.assert_close(whole[2] @ whole[2].T, torch.eye(6))
 
 
 class OnAGPU(torch.Generator):

@@ -419,6 +419,119 @@ def test_retractions_can_be_differentiated(retraction):
     torch.autograd.gradcheck(retraction, drawn((3, 3)).requires_grad_())
 
 
+ORTHOGONAL = {
+    "eye": torch.eye(3, dtype=torch.float64), "tall": torch.linalg.qr(drawn((5, 3))).Q,
+    "wide": torch.linalg.qr(drawn((5, 3))).Q.mT, "doubled": 2 * torch.linalg.qr(drawn((3, 3))).Q,
+    "with others": torch.stack([torch.linalg.qr(drawn((5, 3))).Q, drawn((5, 3), 2)]),
+    "two equal": torch.diag(torch.tensor([2.0, 2.0, 0.5], dtype=torch.float64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORTHOGONAL)
+@pytest.mark.parametrize(
+    "retraction",
+    [polar_retraction, lambda w: polar_retraction(w, gain=-2.0), lambda w: singular_value_margin(w, 0.3, gain=1.1)],
+    ids=["polar", "polar with a gain", "margin"],
+)
+def test_equal_singular_values_have_gradients(retraction, name):
+    w = ORTHOGONAL[name].clone().requires_grad_()
+    torch.autograd.gradcheck(retraction, w)
+    (gradient,) = torch.autograd.grad(retraction(w).square().cumsum(-1).sum(), w)
+    by_func = torch.func.grad(lambda w: retraction(w).square().cumsum(-1).sum())(w.detach())
+    torch.testing.assert_close(by_func, gradient)
+
+
+def test_margins_of_zeros_have_gradients():
+    w = torch.zeros(3, 2, dtype=torch.float64).requires_grad_()
+    torch.autograd.gradcheck(lambda w: singular_value_margin(w, 1.0), w)
+
+
+def of_a_retraction(retraction):
+    return lambda w: (retraction(w) * torch.arange(15.0).view(3, 5)).sin().sum()
+
+
+@pytest.mark.parametrize("retraction", [polar_retraction, lambda w: singular_value_margin(w, 0.2)])
+def test_derivatives_of_retractions_by_every_transform(retraction):
+    function, w, func = of_a_retraction(retraction), drawn((3, 5)), torch.func
+    torch.autograd.gradgradcheck(retraction, w.clone().requires_grad_())
+    first = torch.autograd.functional.jacobian(function, w)
+    second = torch.autograd.functional.hessian(function, w)
+    for transform in (func.grad, func.jacrev, func.jacfwd):
+        torch.testing.assert_close(transform(function)(w), first)
+    for inner in (func.jacrev, func.jacfwd):
+        for outer in (func.jacrev, func.jacfwd):
+            torch.testing.assert_close(outer(inner(function))(w), second)
+    x = w.clone().requires_grad_()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], first)
+
+
+def test_autocast_leaves_the_gradients_of_retractions_alone():
+    w = drawn((8, 16), dtype=torch.float32).requires_grad_()
+    expected = torch.autograd.grad(polar_retraction(w).cumsum(-1).sum(), w)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(polar_retraction(w).cumsum(-1).sum(), w)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        qr_retraction, polar_retraction, lambda w: singular_value_margin(w, 0.1), gain_adjusted,
+        lambda w, start: srip(w, start=start), lambda w: gain_adjusted(w, torch.tensor(1.3)),
+    ],
+    ids=["qr", "polar", "margin", "gains", "srip", "one gain"],
+)  # fmt: skip
+def test_gradients_within_vmap(function):
+    w = drawn((4, 3, 5))
+    others = {gain_adjusted: (torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64),)}.get(function, ())
+    if function.__code__.co_argcount == 2 and not others:
+        others = (drawn((4, 3), 2),)
+    gradient = torch.func.grad(lambda w, *others: function(w, *others).square().sum())
+    expected = torch.stack([gradient(*one) for one in zip(w, *others, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(gradient)(w, *others), expected)
+
+
+def test_numbers_are_checked_within_grad():
+    with pytest.raises(ValueError, match="w: has NaN or inf"):
+        torch.func.grad(lambda w: polar_retraction(w).sum())(NAN)
+
+
+def test_a_gain_of_one_number_may_be_elsewhere():
+    assert gain_adjusted(torch.ones(4, 2, 3, device="meta"), torch.tensor(1.3)).shape == (4,)
+
+
+def test_a_model_without_memory():
+    model = nn.Sequential(WNLinear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"))
+    for method in ("polar", "qr"):
+        assert retract_(model, method) is model
+    regularizer = Regularizer("gain_adjusted", gain="initial")
+    assert regularizer.loss(model).is_meta
+    model.to_empty(device="cpu")
+    wnfused.init.initialize(model, "orthogonal")
+    assert regularizer.loss(model) < 1e-9, "gains are those of the first weights that there are"
+
+
+def test_layers_without_inputs_have_no_matrix():
+    model = nn.Sequential(nn.Linear(0, 3), WNLinear(3, 0), nn.Linear(3, 3))
+    assert Regularizer().terms(model) == Regularizer().terms(nn.ModuleDict({"2": model[2]}))
+    with pytest.raises(ValueError, match="model: has no linear or convolutional layer"):
+        Regularizer().loss(model[:2])
+
+
+def test_tied_weights_count_once():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    assert Regularizer().loss(model) == Regularizer().loss(first)
+    assert Regularizer(filter=lambda name, module: name == "1").terms(model).keys() == {"1"}
+    first, second = WNLinear(3, 3), WNLinear(3, 3)
+    second.weight_v = first.weight_v
+    model = nn.Sequential(first, second)
+    assert Regularizer().terms(model).keys() == {"0", "1"}, "with gains of their own"
+    assert Regularizer(weight="direction").terms(model).keys() == {"0"}
+
+
 def test_a_regularised_network_becomes_orthogonal():
     model = nn.Sequential(WNLinear(6, 10), nn.ReLU(), nn.Linear(10, 4))
     regularizer = Regularizer(strength=1.0)
@@ -532,6 +645,20 @@ def test_a_gradient_of_another_dtype(dtype):
             "gain: is on meta, w on cpu",
         ),
         (lambda: Regularizer("gain_adjusted", gain=10**400), ValueError, "gain: 10+ must be finite and above 0"),
+        (lambda: Regularizer("gain_adjusted", gain=1e-200), ValueError, "gain: 1e-200 must be between 1.5e-154 and"),
+        (lambda: Regularizer("gain_adjusted", gain=1e200), ValueError, r"gain: 1e\+200 must be between 1.5e-154 and"),
+        (
+            lambda: Regularizer("gain_adjusted", gain=1e-30).loss(nn.Linear(2, 2)),
+            ValueError,
+            r"gain: 1e-30 must be between 1\.1e-19 and 9\.2e\+18, for 1 / gain\^2 in torch\.float32",
+        ),
+        (lambda: gain_adjusted(drawn((2, 3)), 1e-200), ValueError, "gain: 1e-200 must be between 1.5e-154 and"),
+        (lambda: gain_adjusted(drawn((2, 3)), 1e200), ValueError, r"gain: 1e\+200 must be between 1.5e-154 and"),
+        (
+            lambda: gain_adjusted(torch.ones(2, 3), torch.tensor(1e-30).double()),
+            ValueError,
+            r"gain: 1\.0.*e-30 must be finite and above 0, and 1 / gain\^2 a number in torch\.float32",
+        ),
         (
             lambda: orthogonal_proxy(nn.Linear(2, 2), orthogonal_map="qr"),
             ValueError,

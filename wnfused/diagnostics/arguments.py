@@ -42,10 +42,11 @@ def checked_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     return total.reshape(())
 
 
-def check_logits(outputs: Any) -> None:
+def check_logits(outputs: Any, remedy: str = "a loss") -> None:
     if not isinstance(outputs, Tensor) or outputs.dim() < 2:
         what = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise TypeError(f"model: expected logits [n, classes] for the cross-entropy, got {what}; give a loss")
+        purpose = "the cross-entropy" if remedy == "a loss" else "their likeliest classes"
+        raise TypeError(f"model: expected logits [n, classes] for {purpose}, got {what}; give {remedy}")
 
 
 def check_classes(outputs: Tensor, targets: Tensor, *, for_all: bool = False) -> None:
@@ -88,6 +89,8 @@ def check_model(model: nn.Module) -> None:
 def check_inputs(inputs: Tensor) -> None:
     if not isinstance(inputs, Tensor):
         raise TypeError(f"inputs: expected a Tensor, got {type(inputs).__name__}")
+    if inputs.is_meta:
+        raise ValueError("inputs: is a meta tensor, without numbers; use one on the model's device")
     if inputs.dim() == 0 or inputs.shape[0] == 0:
         raise ValueError(f"inputs: shape {list(inputs.shape)} has no sample to measure; use [n, ...] with n >= 1")
 

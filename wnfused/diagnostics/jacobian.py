@@ -89,9 +89,12 @@ def jacobian_spectrum(
 ) -> JacobianSpectrum:
     """Singular values of ``d end / d start`` for each of the samples ``inputs [n, ...]``, all samples at once.
 
+    NaN for a sample whose f(x) is not finite, as of NaN in its input.
+
     Args:
         start: name of the module whose output is x; default: the model's input, which must be floating point.
-        end: name of the module whose output is f(x); default: the model's output.
+        end: name of the module whose output is f(x); default: the model's output. Neither may be called
+            more than once.
         method: ``"exact"`` writes J out by ``min(d_out, d_in)`` products and finds all singular values; ``"lanczos"``
             finds the largest ``count`` by products alone, as networks with large maps need (of equal ones among many
             others perhaps one alone); ``"auto"``: exact up to 512 products.
@@ -128,7 +131,7 @@ def spectrum(
     small = side <= _EXACT_SIDE and n * d_out * d_in <= _EXACT_NUMBERS
     if method == "exact" or (method == "auto" and small):
         with advancing(progress, "Jacobian", side) as advance:
-            values = finite_svdvals(products.matrix(advance))
+            values = products.where_finite(finite_svdvals(products.matrix(advance)))
         squares = values.square()
         mean = squares.sum(1) / d_out
         variance = squares.square().sum(1) / d_out - mean.square()
@@ -145,6 +148,7 @@ def spectrum(
             forward, transposed, start, min(count, side), tolerance=tolerance, generator=generator, advance=advance
         )
         mean, variance = _probed(products, probes, generator, advance)
+    values, mean, variance = (products.where_finite(found) for found in (values, mean, variance))
     return JacobianSpectrum(values.cpu().numpy(), False, d_out, d_in, mean.cpu().numpy(), variance.cpu().numpy())
 
 
@@ -164,6 +168,11 @@ def check_independent(model: nn.Module) -> None:
             )
 
 
+def finite_samples(y: Tensor) -> Tensor:
+    """For which samples all of y is finite ``[n]``: elsewhere a Jacobian may look as if nothing were wrong."""
+    return y.detach().isfinite().reshape(len(y), -1).all(1)
+
+
 class Products:
     """``v -> J v`` and ``u -> J^T u`` for all samples at once, from a graph of y as a function of x that is kept."""
 
@@ -171,6 +180,7 @@ class Products:
         self._x, self._y = x, y
         self.samples, self.like = len(x), x
         self.inputs, self.outputs = x[0].numel(), y[0].numel()
+        self._finite = finite_samples(y)
         self._slope: tuple[Tensor, Tensor] | None = None
 
     def transposed(self, u: Tensor) -> Tensor:
@@ -204,6 +214,11 @@ class Products:
             advance()
         return torch.stack(parts, 1 if rows else 2)
 
+    def where_finite(self, found: Tensor) -> Tensor:
+        """``found [n, ...]``, NaN for samples whose y is not finite."""
+        keep = self._finite.to(found.device).reshape(-1, *[1] * (found.dim() - 1))
+        return torch.where(keep, found, torch.nan)
+
     @staticmethod
     def _as(flat: Tensor, like: Tensor) -> Tensor:
         return flat.to(like.dtype).reshape(like.shape)
@@ -221,11 +236,16 @@ def _ends(model: nn.Module, inputs: Tensor, start: str | None, end: str | None) 
     def begin(module: nn.Module, _: Any, output: Any) -> Tensor | None:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return None
-        found["x"] = output.detach().requires_grad_()
-        return found["x"].clone()  # which may be written in place
+        return keep("x", output.detach().requires_grad_(), "start", start)
 
-    def finish(module: nn.Module, _: Any, output: Any) -> None:
-        found["y"] = output
+    def finish(module: nn.Module, _: Any, output: Any) -> Tensor | None:
+        return keep("y", output, "end", end) if isinstance(output, Tensor) else None
+
+    def keep(key: str, output: Tensor, argument: str, name: str | None) -> Tensor:
+        if key in found:
+            raise ValueError(f"{argument}: {name!r} is called more than once; name a module that is called once")
+        found[key] = output
+        return output.clone()  # which may be written in place
 
     try:
         if start is not None:

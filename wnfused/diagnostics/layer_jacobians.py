@@ -30,7 +30,7 @@ from wnfused.diagnostics.arguments import (
     seeded,
 )
 from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
-from wnfused.diagnostics.jacobian import METHODS, Products, check_independent, spectrum
+from wnfused.diagnostics.jacobian import METHODS, Products, check_independent, finite_samples, spectrum
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import outputs_of, undisturbed
 from wnfused.diagnostics.stations import Call, observed
@@ -77,7 +77,7 @@ def layer_jacobians(
     """Singular values of every station's own Jacobian, from its input to its output, at the samples ``inputs``.
 
     One forward pass; each station is differentiated while it runs and its graph dropped, so that memory does not grow
-    with depth.
+    with depth. NaN where a station's output is not finite for some sample.
 
     Args:
         method, probes, generator: as in ``wnfused.diagnostics.jacobian_spectrum``.
@@ -114,7 +114,7 @@ def layer_jacobians(
             rows.append((values[:, 0].mean(), smallest, found.mean.mean(), found.variance.mean()))
             advance()
 
-        with observed(model, observe, filter, len(inputs)):
+        with observed(model, observe, filter, len(inputs), as_given=True):
             outputs_of(model, inputs)
     table = np.array(rows, dtype=float).reshape(-1, 4)
     return LayerJacobians(tuple(names), *table.T)
@@ -148,7 +148,7 @@ def jacobian_growth(
     """The mean eigenvalue of ``J J^T`` from the input to every station, by forward-mode derivatives.
 
     ``probes`` passes, each with one random tangent a sample; nothing is kept of a station but two numbers, so that
-    memory does not grow with depth.
+    memory does not grow with depth. NaN where a station's output is not finite for some sample.
 
     Args:
         inputs: ``[n, ...]``, floating point.
@@ -173,12 +173,12 @@ def jacobian_growth(
     with undisturbed(model), torch.no_grad(), advancing(progress, "Jacobian", None) as advance:
 
         def observe(call: Call) -> None:
-            tangent = forward_ad.unpack_dual(call.output).tangent
+            output, tangent = forward_ad.unpack_dual(call.output)
             length = torch.zeros(len(inputs), dtype=torch.float64, device="cpu")
             if tangent is not None:
                 length = tangent.reshape(len(inputs), -1).double().square().mean(1).cpu()
             names.append(call.name)
-            lengths.append(length)
+            lengths.append(torch.where(finite_samples(output).cpu(), length, torch.nan))
             advance()
 
         for _ in range(probes):

@@ -124,14 +124,19 @@ def order_chaos_boundary(activation: Activation, q: ArrayLike) -> tuple[np.ndarr
 
     Raises:
         TypeError: ``q`` are no numbers.
-        ValueError: one that is not finite and at least 0; an activation as in ``chi``.
+        ValueError: one that is not finite and at least 0; an activation as in ``chi``, or one of slope 0 everywhere,
+            with which no weights make chi 1.
     """
     values = floats("q", q)
     if not ((values >= 0) & np.isfinite(values)).all():
         raise ValueError(f"q: {q!r} must be finite and at least 0")
     moments = _Moments(activation)
     flat = values.ravel().tolist()
-    sw2 = np.array([1 / moments.slopes(value) for value in flat]).reshape(values.shape)
+    slopes = [moments.slopes(value) for value in flat]
+    if 0 in slopes:
+        level = flat[slopes.index(0)]
+        raise ValueError(f"activation: {activation!r} has slope 0 at q = {level:g}, where no weights make chi 1")
+    sw2 = np.array([1 / slope for slope in slopes]).reshape(values.shape)
     sb2 = values - sw2 * np.array([moments.square(value) for value in flat]).reshape(values.shape)
     # Exactly 0 at q = 0 and for ReLU; rounding may leave it just below.
     return sw2, np.where(sb2 < 1e-12 * np.maximum(values, 1), 0.0, sb2)

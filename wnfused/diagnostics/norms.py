@@ -15,8 +15,9 @@ so that a stage multiplies a norm by ``(1 + 1/B)^(B/2)``, which lies in ``[sqrt 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, overload
 
 import numpy as np
@@ -30,6 +31,7 @@ from wnfused._modules import Filter
 from wnfused._numbers import function, plain_int
 from wnfused.diagnostics.arguments import (
     Loss,
+    check_by_sample,
     check_differentiable,
     check_inputs,
     check_logits,
@@ -41,7 +43,7 @@ from wnfused.diagnostics.arguments import (
 from wnfused.diagnostics.drawing import THEORY, Drawable, over_stations
 from wnfused.diagnostics.progress import Progress, advancing
 from wnfused.diagnostics.state import outputs_of, undisturbed
-from wnfused.diagnostics.stations import BLOCKS, Call, observed
+from wnfused.diagnostics.stations import BLOCKS, Call, default_filter, observed
 from wnfused.nn import WeightNormalised, WNResidualBlock, WNResidualStage
 
 _FLOAT32_LARGEST = 3.4e38
@@ -68,7 +70,10 @@ class NormProfile(Drawable):
         channels: second dimension of each output ``[n, channels, ...]``, 1 where there is none ``[L]``.
         positions: product of each output's further dimensions ``[L]``.
         blocks: ``B_k`` where the station is a residual block of a stage of so many, else 0 ``[L]``.
-        heads: stations at the end that the theory leaves out: plain layers after normalised ones or blocks.
+        log_growth: of all blocks up to each station, those that no filter took, too, the sum of ``log(1 + 1/B_k)``
+            ``[L]``.
+        stages: of the same blocks the sum of ``1/B_k`` ``[L]``.
+        head: whether the theory leaves a station out: plain layers at the end, after normalised ones or blocks ``[L]``.
     """
 
     names: tuple[str, ...]
@@ -78,9 +83,16 @@ class NormProfile(Drawable):
     channels: np.ndarray
     positions: np.ndarray
     blocks: np.ndarray
-    heads: int
+    log_growth: np.ndarray
+    stages: np.ndarray
+    head: np.ndarray
 
     panels = 2
+
+    @property
+    def heads(self) -> int:
+        """How many stations the theory leaves out."""
+        return int(self.head.sum())
 
     @property
     def activation(self) -> np.ndarray:
@@ -94,19 +106,18 @@ class NormProfile(Drawable):
 
     def expected_activation(self) -> np.ndarray:
         """The theory's norms ``[L]``, from the mean norm that was measured at the first station; NaN at heads."""
-        if not len(self):
-            return np.empty(0)
-        growth = np.cumsum(np.log1p(self._inverse_blocks()))
-        squares = self.positions / self.positions[0] * np.exp(growth - growth[0])
-        return self._without_heads(self.activation[0] * np.sqrt(squares))
+        if self.head.all():
+            return np.full(len(self), np.nan)
+        first = int(self.head.argmin())
+        squares = self.positions / self.positions[first] * np.exp(self.log_growth - self.log_growth[first])
+        return self._without_heads(self.activation[first] * np.sqrt(squares))
 
     def expected_gradient(self) -> np.ndarray:
         """The theory's norms ``[L]``, from the mean norm that was measured at the last station before the heads."""
-        if not len(self):
-            return np.empty(0)
-        last = len(self.names) - self.heads - 1
-        growth = np.cumsum(np.log1p(self._inverse_blocks()))
-        squares = self.channels / self.channels[last] * np.exp(growth[last] - growth)
+        if self.head.all():
+            return np.full(len(self), np.nan)
+        last = self._last()
+        squares = self.channels / self.channels[last] * np.exp(self.log_growth[last] - self.log_growth)
         return self._without_heads(self.gradient[last] * np.sqrt(squares))
 
     def activation_band(self) -> tuple[np.ndarray, np.ndarray]:
@@ -117,21 +128,21 @@ class NormProfile(Drawable):
         """``expected_gradient`` for stages that multiply by ``sqrt 2`` and ``sqrt e``."""
         return self._band(self.expected_gradient(), backward=True)
 
-    def _inverse_blocks(self) -> np.ndarray:
-        return np.divide(1.0, self.blocks, out=np.zeros(len(self.blocks)), where=self.blocks > 0)
+    def _last(self) -> int:
+        """The last station that is no head."""
+        return len(self) - 1 - int(self.head[::-1].argmin())
 
     def _without_heads(self, values: np.ndarray) -> np.ndarray:
-        return np.where(np.arange(len(values)) < len(values) - self.heads, values, np.nan)
+        return np.where(self.head, np.nan, values)
 
     def _band(self, expected: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
         """Block b of B is share 1/B of its stage's growth, which is 2^(1/2) to e^(1/2) instead of (1 + 1/B)^(B/2)."""
-        if not len(self):
+        if self.head.all():
             return expected, expected
-        share, growth = np.cumsum(self._inverse_blocks()), np.cumsum(np.log1p(self._inverse_blocks()))
-        end = len(share) - self.heads - 1
-        share, growth = (c[end] - c if backward else c - c[0] for c in (share, growth))
-        low, high = (expected * np.exp((rate * share - growth) / 2) for rate in (np.log(2), 1.0))
-        return low, high
+        end = self._last() if backward else int(self.head.argmin())
+        share, growth = ((c[end] - c if backward else c - c[end]) for c in (self.stages, self.log_growth))
+        ends = [expected * np.exp((rate * share - growth) / 2) for rate in (np.log(2), 1.0)]
+        return np.minimum(*ends), np.maximum(*ends)  # of a profile turned round the rates change places
 
     def __len__(self) -> int:
         return len(self.names)
@@ -142,12 +153,8 @@ class NormProfile(Drawable):
     def __getitem__(self, which: slice) -> NormProfile: ...
     def __getitem__(self, which: int | slice) -> Norms | NormProfile:
         if isinstance(which, slice):
-            kept = range(len(self))[which]
-            parts = {
-                field: getattr(self, field)[which]
-                for field in ("names", "activations", "gradients", "channels", "positions", "blocks")
-            }
-            return replace(self, heads=sum(i >= len(self) - self.heads for i in kept), **parts)
+            by_station = (field.name for field in fields(self) if field.name != "inputs")
+            return replace(self, **{name: getattr(self, name)[which] for name in by_station})
         which = plain_int(which)
         if not isinstance(which, int):
             raise TypeError(f"station: expected its number or a slice, got {which!r}")
@@ -201,7 +208,8 @@ def layer_norms(
             probabilities; None: the class that the model itself holds for likeliest, for each sample.
         loss: from (outputs, targets) to the *sum* of the samples' losses, so that a sample's gradient does not depend
             on how many there are; default: cross-entropy.
-        filter: which modules are stations, see ``wnfused.diagnostics.stations``.
+        filter: which modules are stations, see ``wnfused.diagnostics.stations``. The theory's norms count the
+            blocks that it leaves out, too.
         progress: True for a bar on the terminal, or a function of (steps done, None): forward and backward.
 
     Raises:
@@ -214,16 +222,17 @@ def layer_norms(
     function(loss=loss)
     if targets is not None and loss is None:
         check_targets(targets, inputs)
-    record = _Record(model)
+    function(filter=filter)
+    record = _Record(model, filter, len(inputs))
     with undisturbed(model), torch.enable_grad(), advancing(progress, "norms", None) as record.advance:
         x = inputs.detach()
         if x.is_floating_point():
             x = x.clone().requires_grad_()
             record.leaves.append(x)
-        with observed(model, record.take, filter, len(x)):
+        with observed(model, record.take, record.seen):
             outputs = outputs_of(model, x)
         if targets is None:
-            check_logits(outputs)
+            check_logits(outputs, "a loss" if loss is None else "targets")
             targets = outputs.detach().argmax(1)
         total = checked_loss(loss or cross_entropy, outputs, targets)
         # Towards activations alone: no parameter's .grad is touched.
@@ -235,19 +244,39 @@ def layer_norms(
 class _Record:
     """What the stations showed, in order of execution."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, filter: Filter | None, samples: int) -> None:
         self.names: list[str] = []
+        self.blocks: list[int] = []
+        self.grown: list[tuple[float, float]] = []
         self.shapes: list[tuple[int, int]] = []
         self.activations: list[Tensor] = []
         self.gradients: dict[int, Tensor] = {}
         self.leaves: list[Tensor] = []
         self.advance = lambda: None
         self._modules = dict(model.named_modules())
+        self._default, self._samples = default_filter(model), samples
+        self._chosen = {name for name, module in self._modules.items() if (filter or self._default)(name, module)}
+        self._log_growth = self._stages = 0.0
+
+    def seen(self, name: str, module: nn.Module) -> bool:
+        """Which modules to observe: the stations, and blocks that are none, for the theory."""
+        is_block = isinstance(module, (*BLOCKS, WNResidualStage)) and self._default(name, module)
+        return name in self._chosen or is_block
 
     def take(self, call: Call) -> Tensor | None:
         """Measure the output now, and its gradient when the backward pass comes by."""
+        owner = self._owner(call.name)
+        blocks = self._blocks_beside(owner)
+        if blocks:
+            self._log_growth += math.log1p(1 / blocks)
+            self._stages += 1 / blocks
+        if owner not in self._chosen:
+            return None
+        check_by_sample(f"filter: the output of {call.name!r}", call.output, self._samples)
         output, station, replaced = call.output, len(self.names), False
         self.names.append(call.name)
+        self.blocks.append(blocks)
+        self.grown.append((self._log_growth, self._stages))
         channels = output.shape[1] if output.dim() > 1 else 1
         self.shapes.append((channels, output[0].numel() // max(channels, 1)))
         self.activations.append(_norms(output))
@@ -270,29 +299,32 @@ class _Record:
         n = len(inputs)
         nothing = torch.full((n,), float("nan"), dtype=torch.float64, device="cpu")
         gradients = [self.gradients.get(i, nothing) for i in range(len(self.names))]
-        blocks, heads = self._structure()
+        log_growth, stages = np.array(self.grown, dtype=float).reshape(-1, 2).T
         return NormProfile(
             tuple(self.names), _table(self.activations, n), _table(gradients, n), _norms(inputs).numpy(),
             np.array([c for c, _ in self.shapes], dtype=int), np.array([p for _, p in self.shapes], dtype=int),
-            np.array(blocks, dtype=int), heads,
+            np.array(self.blocks, dtype=int), log_growth, stages, self._head(),
         )  # fmt: skip
 
-    def _structure(self) -> tuple[list[int], int]:
-        """How many blocks the stage of each station has, and how many plain layers end the network."""
-        blocks, heads = [], 0
-        for name in self.names:
-            module = self._modules.get(name) or self._modules[name.rpartition(".blocks.")[0]]
-            parent = name.rpartition(".")[0]
-            if isinstance(module, (WNResidualBlock, WNResidualStage)):
-                blocks.append(module.num_blocks)
-            elif isinstance(module, BLOCKS):
-                siblings = self._modules[parent].children()
-                blocks.append(sum(isinstance(sibling, BLOCKS) for sibling in siblings))
-            else:
-                blocks.append(0)
-            inner = blocks[-1] > 0 or _is_weight_normalised(module)
-            heads = 0 if inner else heads + 1
-        return blocks, heads if heads < len(self.names) else 0
+    def _owner(self, station: str) -> str:
+        """The name of the module that a station is, or is a block of."""
+        return station if station in self._modules else station.rpartition(".blocks.")[0]
+
+    def _blocks_beside(self, name: str) -> int:
+        """How many blocks the stage has that a module is a block of, or is; 0 for other modules."""
+        module = self._modules[name]
+        if isinstance(module, (WNResidualBlock, WNResidualStage)):
+            return module.num_blocks
+        if not isinstance(module, BLOCKS):
+            return 0
+        siblings = self._modules[name.rpartition(".")[0]].children()
+        return sum(isinstance(sibling, BLOCKS) for sibling in siblings)
+
+    def _head(self) -> np.ndarray:
+        """Which stations are the plain layers that end the network; none of a network that has no others."""
+        modules = [self._modules[self._owner(name)] for name in self.names]
+        inner = [i for i, m in enumerate(modules) if self.blocks[i] or _is_weight_normalised(m)]
+        return np.arange(len(modules)) > inner[-1] if inner else np.zeros(len(modules), dtype=bool)
 
 
 def _is_weight_normalised(module: nn.Module) -> bool:

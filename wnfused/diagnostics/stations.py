@@ -8,7 +8,7 @@ it runs, so that nothing but the observation outlives it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,10 @@ class Call:
     """One call of a station.
 
     Attributes:
-        name: of the module, or ``stage.blocks.i`` for an identity block of a stage.
+        name: of the module, or ``stage.blocks.i`` for an identity block of a stage, ``blocks.i`` where the stage is the
+            model.
         run: the station as a function of its input, its other arguments held.
-        input: a tensor; the first, where there are several.
+        input: a tensor; the first, where there are several, and of those given by keyword where none is by position.
         output: the same of what it returned.
     """
 
@@ -48,14 +49,16 @@ Observer = Callable[[Call], Tensor | None]
 
 @contextlib.contextmanager
 def observed(
-    model: nn.Module, observe: Observer, filter: Filter | None = None, samples: int | None = None
-) -> Iterator[None]:
+    model: nn.Module, observe: Observer, filter: Filter | None = None, samples: int | None = None, *,
+    as_given: bool = False,
+) -> Iterator[None]:  # fmt: skip
     """While this holds, ``observe`` sees every call of a station of ``model``; no hook is left behind.
 
     Args:
         filter: from (name, module) to whether the module is a station; a stage for which it is true is observed block
             by block, but for one whose forward is not its class's: that is observed whole.
         samples: how many entries the first dim of every output must have; None: any.
+        as_given: whether each ``Call.input`` is a copy from before the call, as a station may write its input in place.
 
     Raises:
         ValueError: naming a station whose outputs are not one for each sample.
@@ -83,8 +86,11 @@ def observed(
                 continue
             if isinstance(module, WNResidualStage) and not has_own_forward(module):
                 undo.enter_context(_block_by_block(name, module, report))
-            else:
-                undo.callback(module.register_forward_hook(_hook(name, report), with_kwargs=True).remove)
+                continue
+            copies: list[Tensor | None] = []
+            if as_given:
+                undo.callback(module.register_forward_pre_hook(_copying(copies), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(_hook(name, report, copies), with_kwargs=True).remove)
         yield
 
 
@@ -112,22 +118,44 @@ def default_filter(model: nn.Module) -> Filter:
     return selected
 
 
-def _hook(name: str, report: Observer) -> Callable[..., Any]:
+def _hook(name: str, report: Observer, copies: list[Tensor | None]) -> Callable[..., Any]:
+    """``copies``: of the inputs of calls that have begun, the last one's last; empty where none are made."""
+
     def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
-        position = next((i for i, a in enumerate(arguments) if isinstance(a, Tensor)), None)
+        copy = copies.pop() if copies else None
         first = _first(output)
-        if first is None or position is None:
+        place, given = _first_input(arguments, keywords)
+        if first is None or given is None:
             return None
 
         def run(x: Tensor) -> Tensor:
-            result = _first(module.forward(*arguments[:position], x, *arguments[position + 1 :], **keywords))
+            by_position = [x if i == place else a for i, a in enumerate(arguments)]
+            by_keyword = {key: x if key == place else a for key, a in keywords.items()}
+            result = _first(module.forward(*by_position, **by_keyword))
             assert result is not None
             return result
 
-        replacement = report(Call(name, run, arguments[position], first))
+        replacement = report(Call(name, run, given if copy is None else copy, first))
         return None if replacement is None else _with_first(output, replacement)
 
     return hook
+
+
+def _copying(copies: list[Tensor | None]) -> Callable[..., None]:
+    """A hook before a call that keeps its input as it is then."""
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        _, given = _first_input(arguments, keywords)
+        copies.append(None if given is None else given.clone())
+
+    return hook
+
+
+def _first_input(arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[int | str | None, Tensor | None]:
+    """The number or keyword of a call's first tensor, and this; None for both where it has none."""
+    given: dict[Any, Any] = {**dict(enumerate(arguments)), **keywords}
+    place = next((place for place, value in given.items() if isinstance(value, Tensor)), None)
+    return place, None if place is None else given[place]
 
 
 def _first(output: Any) -> Tensor | None:
@@ -155,7 +183,7 @@ def _block_by_block(name: str, stage: WNResidualStage, report: Observer) -> cont
             x = stage.transition(x)
         for i, block in enumerate(stage.blocks()):
             y = block(x)
-            replacement = report(Call(f"{name}.blocks.{i}", block, x, y))
+            replacement = report(Call(f"{name}.blocks.{i}".lstrip("."), block, x, y))
             x = y if replacement is None else replacement
         return x
 

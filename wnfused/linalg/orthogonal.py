@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import is_fake
 
 from wnfused import dispatch
 from wnfused._numbers import draws_on, finite, random_source
-from wnfused._undisturbed import is_expanded
 from wnfused.backends import cusolver
 from wnfused.backends import native as kernels
 from wnfused.backends.triton.support import precision
@@ -106,7 +105,7 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     floating("tensor", tensor)
     if tensor.dim() < 2:
         raise ValueError(f"tensor: shape {list(tensor.shape)} must have at least two dims, [..., r, c]")
-    if is_expanded(tensor):
+    if _overlaps(tensor):
         raise ValueError(
             f"tensor: of strides {list(tensor.stride())}, its entries share memory; use tensor.contiguous()"
         )
@@ -130,6 +129,17 @@ def orthogonal_batched(tensor: Tensor, *, gain: float = 1.0, generator: torch.Ge
     if not matrices._is_view():  # none of the tensor has that shape
         tensor.copy_(matrices.view(tensor.shape))
     return tensor
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether entries share memory: a step along some dim, from the shortest on, ends within what those before span."""
+    span = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if step <= span:
+                return True
+            span += step * (size - 1)
+    return False
 
 
 def orthonormal_rows(a: Tensor) -> Tensor:

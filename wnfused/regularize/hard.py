@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import orthogonal
 
@@ -51,6 +56,10 @@ def qr_factor(w: Tensor, gain: float) -> Tensor:
 def polar_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
     """``gain * U V^T`` of the SVD ``W = U S V^T``: the orthogonal matrix nearest to W.
 
+    It can be differentiated where W has full rank, at an orthogonal W, too; elsewhere the nearest matrix is not the
+    only one, and the gradient NaN or inf. Second derivatives, and those of forward mode, go through torch's SVD: NaN
+    where singular values are equal.
+
     Args:
         w: ``[..., r, c]``, floating point.
         gain: of the result, finite.
@@ -71,13 +80,14 @@ def polar_retraction(w: Tensor, *, gain: float = 1.0) -> Tensor:
 
 def polar_factor(w: Tensor, gain: float) -> Tensor:
     """``polar_retraction`` of arguments that are known to be right."""
-    u, _, vt = torch.linalg.svd(w.to(wide(w.dtype)), full_matrices=False)
-    return (gain * u @ vt).to(w.dtype)
+    return _clamped(w, gain, gain)
 
 
 @at_its_own_precision
 def singular_value_margin(w: Tensor, margin: float, *, gain: float = 1.0) -> Tensor:
     """W with its singular values kept between ``gain (1 - margin)`` and ``gain (1 + margin)``.
+
+    It can be differentiated as ``polar_retraction``; a singular value at either end counts as kept there.
 
     Args:
         w: ``[..., r, c]``, floating point.
@@ -99,9 +109,72 @@ def singular_value_margin(w: Tensor, margin: float, *, gain: float = 1.0) -> Ten
     above_0(gain=gain)
     at_least_0(margin=margin)
     check_finite(w=w)
-    u, s, vt = torch.linalg.svd(w.to(wide(w.dtype)), full_matrices=False)
-    s = s.clamp(gain * max(1 - margin, 0.0), gain * (1 + margin))
-    return (u * s.unsqueeze(-2) @ vt).to(w.dtype)
+    # From a margin of 1 on there is no lower end: a singular value of 0 is none that was kept there.
+    return _clamped(w, gain * (1 - margin) if margin < 1 else -math.inf, gain * (1 + margin))
+
+
+def _clamped(w: Tensor, low: float, high: float) -> Tensor:
+    """W with its singular values between two numbers."""
+    matrix = w.to(wide(w.dtype))
+    # torch.compile takes no function with a rule for forward mode, and of nested forward modes torch drops the outer.
+    clamp = _of_singular_values if forward_ad._current_level >= 0 else _Clamped.apply
+    result: Tensor = clamp(matrix.mT, low, high).mT if w.shape[-2] < w.shape[-1] else clamp(matrix, low, high)
+    return result.to(w.dtype)
+
+
+def _of_singular_values(w: Tensor, low: float, high: float) -> Tensor:
+    u, s, vt = torch.linalg.svd(w, full_matrices=False)
+    return u * s.clamp(low, high).unsqueeze(-2) @ vt
+
+
+class _Clamped(torch.autograd.Function):
+    """``U f(S) V^T`` of ``W = U S V^T`` with no more columns than rows and f a clamp.
+
+    Autograd would differentiate U and V, which at equal singular values have no derivatives. The result has one: with
+    ``M = U^T dW V``, and quotients that at ``s_i = s_j`` are f's slope,
+
+        d = U [(f_i - f_j) / (s_i - s_j) (M + M^T) / 2 + (f_i + f_j) / (s_i + s_j) (M - M^T) / 2] V^T
+            + (I - U U^T) dW V f/S V^T,
+
+    a map that is its own transpose, and so gives the gradient as well.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: Tensor, low: float, high: float) -> Tensor:
+        return _of_singular_values(w, low, high)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.ends = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _slope_of_clamped(ctx.saved_tensors[0], gradient, *ctx.ends), None, None
+
+
+@at_its_own_precision
+def _slope_of_clamped(w: Tensor, direction: Tensor, low: float, high: float) -> Tensor:
+    u, s, vt = torch.linalg.svd(w, full_matrices=False)
+    f = s.clamp(low, high)
+    sum_s, sum_f = (t.unsqueeze(-1) + t.unsqueeze(-2) for t in (s, f))
+    difference_s, difference_f = (t.unsqueeze(-1) - t.unsqueeze(-2) for t in (s, f))
+    equal = difference_s == 0
+    slope = ((s > low) & (s < high)).to(s.dtype).unsqueeze(-1)
+    symmetric = torch.where(equal, slope, difference_f / torch.where(equal, 1.0, difference_s))
+    m = u.mT @ direction @ vt.mT
+    inner = (symmetric * (m + m.mT) + _quotient(sum_f, sum_s) * (m - m.mT)) / 2
+    # What U does not span; nothing where it is square.
+    outer = direction @ vt.mT - u @ m
+    return (u @ inner + outer * _quotient(f, s).unsqueeze(-2)) @ vt
+
+
+def _quotient(f: Tensor, s: Tensor) -> Tensor:
+    """``f / s``, 1 where they are equal, both 0, too: without a lower end a clamp leaves small values alone."""
+    same = f == s
+    return torch.where(same, 1.0, f / torch.where(same, 1.0, s))
 
 
 @at_its_own_precision

@@ -13,14 +13,14 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from wnfused import functional
 from wnfused._modules import Filter, is_sharded, sharded_error
 from wnfused.init.graph import is_layer
-from wnfused.init.units import parameters_of
+from wnfused.init.units import parameters_of, stored_parameters_of
 from wnfused.nn import WNResidualStage
 from wnfused.nn._layer import refuse_shapeless
 from wnfused.ops._arguments import autocast_is_on, floating
@@ -49,7 +49,14 @@ def check_finite(**tensors: Tensor) -> None:
 
 def can_be_seen(t: Tensor) -> bool:
     """Whether a decision may depend on a tensor's numbers: not in a trace, under vmap or on the meta device."""
-    return not (torch.compiler.is_compiling() or t.is_meta or is_fake(t) or is_batchedtensor(t))
+    if torch.compiler.is_compiling() or t.is_meta or is_fake(t):
+        return False
+    # Of grad within vmap the batch is what the gradient's own wrapper holds.
+    while is_functorch_wrapped_tensor(t):
+        if is_batchedtensor(t):
+            return False
+        t = get_unwrapped(t)
+    return True
 
 
 def check_matrices(w: Tensor) -> None:
@@ -85,15 +92,27 @@ class Layers:
 
 
 def matrices(model: nn.Module, filter: Filter | None = None, weight: str = "effective") -> list[Layers]:
-    """``[n, r, c]`` for every shape, dtype and device, with their graph to the parameters.
+    """``[n, r, c]`` for every shape, dtype and device, with their graph to the parameters; none of layers without an
+    input or output. Of layers that share their parameters the first stands for all.
 
     ``weight`` says which matrix of a weight-normalised layer: ``"effective"``, ``g_i v_i / ||v_i||``, which multiplies
     the input; or ``"direction"``, ``v_i / ||v_i||``, which leaves g free.
     """
     groups: dict[tuple[object, ...], list[tuple[str, nn.Module, Tensor]]] = {}
+    seen: set[tuple[int, int]] = set()
     for name, layer in layers(model):
-        if filter is None or filter(name, layer):
-            for part, matrix in of_layer(name, layer, weight):
+        if filter is not None and not filter(name, layer):
+            continue
+        held = stored_parameters_of(layer)
+        if held is not None:
+            v, g, _ = held
+            # Other gains on shared directions make another matrix, but no other directions.
+            shared = id(v), id(g) if g is None or weight == "effective" else 0
+            if shared in seen:
+                continue
+            seen.add(shared)
+        for part, matrix in of_layer(name, layer, weight):
+            if matrix.numel():
                 key = (matrix.shape[-2:], matrix.dtype, matrix.device)
                 groups.setdefault(key, []).append((part, layer, matrix))
     return [

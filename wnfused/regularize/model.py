@@ -20,7 +20,7 @@ from wnfused.nn import WNResidualStage
 from wnfused.nn._layer import refuse_frozen
 from wnfused.reference import wide
 from wnfused.regularize import hard, penalties
-from wnfused.regularize.matrices import WEIGHTS, Layers, from_matrices, matrices, of_layer
+from wnfused.regularize.matrices import WEIGHTS, Layers, can_be_seen, from_matrices, matrices, of_layer
 from wnfused.regularize.matrices import layers as layers_of
 
 _LARGEST = sys.float_info.max
@@ -36,12 +36,16 @@ _PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
 class Regularizer:
     """``loss(model) = strength * sum over layers of the penalty of their matrices``.
 
+    A weight that several layers share counts once, under the name of the first of them that the filter takes.
+
     Args:
         penalty: ``"soft"``, ``"gain_adjusted"``, ``"double_soft"``, ``"mutual_coherence"`` or ``"srip"``.
         strength: lambda, finite, at least 0.
         gain: for ``"gain_adjusted"``: a number for all layers, or ``"initial"`` for ``||W||_F / sqrt(min(r, c))`` of
-            each matrix as it is when ``loss`` first sees its layer: what an initialisation set. They are kept for each
-            layer, whatever model it is in, for as long as it lives; a copy or a pickle of the regularizer has none yet.
+            each matrix as it is when ``loss`` or ``terms`` first sees its layer: what an initialisation set. They are
+            kept for each layer, whatever model it is in, for as long as it lives, and in no checkpoint; a copy or a
+            pickle of the regularizer has none yet. A run that is resumed calls ``terms`` on the initial weights, of the
+            same seed, before it loads the checkpoint: otherwise the gains are those of the checkpoint.
         weight: which matrix of a weight-normalised layer: ``"effective"``, ``g_i v_i / ||v_i||``, which multiplies the
             input, so that gains are regularised too; or ``"direction"``, ``v_i / ||v_i||``, which leaves them free.
         filter: ``filter(name, module)`` says which layers to take; all linear and convolutional ones and residual
@@ -67,6 +71,8 @@ class Regularizer:
         at_least_0(strength=strength)
         if gain != "initial" and not (isinstance(gain, numbers.Real) and 0 < gain <= _LARGEST):
             raise ValueError(f"gain: {gain!r} must be finite and above 0, or 'initial'")
+        if not isinstance(gain, str):
+            penalties.check_square(float(gain), torch.float64)
         if penalty != "gain_adjusted" and gain != 1.0:
             raise ValueError(f"gain: {gain!r} is for penalty='gain_adjusted'; {penalty!r} takes none")
         if weight not in WEIGHTS:
@@ -109,6 +115,8 @@ class Regularizer:
     def terms(self, model: nn.Module) -> dict[str, float]:
         """The penalty of every layer by its name, summed over its groups or blocks, without ``strength``.
 
+        Initial gains that are not there yet are kept from here on, as by ``loss``.
+
         Raises:
             TypeError, ValueError: as ``loss``.
         """
@@ -133,13 +141,16 @@ class Regularizer:
         return penalties.adjusted(layers.matrices, self._gains(layers))
 
     def _gains(self, layers: Layers) -> float | Tensor:
-        if not isinstance(self.gain, str):
-            return float(self.gain)
         w = layers.matrices.detach()
+        if not isinstance(self.gain, str):
+            penalties.check_square(float(self.gain), wide(w.dtype))
+            return float(self.gain)
         if any(layer not in self._initial for layer in layers.modules):
             now = torch.linalg.matrix_norm(w.to(wide(w.dtype))) / math.sqrt(min(w.shape[-2:]))
+            if w.is_meta:  # nothing to keep
+                return now
             for name, layer, gains in zip(layers.names, layers.modules, now.split(layers.counts), strict=True):
-                if layer not in self._initial and not (gains > 0).all():
+                if layer not in self._initial and not penalties.has_inverse_square(gains).all():
                     raise ValueError(
                         f"gain: 'initial' of {quoted(name)} is {gains.tolist()}, and must be finite and above 0"
                     )
@@ -191,7 +202,7 @@ def retract_(
     retracted: list[tuple[Tensor, Tensor]] = []
     for (factor, *_), same in shapes.items():
         together = torch.cat([matrix for *_, matrix in same])
-        if not together.isfinite().all():
+        if can_be_seen(together) and not together.isfinite().all():
             name = next(name for name, *_, matrix in same if not matrix.isfinite().all())
             raise ValueError(
                 f"model: the weight of {quoted(name)} has NaN or inf; no orthogonal matrix is nearest to that"

@@ -56,18 +56,21 @@ def gain_adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
 
     Args:
         w: ``[..., r, c]``, floating point.
-        gain: above 0; a number, or a constant real tensor ``[...]`` with one for each matrix, on w's device.
+        gain: above 0, and neither so small nor so large that ``1 / gain^2`` is no number of w's dtype, or of float32
+            where that is the wider; a number, or a constant real tensor ``[...]`` with one for each matrix, on w's
+            device. A tensor of a single number may be on the CPU.
 
     Raises:
         TypeError: ``w`` is no dense floating-point tensor, or ``gain`` no number and no real tensor.
         ValueError: ``w`` is no batch of matrices; a ``gain`` of another shape or on another device, or one that is not
-            finite and above 0.
+            finite and above 0, or without ``1 / gain^2``.
 
     Source: Hlav 2019, eq. 10.
     """
     check_matrices(w)
     if not isinstance(gain, Tensor):
         above_0(gain=gain)
+        check_square(gain, wide(w.dtype))
         return adjusted(w, gain)
     if gain.is_complex():
         raise TypeError(f"gain: expected real numbers, got {gain.dtype}")
@@ -75,15 +78,29 @@ def gain_adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
         raise ValueError(f"gain: shape {list(gain.shape)} does not fit; use {list(w.shape[:-2])}")
     if gain.device != w.device and (gain.dim() or gain.is_meta):  # a single number may come from a CPU
         raise ValueError(f"gain: is on {gain.device}, w on {w.device}; use one device")
-    if can_be_seen(gain) and not ((gain > 0) & gain.isfinite()).all():
-        raise ValueError(f"gain: {gain} must be finite and above 0")
+    if can_be_seen(gain) and not has_inverse_square(gain.to(wide(w.dtype))).all():
+        raise ValueError(f"gain: {gain} must be finite and above 0, and 1 / gain^2 a number in {wide(w.dtype)}")
     return adjusted(w, gain)
+
+
+def has_inverse_square(gain: Tensor) -> Tensor:
+    """Whether a gain is finite and above 0, and so is ``1 / gain^2``."""
+    inverse = gain.square().reciprocal()
+    return (gain > 0) & (inverse > 0) & inverse.isfinite()
+
+
+def check_square(gain: float, dtype: torch.dtype) -> None:
+    """The same of a number above 0, for matrices in ``dtype``."""
+    least = torch.finfo(dtype).tiny ** 0.5
+    if not least <= gain <= 1 / least:
+        raise ValueError(f"gain: {gain} must be between {least:.1e} and {1 / least:.1e}, for 1 / gain^2 in {dtype}")
 
 
 def adjusted(w: Tensor, gain: float | Tensor) -> Tensor:
     """``gain_adjusted`` of arguments that are known to be right."""
     if isinstance(gain, Tensor):
-        return _penalty(w, gain.detach().to(wide(w.dtype)).square().reciprocal()[..., None, None], _Soft)
+        gain = gain.detach().to(w.device, wide(w.dtype))
+        return _penalty(w, gain.square().reciprocal()[..., None, None], _Soft)
     return _penalty(w, 1 / gain**2, _Soft)
 
 
