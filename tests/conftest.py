@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from instruction_sets import ISAS
+from instruction_sets import ISAS, VECTORS
 
 from wnfused import dispatch
 from wnfused.backends import native
@@ -50,6 +50,15 @@ def threads():
 @pytest.fixture(params=ISAS)
 def isa(request):
     """Each instruction set in turn, in use while the test runs."""
+    before = torch.ops.wnfused_native.cpu_isa()
+    torch.ops.wnfused_native.set_cpu_isa(request.param)
+    yield request.param
+    torch.ops.wnfused_native.set_cpu_isa(before)
+
+
+@pytest.fixture(params=VECTORS)
+def vectors(request):
+    """Each kind of vectors of floats in turn, for what tiles have no part in."""
     before = torch.ops.wnfused_native.cpu_isa()
     torch.ops.wnfused_native.set_cpu_isa(request.param)
     yield request.param

@@ -93,7 +93,7 @@ SOME = [*(same3x3(*shapes[1]) for shapes in SHAPES.values()), THREE_DIMS, *(GROU
 
 @pytest.mark.parametrize(("method", "case"), CASES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_method_and_layout(isa, method, case, layout):
+def test_every_method_and_layout(vectors, method, case, layout):
     assert way_of(case) == method
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
@@ -139,20 +139,20 @@ def test_drawn_shapes(counts, groups, size, layout, strided, activation, isa_nam
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_threads_and_runs_change_no_bit(isa, case):
+def test_threads_and_runs_change_no_bit(vectors, case):
     assert_same_bits_by_threads(case)
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("which", [0, 1, 3, 4], ids=["x", "v", "bias", "residual"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
+def test_what_is_not_finite_is_the_vendors(vectors, case, which, value):
     """A transform spreads an infinity over its tile and turns it into NaN; a convolution's neighbours stay finite."""
     assert_not_finite_as_torch(case, which, value)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_gradients_that_are_not_finite(isa, case):
+def test_gradients_that_are_not_finite(vectors, case):
     x, v, g, bias, _ = sample(case)
     y, norm = native.conv(x, v, g, bias, None, *case.geometry, 0, "none")
     dy = torch.randn_like(y)
@@ -166,12 +166,12 @@ def test_gradients_that_are_not_finite(isa, case):
     assert db[0] == float("inf")
 
 
-def test_zero_rows_and_gains(isa):
+def test_zero_rows_and_gains(vectors):
     for case in SOME:
         assert_zero_rows_and_gains(case, TOLERANCE)
 
 
-def test_masks_nan_as_torch(isa):
+def test_masks_nan_as_torch(vectors):
     for case in SOME:
         assert_masks_nan_as_torch(case, TOLERANCE)
 
@@ -191,15 +191,15 @@ def test_what_is_left_to_the_vendor(shape):
     assert way_of(same3x3(*shape)) == "vendor"
 
 
-def test_mostly_padding(isa):
+def test_mostly_padding(vectors):
     """By AVX2 kernels leave half of a block out, and take it."""
-    assert way_of(same3x3(1, 16, 1, 32, 32)) == ("winograd4" if isa == "avx2" else "vendor")
-    assert way_of(same3x3(8, 2, 2, 16, 16)) == ("direct" if isa == "avx2" else "vendor")
+    assert way_of(same3x3(1, 16, 1, 32, 32)) == ("winograd4" if vectors == "avx2" else "vendor")
+    assert way_of(same3x3(8, 2, 2, 16, 16)) == ("direct" if vectors == "avx2" else "vendor")
 
 
-def test_weights_too_many_to_be_packed_for_a_small_volume(isa):
+def test_weights_too_many_to_be_packed_for_a_small_volume(vectors):
     """Bundle by bundle, in a cache, any number is worth packing."""
-    assert way_of(same3x3(1, 512, 512, 5, 8, 8)) == ("vendor" if isa in ("portable", "amx-emulated") else "winograd4")
+    assert way_of(same3x3(1, 512, 512, 5, 8, 8)) == ("vendor" if vectors == "portable" else "winograd4")
 
 
 def test_errors_are_a_few_times_those_of_a_direct_sum():

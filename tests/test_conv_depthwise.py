@@ -69,7 +69,7 @@ SOME = [CASES[name] for name in ("3x3, stride 2", "ragged", "one dim, tiles")]
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_window_and_layout(isa, case, layout):
+def test_every_window_and_layout(vectors, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims")
     assert way_of(case) == "direct"
@@ -119,21 +119,21 @@ def test_only_what_is_needed(needs, case):
 
 
 @pytest.mark.parametrize("case", [*SOME, depthwise(8, 96, (32, 32), (3, 3))], ids=str)
-def test_threads_and_runs_change_no_bit(isa, case):
+def test_threads_and_runs_change_no_bit(vectors, case):
     assert_same_bits_by_threads(case)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("which", [0, 1, 3, 4], ids=["x", "v", "bias", "residual"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_what_is_not_finite_comes_out_as_torchs(isa, case, which, value):
+def test_what_is_not_finite_comes_out_as_torchs(vectors, case, which, value):
     assert_not_finite_as_torch(case, which, value)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("where", ["x", "dy"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_gradients_that_are_not_finite_come_out_as_torchs(isa, case, where, value):
+def test_gradients_that_are_not_finite_come_out_as_torchs(vectors, case, where, value):
     """A zero beside the map times an infinity would be NaN, in a sum that has no such term."""
     tensors = sample(case)
     y, _ = native.conv(*tensors, *case.geometry, 0, "none", 0.0)
@@ -147,12 +147,12 @@ def test_gradients_that_are_not_finite_come_out_as_torchs(isa, case, where, valu
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_zero_rows_and_gains(isa, case):
+def test_zero_rows_and_gains(vectors, case):
     assert_zero_rows_and_gains(case, TOLERANCE)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_masks_nan_as_torch(isa, case):
+def test_masks_nan_as_torch(vectors, case):
     assert_masks_nan_as_torch(case, TOLERANCE)
 
 

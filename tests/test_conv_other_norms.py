@@ -66,7 +66,7 @@ def tensors_of(case: Case, dim: int | None, last: bool = False) -> list[torch.Te
 @pytest.mark.parametrize("activation", ["none", "leaky_relu"])
 @pytest.mark.parametrize("dim", [None, 1, 2])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_against_float64(isa, case, dim, activation):
+def test_against_float64(vectors, case, dim, activation):
     x, v, g, bias, residual = tensors_of(case, dim, last=dim == 1)
     rest = (*case.geometry, dim, activation, 0.25)
     y, norm = native.conv(x, v, g, bias, residual, *rest)
@@ -93,7 +93,7 @@ def test_kernels_take_what_they_take_of_rows(case):
 @pytest.mark.parametrize(
     "name", ["winograd", "window", "an image", "transposed", "transposed, few pixels", "transposed, few channels"]
 )
-def test_what_is_not_finite_is_the_vendors(isa, name, value):
+def test_what_is_not_finite_is_the_vendors(vectors, name, value):
     case = CASES[name]
     x, v, _, bias, residual = tensors_of(case, None)
     window, first = window_of(case), x.view(-1)[7].item()
@@ -177,7 +177,7 @@ def test_composed_layers_use_them(monkeypatch, name):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_gradient_by_the_weight_does_not_read_the_weight(isa, case, value):
+def test_a_gradient_by_the_weight_does_not_read_the_weight(vectors, case, value):
     x, v, _, _, residual = tensors_of(case, None)
     v.view(-1)[5] = value
     dy = torch.randn(residual.shape)

@@ -219,8 +219,6 @@ def test_images_of_one_pixel(pairs, case, takes_dots, layout):
 def test_gradients_that_are_needed(pairs, case, needs):
     for activation in ("none", "relu"):
         found, wanted = both(case, in_bfloat16(sample(case)), activation, [bool(n) for n in needs])
-        for name in NAMES:
-            assert (found[name] is None) == (wanted[name] is None) or found[name].shape == wanted[name].shape
         assert_rounded(found, wanted)
 
 

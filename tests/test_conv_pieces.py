@@ -91,7 +91,7 @@ SOME = [CASES[name] for name in NAMED]
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_kernel_and_layout(isa, case, layout):
+def test_every_kernel_and_layout(vectors, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
     assert way_of(case) == "pieces"
@@ -156,25 +156,25 @@ def test_drawn_kernels(case, layout, strided, activation, isa_name, seed):
 
 
 @pytest.mark.parametrize("case", [*SOME, line(4, 48, 64, 300, 7, 3)], ids=str)
-def test_threads_and_runs_change_no_bit(isa, case):
+def test_threads_and_runs_change_no_bit(vectors, case):
     assert_same_bits_by_threads(case)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
+def test_what_is_not_finite_is_the_vendors(vectors, case, which, value):
     """A transform spreads an infinity over its tile and turns it into NaN; a convolution's neighbours stay finite."""
     assert_not_finite_as_torch(case, which, value)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_zero_rows_and_gains(isa, case):
+def test_zero_rows_and_gains(vectors, case):
     assert_zero_rows_and_gains(case, TOLERANCE)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_masks_nan_as_torch(isa, case):
+def test_masks_nan_as_torch(vectors, case):
     assert_masks_nan_as_torch(case, TOLERANCE)
 
 

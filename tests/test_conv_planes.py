@@ -55,15 +55,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_size(isa, case):
-    assert go_by("planes", case) == ((isa not in ("portable", "amx-emulated"),) * 2)
+def test_every_size(vectors, case):
+    assert go_by("planes", case) == ((vectors != "portable",) * 2)
     assert_layouts_agree(case, sample(case), TOLERANCE)
 
 
-def test_a_stride_on_few_pixels(isa):
+def test_a_stride_on_few_pixels(vectors):
     """By AVX2, for which no other kernel packs so many weights for them."""
     case = layer(1, 256, 192, 7, 9)._replace(stride=(2, 2))
-    assert go_by("planes", case) == ((isa == "avx2",) * 2)
+    assert go_by("planes", case) == ((vectors == "avx2",) * 2)
     assert_layouts_agree(case, sample(case), TOLERANCE)
 
 
@@ -78,14 +78,14 @@ FEW_CHANNELS = {
 
 
 @pytest.mark.parametrize("case", FEW_CHANNELS.values(), ids=FEW_CHANNELS)
-def test_few_channels(isa, case):
+def test_few_channels(vectors, case):
     """Forward by AVX2, whose other kernels would leave most of a block empty."""
-    assert go_by("planes", case) == (isa == "avx2", False)
+    assert go_by("planes", case) == (vectors == "avx2", False)
     assert_layouts_agree(case, sample(case), TOLERANCE)
 
 
 def test_which_layers_go_this_way():
-    if torch.ops.wnfused_native.cpu_isa() in ("portable", "amx-emulated"):
+    if torch.ops.wnfused_native.cpu_isa() == "portable":
         pytest.skip("no products of this library")
     assert go_by("planes", layer(1, 1024, 256, 14, 14)) == (True, True)
     assert go_by("planes", layer(1, 16, 16, 32, 32)) == (True, False)
@@ -95,7 +95,7 @@ def test_which_layers_go_this_way():
 
 
 @pytest.mark.parametrize("layout", ["last", "last map", "last weight"])
-def test_channels_last_stays_so(isa, layout):
+def test_channels_last_stays_so(vectors, layout):
     case = CASES["blocks of two images"]
     assert_layouts_agree(case, sample(case, layout), TOLERANCE)
 
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), activation=st.sampled_from(["none", "relu", "leaky_relu"]))
-def test_drawn_layers(isa, case, activation):
+def test_drawn_layers(vectors, case, activation):
     assert_close(*both(case, sample(case), activation), TOLERANCE)
 
 
@@ -129,17 +129,17 @@ def test_masks_of_nan():
     assert_masks_nan_as_torch(CASES["blocks of two images"], TOLERANCE)
 
 
-def test_zero_rows_and_gains(isa):
+def test_zero_rows_and_gains(vectors):
     assert_zero_rows_and_gains(CASES["many blocks"], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["blocks of two images", "more inputs than are packed at a time", "a stride"])
-def test_same_bits_with_any_number_of_threads(isa, name):
+def test_same_bits_with_any_number_of_threads(vectors, name):
     assert_same_bits_by_threads(CASES[name])
 
 
 @pytest.mark.parametrize("name", ["blocks of two images", "a stride"])
-def test_maps_that_are_cut_out_of_larger_ones(isa, name):
+def test_maps_that_are_cut_out_of_larger_ones(vectors, name):
     case = CASES[name]
     tensors = sample(case)
     for dims in ((0, 1), (2, 3)):

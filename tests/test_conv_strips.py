@@ -88,8 +88,8 @@ VENDORS_FORWARD = {"first layer by 2"}
 SHORT_LINES = {"last layer of one window", "one pixel"}  # by AVX2 there is another way for one output or two
 
 
-def has_strips(isa: str, name: str) -> bool:
-    return isa not in ("portable", "amx-emulated") and not (isa == "avx2" and name in SHORT_LINES)
+def has_strips(vectors: str, name: str) -> bool:
+    return vectors != "portable" and not (vectors == "avx2" and name in SHORT_LINES)
 
 
 def products_of(case: Case) -> int:
@@ -99,15 +99,15 @@ def products_of(case: Case) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_geometry(isa, name):
+def test_every_geometry(vectors, name):
     case = CASES[name]
-    strips = has_strips(isa, name)
+    strips = has_strips(vectors, name)
     assert go_by("strips", case) == (strips and name not in VENDORS_FORWARD, strips)
     assert_layouts_agree(case, sample(case), TOLERANCE)
 
 
 def test_which_layers_go_this_way():
-    if torch.ops.wnfused_native.cpu_isa() in ("portable", "amx-emulated"):
+    if torch.ops.wnfused_native.cpu_isa() == "portable":
         pytest.skip("no kernels of strips")
     both_ways, neither, backward = (True, True), (False, False), (False, True)
     assert go_by("strips", layer(1, 3, 64, (224, 224), 7, stride=2, padding=3)) == both_ways
@@ -135,19 +135,19 @@ def test_which_layers_go_this_way():
     assert go_by("strips", layer(2, 12, 48, (9, 9), 1)) == (neither if images == backward else backward)
 
 
-def test_taps_further_apart_than_a_cache_is_large(isa):
+def test_taps_further_apart_than_a_cache_is_large(vectors):
     """Each strip would need all of the map: such a layer is another way's."""
     case = layer(1, 20, 1, (263_000,), 2, dilation=2**18)
-    assert all(go_by("strips", case)) == (isa not in ("portable", "amx-emulated"))
+    assert all(go_by("strips", case)) == (vectors != "portable")
     assert_close(*both(case, sample(case)), TOLERANCE)
 
 
 @pytest.mark.parametrize(
     "case", [layer(1, 8500, 3, (5, 7), 1), transposed(1, 8500, 2, (3, 5), 2, stride=2)], ids=["one tap", "transposed"]
 )
-def test_more_channels_than_a_cache_has_room_for(isa, case):
+def test_more_channels_than_a_cache_has_room_for(vectors, case):
     """Of a single place: a strip is as wide as its kernels need all the same."""
-    assert all(go_by("strips", case)) == (isa not in ("portable", "amx-emulated"))
+    assert all(go_by("strips", case)) == (vectors != "portable")
     assert_close(*both(case, sample(case)), 4 * TOLERANCE)  # sums of 8,500 products
 
 
@@ -160,9 +160,9 @@ ELSEWHERE_IN_CHANNELS_LAST = {
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.size) > 1])
-def test_channels_last(isa, name):
+def test_channels_last(vectors, name):
     case = CASES[name]
-    backward = has_strips(isa, name) and name not in ELSEWHERE_IN_CHANNELS_LAST
+    backward = has_strips(vectors, name) and name not in ELSEWHERE_IN_CHANNELS_LAST
     assert go_by("strips", case, last=True) == (backward and name not in BACKWARD_IN_CHANNELS_LAST, backward)
     # The vendor's own gradient of the weight, by AVX2, is off by up to 1.5e-6, and dg from it by up to 2.1e-6.
     is_vendors = ways_of(case, last=True)[1] == "vendor"
@@ -171,7 +171,7 @@ def test_channels_last(isa, name):
 
 @pytest.mark.parametrize("layout", ["last map", "last weight"])
 @pytest.mark.parametrize("name", ["first layer of many strips", "last layer", "groups of four"])
-def test_one_of_two_in_channels_last(isa, name, layout):
+def test_one_of_two_in_channels_last(vectors, name, layout):
     assert_layouts_agree(CASES[name], sample(CASES[name], layout), TOLERANCE)
 
 
@@ -209,7 +209,7 @@ def cases(draw: st.DrawFn) -> Case:
     activation=st.sampled_from(["none", "relu", "leaky_relu"]),
     layout=st.sampled_from(["nchw", "last", "last map", "last weight"]),
 )
-def test_drawn_layers(isa, case, activation, layout):
+def test_drawn_layers(vectors, case, activation, layout):
     tensors = sample(case, layout)
     found, wanted = both(case, tensors, activation)
     if tensors[1][0].numel() == 1:  # the direction of one number has no gradient
@@ -227,7 +227,7 @@ def test_values_that_are_not_finite(name, which, value):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["first layer", "last layer by 2", "groups of four"])
-def test_gradients_that_are_not_finite(isa, name, value):
+def test_gradients_that_are_not_finite(vectors, name, value):
     """Padding has no part in them, as with torch."""
     case = CASES[name]
     tensors = sample(case)
@@ -252,7 +252,7 @@ def test_masks_of_nan():
 
 
 @pytest.mark.parametrize("name", ["first layer of many strips", "last layer of six", "groups of many strips"])
-def test_zero_rows_and_gains(isa, name):
+def test_zero_rows_and_gains(vectors, name):
     assert_zero_rows_and_gains(CASES[name], TOLERANCE)
 
 
@@ -266,7 +266,7 @@ def test_zero_rows_and_gains(isa, name):
         "transposed last layer of many strips",
     ],
 )
-def test_same_bits_with_any_number_of_threads(isa, name):
+def test_same_bits_with_any_number_of_threads(vectors, name):
     case = CASES[name]
     if not all(go_by("strips", case)):
         pytest.skip("no kernels of strips")
@@ -275,7 +275,7 @@ def test_same_bits_with_any_number_of_threads(isa, name):
 
 
 @pytest.mark.parametrize("name", ["first layer", "last layer by 2"])
-def test_maps_that_are_cut_out_of_larger_ones(isa, name):
+def test_maps_that_are_cut_out_of_larger_ones(vectors, name):
     case = CASES[name]
     tensors = sample(case)
     for dims in ((0, 1), (2, 3)):

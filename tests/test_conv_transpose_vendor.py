@@ -72,7 +72,8 @@ def test_bfloat16(name, narrow_weights):
         tensors[1:4] = [t.float() for t in tensors[1:4]]
     found, wanted = both(CASES[name], tensors, "relu")
     for key, t in found.items():
-        assert t.dtype == (tensors[1].dtype if key in ("dv", "dg", "dbias") else t.dtype)
+        of_parameters = torch.float32 if key == "norm" else tensors[1].dtype
+        assert t.dtype == (of_parameters if key in ("norm", "dv", "dg", "db") else torch.bfloat16), key
         error = (t.double() - wanted[key]).norm() / wanted[key].norm()
         assert error < 2**-6, f"{key}: {error:.2e}"
 

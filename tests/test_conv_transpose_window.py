@@ -58,7 +58,7 @@ SOME = [CASES[name] for name in ("ragged blocks", "one dim", "three dims")]
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_window_and_layout(isa, case, layout):
+def test_every_window_and_layout(vectors, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
     assert way_of(case) == "direct"
@@ -107,14 +107,14 @@ def test_drawn_windows(case, layout, activation, isa_name, seed):
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_threads_and_runs_change_no_bit(isa, case):
+def test_threads_and_runs_change_no_bit(vectors, case):
     assert_same_bits_by_threads(case)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_what_is_not_finite_is_composed(isa, case, which, value):
+def test_what_is_not_finite_is_composed(vectors, case, which, value):
     assert_not_finite_as_torch(case, which, value)
 
 

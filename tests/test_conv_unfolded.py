@@ -68,10 +68,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_window_and_layout(isa, case, layout):
+def test_every_window_and_layout(vectors, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
-    assert go_by("unfolded", case, layout != "nchw")[1] == (isa not in ("portable", "amx-emulated"))
+    assert go_by("unfolded", case, layout != "nchw")[1] == (vectors != "portable")
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
     if case.transposed and go_by("unfolded", case, layout != "nchw") == (True, True):
@@ -103,9 +103,9 @@ def test_others_do_not(fastest, case):
     assert go_by("unfolded", case) == go_by("unfolded", case, last=True) == (False, False)
 
 
-def test_1x1_layers_of_many_weights_to_a_pixel_go_this_way_by_avx2(isa):
+def test_1x1_layers_of_many_weights_to_a_pixel_go_this_way_by_avx2(vectors):
     """On more pixels than other kernels of AVX2 for unfolded layers take: in place, and with a stride."""
-    if isa != "avx2":
+    if vectors != "avx2":
         pytest.skip("other bounds")
     assert not go_by("unfolded", layer((8, 256, 64), (28, 28), 1), last=True)[0]
     for case in (layer((1, 270, 280), (8, 9), 1), layer((1, 264, 270), (22, 12), 1, 2)):
@@ -159,7 +159,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), layout=st.sampled_from(sorted(LAYOUTS)), activation=st.sampled_from(["none", "relu"]))
-def test_drawn_layers(isa, case, layout, activation):
+def test_drawn_layers(vectors, case, layout, activation):
     assert_close(*both(case, sample(case, layout), activation), TOLERANCE)
 
 
@@ -189,12 +189,12 @@ def test_a_gradient_that_is_not_finite_is_not_multiplied_by_padding(name):
 
 
 @pytest.mark.parametrize("name", ["3x3 on 2x2", "three dims", "3x3 on 4x4", "transposed by 2"])
-def test_zero_rows_and_gains(isa, name):
+def test_zero_rows_and_gains(vectors, name):
     assert_zero_rows_and_gains(CASES[name], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["3x3 on 4x4", "1x1, a stride", "patches", "transposed by 2"])
-def test_maps_that_are_cut_out_of_larger_ones(isa, name):
+def test_maps_that_are_cut_out_of_larger_ones(vectors, name):
     case = CASES[name]
     tensors = sample(case)
     for dims in ((0, 1), (2, 3)):

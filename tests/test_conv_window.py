@@ -117,7 +117,7 @@ SOME = [CASES[name] for name in NAMED]
 
 @every_case
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_window_and_layout(isa, case, layout):
+def test_every_window_and_layout(vectors, case, layout):
     if len(case.size) == 1 and layout != "nchw":
         pytest.skip("channels_last is of two dims and three")
     assert method_of(case) == "direct"
@@ -137,9 +137,9 @@ ONE_OR_TWO_OUTPUTS = {
 
 @pytest.mark.parametrize("case", ONE_OR_TWO_OUTPUTS.values(), ids=ONE_OR_TWO_OUTPUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_or_two_outputs(isa, case, layout):
+def test_one_or_two_outputs(vectors, case, layout):
     """By AVX2, which leaves half of a block out; elsewhere too many of the products would be padding."""
-    assert ways_of(case, last=True)[0] == ("direct" if isa == "avx2" else "vendor")
+    assert ways_of(case, last=True)[0] == ("direct" if vectors == "avx2" else "vendor")
     assert_layouts_agree(case, sample(case, layout), TOLERANCE)
 
 
@@ -190,11 +190,11 @@ def test_drawn_windows(case, layout, strided, activation, isa_name, seed):
 
 
 @pytest.mark.parametrize("case", [*SOME, Case(8, 48, 64, (16, 16), (3, 3), (2, 2), (1, 1), (1, 1))], ids=str)
-def test_threads_and_runs_change_no_bit(isa, case):
+def test_threads_and_runs_change_no_bit(vectors, case):
     assert_same_bits_by_threads(case)
 
 
-def test_huge_outputs_change_no_bit_by_threads(isa):
+def test_huge_outputs_change_no_bit_by_threads(vectors):
     """Finite, though their sum is not."""
     x = torch.rand(1, 64, 8, 16, generator=torch.Generator().manual_seed(0)) * 4e35
     v, before, found = torch.ones(64, 64, 1, 1), torch.get_num_threads(), []
@@ -212,7 +212,7 @@ def test_huge_outputs_change_no_bit_by_threads(isa):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("which", [0, 3, 4], ids=["x", "bias", "residual"])
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
+def test_what_is_not_finite_is_the_vendors(vectors, case, which, value):
     """Padding times an infinity would be NaN, in a kernel that multiplies it."""
     assert_not_finite_as_torch(case, which, value)
 
@@ -226,7 +226,7 @@ def test_what_is_not_finite_is_the_vendors(isa, case, which, value):
     ],
     ids=["1x1, padded", "one dim", "an image"],
 )
-def test_a_gradient_that_is_not_finite_at_an_output_in_the_padding(isa, case):
+def test_a_gradient_that_is_not_finite_at_an_output_in_the_padding(vectors, case):
     """It meets no pixel, but torch multiplies it by the padding."""
     x, v, g, *_ = sample(case)
     tail = (*case.geometry, 0, "none", 0.1)
@@ -241,12 +241,12 @@ def test_a_gradient_that_is_not_finite_at_an_output_in_the_padding(isa, case):
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_zero_rows_and_gains(isa, case):
+def test_zero_rows_and_gains(vectors, case):
     assert_zero_rows_and_gains(case, TOLERANCE)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_masks_nan_as_torch(isa, case):
+def test_masks_nan_as_torch(vectors, case):
     assert_masks_nan_as_torch(case, TOLERANCE)
 
 
@@ -313,8 +313,8 @@ def test_volumes_that_are_the_vendors(case, layout):
     ],
     ids=["5x3x2", "many taps", "over time alone", "weights larger than the map"],
 )
-def test_volumes_that_wide_vectors_take(isa, case, layout):
-    assert way_of(case) == ("vendor" if isa in ("avx2", "portable", "amx-emulated") else "direct")
+def test_volumes_that_wide_vectors_take(vectors, case, layout):
+    assert way_of(case) == ("vendor" if vectors in ("avx2", "portable") else "direct")
     assert_layouts_agree(case, sample(case, layout), TOLERANCE)
 
 

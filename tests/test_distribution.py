@@ -92,7 +92,8 @@ def test_without_torch_it_builds_a_package_in_plain_torch(unpacked: Path, tmp_pa
 
 def make(*arguments: str) -> str:
     """What make would do."""
-    alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    of_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "VENV")
+    alone = {name: value for name, value in os.environ.items() if name not in of_make}
     command = ["make", "--dry-run", *arguments]
     return subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True).stdout
 

@@ -56,7 +56,7 @@ def banks_of(layer):
 
 @pytest.mark.parametrize("last", [False, True], ids=["nchw", "last"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_same_as_outside_call_after_call(isa, name, last):
+def test_the_same_as_outside_call_after_call(vectors, name, last):
     layer, x = layer_and_input(name)
     if last:
         x = x.contiguous(
@@ -74,8 +74,8 @@ def test_the_same_as_outside_call_after_call(isa, name, last):
                     assert found.stride() == wanted.stride()
             banks = banks_of(layer)
             # Faster than reading a bank: by strips, as planes, and as rows.
-            faster = name == "few outputs" or (name == "1x1 of many pixels" and not (last and isa == "avx2"))
-            narrow = isa in ("portable", "amx-emulated")  # where few pixels go by Winograd
+            faster = name == "few outputs" or (name == "1x1 of many pixels" and not (last and vectors == "avx2"))
+            narrow = vectors == "portable"  # where few pixels go by Winograd
             faster = name == "wide, few pixels" if narrow else faster
             assert len(banks) == (name not in PACKED_IN_EVERY_CALL and not faster)
             layer(x)

