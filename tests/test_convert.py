@@ -3,6 +3,10 @@
 import collections
 import copy
 import logging
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -378,3 +382,79 @@ def test_a_sequence_with_a_place_left_empty():
     assert isinstance(model[0], wnfused.WNLinear)
     assert model[1] is None
     assert type(wnfused.fold(model)[2]) is nn.Linear
+
+
+def test_rows_of_zeros_get_their_directions_in_memory_of_their_own():
+    """A state dict, say, holds the weight's."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    nn.init.zeros_(model[0].weight)
+    held, weight = model.state_dict(), model[0].weight
+    converted = wnfused.convert(model, plain=True)
+    assert (held["0.weight"] == 0).all()
+    assert converted[0].weight_v is weight
+    assert (converted[0].weight_v != 0).any(1).all()
+    assert (converted[0].weight == 0).all()
+
+
+def test_a_weight_in_the_memory_of_one_that_stays_is_left_alone(caplog):
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(5, 4, padding_idx=0), "out": nn.Linear(4, 5), "other": nn.Linear(4, 4)}
+    )
+    model["out"].weight.data = model["embedding"].weight.data
+    with caplog.at_level(logging.WARNING, "wnfused.convert"):
+        wnfused.convert(model, plain=True)
+    assert type(model["out"]) is nn.Linear
+    assert type(model["other"]) is WNLinear
+    assert (model["embedding"].weight[0] == 0).all()
+    assert "out: left alone, its weight is tied to that of embedding, which stays" in caplog.text
+
+
+def test_a_sparse_weight_is_left_alone(caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(torch.eye(4).to_sparse_csr())
+    with caplog.at_level(logging.WARNING, "wnfused.convert"):
+        wnfused.convert(model, plain=True)
+    assert [type(layer) for layer in model] == [nn.Linear, WNLinear]
+    assert "0: left alone, its parameters are torch.sparse_csr" in caplog.text
+
+
+class _Meeting(nn.Module):
+    """Its forward waits for somebody."""
+
+    def __init__(self, inside, go_on):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.__dict__["events"] = inside, go_on
+
+    def forward(self, x):
+        inside, go_on = self.events
+        inside.set()
+        go_on.wait(60)
+        return self.layers(x)
+
+
+def test_other_threads_run_and_convert_models_meanwhile():
+    """A trace changes nn.Module itself."""
+    before = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}
+    inside, go_on = threading.Event(), threading.Event()
+    other_inside, free = threading.Event(), threading.Event()
+    free.set()
+    model, other, plain = _Meeting(inside, go_on), _Meeting(other_inside, free), nn.Linear(2, 2)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(wnfused.convert, model, plain=True)
+        assert inside.wait(60)
+        x = torch.ones(1, 2)
+        torch.testing.assert_close(plain(x), x @ plain.weight.T + plain.bias)  # in this thread, within the trace
+        second = pool.submit(wnfused.convert, other, plain=True)
+        assert not other_inside.wait(0.2)  # it has to wait for its turn
+        go_on.set()
+        first.result()
+        second.result()
+    assert {name: vars(nn.Module)[name] for name in before} == before
+    assert model.layers[0].activation == other.layers[0].activation == "relu"
+
+
+def test_a_half_imported_compiler_is_none(monkeypatch):
+    """Another thread may be importing it."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    assert type(wnfused.convert(nn.Sequential(nn.Linear(2, 2)), plain=True)[0]) is WNLinear

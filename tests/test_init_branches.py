@@ -289,3 +289,51 @@ def test_blocks_that_nothing_holds_together_are_named_without_a_trace():
     assert initialize(model).unplaced == ("first.conv2", "second.conv2")
     del model.second
     assert initialize(model).unplaced == ()
+
+
+class _Gated(nn.Module):
+    def __init__(self, gate_first, drops=False):
+        super().__init__()
+        self.a, self.b, self.gate, self.head = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+        self.gate_first, self.drops = gate_first, drops
+
+    def forward(self, x, c):
+        branch, gate = self.b(F.relu(self.a(x))), self.gate(c).unsqueeze(0).squeeze(0)
+        product = gate * branch if self.gate_first else branch * gate
+        if self.drops and self.training:
+            product = product / 0.5 * (torch.rand(len(x), 1) < 0.5)
+        return self.head(x + F.dropout(product, 0.1, self.training))
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_a_branch_is_found_whichever_factor_its_gate_is(gate_first):
+    roles = {role.name: role for role in wnfused.init.find_roles(_Gated(gate_first))}
+    assert roles["b"].closes_branch
+    assert [roles[name].branch for name in ("a", "b", "gate", "head")] == [1, 1, 0, 0]
+
+
+def test_branches_that_training_drops_are_found_all_the_same():
+    """How many samples there are is not known in a trace."""
+    model = _Gated(True, drops=True)
+    roles = {role.name: role for role in wnfused.init.find_roles(model)}
+    assert roles["b"].closes_branch
+    assert roles["head"].head
+    assert model.training
+
+
+def test_zhang_leaves_a_layer_alone_that_is_only_the_last_to_be_registered():
+    class Untraceable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.out, self.middle = FixupBlock(4, 4), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            return self.out(self.middle(self.block(x)) if x.sum() > 0 else x)
+
+    model = Untraceable()
+    report = initialize(model, "zhang2019", generator=generator())
+    assert (model.middle.weight != 0).any()
+    note = "no classification layer was found to be set to 0; if it is middle, the last one, roles={'middle': "
+    assert note + "{'head': True}}" in report.notes
+    initialize(model, "zhang2019", roles={"out": {"head": True}}, generator=generator())
+    assert (model.out.weight == 0).all()

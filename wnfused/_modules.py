@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -57,6 +58,12 @@ def refuse_sharded(module: nn.Module, names: Sequence[str], remedy: str) -> None
 def norm_dim(stored: int) -> int | None:
     """The dim of one of torch's weight norms, which keep None, one norm over the whole tensor, as -1."""
     return None if stored == -1 else stored
+
+
+def compiled_modules() -> tuple[type[Any], ...]:
+    """What ``torch.compile`` makes of a module; nothing where nobody has imported what makes it, or not to the end."""
+    made = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    return () if made is None else (made,)
 
 
 def holders(model: nn.Module) -> dict[int, set[nn.Module]]:

@@ -6,7 +6,6 @@ parameters that hold the weight differ, and the options that the other class doe
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from wnfused._modules import check_module, class_of, shown
+from wnfused._modules import check_module, class_of, compiled_modules, shown
 from wnfused._reachable import replace_in
 from wnfused.nn import (
     WeightNormalised,
@@ -166,8 +165,7 @@ def replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module
         for name, child in parent._modules.items():
             if child in replaced:
                 parent._modules[name] = replaced[child]
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is not None and isinstance(parent, dynamo.OptimizedModule):
+        if isinstance(parent, compiled_modules()):
             parent._initialize()  # it calls the module it was built around, whatever its children are
     return replaced.get(model, model)
 

@@ -7,6 +7,7 @@ import functools
 import operator
 import random
 import sys
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wnfused._modules import compiled_modules
 from wnfused._reachable import MUTABLE, Container, containers, is_class_of_a_user
 from wnfused._undisturbed import is_expanded
 
@@ -74,13 +76,36 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
     setattr(_Proxy, f"__i{_name}__", _in_place(_name))
 
 
+_tracing = threading.RLock()
+"""``torch.fx`` changes ``nn.Module`` itself for a run: of two at once, one would put back what is the other's."""
+
+
 class _Tracer(fx.Tracer):
+    _thread = 0
+
     def __init__(self, leaves: tuple[type[nn.Module], ...]) -> None:
         super().__init__()
         self.leaves = leaves
         self.proxies = weakref.WeakSet[fx.Proxy]()
         self._fakes = FakeTensorMode()
         self._known: dict[fx.Node, Tensor | None] = {}
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        with _tracing:
+            self._thread = threading.get_ident()
+            return super().trace(root, concrete_args)
+
+    # What other threads run meanwhile comes by here, too, and is no part of this.
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         made = _Proxy(node, self)
@@ -183,14 +208,13 @@ def name_of_wrapped(module: nn.Module) -> str | None:
     """Of the child that a module only stands before; None for other modules."""
     if isinstance(module, _WRAPPERS):
         return "module"
-    dynamo = sys.modules.get("torch._dynamo")
-    return "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
+    return "_orig_mod" if isinstance(module, compiled_modules()) else None
 
 
 def _through_compiled() -> contextlib.AbstractContextManager[object]:
     """While this holds, a run goes through what ``torch.compile`` made of a part as through that part."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return contextlib.nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False)
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    return contextlib.nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
 
 
 def _of_python(model: nn.Module) -> list[nn.Module]:
@@ -215,7 +239,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     """Undoes what ``forward`` does beside computing: tensors written, attributes set, lists filled, numbers drawn."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in _of_python(model)]
-    data = [(p, p.data) for p in model.parameters() if type(p) is nn.Parameter and not is_lazy(p)]
+    dense = (p for p in model.parameters() if p.layout is torch.strided)
+    data = [(p, p.data) for p in dense if type(p) is nn.Parameter and not is_lazy(p)]
     held = containers([attributes for _, attributes, _ in before])
     contents = [(container, _content(container)) for container in held]
     kinds = _stateful()

@@ -326,6 +326,8 @@ def _stored(
             return f"its parameters are of type {type(tensor).__name__}"
         if tensor is not None and not tensor.is_floating_point():
             return f"its parameters are {tensor.dtype}"
+        if tensor is not None and tensor.layout is not torch.strided:
+            return f"its parameters are {tensor.layout}"
     return _Candidate(kind, known, v, g, dim)
 
 
@@ -338,14 +340,33 @@ def _leave_tied_to_others(model: nn.Module, candidates: dict[nn.Module, _Candida
     """A plain weight that is also held by a module that stays cannot become ``v``: the two would part ways."""
     held = holders(model)
     names = {module: name for name, module in named(model)}
+    kept_in = _memory_of([module for module in model.modules() if module not in candidates])
     for module, name in names.items():
         candidate = candidates.get(module)
         if candidate is None or candidate.g is not None:
             continue
-        staying = sorted(names[m] for m in held[id(candidate.v)] if m not in candidates)
+        others = held[id(candidate.v)].union(*(kept_in[at] for at in _memory(candidate.v) & kept_in.keys()))
+        staying = sorted(names[m] for m in others if m not in candidates)
         if staying:
             logger.warning("%s: left alone, its weight is tied to that of %s, which stays", name, ", ".join(staying))
             del candidates[module]
+
+
+def _memory_of(modules: list[nn.Module]) -> dict[int, set[nn.Module]]:
+    """For each address at which a parameter of these begins, the modules that hold it."""
+    found: dict[int, set[nn.Module]] = {}
+    for module in modules:
+        for parameter in module._parameters.values():
+            for address in _memory(parameter):
+                found.setdefault(address, set()).add(module)
+    return found
+
+
+def _memory(parameter: nn.Parameter | None) -> set[int]:
+    """The address at which it begins; none where there is none to speak of."""
+    if type(parameter) is not nn.Parameter or parameter.is_meta or torch._C._len_torch_dispatch_stack():
+        return set()
+    return {parameter.data_ptr()} if parameter.layout is torch.strided and parameter.numel() else set()
 
 
 def _leave_without_a_norm(model: nn.Module, candidates: dict[nn.Module, _Candidate]) -> None:
@@ -396,10 +417,18 @@ def _gain_of(w: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def _give_directions(v: nn.Parameter, g: Tensor) -> None:
-    """Rows of zeros would never train again: they get a direction each, at ``g = 0``."""
+    """Rows of zeros would never train again: they get a direction each, at ``g = 0``.
+
+    In memory of their own, as others may hold the weight's: a state dict, or a parameter that was given it. Processes
+    that share it go on sharing it.
+    """
     directions = v if v.is_inference() else with_directions(v, g)
-    if directions is not v:
+    if directions is v:
+        return
+    if v.device.type == "cpu" and v.is_shared():
         v.copy_(directions)
+    else:
+        v.data = directions
 
 
 def _set_activation(layer: WeightNormalised, activation: nn.Module) -> None:

@@ -124,8 +124,8 @@ def _asks_for_facts(node: fx.Node) -> bool:
 class Graph:
     """The questions that the roles are made of."""
 
-    def __init__(self, model: nn.Module) -> None:
-        graph = symbolic_run(model, _LAYERS)
+    def __init__(self, model: nn.Module, training: bool | None = None) -> None:
+        graph = symbolic_run(model, _LAYERS, training)
         self.modules = dict(model.named_modules())
         self.nodes = list(graph.nodes)
         self._source: dict[fx.Node, fx.Node | None] = {}
@@ -214,13 +214,28 @@ class Graph:
 
     def _find_source(self, node: fx.Node) -> fx.Node | None:
         """The first argument, in a list too, that is no parameter; of a product the factor that the other one, a gate,
-        was computed from."""
+        was computed from, or that goes back to what the product is added to."""
         sources = [a for a in node.all_input_nodes if a.op != "get_attr"]
         if len(sources) == 2 and _call_name(node) in _PRODUCTS:
             paths = _paths_to_fork(self, *sources)
             if paths is not None and paths[0][-1] in sources:
                 return paths[0][-1]
+            beside = self._added_to(node)
+            if beside is not None and paths is None:
+                return next((a for a in sources if _paths_to_fork(self, a, beside) is not None), sources[0])
         return next(iter(sources), None)
+
+    def _added_to(self, node: fx.Node) -> fx.Node | None:
+        """What is known already of what the only use of a node, an addition, adds to it."""
+        while len(node.users) == 1:
+            user = next(iter(node.users))
+            others = [a for a in user.all_input_nodes if a is not node and a.op != "get_attr"]
+            if _is_addition(user) and others:
+                return others[0] if others[0] in self._source else None
+            if others or self.is_layer(user):
+                return None
+            node = user
+        return None
 
     def summands(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         """What is summed here, by this addition and by those that it alone is the sum of; and these."""

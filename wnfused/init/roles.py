@@ -106,7 +106,7 @@ def roles_and_trouble(model: nn.Module) -> tuple[list[Role], str]:
     check_module(model=model)
     trouble = ""
     try:
-        graph = Graph(model)
+        graph = _graph(model)
     except NotRestoredError:
         raise
     except Exception as reason:  # a trace runs the user's own code, which may raise anything
@@ -120,6 +120,23 @@ def roles_and_trouble(model: nn.Module) -> tuple[list[Role], str]:
         for layer in module.children()
     }  # fmt: skip
     return [_with_what_is_stated(role, blocks.get(id(role.layer))) for role in roles], trouble
+
+
+def _graph(model: nn.Module) -> Graph:
+    """Of the mode that the model is in; if that depends on numbers, as stochastic depth does, of evaluation."""
+    try:
+        return Graph(model)
+    except NotRestoredError:
+        raise
+    except Exception as reason:
+        if not any(module.training for module in model.modules()):
+            raise
+        try:
+            return Graph(model, training=False)
+        except NotRestoredError:
+            raise
+        except Exception:
+            raise reason from None
 
 
 def _with_what_is_stated(role: Role, block: WNResidualBlock | None) -> Role:

@@ -25,6 +25,7 @@ from wnfused._modules import holders, quoted
 from wnfused.init.he2015 import draw_he_
 from wnfused.init.registry import Context, scheme
 from wnfused.init.report import Entry, describe_unit
+from wnfused.init.roles import Role
 from wnfused.init.units import Unit
 from wnfused.nn import FixupBlock, ScalarBias
 
@@ -36,7 +37,7 @@ def zhang2019(context: Context) -> Iterator[Entry]:
         _refuse_branches_that_never_close(context)
     modules = list(context.model.modules())
     held_by = holders(context.model)
-    zero = [u.module for u in (*context.units, *context.repeated) if u.role.head or u.role.closes_branch]
+    zero = [u.module for u in (*context.units, *context.repeated) if _is_zero(u.role)]
     silent = {part for module in zero for part in module.modules()}
     inside = {id(part) for block in modules if isinstance(block, FixupBlock) for part in block.modules()}
     scalars = False
@@ -46,7 +47,7 @@ def zhang2019(context: Context) -> Iterator[Entry]:
     for unit in context.units:
         role, words = unit.role, describe_unit(unit)
         draw_he_(unit, context)
-        if role.head or role.closes_branch:
+        if _is_zero(role):
             if not held_by.get(id(unit.v if unit.g is None else unit.g), set()) <= silent:
                 context.notes.append(f"{unit.shown}: stays He's, 0 would silence the others that hold its weight")
                 yield Entry(unit.name, words, None, unit.mean_gain())
@@ -61,8 +62,15 @@ def zhang2019(context: Context) -> Iterator[Entry]:
         yield Entry(unit.name, words, None, unit.mean_gain())
     if scalars:
         context.notes.append("branches outside of FixupBlock have no scalar multipliers and biases")
-    if not any(unit.role.head for unit in context.units):
-        context.notes.append("no classification layer was found to be set to 0")
+    if not any(unit.role.head and unit.role.placed for unit in context.units):
+        guessed = next((unit.name for unit in context.units if unit.role.head), None)
+        last = "" if guessed is None else f"; if it is {guessed}, the last one, roles={{{guessed!r}: {{'head': True}}}}"
+        context.notes.append(f"no classification layer was found to be set to 0{last}")
+
+
+def _is_zero(role: Role) -> bool:
+    """The last layer of a branch, or the classification layer; not one that is only the last to be registered."""
+    return role.closes_branch or (role.head and role.placed)
 
 
 def _is_scaled(unit: Unit) -> bool:
