@@ -213,7 +213,6 @@ class Guarded:
         inner = space[start : start + extent * bits.element_size()].view(bits.numpy().dtype)
         array = np.lib.stride_tricks.as_strided(inner, bits.shape, [s * bits.element_size() for s in bits.stride()])
         array[...] = bits.numpy()
-        self._spaces.append(np.concatenate([space[:start], space[start + extent * bits.element_size() :]]))
         self._spaces.append(space[:start])
         self._spaces.append(space[start + extent * bits.element_size() :])
         return array

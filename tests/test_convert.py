@@ -281,6 +281,13 @@ def test_fold_of_a_deep_network_has_only_torchs_layers():
     assert leaves <= {nn.Conv2d, nn.Linear, nn.ReLU, nn.Identity}
 
 
+@pytest.mark.parametrize("network", [wnfused.models.wrn, wnfused.models.cnn], ids=["wrn", "cnn"])
+def test_folded_networks_can_be_scripted(network):
+    folded = wnfused.fold(network(10, 2))
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(torch.jit.script(folded)(x), folded(x))
+
+
 def test_zero_rows_survive():
     layer = nn.Linear(3, 2)
     with torch.no_grad():

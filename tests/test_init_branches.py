@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import wnfused
-from wnfused.init import initialize
+from wnfused.init import graph, initialize
 from wnfused.nn import FixupBlock, PlainResidualBlock, WNResidualBlock
 
 
@@ -337,3 +337,24 @@ def test_zhang_leaves_a_layer_alone_that_is_only_the_last_to_be_registered():
     assert note + "{'head': True}}" in report.notes
     initialize(model, "zhang2019", roles={"out": {"head": True}}, generator=generator())
     assert (model.out.weight == 0).all()
+
+
+def test_a_sum_of_many_branches_is_looked_at_once(monkeypatch):
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            pairs = ((nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(16))
+            self.experts = nn.ModuleList(nn.Sequential(*pair) for pair in pairs)
+
+        def forward(self, x):
+            return x + sum(expert(x) for expert in self.experts)
+
+    looked_at = []
+    looks = graph._side_by_side
+    monkeypatch.setattr(
+        graph, "_side_by_side", lambda g, node, summands: looked_at.append(node) or looks(g, node, summands)
+    )
+    roles = wnfused.init.find_roles(Mixture())
+    assert len(looked_at) == 1
+    assert [role.closes_branch for role in roles] == [False, True] * 16
+    assert {role.num_blocks for role in roles} == {16}

@@ -6,11 +6,17 @@ import itertools
 
 import pytest
 import torch
+from instruction_sets import ISAS, VECTORS
 from test_layer_native import NAMES, TOLERANCE, assert_close, both, linear_sample
 
 from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+# Floats go this way by AVX-512, backward; pairs of bfloat16 by tiles, forward.
+FLOATS = [isa for isa in VECTORS if isa not in ("avx2", "portable")]
+TILES = [isa for isa in ISAS if isa.startswith("amx")]
+of_floats = pytest.mark.parametrize("isa", FLOATS, indirect=True)
 
 # (M, K, N) in whole blocks of 16 channels, ragged, and few: about a panel of 64 rows, a weight gradient as one product
 # (128 channels and 256 rows), one that is not; two have too many weights for their rows, or too few rows.
@@ -22,24 +28,35 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@of_floats
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
 def test_shapes(isa, shape, activation):
     assert_close(*both(linear_sample(*shape), (), activation, 0.2), torch.float32)
 
 
+@pytest.mark.parametrize("isa", TILES, indirect=True)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("of_parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_shapes_of_bfloat16(isa, shape, of_parameters):
+    tensors = linear_sample(*shape, dtype=torch.bfloat16)
+    tensors[1:4] = [t.to(of_parameters) for t in tensors[1:4]]
+    for activation in ("none", "relu", "leaky_relu"):
+        assert_close(*both(tensors, (), activation, 0.2), torch.bfloat16)
+
+
+@of_floats
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)), ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu"])
 @pytest.mark.parametrize("shape", [(200, 48, 32), (200, 44, 28)], ids=str)
-def test_only_what_is_needed(needs, activation, shape):
+def test_only_what_is_needed(isa, needs, activation, shape):
     found, expected = both(linear_sample(*shape), (), activation, needs=needs)
     assert_close(found, expected, torch.float32)
 
 
+@of_floats
 @pytest.mark.parametrize("shape", [(700, 64, 48), (300, 128, 64), (700, 60, 44)], ids=str)
 def test_the_same_bits_for_any_number_of_threads(isa, shape):
-    if not isa.startswith("avx512"):
-        pytest.skip("the vendor's products")
     tensors, dy = linear_sample(*shape), torch.randn(shape[0], shape[2])
     before, found = torch.get_num_threads(), []
     try:
@@ -53,6 +70,7 @@ def test_the_same_bits_for_any_number_of_threads(isa, shape):
             assert torch.equal(found[0][name], other[name]), name
 
 
+@of_floats
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("activation", ["none", "relu", "leaky_relu"])
 def test_what_is_not_finite_comes_out_as_torchs(isa, value, activation):
@@ -67,6 +85,7 @@ def test_what_is_not_finite_comes_out_as_torchs(isa, value, activation):
         assert torch.equal(found[name].isinf(), wanted.isinf()), name
 
 
+@of_floats
 def test_any_dims_and_strides(isa):
     x, v, g, bias, residual = linear_sample(120, 32, 48)
     wide = torch.randn(120, 64)
@@ -81,6 +100,7 @@ def test_any_dims_and_strides(isa):
         assert torch.equal(y.reshape(120, 48), plain)
 
 
+@of_floats
 def test_zero_rows_and_gains(isa):
     tensors = linear_sample(200, 32, 48)
     tensors[1][3] = 0
@@ -90,6 +110,7 @@ def test_zero_rows_and_gains(isa):
     assert not found["dv"][3].any()
 
 
+@of_floats
 def test_range_of_an_un_normalised_layer(isa):
     """Squares of v that are nearly denormals, or large."""
     x, v, _, _, _ = linear_sample(200, 32, 48)

@@ -307,7 +307,7 @@ def test_committed_results_belong_to_the_page():
     page = command.ROOT / "RESULTS.md"
     if not page.exists():
         pytest.skip("no results are committed")
-    target = page.with_name(".RESULTS.test.md")
+    target = page.with_name(f".RESULTS.test-{os.getpid()}.md")  # beside it, as it names pictures from there
     try:
         publish.write_results(command.PUBLISHED, target)
         assert target.read_text() == page.read_text()

@@ -70,8 +70,18 @@ def test_the_reported_accuracy_is_that_of_the_saved_weights(finished: tuple[Path
 
 def test_the_optimiser_follows_the_schedule(tmp_path: Path) -> None:
     used: list[float] = []
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
-    config = replace(SMALL, epochs=3, batch_size=200, accumulate=2, warmup=1.5, milestones=(2,), factor=0.5)
+    others: set[tuple[float, float]] = set()
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (group,) = optimizer.param_groups
+        used.append(group["lr"])
+        others.add((group["momentum"], group["weight_decay"]))
+
+    hook = register_optimizer_step_pre_hook(note)
+    config = replace(
+        SMALL, epochs=3, batch_size=200, accumulate=2, warmup=1.5, milestones=(2,), factor=0.5, momentum=0.8,
+        weight_decay=1e-4,
+    )  # fmt: skip
     try:
         train(config, tmp_path / "run")
     finally:
@@ -79,6 +89,7 @@ def test_the_optimiser_follows_the_schedule(tmp_path: Path) -> None:
     schedule = Schedule(0.02, 1.5, (2,), 0.5)
     # 1293 images: 7 mini-batches, 4 updates.
     assert used == pytest.approx([schedule.at(epoch, i, 4) for epoch in range(3) for i in range(4)])
+    assert others == {(0.8, 1e-4)}
 
 
 def test_fixup_scalars_have_a_tenth_of_the_rate(tmp_path: Path) -> None:

@@ -310,21 +310,33 @@ def _residual_block(graph: Graph, node: fx.Node) -> ResidualBlock | None:
 def _blocks(graph: Graph) -> list[ResidualBlock]:
     """All of them, in order of execution. Branches side by side, ``x + (f(x) + g(x))``, make one block each; a sum
     inside a branch, ``x + h(f(x) + g(x))``, makes none of its own."""
+    sums, parts = _sums_of_several(graph)
     found: dict[fx.Node, list[ResidualBlock]] = {}
     for node in graph.nodes:
-        summands, inner = graph.summands(node)
-        beside = _side_by_side(graph, node, summands) if inner else []
-        if beside:
-            for absorbed in inner:
-                found.pop(absorbed, None)
-        else:
+        if node in sums:
+            found[node] = sums[node]
+        elif node not in parts:
             block = _residual_block(graph, node)
-            beside = [] if block is None else [block]
-            if block is not None and not block.shortcut:
+            if block is None:
+                continue
+            if not block.shortcut:
                 _absorb(block, found)
-        if beside:
-            found[node] = beside
+            found[node] = [block]
     return [block for blocks in found.values() for block in blocks]
+
+
+def _sums_of_several(graph: Graph) -> tuple[dict[fx.Node, list[ResidualBlock]], set[fx.Node]]:
+    """The blocks of each sum of branches side by side, by its last addition; and the additions before that, which are
+    looked at from the last one alone: there may be many of them."""
+    sums: dict[fx.Node, list[ResidualBlock]] = {}
+    parts: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        summands, inner = ([], []) if node in parts else graph.summands(node)
+        blocks = _side_by_side(graph, node, summands) if inner else []
+        if blocks:
+            sums[node] = blocks
+            parts.update(inner)
+    return sums, parts
 
 
 def _absorb(block: ResidualBlock, found: dict[fx.Node, list[ResidualBlock]]) -> None:

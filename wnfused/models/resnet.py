@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wnfused._numbers import counts, finite, flag
@@ -117,7 +118,9 @@ class ResNet(nn.Module):
             self.head = nn.Sequential(ScalarBias(), self.head)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.stages(self.stem(laid_out_for(self.stem, x))).mean((-2, -1)))
+        if not torch.jit.is_scripting():  # a folded network has none of these layers
+            x = laid_out_for(self.stem, x)
+        return self.head(self.stages(self.stem(x)).mean((-2, -1)))
 
 
 _BLOCKS: dict[str, Any] = {"batch": BatchNormBlock, "none": PlainResidualBlock, "fixup": FixupBlock}
