@@ -47,22 +47,26 @@ def threads():
     torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def _in_use(isa):
+    before = torch.ops.wnfused_native.cpu_isa()
+    torch.ops.wnfused_native.set_cpu_isa(isa)
+    yield isa
+    torch.ops.wnfused_native.set_cpu_isa(before)
+
+
 @pytest.fixture(params=ISAS)
 def isa(request):
     """Each instruction set in turn, in use while the test runs."""
-    before = torch.ops.wnfused_native.cpu_isa()
-    torch.ops.wnfused_native.set_cpu_isa(request.param)
-    yield request.param
-    torch.ops.wnfused_native.set_cpu_isa(before)
+    with _in_use(request.param) as name:
+        yield name
 
 
 @pytest.fixture(params=VECTORS)
 def vectors(request):
     """Each kind of vectors of floats in turn, for what tiles have no part in."""
-    before = torch.ops.wnfused_native.cpu_isa()
-    torch.ops.wnfused_native.set_cpu_isa(request.param)
-    yield request.param
-    torch.ops.wnfused_native.set_cpu_isa(before)
+    with _in_use(request.param) as name:
+        yield name
 
 
 @contextlib.contextmanager

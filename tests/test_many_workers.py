@@ -2,9 +2,9 @@
 
 A call has no more workers than there are processors, so a small machine would never see banks, maps and rows cut into
 many parts. Here the tests of the kernels run once more in a process that is told of sixteen processors, by the
-instruction set in use and by emulated tiles: how work is cut does not depend on more. Of a test's cases
-a third runs, drawn by their names: how work is cut depends on shapes, and most cases tell layouts, dtypes, activations
-or gradients apart.
+instruction set in use and by emulated tiles: how work is cut does not depend on more. Of a test's cases a third runs,
+drawn by their names: how work is cut depends on shapes, and most cases tell layouts, dtypes, activations or gradients
+apart.
 """
 
 import os
