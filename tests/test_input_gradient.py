@@ -136,7 +136,7 @@ def critic():
     )  # fmt: skip
 
 
-def test_a_critic_with_a_gradient_penalty(taken):
+def test_a_critic_with_a_gradient_penalty(nodes, taken):  # noqa: F811
     eager = critic()
     for layer in eager:
         if hasattr(layer, "weight"):
@@ -153,7 +153,8 @@ def test_a_critic_with_a_gradient_penalty(taken):
 
     wanted = gradients(eager.double(), x.double())
     found = gradients(wnfused.convert(eager.float()), x.clone())
-    assert taken == [True] * 4
+    # The graph of the last layer, which has no activation, its node in C++ makes itself.
+    assert taken == [True] * (4 if nodes == "Python" else 3)
     old = {name: f"{name.partition('.')[0]}.parametrizations.weight.original" for name in found}
     for name, gradient in found.items():
         there = {"weight_g": f"{old[name]}0", "weight_v": f"{old[name]}1"}.get(name.rpartition(".")[2], name)

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "autograd/linear_graph.h"
 #include "autograd/node.h"
 #include "autograd/op.h"
 #include "autograd/vendor.h"
@@ -77,14 +78,18 @@ struct LinearOps : LinearNames {
   static constexpr auto kVendorBackward = &vendor::linear_backward;
 };
 template <class... Constants>
-using Linear = Kernels<LinearOps, Constants...>;
+struct Linear : Kernels<LinearOps, Constants...> {
+  static constexpr int64_t norm_dim(Constants...) { return 0; }
+};
 
 struct LinearOfNormOps : LinearOfNormNames {
   static constexpr auto kVendor = nullptr;
   static constexpr auto kVendorBackward = nullptr;
 };
 template <class... Constants>
-using LinearOfNorm = Kernels<LinearOfNormOps, Constants...>;
+struct LinearOfNorm : Kernels<LinearOfNormOps, Constants...> {
+  static int64_t norm_dim(Constants... constants) { return std::get<0>(std::make_tuple(constants...)); }
+};
 
 struct ConvOps : ConvNames {
   static constexpr auto kVendor = &vendor::conv;
@@ -249,13 +254,17 @@ struct Passes {
                                 int64_t leaves, const Elements& kept, std::index_sequence<I...>) {
     const std::tuple<typename Kept<Constants>::Type...> constants{Kept<Constants>::from(kept[I])...};
     const Tensor &x = saved[0], &v = saved[1], &g = saved[2], &y = saved[5], &norm = saved[6];
+    auto of_input = [&](size_t i) { return (needs >> i & 1) != 0; };
+    const Needs asked{of_input(0), of_input(1) || of_input(2), of_input(3), of_input(4)};
     if (is_general(dy)) {
+      if constexpr (requires { Run::norm_dim(std::get<I>(constants)...); }) {
+        if (linear_graph::takes(dy, y, x, v, g, given(saved[3]), given(saved[4])))
+          return linear_graph::gradients(dy, x, v, g, norm, asked, Run::norm_dim(std::get<I>(constants)...));
+      }
       return Run::general(
           dy, given(y), x, v, g, given(saved[3]), given(saved[4]), norm, needs, leaves, std::get<I>(constants)...);
     }
     const KernelsOnly guard;
-    auto of_input = [&](size_t i) { return (needs >> i & 1) != 0; };
-    const Needs asked{of_input(0), of_input(1) || of_input(2), of_input(3), of_input(4)};
     Gradients found =
         run_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, asked, std::get<I>(constants)...);
     if (!y.defined()) std::get<4>(found) = dy;

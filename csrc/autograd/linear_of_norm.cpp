@@ -11,6 +11,7 @@
 #include <optional>
 #include <tuple>
 
+#include "autograd/linear_graph.h"
 #include "autograd/node.h"
 #include "autograd/op.h"
 #include "autograd/vendor.h"
@@ -24,7 +25,7 @@ using enum Activation;
 using vendor::Gradients;
 using vendor::Optional;
 
-constexpr int64_t kWhole = -1;  // in the place of a dim: one norm for all of v
+using linear_graph::kWhole;
 
 std::tuple<Tensor, Tensor> weight_of(const Tensor& v, const Tensor& g, int64_t dim) {
   using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t);

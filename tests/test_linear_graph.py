@@ -1,0 +1,178 @@
+"""Linear layers without an activation inside losses on their own derivatives: eikonal ones, differential equations."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from test_direct import nodes, tensors  # noqa: F401  nodes runs every test by each kind of node
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import wnfused
+from wnfused import dispatch
+from wnfused.ops import _nodes
+
+pytestmark = pytest.mark.skipif(not dispatch.prefers_native(), reason="the C++ kernels are not what runs here")
+
+LAYERS = {
+    "rows": (0, ((5, 3), (4, 3), (4, 1), (4,), (5, 4))),
+    "flat gains": (0, ((5, 3), (4, 3), (4,), (4,), (5, 4))),
+    "samples of samples": (0, ((2, 5, 3), (4, 3), (4, 1), (4,), (2, 5, 4))),
+    "one sample": (0, ((3,), (4, 3), (4, 1), (4,), (4,))),
+    "columns": (1, ((5, 3), (4, 3), (1, 3), (4,), (5, 4))),
+    "whole": (None, ((5, 3), (4, 3), (), (4,), (5, 4))),
+}
+each_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+@pytest.fixture
+def in_python(monkeypatch):
+    """A list with an entry for each gradient with a graph that Python composes."""
+    entries = []
+    with_graph = _nodes.Gradients.with_graph
+    monkeypatch.setattr(_nodes.Gradients, "with_graph", lambda *a: entries.append(1) or with_graph(*a))
+    return entries
+
+
+def layer(dim, x, v, g, bias, residual):
+    return wnfused.functional.linear(x, v, g, bias, residual=residual, dim=dim)
+
+
+def drawn(name, dtype, zero_row=False):
+    torch.manual_seed(3)
+    dim, shapes = LAYERS[name]
+    x, v, g, bias, residual = (t.detach().to(dtype) for t in tensors(*shapes))
+    if zero_row:
+        v.select(dim or 0, 1).zero_()
+        if dim is None:
+            v.zero_()
+    return dim, [t.requires_grad_() for t in (x, v, g, bias, residual)]
+
+
+def derivatives(name, dtype, first_by, orders, zero_row=False, transform=None):
+    """All gradients of each order, each of a cubic function of the ones before."""
+    dim, inputs = drawn(name, dtype, zero_row)
+
+    def run(x):
+        y = layer(dim, x, *inputs[1:])
+        of = [y.sin(), *torch.autograd.grad(y.sin().sum(), [inputs[i] for i in first_by], create_graph=True)]
+        found = []
+        for _ in range(orders - 1):
+            of = torch.autograd.grad(sum(t.pow(3).sum() for t in of), inputs, create_graph=True)
+            found += of
+        return found
+
+    found = run(inputs[0]) if transform is None else transform(run, inputs[0])
+    return [*found, *torch.autograd.grad(sum(t.square().sum() for t in found), inputs)]
+
+
+def assert_as_in_float64(found, wanted):
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=2e-4 * other.abs().max().item())
+
+
+@each_layer
+@pytest.mark.parametrize("zero_row", [False, True], ids=["", "a row of zeros"])
+@pytest.mark.parametrize("first_by", [(0,), (0, 4), (1, 2), (0, 1, 2, 3)], ids=str)
+def test_derivatives_up_to_the_third(name, first_by, zero_row, nodes, in_python):  # noqa: F811
+    found = derivatives(name, torch.float32, first_by, 3, zero_row)
+    assert bool(in_python) == (nodes == "Python" and LAYERS[name][0] == 0)
+    assert_as_in_float64(found, derivatives(name, torch.float64, first_by, 3, zero_row))
+
+
+def test_derivatives_of_the_fourth_order():
+    wanted = derivatives("rows", torch.float64, (0,), 4)
+    assert_as_in_float64(derivatives("rows", torch.float32, (0,), 4), wanted)
+
+
+def saved_on_cpu(run, x):
+    with torch.autograd.graph.save_on_cpu():
+        return run(x)
+
+
+@each_layer
+@pytest.mark.parametrize("hooked", [partial(checkpoint, use_reentrant=False), saved_on_cpu], ids=["checkpoint", "cpu"])
+def test_what_is_saved_may_go_through_hooks(name, hooked):
+    wanted = derivatives(name, torch.float64, (0,), 2)
+    assert_as_in_float64(derivatives(name, torch.float32, (0,), 2, transform=hooked), wanted)
+
+
+@pytest.mark.parametrize("frozen", [(1,), (2,), (1, 2), (3,), (0,)], ids=str)
+def test_what_requires_no_gradient_gets_none(frozen):
+    def run(dtype):
+        dim, inputs = drawn("rows", dtype)
+        for i in frozen:
+            inputs[i].requires_grad_(False)
+        wanted = [t for t in inputs if t.requires_grad]
+        y = layer(dim, *inputs).sin().sum()
+        first = torch.autograd.grad(y, wanted[:2], create_graph=True)
+        return torch.autograd.grad(sum(t.pow(3).sum() for t in first), wanted, allow_unused=True)
+
+    for one, other in zip(run(torch.float32), run(torch.float64), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_around_the_derivative_casts_nothing():
+    """As around any backward: what the forward ran in, its derivatives run in."""
+    dim, inputs = drawn("rows", torch.float32)
+
+    def slopes(casts):
+        y = layer(dim, *inputs).sin().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            return torch.autograd.grad(y, inputs, create_graph=True)
+
+    for one, other in zip(slopes(True), slopes(False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_batch_of_second_derivatives():
+    def run(dtype):
+        dim, inputs = drawn("rows", dtype)
+        y = layer(dim, *inputs)
+        (slope,) = torch.autograd.grad(y.pow(3).sum(), inputs[0], create_graph=True)
+        each = torch.eye(slope.numel(), dtype=dtype).reshape(-1, *slope.shape)
+        return torch.autograd.grad(slope, inputs, each, is_grads_batched=True)
+
+    assert_as_in_float64(run(torch.float32), run(torch.float64))
+
+
+def test_the_slope_of_a_network_can_be_asked_for_twice():
+    """The graph of one slope is freed with its loss, that of the output is not."""
+    dim, (x, v, g, bias, residual) = drawn("rows", torch.float32)
+    y = layer(dim, x, v, g, bias, residual)
+    found = []
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True, retain_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), (v, g), retain_graph=True))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_wave_equation():
+    """Two derivatives by the input, and one by the parameters of their squares: as torch's own weight norm."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    for module in eager:
+        if isinstance(module, nn.Linear):
+            weight_norm(module)
+    points = torch.rand(20, 2)
+
+    def gradients(model, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        bend = [torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(2)]
+        loss = (bend[0] - bend[1]).square().mean() + (slope[:, 0] - 1).square().mean()
+        parameters = [p for name, p in model.named_parameters() if "bias" not in name]
+        return torch.autograd.grad(loss, parameters)
+
+    with wnfused.use_backend("reference"):
+        wanted = gradients(wnfused.convert(eager), points.double())
+    found = gradients(wnfused.convert(eager).float(), points)
+    assert_as_in_float64(found, wanted)
+    assert len(found) == 6
