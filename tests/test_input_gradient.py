@@ -70,14 +70,14 @@ def test_a_penalty_on_the_gradient_by_the_input(name, with_bias, by_residual, ta
 
 @layers
 @pytest.mark.filterwarnings("ignore:.*reference cycle")
-def test_parameters_among_what_is_asked_for_take_the_reference(name, taken):
+def test_parameters_among_what_is_asked_for_take_no_kernel(name, nodes, taken):  # noqa: F811
     function, shapes = LAYERS[name]
     x, v, g, bias, residual = tensors(*shapes)
     for parameter in (v, g, bias):
         penalised(function, x, v, g, bias, residual, (x, parameter))
         penalised(function, x, v * 1, g * 1, bias * 1, residual, (x, parameter))
     function(x, v, g, bias, residual).sum().backward(create_graph=True)
-    assert taken == [False] * 7
+    assert taken == ([False] * 7 if nodes == "Python" else [])  # the nodes in C++ make a graph themselves
 
 
 # torch itself has no third derivative of a transposed convolution with output_padding.

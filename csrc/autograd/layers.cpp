@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "autograd/linear_graph.h"
+#include "autograd/layer_graph.h"
 #include "autograd/node.h"
 #include "autograd/op.h"
 #include "autograd/vendor.h"
@@ -73,13 +73,19 @@ struct Kernels {
   }
 };
 
+using layer_graph::Saved;
+
 struct LinearOps : LinearNames {
   static constexpr auto kVendor = &vendor::linear;
   static constexpr auto kVendorBackward = &vendor::linear_backward;
 };
 template <class... Constants>
 struct Linear : Kernels<LinearOps, Constants...> {
-  static constexpr int64_t norm_dim(Constants...) { return 0; }
+  static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
+    // By the input alone the kernels are as good, and carry the zeros that an activation has by y on as one number.
+    const bool by_kernels = saved.y.defined() && needs.of_input_alone();
+    return by_kernels ? std::nullopt : std::optional(layer_graph::linear(dy, saved, needs, 0, of...));
+  }
 };
 
 struct LinearOfNormOps : LinearOfNormNames {
@@ -88,7 +94,10 @@ struct LinearOfNormOps : LinearOfNormNames {
 };
 template <class... Constants>
 struct LinearOfNorm : Kernels<LinearOfNormOps, Constants...> {
-  static int64_t norm_dim(Constants... constants) { return std::get<0>(std::make_tuple(constants...)); }
+  static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
+    const bool by_kernels = saved.y.defined() && needs.of_input_alone();
+    return by_kernels ? std::nullopt : std::optional(layer_graph::linear(dy, saved, needs, of...));
+  }
 };
 
 struct ConvOps : ConvNames {
@@ -96,7 +105,15 @@ struct ConvOps : ConvNames {
   static constexpr auto kVendorBackward = &vendor::conv_backward;
 };
 template <class... Constants>
-using Conv = Kernels<ConvOps, Constants...>;
+struct Conv : Kernels<ConvOps, Constants...> {
+  static std::optional<Gradients> graph(
+      const Tensor& dy, const Saved& saved, const Needs& needs, IntArrayRef stride, IntArrayRef padding,
+      IntArrayRef dilation, int64_t groups, int64_t activation, double slope) {
+    if (needs.of_input_alone()) return std::nullopt;  // kernels, faster than torch's convolution
+    return layer_graph::conv(
+        dy, saved, needs, stride, padding, dilation, std::nullopt, groups, activation, slope);
+  }
+};
 
 struct ConvTransposeOps : ConvTransposeNames {
   static constexpr auto kVendor = nullptr;
@@ -126,6 +143,13 @@ struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
     const auto [done, dx, dv, dg, dbias, dz] = run.call(dy, y, x, v, g, norm, needs, constants...);
     if (done) return {dx, dv, dg, dbias, dz};
     return Composed::backward(dy, y, x, v, g, norm, needs, constants...);
+  }
+  static std::optional<Gradients> graph(
+      const Tensor& dy, const Saved& saved, const Needs& needs, IntArrayRef stride, IntArrayRef padding,
+      IntArrayRef dilation, IntArrayRef output_padding, int64_t groups, int64_t activation, double slope) {
+    if (needs.of_input_alone()) return std::nullopt;
+    return layer_graph::conv(
+        dy, saved, needs, stride, padding, dilation, output_padding, groups, activation, slope);
   }
 };
 
@@ -257,12 +281,14 @@ struct Passes {
     auto of_input = [&](size_t i) { return (needs >> i & 1) != 0; };
     const Needs asked{of_input(0), of_input(1) || of_input(2), of_input(3), of_input(4)};
     if (is_general(dy)) {
-      if constexpr (requires { Run::norm_dim(std::get<I>(constants)...); }) {
-        if (linear_graph::takes(dy, y, x, v, g, given(saved[3]), given(saved[4])))
-          return linear_graph::gradients(dy, x, v, g, norm, asked, Run::norm_dim(std::get<I>(constants)...));
+      const Optional bias = given(saved[3]), residual = given(saved[4]);
+      const Saved known{x, v, g, bias, residual, y, norm};
+      if (layer_graph::takes(dy, known)) {
+        const std::optional<Gradients> found = Run::graph(dy, known, asked, std::get<I>(constants)...);
+        if (found) return *found;
       }
       return Run::general(
-          dy, given(y), x, v, g, given(saved[3]), given(saved[4]), norm, needs, leaves, std::get<I>(constants)...);
+          dy, given(y), x, v, g, bias, residual, norm, needs, leaves, std::get<I>(constants)...);
     }
     const KernelsOnly guard;
     Gradients found =

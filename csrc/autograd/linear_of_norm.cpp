@@ -11,7 +11,7 @@
 #include <optional>
 #include <tuple>
 
-#include "autograd/linear_graph.h"
+#include "autograd/layer_graph.h"
 #include "autograd/node.h"
 #include "autograd/op.h"
 #include "autograd/vendor.h"
@@ -25,7 +25,7 @@ using enum Activation;
 using vendor::Gradients;
 using vendor::Optional;
 
-using linear_graph::kWhole;
+using layer_graph::kWhole;
 
 std::tuple<Tensor, Tensor> weight_of(const Tensor& v, const Tensor& g, int64_t dim) {
   using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t);
@@ -59,13 +59,6 @@ std::tuple<Tensor, Tensor> composed_linear(
   return {y, norm};
 }
 
-// As torch's derivatives, the mask read off y. A slope of 0 makes a ReLU.
-Tensor masked(const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
-  if (activation == kNone) return dy;
-  if (activation == kRelu || slope == 0) return at::threshold_backward(dy, y, 0);
-  return at::leaky_relu_backward(dy, y, slope, /*self_is_result=*/true);
-}
-
 Gradients composed_linear_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, int64_t dim, int64_t activation, double slope) {
@@ -73,7 +66,7 @@ Gradients composed_linear_backward(
   static const auto norm_backward = op<Signature>("wnfused_native::weight_norm_backward");
   const KernelsOnly guard;
   const Needs asked = Needs::of(needs);
-  const Tensor dz = masked(dy, y, activation, slope);
+  const Tensor dz = layer_graph::masked(dy, y, activation, slope);
   const Tensor rows = dz.reshape({dz.numel() / v.size(0), v.size(0)});
   Optional dx, dv, dg, dbias;
   if (asked.x) dx = at::mm(rows, std::get<0>(weight_of(v, g, dim))).view(x.sizes());

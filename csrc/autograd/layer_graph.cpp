@@ -1,4 +1,4 @@
-#include "autograd/linear_graph.h"
+#include "autograd/layer_graph.h"
 
 #include <c10/core/DispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -9,18 +9,26 @@
 #include "autograd/node.h"
 #include "autograd/op.h"
 
-namespace wnfused::linear_graph {
+namespace wnfused::layer_graph {
 namespace {
 
+using enum Activation;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+// A derivative casts nothing: it runs in what the forward ran in.
+struct NoAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
 
 // The mathematics of reference.weight_norm_backward, in ops that torch differentiates. A row whose norm is 0 has no
 // gradient, of any order: it is ones before its norm is taken, as 0 * inf would be NaN behind a mask.
 std::tuple<Tensor, Tensor> norm_gradients(
     const Tensor& dw_given, const Tensor& v_given, const Tensor& g, const Tensor& norm, int64_t dim) {
-  const std::vector<int64_t> spans = dim == kWhole ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{1 - dim};
-  std::vector<int64_t> broadcast(2, 1);
+  std::vector<int64_t> spans, broadcast(v_given.dim(), 1);
+  for (int64_t d = 0; d < v_given.dim(); ++d) {
+    if (d != dim) spans.push_back(d);
+  }
   if (dim != kWhole) broadcast[dim] = v_given.size(dim);
   Tensor dw = dw_given, v = v_given, gain = g.reshape(broadcast);
   const Tensor zero = norm.reshape(broadcast) == 0;
@@ -82,29 +90,65 @@ Tensor as_matrix(const Tensor& t, int64_t rows, int64_t columns) {
 
 }  // namespace
 
-bool takes(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
-    const Optional& residual) {
-  return at::GradMode::is_enabled() && !y.defined() && is_plain(dy) && is_plain(x) && is_plain(v) && is_plain(g) &&
-         is_plain(bias) && is_plain(residual) && dy.numel() > 0 && v.numel() > 0;
+bool takes(const Tensor& dy, const Saved& saved) {
+  return at::GradMode::is_enabled() && is_plain(dy) && is_plain(saved.x) && is_plain(saved.v) && is_plain(saved.g) &&
+         is_plain(saved.bias) && is_plain(saved.residual) && dy.numel() > 0 && saved.v.numel() > 0;
 }
 
-Gradients gradients(
-    const Tensor& dy, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm, const Needs& needs,
-    int64_t dim) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+Tensor masked(const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
+  if (activation == kNone) return dy;
+  if (activation == kRelu || slope == 0) return at::threshold_backward(dy, y, 0);
+  return at::leaky_relu_backward(dy, y, slope, /*self_is_result=*/true);
+}
+
+Gradients linear(
+    const Tensor& dy, const Saved& saved, const Needs& needs, int64_t dim, int64_t activation, double slope) {
+  const NoAutocast guard;
+  const Tensor &x = saved.x, &v = saved.v, &g = saved.g;
   const int64_t outputs = v.size(0), inputs = v.size(1), rows = dy.numel() / outputs;
-  const Tensor dz = as_matrix(dy, rows, outputs);
+  const Tensor dz = masked(dy, saved.y, activation, slope), lines = as_matrix(dz, rows, outputs);
   Optional dx, dv, dg, dbias;
   if (needs.x) {
-    dx = at::mm(dz, Weight::apply(v, g, dim));
+    dx = at::mm(lines, Weight::apply(v, g, dim));
     if (x.dim() != 2) dx = dx->view(x.sizes());
   }
   if (needs.v) {
-    std::tie(dv, dg) = norm_gradients(at::mm(dz.t(), as_matrix(x, rows, inputs)), v, g, norm, dim);
+    std::tie(dv, dg) = norm_gradients(at::mm(lines.t(), as_matrix(x, rows, inputs)), v, g, saved.norm, dim);
   }
-  if (needs.bias) dbias = dz.sum(0);
-  return {dx, dv, dg, dbias, needs.residual ? Optional(dy) : Optional()};
+  if (needs.bias) dbias = lines.sum(0);
+  return {dx, dv, dg, dbias, needs.residual ? Optional(dz) : Optional()};
 }
 
-}  // namespace wnfused::linear_graph
+std::optional<Gradients> conv(
+    const Tensor& dy, const Saved& saved, const Needs& needs, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation, std::optional<IntArrayRef> output_padding, int64_t groups, int64_t activation, double slope) {
+  using Signature = std::tuple<bool, bool>(
+      const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, bool, IntArrayRef, int64_t);
+  static const auto misleads = op<Signature>("wnfused_native::cpu_vendor_misleads");
+  const bool transposed = output_padding.has_value();
+  const std::vector<int64_t> none(stride.size(), 0);
+  const IntArrayRef extra = output_padding.value_or(IntArrayRef(none));
+  const NoAutocast guard;
+  // In groups torch misreads some formats of x and of the weights.
+  const auto readable = [&](const Tensor& t) { return groups > 1 ? t.contiguous() : t; };
+  const Tensor x = readable(saved.x), &v = saved.v, &g = saved.g;
+  const auto [forward_is_wrong, backward_is_wrong] =
+      misleads.call(x.detach(), v.detach(), stride, padding, dilation, transposed, extra, groups);
+  if (forward_is_wrong || backward_is_wrong) return std::nullopt;
+  const Tensor dz = masked(dy, saved.y, activation, slope), w = readable(Weight::apply(v, g, 0));
+  Optional dx, dv, dg, dbias;
+  if (needs.x || needs.v) {
+    const auto [by_input, by_weight, unused] = at::convolution_backward(
+        dz, x, w, std::nullopt, stride, padding, dilation, transposed, extra, groups, {needs.x, needs.v, false});
+    if (needs.x) dx = by_input;
+    if (needs.v) std::tie(dv, dg) = norm_gradients(by_weight, v, g, saved.norm, 0);
+  }
+  if (needs.bias) {
+    std::vector<int64_t> pixels{0};
+    for (int64_t d = 2; d < dz.dim(); ++d) pixels.push_back(d);
+    dbias = dz.sum(pixels);
+  }
+  return Gradients(dx, dv, dg, dbias, needs.residual ? Optional(dz) : Optional());
+}
+
+}  // namespace wnfused::layer_graph

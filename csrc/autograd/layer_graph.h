@@ -1,0 +1,45 @@
+// The gradients of a layer as a graph of torch's own ops, so that they can be differentiated again, and again: what an
+// eikonal loss, a differential equation or a product with the Hessian asks for.
+//
+//   dz = act'(y) dy,   dx = op^T(dz, w),   dw = dz x^T,   db = sum dz,      w = g v / ||v||_dim,   dv, dg from dw
+//
+// A derivative of any order is then products with w, as of an un-normalised layer, and one pass through the norm where
+// it reaches v and g.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "autograd/vendor.h"
+#include "needs.h"
+
+namespace wnfused::layer_graph {
+
+using at::IntArrayRef;
+using at::Tensor;
+using vendor::Gradients;
+using vendor::Optional;
+
+constexpr int64_t kWhole = -1;  // in the place of a dim of v: one norm for all of it
+
+// What a node has kept. y: undefined without an activation.
+struct Saved {
+  const Tensor &x, &v, &g;
+  const Optional &bias, &residual;
+  const Tensor &y, &norm;
+};
+
+// float32 on the CPU, and nothing asked for but a graph.
+bool takes(const Tensor& dy, const Saved& saved);
+
+Gradients linear(
+    const Tensor& dy, const Saved& saved, const Needs& needs, int64_t dim, int64_t activation, double slope);
+
+// output_padding: of a transposed layer. Nothing where torch's own convolution would be wrong.
+std::optional<Gradients> conv(
+    const Tensor& dy, const Saved& saved, const Needs& needs, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation, std::optional<IntArrayRef> output_padding, int64_t groups, int64_t activation, double slope);
+
+// The gradient before the activation as torch has it, the mask read off y. A slope of 0 makes a ReLU.
+Tensor masked(const Tensor& dy, const Tensor& y, int64_t activation, double slope);
+
+}  // namespace wnfused::layer_graph
