@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrizations
 
 import wnfused
-from bench.users import NETWORKS, WITH_GRADIENT
+from bench.users import NETWORKS, PASSES
 from bench.workloads import Converted, ConvLayer, LinearLayer, Network, Stage, WindowLayer, Workload
 from wnfused.nn import PlainResidualBlock
 
@@ -141,7 +141,8 @@ def flops(workload: Workload) -> tuple[int, int]:
     """``(forward, forward + backward)``, counted as direct products: two a multiply-add, norms and sums left out.
 
     The backward takes two products of the forward's size a layer, for ``dx`` and ``dw``; the first layer of a network
-    has no ``dx``. Where the output holds a gradient by the input, forward takes two products a layer, backward four.
+    has no ``dx``. Where the output holds derivatives by the input, a forward takes more products a layer (``PASSES``),
+    and the backward two for each.
     """
     counted: list[int] = []
 
@@ -156,6 +157,7 @@ def flops(workload: Workload) -> tuple[int, int]:
                 layer.register_forward_hook(count)
         module(torch.empty(input_shape(workload)))
     forward = sum(counted)
-    if isinstance(workload, Converted) and workload.network in WITH_GRADIENT:
-        return 2 * forward, 6 * forward
+    if isinstance(workload, Converted) and workload.network in PASSES:
+        forward *= PASSES[workload.network]
+        return forward, 3 * forward
     return forward, 3 * forward - (0 if input_needs_gradient(workload) else counted[0])

@@ -6,6 +6,7 @@ The last convolution of a residual branch is named ``conv2``, so that ``bench.pa
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -263,6 +264,52 @@ class DistanceField(nn.Module):
         return torch.cat([distance, slope], 1)
 
 
+class DifferentialEquation(nn.Module):
+    """Points ``(t, x)`` to ``u`` and to what Burgers' equation has left, ``u_t + u u_x - 0.01 / pi u_xx``: Raissi,
+    Perdikaris & Karniadakis 2019, with four hidden layers of 128. A backward differentiates three times."""
+
+    def __init__(self, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width if i else 2, width) for i in range(depth))
+        self.last = nn.Linear(width, 1)
+
+    def value(self, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        return self.last(y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            points = x.detach().requires_grad_()
+            u = self.value(points)
+            (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+            (bend,) = torch.autograd.grad(slope[:, 1].sum(), points, create_graph=graph)
+        left = slope[:, :1] + u * slope[:, 1:] - 0.01 / math.pi * bend[:, 1:]
+        return torch.cat([u, left], 1)
+
+
+class Critic(nn.Module):
+    """Images to a score and the length of its gradient by the image, which a penalty wants to be 1: Gulrajani et al.
+    2017, with the convolutions of Radford et al. 2016. A backward differentiates twice."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        sizes = (3, width, 2 * width, 4 * width)
+        layers = [
+            (nn.Conv2d(a, b, 4, 2, 1), nn.LeakyReLU(0.2)) for a, b in itertools.pairwise(sizes)
+        ]  # fmt: skip
+        self.score = nn.Sequential(*itertools.chain(*layers), nn.Flatten(), nn.Linear(4 * width * 4 * 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            images = x.detach().requires_grad_()
+            score = self.score(images)
+            (slope,) = torch.autograd.grad(score.sum(), images, create_graph=graph)
+        return torch.cat([score, slope.flatten(1).norm(dim=1, keepdim=True)], 1)
+
+
 # ------------------------------------------------------------------------------------------------ volumes
 
 
@@ -307,7 +354,9 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "temporal network": TemporalNetwork,
     "U-Net of volumes": UNet3d,
     "distance field": DistanceField,
+    "differential equation": DifferentialEquation,
+    "critic": Critic,
 }
 
-WITH_GRADIENT = frozenset({"distance field"})
-"""Networks whose output holds a gradient by the input, of which a backward is the second one."""
+PASSES = {"distance field": 2, "critic": 2, "differential equation": 4}
+"""Products a layer in a forward of the networks whose output holds derivatives by the input; of the others one."""

@@ -355,7 +355,7 @@ def _converted() -> list[Workload]:
         ("vocoder of 512 channels", (80, 32), (1,)),
         ("discriminator", sound, (1, 4)), ("temporal network", (64, 256), (1, 16)),
         ("U-Net of volumes", (1, 32, 32, 32), (1, 4)),
-        ("distance field", (3,), (512, 4096)),
+        ("distance field", (3,), (512, 4096)), ("differential equation", (2,), (256, 1024)), ("critic", images, (16,)),
     )  # fmt: skip
     return [
         Converted(
