@@ -296,9 +296,7 @@ class Critic(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         sizes = (3, width, 2 * width, 4 * width)
-        layers = [
-            (nn.Conv2d(a, b, 4, 2, 1), nn.LeakyReLU(0.2)) for a, b in itertools.pairwise(sizes)
-        ]  # fmt: skip
+        layers = [(nn.Conv2d(a, b, 4, 2, 1), nn.LeakyReLU(0.2)) for a, b in itertools.pairwise(sizes)]
         self.score = nn.Sequential(*itertools.chain(*layers), nn.Flatten(), nn.Linear(4 * width * 4 * 4, 1))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ def test_the_slope_of_a_network_can_be_asked_for_twice():
 
 
 def test_a_wave_equation():
-    """Two derivatives by the input, and one by the parameters of their squares: as torch's own weight norm."""
+    """Two derivatives by the input, and one by the parameters of their squares, against the reference."""
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     for module in eager:
