@@ -8,6 +8,7 @@
 
 #include "autograd/node.h"
 #include "autograd/op.h"
+#include "autograd/zero_gradient.h"
 
 namespace wnfused::layer_graph {
 namespace {
@@ -74,6 +75,33 @@ struct Weight : torch::autograd::Function<Weight> {
   }
 };
 
+// dz = act'(y) dy, of any number of derivatives by dy. By y they are zeros: the activations are piecewise linear.
+struct Mask : torch::autograd::Function<Mask> {
+  static constexpr const char* kActivation = "activation";
+  static constexpr const char* kSlope = "slope";
+
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
+    ctx->save_for_backward({y});
+    ctx->saved_data[kActivation] = activation;
+    ctx->saved_data[kSlope] = slope;
+    return masked(dy, y, activation, slope);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
+    const Tensor y = ctx->get_saved_variables()[0];
+    const int64_t activation = ctx->saved_data[kActivation].toInt();
+    const double slope = ctx->saved_data[kSlope].toDouble();
+    const auto run = asks_for_graph(outputs[0]) ? &of : &masked;
+    const Tensor ddy = ctx->needs_input_grad(0) ? run(outputs[0], y, activation, slope) : Tensor();
+    return {ddy, ctx->needs_input_grad(1) ? zero_gradient(1, y) : Tensor(), Tensor(), Tensor()};
+  }
+
+  static Tensor of(const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
+    return activation == kNone ? dy : apply(dy, y, activation, slope);
+  }
+};
+
 bool is_plain(const Tensor& t) {
   const c10::DispatchKeySet watched{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
                                     c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched};
@@ -82,6 +110,21 @@ bool is_plain(const Tensor& t) {
 }
 
 bool is_plain(const Optional& t) { return !t || is_plain(*t); }
+
+// In groups torch misreads some formats of x and of the weights.
+Tensor readable(const Tensor& t, const Convolution& of) { return of.groups > 1 ? t.contiguous() : t; }
+
+std::vector<int64_t> output_padding_of(const Convolution& of) {
+  return of.output_padding ? of.output_padding->vec() : std::vector<int64_t>(of.stride.size(), 0);
+}
+
+std::tuple<Tensor, Tensor> convolution_backward(
+    const Tensor& dz, const Tensor& x, const Tensor& w, const Convolution& of, bool by_input, bool by_weight) {
+  const auto [dx, dw, unused] = at::convolution_backward(
+      dz, x, w, std::nullopt, of.stride, of.padding, of.dilation, of.output_padding.has_value(), output_padding_of(of),
+      of.groups, {by_input, by_weight, false});
+  return {dx, dw};
+}
 
 // A matrix as it is: a view of it would be one more node, forward and backward.
 Tensor as_matrix(const Tensor& t, int64_t rows, int64_t columns) {
@@ -106,7 +149,7 @@ Gradients linear(
   const NoAutocast guard;
   const Tensor &x = saved.x, &v = saved.v, &g = saved.g;
   const int64_t outputs = v.size(0), inputs = v.size(1), rows = dy.numel() / outputs;
-  const Tensor dz = masked(dy, saved.y, activation, slope), lines = as_matrix(dz, rows, outputs);
+  const Tensor dz = Mask::of(dy, saved.y, activation, slope), lines = as_matrix(dz, rows, outputs);
   Optional dx, dv, dg, dbias;
   if (needs.x) {
     dx = at::mm(lines, Weight::apply(v, g, dim));
@@ -119,27 +162,24 @@ Gradients linear(
   return {dx, dv, dg, dbias, needs.residual ? Optional(dz) : Optional()};
 }
 
-std::optional<Gradients> conv(
-    const Tensor& dy, const Saved& saved, const Needs& needs, IntArrayRef stride, IntArrayRef padding,
-    IntArrayRef dilation, std::optional<IntArrayRef> output_padding, int64_t groups, int64_t activation, double slope) {
+bool can_compose(const Tensor& x, const Tensor& v, const Convolution& of) {
   using Signature = std::tuple<bool, bool>(
       const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, bool, IntArrayRef, int64_t);
   static const auto misleads = op<Signature>("wnfused_native::cpu_vendor_misleads");
-  const bool transposed = output_padding.has_value();
-  const std::vector<int64_t> none(stride.size(), 0);
-  const IntArrayRef extra = output_padding.value_or(IntArrayRef(none));
-  const NoAutocast guard;
-  // In groups torch misreads some formats of x and of the weights.
-  const auto readable = [&](const Tensor& t) { return groups > 1 ? t.contiguous() : t; };
-  const Tensor x = readable(saved.x), &v = saved.v, &g = saved.g;
   const auto [forward_is_wrong, backward_is_wrong] =
-      misleads.call(x.detach(), v.detach(), stride, padding, dilation, transposed, extra, groups);
-  if (forward_is_wrong || backward_is_wrong) return std::nullopt;
-  const Tensor dz = masked(dy, saved.y, activation, slope), w = readable(Weight::apply(v, g, 0));
+      misleads.call(readable(x, of).detach(), v.detach(), of.stride, of.padding, of.dilation,
+                    of.output_padding.has_value(), output_padding_of(of), of.groups);
+  return !forward_is_wrong && !backward_is_wrong;
+}
+
+Gradients conv(
+    const Tensor& dy, const Saved& saved, const Needs& needs, const Convolution& of, int64_t activation, double slope) {
+  const NoAutocast guard;
+  const Tensor &v = saved.v, &g = saved.g, dz = Mask::of(dy, saved.y, activation, slope);
   Optional dx, dv, dg, dbias;
   if (needs.x || needs.v) {
-    const auto [by_input, by_weight, unused] = at::convolution_backward(
-        dz, x, w, std::nullopt, stride, padding, dilation, transposed, extra, groups, {needs.x, needs.v, false});
+    const auto [by_input, by_weight] = convolution_backward(
+        dz, readable(saved.x, of), readable(Weight::apply(v, g, 0), of), of, needs.x, needs.v);
     if (needs.x) dx = by_input;
     if (needs.v) std::tie(dv, dg) = norm_gradients(by_weight, v, g, saved.norm, 0);
   }
@@ -148,7 +188,30 @@ std::optional<Gradients> conv(
     for (int64_t d = 2; d < dz.dim(); ++d) pixels.push_back(d);
     dbias = dz.sum(pixels);
   }
-  return Gradients(dx, dv, dg, dbias, needs.residual ? Optional(dz) : Optional());
+  return {dx, dv, dg, dbias, needs.residual ? Optional(dz) : Optional()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv_input_gradient_backward(
+    const Tensor& c, const Tensor& e, const Tensor& dy, const Tensor& y, const Tensor& v, const Tensor& g,
+    const Tensor& norm, bool by_dy, bool by_v, const Convolution& of, int64_t activation, double slope) {
+  const NoAutocast guard;
+  const Tensor w = readable(Weight::apply(v, g, 0), of);
+  Tensor ddy, dv, dg;
+  if (by_dy) {
+    Tensor ddz = e;
+    if (c.defined()) {
+      const Tensor wc = at::convolution(readable(c, of), w, std::nullopt, of.stride, of.padding, of.dilation,
+                                        of.output_padding.has_value(), output_padding_of(of), of.groups);
+      ddz = e.defined() ? wc + e : wc;
+    }
+    ddy = Mask::of(ddz, y, activation, slope);
+  }
+  if (by_v && c.defined()) {
+    const Tensor dz = Mask::of(dy, y, activation, slope);
+    const Tensor dw = std::get<1>(convolution_backward(dz, readable(c, of), w, of, false, true));
+    std::tie(dv, dg) = norm_gradients(dw, v, g, norm, 0);
+  }
+  return {ddy, dv, dg};
 }
 
 }  // namespace wnfused::layer_graph

@@ -28,16 +28,31 @@ struct Saved {
   const Tensor &y, &norm;
 };
 
+// output_padding: of a transposed layer.
+struct Convolution {
+  IntArrayRef stride, padding, dilation;
+  std::optional<IntArrayRef> output_padding;
+  int64_t groups;
+};
+
 // float32 on the CPU, and nothing asked for but a graph.
 bool takes(const Tensor& dy, const Saved& saved);
+
+// Whether torch's own convolution gives what it should, forward and backward.
+bool can_compose(const Tensor& x, const Tensor& v, const Convolution& of);
 
 Gradients linear(
     const Tensor& dy, const Saved& saved, const Needs& needs, int64_t dim, int64_t activation, double slope);
 
-// output_padding: of a transposed layer. Nothing where torch's own convolution would be wrong.
-std::optional<Gradients> conv(
-    const Tensor& dy, const Saved& saved, const Needs& needs, IntArrayRef stride, IntArrayRef padding,
-    IntArrayRef dilation, std::optional<IntArrayRef> output_padding, int64_t groups, int64_t activation, double slope);
+// Of what can be composed.
+Gradients conv(
+    const Tensor& dy, const Saved& saved, const Needs& needs, const Convolution& of, int64_t activation, double slope);
+
+// The gradients by dy, v and g of (dx, dz), a convolution's gradients by its input and its residual, for the cotangents
+// (c, e), one of which may be undefined.
+std::tuple<Tensor, Tensor, Tensor> conv_input_gradient_backward(
+    const Tensor& c, const Tensor& e, const Tensor& dy, const Tensor& y, const Tensor& v, const Tensor& g,
+    const Tensor& norm, bool by_dy, bool by_v, const Convolution& of, int64_t activation, double slope);
 
 // The gradient before the activation as torch has it, the mask read off y. A slope of 0 makes a ReLU.
 Tensor masked(const Tensor& dy, const Tensor& y, int64_t activation, double slope);

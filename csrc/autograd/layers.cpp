@@ -14,10 +14,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "autograd/input_gradient.h"
+#include "autograd/kept.h"
 #include "autograd/layer_graph.h"
 #include "autograd/node.h"
 #include "autograd/op.h"
 #include "autograd/vendor.h"
+#include "autograd/zero_gradient.h"
 
 namespace wnfused {
 namespace {
@@ -82,9 +85,7 @@ struct LinearOps : LinearNames {
 template <class... Constants>
 struct Linear : Kernels<LinearOps, Constants...> {
   static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
-    // By the input alone the kernels are as good, and carry the zeros that an activation has by y on as one number.
-    const bool by_kernels = saved.y.defined() && needs.of_input_alone();
-    return by_kernels ? std::nullopt : std::optional(layer_graph::linear(dy, saved, needs, 0, of...));
+    return layer_graph::linear(dy, saved, needs, 0, of...);
   }
 };
 
@@ -95,10 +96,22 @@ struct LinearOfNormOps : LinearOfNormNames {
 template <class... Constants>
 struct LinearOfNorm : Kernels<LinearOfNormOps, Constants...> {
   static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
-    const bool by_kernels = saved.y.defined() && needs.of_input_alone();
-    return by_kernels ? std::nullopt : std::optional(layer_graph::linear(dy, saved, needs, of...));
+    return layer_graph::linear(dy, saved, needs, of...);
   }
 };
+
+using layer_graph::Convolution;
+
+// By the input alone kernels, faster than torch's convolution, and by anything else a graph of torch's ops.
+template <class Run, class... Constants>
+std::optional<Gradients> conv_graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... constants) {
+  const Convolution of = Run::convolution(constants...);
+  if (!layer_graph::can_compose(saved.x, saved.v, of)) return std::nullopt;
+  if (needs.of_input_alone()) return input_gradient<Run>(dy, saved, needs.residual, constants...);
+  const auto all = std::make_tuple(constants...);
+  constexpr size_t kConstants = sizeof...(Constants);
+  return layer_graph::conv(dy, saved, needs, of, std::get<kConstants - 2>(all), std::get<kConstants - 1>(all));
+}
 
 struct ConvOps : ConvNames {
   static constexpr auto kVendor = &vendor::conv;
@@ -106,12 +119,12 @@ struct ConvOps : ConvNames {
 };
 template <class... Constants>
 struct Conv : Kernels<ConvOps, Constants...> {
-  static std::optional<Gradients> graph(
-      const Tensor& dy, const Saved& saved, const Needs& needs, IntArrayRef stride, IntArrayRef padding,
-      IntArrayRef dilation, int64_t groups, int64_t activation, double slope) {
-    if (needs.of_input_alone()) return std::nullopt;  // kernels, faster than torch's convolution
-    return layer_graph::conv(
-        dy, saved, needs, stride, padding, dilation, std::nullopt, groups, activation, slope);
+  static Convolution convolution(
+      IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t, double) {
+    return {stride, padding, dilation, std::nullopt, groups};
+  }
+  static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
+    return conv_graph<Conv>(dy, saved, needs, of...);
   }
 };
 
@@ -144,55 +157,33 @@ struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
     if (done) return {dx, dv, dg, dbias, dz};
     return Composed::backward(dy, y, x, v, g, norm, needs, constants...);
   }
-  static std::optional<Gradients> graph(
-      const Tensor& dy, const Saved& saved, const Needs& needs, IntArrayRef stride, IntArrayRef padding,
-      IntArrayRef dilation, IntArrayRef output_padding, int64_t groups, int64_t activation, double slope) {
-    if (needs.of_input_alone()) return std::nullopt;
-    return layer_graph::conv(
-        dy, saved, needs, stride, padding, dilation, output_padding, groups, activation, slope);
+  static Convolution convolution(
+      IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef output_padding, int64_t groups,
+      int64_t, double) {
+    return {stride, padding, dilation, output_padding, groups};
+  }
+  static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
+    return conv_graph<ConvTranspose>(dy, saved, needs, of...);
   }
 };
 
 Optional given(const Tensor& t) { return t.defined() ? Optional(t) : Optional(); }
 
-// Whether dy may be the zeros of one number that wnfused/ops/_input_gradient.py hands on.
-bool may_be_zero_gradient(const Tensor& dy) {
-  if (dy.numel() < 2 || !dy.is_cpu() || dy.layout() != at::kStrided || !dy.has_storage()) return false;
-  for (const int64_t stride : dy.strides()) {
-    if (stride != 0) return false;
-  }
-  const auto* bytes = static_cast<const char*>(dy.const_data_ptr());
-  for (int64_t i = 0; bytes && i < dy.element_size(); ++i) {
-    if (bytes[i] != 0) return false;
-  }
-  return bytes != nullptr;
-}
-
 // Whether a gradient asks for more than the kernels know.
 bool is_general(const Tensor& dy) {
-  return asks_for_graph(dy) || (!dy.key_set().has(c10::DispatchKey::Python) && may_be_zero_gradient(dy));
+  return asks_for_graph(dy) || (!dy.key_set().has(c10::DispatchKey::Python) && may_be_zero_gradient_of_python(dy));
 }
 
-// What a constant is kept as between the passes: a tuple in the place of a list, which compiled autograd could not
-// hash.
-template <class T>
-struct Kept {
-  using Type = T;
-  static c10::IValue of(T constant) { return constant; }
-  static T from(const c10::IValue& kept) { return kept.to<T>(); }
-};
-template <>
-struct Kept<IntArrayRef> {
-  using Type = std::vector<int64_t>;
-  static c10::IValue of(IntArrayRef constant) {
-    return c10::ivalue::Tuple::create(std::vector<c10::IValue>(constant.begin(), constant.end()));
-  }
-  static Type from(const c10::IValue& kept) {
-    Type constant;
-    for (const c10::IValue& extent : kept.toTupleRef().elements()) constant.push_back(extent.toInt());
-    return constant;
-  }
-};
+// What a layer whose output has a gradient of zeros hands on.
+Gradients zeros_through(const variable_list& inputs, int64_t needs) {
+  size_t edge = 0;  // those of a node count the tensors that it was given
+  const auto zeros = [&](size_t i) -> Optional {
+    if (!inputs[i].defined()) return std::nullopt;
+    const size_t here = edge++;
+    return needs >> i & 1 ? Optional(zero_gradient(here, inputs[i])) : std::nullopt;
+  };
+  return {zeros(0), zeros(1), zeros(2), zeros(3), zeros(4)};  // in this order: the braces say so
+}
 
 // The two passes of torch::autograd::Function.
 template <class Run, class... Constants>
@@ -221,7 +212,7 @@ struct Passes {
     if (bias) leaves += 8 * bias->is_leaf();
     if (residual) leaves += 16 * residual->is_leaf();
     ctx->saved_data[kLeaves] = leaves;
-    ctx->saved_data[kKept] = c10::ivalue::Tuple::create({Kept<Constants>::of(constants)...});
+    ctx->saved_data[kKept] = keep(constants...);
     return y;
   }
 
@@ -235,13 +226,14 @@ struct Passes {
     for (size_t i = 0, edge = 0; i < 5; ++i) {
       if (saved[i].defined() && ctx->needs_input_grad(edge++)) needs |= int64_t{1} << i;
     }
-    const auto& kept = ctx->saved_data[kKept].toTupleRef().elements();
     const auto weight = ctx->saved_data.find(kWeight);
     const Tensor w = weight == ctx->saved_data.end() ? Tensor() : weight->second.toTensor();
     // Saved tensors go with the backward unless it is told to keep them; what is saved beside them stays with the node.
     if (w.defined() && !torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data.erase(weight);
-    const Gradients gradients = gradients_of(
-        dy, saved, w, needs, ctx->saved_data[kLeaves].toInt(), kept, std::index_sequence_for<Constants...>());
+    const int64_t leaves = ctx->saved_data[kLeaves].toInt();
+    const Gradients gradients = std::apply(
+        [&](const auto&... constants) { return gradients_of(dy, saved, w, needs, leaves, constants...); },
+        constants_of<Constants...>(ctx->saved_data[kKept]));
     auto put = [&](size_t i, const Optional& gradient) {
       if (gradient && (needs >> i & 1)) found[i] = *gradient;
     };
@@ -273,26 +265,26 @@ struct Passes {
     return Run::backward(dy, y, x, v, g, norm, needs.bits(), constants...);
   }
 
-  template <class Elements, size_t... I>
-  static Gradients gradients_of(const Tensor& dy, const variable_list& saved, const Tensor& w, int64_t needs,
-                                int64_t leaves, const Elements& kept, std::index_sequence<I...>) {
-    const std::tuple<typename Kept<Constants>::Type...> constants{Kept<Constants>::from(kept[I])...};
+  static Gradients gradients_of(
+      const Tensor& dy, const variable_list& saved, const Tensor& w, int64_t needs, int64_t leaves,
+      Constants... constants) {
     const Tensor &x = saved[0], &v = saved[1], &g = saved[2], &y = saved[5], &norm = saved[6];
     auto of_input = [&](size_t i) { return (needs >> i & 1) != 0; };
     const Needs asked{of_input(0), of_input(1) || of_input(2), of_input(3), of_input(4)};
+    if (!asks_for_graph(dy) && is_zero_gradient(dy)) return zeros_through(saved, needs);
     if (is_general(dy)) {
       const Optional bias = given(saved[3]), residual = given(saved[4]);
       const Saved known{x, v, g, bias, residual, y, norm};
       if (layer_graph::takes(dy, known)) {
-        const std::optional<Gradients> found = Run::graph(dy, known, asked, std::get<I>(constants)...);
+        const std::optional<Gradients> found = Run::graph(dy, known, asked, constants...);
         if (found) return *found;
       }
       return Run::general(
-          dy, given(y), x, v, g, bias, residual, norm, needs, leaves, std::get<I>(constants)...);
+          dy, given(y), x, v, g, bias, residual, norm, needs, leaves, constants...);
     }
     const KernelsOnly guard;
     Gradients found =
-        run_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, asked, std::get<I>(constants)...);
+        run_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, asked, constants...);
     if (!y.defined()) std::get<4>(found) = dy;
     return found;
   }
