@@ -22,29 +22,106 @@ struct NoAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-// The mathematics of reference.weight_norm_backward, in ops that torch differentiates. A row whose norm is 0 has no
-// gradient, of any order: it is ones before its norm is taken, as 0 * inf would be NaN behind a mask.
-std::tuple<Tensor, Tensor> norm_gradients(
-    const Tensor& dw_given, const Tensor& v_given, const Tensor& g, const Tensor& norm, int64_t dim) {
-  std::vector<int64_t> spans, broadcast(v_given.dim(), 1);
-  for (int64_t d = 0; d < v_given.dim(); ++d) {
-    if (d != dim) spans.push_back(d);
-  }
-  if (dim != kWhole) broadcast[dim] = v_given.size(dim);
-  Tensor dw = dw_given, v = v_given, gain = g.reshape(broadcast);
-  const Tensor zero = norm.reshape(broadcast) == 0;
-  if (zero.any().item<bool>()) {
-    const Tensor none = at::zeros({}, v.options());
-    dw = at::where(zero, none, dw);
-    v = at::where(zero, at::ones({}, v.options()), v);
-    gain = at::where(zero, none, gain);
-  }
-  const Tensor length = v.square().sum(spans, /*keepdim=*/true).sqrt(), unit = v / length;
-  const Tensor dgain = (dw * unit).sum(spans, /*keepdim=*/true);
-  return {gain / length * (dw - unit * dgain), dgain.reshape(g.sizes())};
-}
+// The rows of v that `dim` numbers: what they are summed over, and the shape of one number for each.
+struct Rows {
+  std::vector<int64_t> spans, numbers;
 
-// w of v and g: the kernels of the row norm, and the mathematics above where a graph is asked for once more.
+  Rows(const Tensor& v, int64_t dim) : numbers(v.dim(), 1) {
+    for (int64_t d = 0; d < v.dim(); ++d) {
+      if (d != dim) spans.push_back(d);
+    }
+    if (dim != kWhole) numbers[dim] = v.size(dim);
+  }
+
+  Tensor sum(const Tensor& t) const { return t.sum(spans, /*keepdim=*/true); }
+  Tensor of(const Tensor& numbers_of_rows) const { return numbers_of_rows.reshape(numbers); }
+
+  // 1 / ||v||, with a derivative by v. A row whose norm is 0 has none, of any order: it is ones before its norm is
+  // taken, as 0 * inf would be NaN behind a mask.
+  Tensor inverse_norm(const Tensor& v, const Tensor& norm) const {
+    const Tensor zero = of(norm) == 0;
+    if (!zero.any().item<bool>()) return sum(v.square()).rsqrt();
+    const Tensor one = at::ones({}, v.options());
+    return at::where(zero, at::zeros({}, v.options()), sum(at::where(zero, one, v).square()).rsqrt());
+  }
+};
+
+// What reference.weight_norm_backward has, as a function with derivatives of its own:
+//
+//   u = v / r,  s = <dw, u>,       dg = s,   dv = g / r (dw - s u)            (r = ||v||)
+//
+// For the cotangents a of dv and b of dg, with p = <a, u> and A = g / r (a - p u), which is this very function of a,
+//
+//   by dw:  A + b u
+//   by g:   c = (<a, dw> - p s) / r
+//   by v:   (b dw - s A - p dv) / r - (g c + b s) / r u
+struct NormGradients : torch::autograd::Function<NormGradients> {
+  static constexpr const char* kDim = "dim";
+
+  static variable_list forward(
+      AutogradContext* ctx, const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim) {
+    const auto [dv, dg] = by_kernel(dw, v, g, norm, dim);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({dw, v, g, norm, dv, dg});
+    ctx->saved_data[kDim] = dim;
+    return {dv, dg};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
+    const Tensor &a = outputs[0], &b_given = outputs[1];
+    if (!a.defined() && !b_given.defined()) return variable_list(5);
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &dw = saved[0], &v = saved[1], &norm = saved[3], &dv = saved[4];
+    const int64_t dim = ctx->saved_data[kDim].toInt();
+    const bool graph = asks_for_graph(a.defined() ? a : b_given);
+    const Rows rows(v, dim);
+    const Tensor g = rows.of(saved[2]), s = rows.of(saved[5]), r = rows.of(norm);
+    const Tensor inverse = graph ? rows.inverse_norm(v, norm) : at::where(r == 0, at::zeros_like(r), r.reciprocal());
+    Tensor by_dw, by_g, by_v, of_v;  // of_v: what is to be multiplied with -v / r^2
+    const auto add = [](Tensor& sum, const Tensor& part) { sum = sum.defined() ? sum + part : part; };
+    if (a.defined()) {
+      const auto [made, found] = graph ? of(a, v, saved[2], norm, dim) : by_kernel(a, v, saved[2], norm, dim);
+      const Tensor p = rows.of(found);
+      by_dw = made;
+      by_g = (rows.sum(a * dw) - p * s) * inverse;
+      by_v = (s * made + p * dv) * -inverse;
+      of_v = g * by_g;
+    }
+    if (b_given.defined()) {
+      const Tensor b = rows.of(b_given), share = b * inverse;
+      add(by_dw, share * v);
+      add(by_v, share * dw);
+      add(of_v, b * s);
+    }
+    by_v = by_v - of_v * inverse.square() * v;
+    return {by_dw, by_v, by_g.defined() ? by_g.reshape(saved[2].sizes()) : by_g, Tensor(), Tensor()};
+  }
+
+  static std::tuple<Tensor, Tensor> of(
+      const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim) {
+    if (is_batch(dw)) return composed(dw, v, g, norm, dim);
+    const variable_list made = apply(dw, v, g, norm, dim);
+    return {made[0], made[1]};
+  }
+
+  static std::tuple<Tensor, Tensor> by_kernel(
+      const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim) {
+    using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+    static const auto run = op<Signature>("wnfused_native::weight_norm_backward");
+    const KernelsOnly guard;
+    return run.call(dw, v, g, norm, dim);
+  }
+
+ private:
+  static std::tuple<Tensor, Tensor> composed(
+      const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim) {
+    const Rows rows(v, dim);
+    const Tensor inverse = rows.inverse_norm(v, norm), unit = v * inverse, dg = rows.sum(dw * unit);
+    return {rows.of(g) * inverse * (dw - unit * dg), dg.reshape(g.sizes())};
+  }
+};
+
+// w of v and g, by the kernels of the row norm.
 struct Weight : torch::autograd::Function<Weight> {
   static constexpr const char* kDim = "dim";
 
@@ -59,18 +136,9 @@ struct Weight : torch::autograd::Function<Weight> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
-    using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
-    static const auto run = op<Signature>("wnfused_native::weight_norm_backward");
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &dw = outputs[0], &v = saved[0], &g = saved[1], &norm = saved[2];
-    const int64_t dim = ctx->saved_data[kDim].toInt();
-    Tensor dv, dg;
-    if (asks_for_graph(dw)) {
-      std::tie(dv, dg) = norm_gradients(dw, v, g, norm, dim);
-    } else {
-      const KernelsOnly guard;
-      std::tie(dv, dg) = run.call(dw, v, g, norm, dim);
-    }
+    const auto run = asks_for_graph(outputs[0]) ? &NormGradients::of : &NormGradients::by_kernel;
+    const auto [dv, dg] = run(outputs[0], saved[0], saved[1], saved[2], ctx->saved_data[kDim].toInt());
     return {ctx->needs_input_grad(0) ? dv : Tensor(), ctx->needs_input_grad(1) ? dg : Tensor(), Tensor()};
   }
 };
@@ -156,7 +224,7 @@ Gradients linear(
     if (x.dim() != 2) dx = dx->view(x.sizes());
   }
   if (needs.v) {
-    std::tie(dv, dg) = norm_gradients(at::mm(lines.t(), as_matrix(x, rows, inputs)), v, g, saved.norm, dim);
+    std::tie(dv, dg) = NormGradients::of(at::mm(lines.t(), as_matrix(x, rows, inputs)), v, g, saved.norm, dim);
   }
   if (needs.bias) dbias = lines.sum(0);
   return {dx, dv, dg, dbias, needs.residual ? Optional(dz) : Optional()};
@@ -181,7 +249,7 @@ Gradients conv(
     const auto [by_input, by_weight] = convolution_backward(
         dz, readable(saved.x, of), readable(Weight::apply(v, g, 0), of), of, needs.x, needs.v);
     if (needs.x) dx = by_input;
-    if (needs.v) std::tie(dv, dg) = norm_gradients(by_weight, v, g, saved.norm, 0);
+    if (needs.v) std::tie(dv, dg) = NormGradients::of(by_weight, v, g, saved.norm, 0);
   }
   if (needs.bias) {
     std::vector<int64_t> pixels{0};
@@ -209,7 +277,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_input_gradient_backward(
   if (by_v && c.defined()) {
     const Tensor dz = Mask::of(dy, y, activation, slope);
     const Tensor dw = std::get<1>(convolution_backward(dz, readable(c, of), w, of, false, true));
-    std::tie(dv, dg) = norm_gradients(dw, v, g, norm, 0);
+    std::tie(dv, dg) = NormGradients::of(dw, v, g, norm, 0);
   }
   return {ddy, dv, dg};
 }

@@ -17,11 +17,15 @@ struct KernelsOnly {
 // batches of this very op.
 constexpr c10::DispatchKeySet kPastDispatch(c10::DispatchKey::CPU);
 
+// Many gradients at once, of vmap.
+inline bool is_batch(const at::Tensor& dy) {
+  const c10::DispatchKeySet keys = dy.key_set();
+  return keys.has(c10::DispatchKey::Batched) || keys.has(c10::DispatchKey::FuncTorchBatched);
+}
+
 // Whether the gradients for dy are to have derivatives of their own, or dy is many of them.
 inline bool asks_for_graph(const at::Tensor& dy) {
-  const c10::DispatchKeySet keys = dy.key_set();
-  const bool is_batch = keys.has(c10::DispatchKey::Batched) || keys.has(c10::DispatchKey::FuncTorchBatched);
-  return is_batch || at::GradMode::is_enabled() || dy._fw_grad(0).defined();
+  return is_batch(dy) || at::GradMode::is_enabled() || dy._fw_grad(0).defined();
 }
 
 }  // namespace wnfused
