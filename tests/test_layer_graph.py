@@ -179,6 +179,18 @@ def test_the_slope_of_a_network_can_be_asked_for_twice():
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+def test_a_freed_graph_leaves_nothing_to_the_next():
+    """The slope's graph has a weight of its own, which its loss frees; graphs that are kept share one."""
+    layer, (x, v, g, bias, residual) = drawn("rows", torch.float32)
+    y = layer(x, v, g, bias, residual)
+    found = []
+    for keeps in (False, True, False, False):
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(slope.pow(3).sum(), (v, g), retain_graph=keeps))
+    for pair in found[1:]:
+        assert all(map(torch.equal, pair, found[0]))
+
+
 def test_a_wave_equation():
     """Two derivatives by the input, and one by the parameters of their squares, against the reference."""
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 #include <c10/core/DispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <tuple>
 #include <vector>
@@ -124,6 +125,14 @@ struct NormGradients : torch::autograd::Function<NormGradients> {
 // w of v and g, by the kernels of the row norm.
 struct Weight : torch::autograd::Function<Weight> {
   static constexpr const char* kDim = "dim";
+  static constexpr const char* kFreed = "freed";
+
+  // One node for all the graphs that a layer is asked for: their gradients meet there, and go through the norm once. A
+  // backward that keeps no graph frees it.
+  static Tensor of(const Saved& saved, int64_t dim) {
+    if (!saved.w.defined() || is_freed(saved.w)) saved.w = apply(saved.v, saved.g, dim);
+    return saved.w;
+  }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& v, const Tensor& g, int64_t dim) {
     using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t);
@@ -137,9 +146,16 @@ struct Weight : torch::autograd::Function<Weight> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
     const variable_list saved = ctx->get_saved_variables();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data[kFreed] = true;
     const auto run = asks_for_graph(outputs[0]) ? &NormGradients::of : &NormGradients::by_kernel;
     const auto [dv, dg] = run(outputs[0], saved[0], saved[1], saved[2], ctx->saved_data[kDim].toInt());
     return {ctx->needs_input_grad(0) ? dv : Tensor(), ctx->needs_input_grad(1) ? dg : Tensor(), Tensor()};
+  }
+
+ private:
+  static bool is_freed(const Tensor& w) {
+    const auto node = w.grad_fn();
+    return node && static_cast<torch::autograd::CppNode<Weight>&>(*node).ctx_.saved_data.count(kFreed) != 0;
   }
 };
 
@@ -220,7 +236,7 @@ Gradients linear(
   const Tensor dz = Mask::of(dy, saved.y, activation, slope), lines = as_matrix(dz, rows, outputs);
   Optional dx, dv, dg, dbias;
   if (needs.x) {
-    dx = at::mm(lines, Weight::apply(v, g, dim));
+    dx = at::mm(lines, Weight::of(saved, dim));
     if (x.dim() != 2) dx = dx->view(x.sizes());
   }
   if (needs.v) {
@@ -247,7 +263,7 @@ Gradients conv(
   Optional dx, dv, dg, dbias;
   if (needs.x || needs.v) {
     const auto [by_input, by_weight] = convolution_backward(
-        dz, readable(saved.x, of), readable(Weight::apply(v, g, 0), of), of, needs.x, needs.v);
+        dz, readable(saved.x, of), readable(Weight::of(saved, 0), of), of, needs.x, needs.v);
     if (needs.x) dx = by_input;
     if (needs.v) std::tie(dv, dg) = NormGradients::of(by_weight, v, g, saved.norm, 0);
   }

@@ -21,11 +21,13 @@ using vendor::Optional;
 
 constexpr int64_t kWhole = -1;  // in the place of a dim of v: one norm for all of it
 
-// What a node has kept. y: undefined without an activation.
+// What a node has kept. y: undefined without an activation; w: that of an earlier graph, or undefined, and then that of
+// this one.
 struct Saved {
   const Tensor &x, &v, &g;
   const Optional &bias, &residual;
   const Tensor &y, &norm;
+  Tensor& w;
 };
 
 // output_padding: of a transposed layer.

@@ -227,13 +227,17 @@ struct Passes {
       if (saved[i].defined() && ctx->needs_input_grad(edge++)) needs |= int64_t{1} << i;
     }
     const auto weight = ctx->saved_data.find(kWeight);
-    const Tensor w = weight == ctx->saved_data.end() ? Tensor() : weight->second.toTensor();
-    // Saved tensors go with the backward unless it is told to keep them; what is saved beside them stays with the node.
-    if (w.defined() && !torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data.erase(weight);
+    Tensor w = weight == ctx->saved_data.end() ? Tensor() : weight->second.toTensor();
     const int64_t leaves = ctx->saved_data[kLeaves].toInt();
     const Gradients gradients = std::apply(
         [&](const auto&... constants) { return gradients_of(dy, saved, w, needs, leaves, constants...); },
         constants_of<Constants...>(ctx->saved_data[kKept]));
+    // Saved tensors go with the backward unless it is told to keep them; what is saved beside them stays with the node.
+    if (!torch::autograd::get_current_graph_task_keep_graph()) {
+      ctx->saved_data.erase(kWeight);
+    } else if (w.defined()) {
+      ctx->saved_data[kWeight] = w;
+    }
     auto put = [&](size_t i, const Optional& gradient) {
       if (gradient && (needs >> i & 1)) found[i] = *gradient;
     };
@@ -266,15 +270,14 @@ struct Passes {
   }
 
   static Gradients gradients_of(
-      const Tensor& dy, const variable_list& saved, const Tensor& w, int64_t needs, int64_t leaves,
-      Constants... constants) {
+      const Tensor& dy, const variable_list& saved, Tensor& w, int64_t needs, int64_t leaves, Constants... constants) {
     const Tensor &x = saved[0], &v = saved[1], &g = saved[2], &y = saved[5], &norm = saved[6];
     auto of_input = [&](size_t i) { return (needs >> i & 1) != 0; };
     const Needs asked{of_input(0), of_input(1) || of_input(2), of_input(3), of_input(4)};
     if (!asks_for_graph(dy) && is_zero_gradient(dy)) return zeros_through(saved, needs);
     if (is_general(dy)) {
       const Optional bias = given(saved[3]), residual = given(saved[4]);
-      const Saved known{x, v, g, bias, residual, y, norm};
+      const Saved known{x, v, g, bias, residual, y, norm, w};
       if (layer_graph::takes(dy, known)) {
         const std::optional<Gradients> found = Run::graph(dy, known, asked, constants...);
         if (found) return *found;
