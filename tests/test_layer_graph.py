@@ -157,11 +157,13 @@ def test_autocast_around_the_derivative_casts_nothing():
         assert torch.equal(one, other)
 
 
-def test_a_batch_of_second_derivatives():
+@each_layer
+@pytest.mark.parametrize("by", [0, 1])
+def test_a_batch_of_second_derivatives(name, by):
     def run(dtype):
-        layer, inputs = drawn("rows", dtype)
+        layer, inputs = drawn(name, dtype)
         y = layer(*inputs)
-        (slope,) = torch.autograd.grad(y.pow(3).sum(), inputs[0], create_graph=True)
+        (slope,) = torch.autograd.grad(y.pow(3).sum(), inputs[by], create_graph=True)
         each = torch.eye(slope.numel(), dtype=dtype).reshape(-1, *slope.shape)
         return torch.autograd.grad(slope, inputs, each, is_grads_batched=True)
 
