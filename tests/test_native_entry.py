@@ -46,6 +46,10 @@ CALLS = {
     "bfloat16": lambda f, x, *rest: f(x.bfloat16(), *rest),
     "float16": lambda f, x, *rest: f(x.half(), *rest),
     "float64": lambda f, x, *rest: f(x.double(), *rest),
+    "all in float64": lambda f, *inputs: f(*(t.double() for t in inputs)),
+    "all in float64, autocast": lambda f, *inputs: under(lambda: torch.autocast("cpu", torch.bfloat16))(
+        f, *(t.double() for t in inputs)
+    ),
     "ints": lambda f, x, *rest: f(x.long(), *rest),
     "meta": lambda f, *inputs: f(*(t.to("meta") for t in inputs)),
     "a list": lambda f, x, *rest: f(x.tolist(), *rest),
@@ -165,6 +169,8 @@ def test_both_entries_take_the_same_transposed_convolutions(change):
 def is_open_to_python(name, tensors):
     if name == "residual_stage":
         return _direct.is_open_to_stages(*tensors)
+    if _direct.is_open_in_float64(*tensors):
+        return True
     if name == "linear_of_norm":
         return _direct.is_open(*tensors) and sys.modules["wnfused.ops.linear"]._is_composed(*tensors)
     if name != "conv_transpose2d":

@@ -195,13 +195,6 @@ bool is_plain(const Tensor& t) {
 
 bool is_plain(const Optional& t) { return !t || is_plain(*t); }
 
-// In groups torch misreads some formats of x and of the weights.
-Tensor readable(const Tensor& t, const Convolution& of) { return of.groups > 1 ? t.contiguous() : t; }
-
-std::vector<int64_t> output_padding_of(const Convolution& of) {
-  return of.output_padding ? of.output_padding->vec() : std::vector<int64_t>(of.stride.size(), 0);
-}
-
 std::tuple<Tensor, Tensor> convolution_backward(
     const Tensor& dz, const Tensor& x, const Tensor& w, const Convolution& of, bool by_input, bool by_weight) {
   const auto [dx, dw, unused] = at::convolution_backward(
@@ -216,6 +209,14 @@ Tensor as_matrix(const Tensor& t, int64_t rows, int64_t columns) {
 }
 
 }  // namespace
+
+Tensor weight(const Tensor& v, const Tensor& g, int64_t dim) { return Weight::apply(v, g, dim); }
+
+Tensor readable(const Tensor& t, const Convolution& of) { return of.groups > 1 ? t.contiguous() : t; }
+
+std::vector<int64_t> output_padding_of(const Convolution& of) {
+  return of.output_padding ? of.output_padding->vec() : std::vector<int64_t>(of.stride.size(), 0);
+}
 
 bool takes(const Tensor& dy, const Saved& saved) {
   return at::GradMode::is_enabled() && is_plain(dy) && is_plain(saved.x) && is_plain(saved.v) && is_plain(saved.g) &&

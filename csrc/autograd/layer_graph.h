@@ -9,6 +9,8 @@
 
 #include <ATen/ATen.h>
 
+#include <vector>
+
 #include "autograd/vendor.h"
 #include "needs.h"
 
@@ -36,6 +38,14 @@ struct Convolution {
   std::optional<IntArrayRef> output_padding;
   int64_t groups;
 };
+
+// w of v and g, by the kernels of the row norm, with derivatives of every order.
+Tensor weight(const Tensor& v, const Tensor& g, int64_t dim);
+
+// As torch reads it right: in groups it misreads some formats of x and of the weights.
+Tensor readable(const Tensor& t, const Convolution& of);
+
+std::vector<int64_t> output_padding_of(const Convolution& of);
 
 // float32 on the CPU, and nothing asked for but a graph.
 bool takes(const Tensor& dy, const Saved& saved);

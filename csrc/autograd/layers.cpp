@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "autograd/float64_layer.h"
 #include "autograd/input_gradient.h"
 #include "autograd/kept.h"
 #include "autograd/layer_graph.h"
@@ -311,11 +312,32 @@ struct WNConvTranspose
     : torch::autograd::Function<WNConvTranspose>,
       ConvTransposePasses<IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double> {};
 
-template <class Layer, class... Constants>
+// kInFloat64: what runs the layer in float64, of the same constants.
+template <class Layer, auto kInFloat64, class... Constants>
 Tensor layer(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     Constants... constants) {
+  if (float64_layer::takes(x)) return kInFloat64(x, v, g, bias, residual, constants...);
   return Layer::apply(x, v, g, bias, residual, constants...);
+}
+
+Tensor linear_in_float64(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    int64_t activation, double slope) {
+  return float64_layer::linear(x, v, g, bias, residual, 0, activation, slope);
+}
+Tensor conv_in_float64(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation, double slope) {
+  const Convolution of{stride, padding, dilation, std::nullopt, groups};
+  return float64_layer::conv(x, v, g, bias, residual, of, activation, slope);
+}
+Tensor conv_transpose_in_float64(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef output_padding, int64_t groups,
+    int64_t activation, double slope) {
+  const Convolution of{stride, padding, dilation, output_padding, groups};
+  return float64_layer::conv(x, v, g, bias, residual, of, activation, slope);
 }
 
 }  // namespace
@@ -324,10 +346,12 @@ Tensor layer(
 // The schemas stand in wnfused/backends/native_autograd.py.
 TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeImplicitAutograd, library) {
   using namespace wnfused;
-  library.impl("linear", layer<WNLinear, int64_t, double>);
-  library.impl("linear_of_norm", layer<WNLinearOfNorm, int64_t, int64_t, double>);
-  library.impl("conv", layer<WNConv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
+  library.impl("linear", layer<WNLinear, linear_in_float64, int64_t, double>);
+  library.impl("linear_of_norm", layer<WNLinearOfNorm, float64_layer::linear, int64_t, int64_t, double>);
+  library.impl(
+      "conv", layer<WNConv, conv_in_float64, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
   library.impl(
       "conv_transpose",
-      layer<WNConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
+      layer<WNConvTranspose, conv_transpose_in_float64, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t,
+            int64_t, double>);
 }

@@ -79,6 +79,9 @@ class Inputs {
     return at::GradMode::is_enabled() && (x.requires_grad() || (residual && residual->requires_grad()));
   }
 
+  // No kernel takes these; what records a layer runs them, too.
+  bool are_float64() const { return dtype_ == at::kDouble; }
+
   Tensor x, v, g;
   Optional bias, residual;
 
@@ -97,6 +100,10 @@ class Inputs {
   static Optional optional(PyObject* object) { return object == Py_None ? Optional() : Optional(tensor(object)); }
 
   bool are_open() const {
+    if (x.is_cpu() && dtype_ == at::kDouble) {
+      const auto fits = [](const Tensor& t) { return t.is_cpu() && t.scalar_type() == at::kDouble; };
+      return v.numel() > 0 && fits(v) && fits(g) && (!bias || fits(*bias)) && (!residual || fits(*residual));
+    }
     if (x.is_cpu()) {
       const bool fit = !casts_ || (is_open_on_cpu(dtype_) && is_open_on_cpu(v.scalar_type()) &&
                                    is_open_on_cpu(g.scalar_type()) && (!bias || is_open_on_cpu(bias->scalar_type())));
@@ -170,6 +177,7 @@ Result call(c10::TypedOperatorHandle<Signature<Result, Constants...>> op, const 
 template <class Names, class... Constants>
 struct Layer {
   static constexpr size_t kTensors = 5;
+  static constexpr bool kHasFloat64 = true;
 
   static bool takes(const Inputs&) { return true; }
 
@@ -220,6 +228,7 @@ struct ConvTranspose : Layer<ConvTransposeNames, Constants...> {
 template <class... Constants>
 struct Stage {
   static constexpr size_t kTensors = 4;
+  static constexpr bool kHasFloat64 = false;
 
   static bool takes(const Inputs& in) { return in.x.is_cpu() && in.x.dim() == 4 && in.bias; }
 
@@ -247,15 +256,16 @@ PyObject* layer(PyObject* const* objects, Py_ssize_t count, std::index_sequence<
   if (count != kTensors + sizeof...(Constants) || is_watched()) Py_RETURN_NONE;
   std::optional<Inputs> in = Inputs::read(objects, kTensors);
   std::tuple<Constant<Constants>...> constants;
-  if (!in || !Run::takes(*in)) Py_RETURN_NONE;
+  if (!in || !(in->are_float64() ? Run::kHasFloat64 : Run::takes(*in))) Py_RETURN_NONE;
   if (!(std::get<I>(constants).read(objects[kTensors + I]) && ...)) Py_RETURN_NONE;
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
     in->cast();
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    y = at::GradMode::is_enabled() ? Run::recorded(*in, std::get<I>(constants).value...)
-                                   : Run::forward(*in, std::get<I>(constants).value...);
+    const bool records = at::GradMode::is_enabled() || in->are_float64();
+    y = records ? Run::recorded(*in, std::get<I>(constants).value...)
+                : Run::forward(*in, std::get<I>(constants).value...);
     in.reset();
   }
   return THPVariable_Wrap(std::move(y));
@@ -304,7 +314,8 @@ PyObject* kept(PyObject* const* objects, Py_ssize_t count, std::index_sequence<I
   std::optional<Inputs> in = Inputs::read(objects, kTensors);
   const std::optional<std::vector<Tensor>> banks = read_tensors(objects[kTensors]);
   std::tuple<Constant<Constants>...> constants;
-  if (!in || !banks || !in->x.is_cpu() || in->x.dim() != in->v.dim() || in->is_recorded()) Py_RETURN_NONE;
+  const bool fit = in && banks && in->x.is_cpu() && !in->are_float64() && in->x.dim() == in->v.dim();
+  if (!fit || in->is_recorded()) Py_RETURN_NONE;
   if (!(std::get<I>(constants).read(objects[kTensors + 1 + I]) && ...)) Py_RETURN_NONE;
   Optional y, bank;
   {

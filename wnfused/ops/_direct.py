@@ -73,6 +73,18 @@ def _prefers_native_layers() -> bool:
     return dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
 
 
+def is_open_in_float64(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
+    """Whether a layer runs where it is recorded: in float64 on the CPU no kernel does that, but torch's own product
+    with the effective weight, whose node is in C++ (``csrc/autograd/float64_layer.h``)."""
+    return (
+        _is_plain_call(x, v, g, bias, residual)
+        and all(t is None or (t.dtype == torch.float64 and t.is_cpu) for t in (x, v, g, bias, residual))
+        and v.numel() > 0
+        and dispatch.prefers_native()
+        and native_autograd.unavailable() is None
+    )
+
+
 def is_open_to_stages(x: Any, v: Any, g: Any, bias: Any) -> bool:
     """The same of residual stages."""
     if isinstance(x, Tensor) and x.is_cuda:
@@ -165,6 +177,8 @@ def layer(
         if y is not None:
             return y
         tensors = (x, v, g, bias, residual)
+        if is_open_in_float64(*tensors):
+            return record_natively(*tensors, *constants)
         if not opens(*tensors) or not (takes is None or takes(*tensors)):
             return None
         if not torch._C._is_any_autocast_enabled():
