@@ -100,7 +100,8 @@ struct NormGradients : torch::autograd::Function<NormGradients> {
 
   static std::tuple<Tensor, Tensor> of(
       const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim) {
-    if (is_batch(dw)) return composed(dw, v, g, norm, dim);
+    // Nodes like this one know neither batches nor tangents of forward mode.
+    if (is_batch(dw) || dw._fw_grad(0).defined()) return composed(dw, v, g, norm, dim);
     const variable_list made = apply(dw, v, g, norm, dim);
     return {made[0], made[1]};
   }
@@ -182,7 +183,8 @@ struct Mask : torch::autograd::Function<Mask> {
   }
 
   static Tensor of(const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
-    return activation == kNone ? dy : apply(dy, y, activation, slope);
+    if (activation == kNone) return dy;
+    return dy._fw_grad(0).defined() ? masked(dy, y, activation, slope) : apply(dy, y, activation, slope);
   }
 };
 
