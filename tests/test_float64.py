@@ -53,7 +53,7 @@ def test_values_and_derivatives_are_the_references(name, recorded, ops):
     assert not ops
     with wnfused.use_backend("reference"):
         wanted = derivatives()
-    assert ops or not recorded or len(found) == len(wanted)
+    assert ops  # the reference goes by them
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * (1 + other.abs().max().item()))
 
