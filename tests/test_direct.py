@@ -188,12 +188,24 @@ def test_what_watches_a_call_takes_the_long_way(taken):
         function(*inputs)
     with torch.autocast("cpu", torch.float16):
         assert function(*inputs).dtype == torch.float16
-    torch.func.grad(lambda x: function(x, *inputs[1:]).sum())(inputs[0])
-    torch.func.jvp(lambda x: function(x, *inputs[1:]), (inputs[0],), (inputs[0],))
     with FlopCounterMode(display=False):
         function(*inputs)
     function(*(t.half() for t in inputs))
+    x, *parameters, residual = inputs
+    torch.func.grad(lambda x: function(x, *parameters, residual.bfloat16()).float().sum())(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.func.vmap(lambda x: function(x, *inputs[1:]))(x[None])
     assert taken == [False] * 6
+
+
+@layers
+def test_transforms_take_the_fast_way(taken, name, nodes):
+    function, shapes = LAYERS[name]
+    x, *rest = (t.detach() for t in tensors(*shapes))
+    torch.func.grad(lambda x: function(x, *rest).sum())(x)
+    torch.func.jvp(lambda x: function(x, *rest), (x,), (x,))
+    torch.func.vmap(lambda x: function(x, *rest))(x[None])
+    assert taken == [nodes != "Python"] * 3
 
 
 class FunctionMode(TorchFunctionMode):

@@ -34,6 +34,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, and no op where it has that: one that does nothing goes through every level of a transform."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def suggest_memory_format(t: Tensor) -> torch.memory_format:
     """The memory format that an op keeps from ``t``: channels_last in two or three dims; all else is contiguous.
 
@@ -147,6 +152,10 @@ def activate_backward(dy: Tensor, y: Tensor, activation: str, negative_slope: fl
     return torch.where(y > 0, dy, dy * slope) if slope else torch.where(y <= 0, 0.0, dy)
 
 
+def _finished(y: Tensor, residual: Tensor | None, activation: str, negative_slope: float) -> Tensor:
+    return activate(y if residual is None else y + residual, activation, negative_slope)
+
+
 # ----------------------------------------------------------------------------------------------------- linear
 
 
@@ -162,10 +171,15 @@ def linear(
 ) -> tuple[Tensor, Tensor]:
     """``act(x w^T + b + residual)`` for ``x [..., in]``, ``v [out, in]``; and the row norms."""
     w, norm = _effective_weight(v, g, dim, x.dtype)
-    y = torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
-    if residual is not None:
-        y = y + residual
-    return activate(y, activation, negative_slope), norm
+    return linear_of_weight(x, w, bias, residual, activation, negative_slope), norm
+
+
+def linear_of_weight(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, negative_slope: float
+) -> Tensor:
+    """``act(x w^T + b + residual)``, with ``w`` in the dtype of ``x``."""
+    y = torch.nn.functional.linear(x, w, None if bias is None else cast(bias, x.dtype))
+    return _finished(y, residual, activation, negative_slope)
 
 
 def linear_backward(
@@ -221,11 +235,19 @@ def conv(
     ``x [N, C_in, *spatial]``; ``v [C_out, C_in / groups, *kernel]``, transposed ``[C_in, C_out / groups, *kernel]``.
     """
     w, norm = _effective_weight(v, g, dim, x.dtype)
-    b = None if bias is None else bias.to(x.dtype)
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    return conv_of_weight(x, w, bias, residual, *geometry, activation, negative_slope), norm
+
+
+def conv_of_weight(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], transposed: bool, output_padding: list[int], groups: int, activation: str,
+    negative_slope: float,
+) -> Tensor:  # fmt: skip
+    """``act(conv(x, w) + b + residual)``, with ``w`` in the dtype of ``x``."""
+    b = None if bias is None else cast(bias, x.dtype)
     y = convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
-    if residual is not None:
-        y = y + residual
-    return activate(y, activation, negative_slope), norm
+    return _finished(y, residual, activation, negative_slope)
 
 
 def conv_backward(

@@ -21,8 +21,6 @@ using at::Tensor;
 using vendor::Gradients;
 using vendor::Optional;
 
-constexpr int64_t kWhole = -1;  // in the place of a dim of v: one norm for all of it
-
 // What a node has kept. y: undefined without an activation; w: that of an earlier graph, or undefined, and then that of
 // this one.
 struct Saved {
@@ -38,9 +36,6 @@ struct Convolution {
   std::optional<IntArrayRef> output_padding;
   int64_t groups;
 };
-
-// w of v and g, by the kernels of the row norm, with derivatives of every order.
-Tensor weight(const Tensor& v, const Tensor& g, int64_t dim);
 
 // As torch reads it right: in groups it misreads some formats of x and of the weights.
 Tensor readable(const Tensor& t, const Convolution& of);

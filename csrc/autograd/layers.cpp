@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "autograd/float64_layer.h"
+#include "autograd/composed_layer.h"
 #include "autograd/input_gradient.h"
 #include "autograd/kept.h"
 #include "autograd/layer_graph.h"
@@ -88,6 +88,11 @@ struct Linear : Kernels<LinearOps, Constants...> {
   static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
     return layer_graph::linear(dy, saved, needs, 0, of...);
   }
+  static Tensor composed(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... of) {
+    return composed_layer::linear(x, v, g, bias, residual, 0, of...);
+  }
 };
 
 struct LinearOfNormOps : LinearOfNormNames {
@@ -98,6 +103,11 @@ template <class... Constants>
 struct LinearOfNorm : Kernels<LinearOfNormOps, Constants...> {
   static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
     return layer_graph::linear(dy, saved, needs, of...);
+  }
+  static Tensor composed(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... of) {
+    return composed_layer::linear(x, v, g, bias, residual, of...);
   }
 };
 
@@ -114,6 +124,17 @@ std::optional<Gradients> conv_graph(const Tensor& dy, const Saved& saved, const 
   return layer_graph::conv(dy, saved, needs, of, std::get<kConstants - 2>(all), std::get<kConstants - 1>(all));
 }
 
+template <class Run, class... Constants>
+Tensor composed_conv(
+    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+    Constants... constants) {
+  const auto all = std::make_tuple(constants...);
+  constexpr size_t kConstants = sizeof...(Constants);
+  return composed_layer::conv(
+      x, v, g, bias, residual, Run::convolution(constants...), std::get<kConstants - 2>(all),
+      std::get<kConstants - 1>(all));
+}
+
 struct ConvOps : ConvNames {
   static constexpr auto kVendor = &vendor::conv;
   static constexpr auto kVendorBackward = &vendor::conv_backward;
@@ -126,6 +147,11 @@ struct Conv : Kernels<ConvOps, Constants...> {
   }
   static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
     return conv_graph<Conv>(dy, saved, needs, of...);
+  }
+  static Tensor composed(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... of) {
+    return composed_conv<Conv>(x, v, g, bias, residual, of...);
   }
 };
 
@@ -165,6 +191,11 @@ struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
   }
   static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
     return conv_graph<ConvTranspose>(dy, saved, needs, of...);
+  }
+  static Tensor composed(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... of) {
+    return composed_conv<ConvTranspose>(x, v, g, bias, residual, of...);
   }
 };
 
@@ -250,6 +281,12 @@ struct Passes {
     return found;
   }
 
+  static Tensor composed(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... constants) {
+    return Run::composed(x, v, g, bias, residual, constants...);
+  }
+
   // The vendor's way on CUDA tensors, where there is one; any other makes no weight, and knows none.
   static vendor::Outputs run_forward(
       const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
@@ -312,46 +349,28 @@ struct WNConvTranspose
     : torch::autograd::Function<WNConvTranspose>,
       ConvTransposePasses<IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double> {};
 
-// kInFloat64: what runs the layer in float64, of the same constants.
-template <class Layer, auto kInFloat64, class... Constants>
+template <class Layer, class... Constants>
 Tensor layer(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     Constants... constants) {
-  if (float64_layer::takes(x)) return kInFloat64(x, v, g, bias, residual, constants...);
+  if (composed_layer::takes(x)) return Layer::composed(x, v, g, bias, residual, constants...);
   return Layer::apply(x, v, g, bias, residual, constants...);
 }
 
-Tensor linear_in_float64(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    int64_t activation, double slope) {
-  return float64_layer::linear(x, v, g, bias, residual, 0, activation, slope);
-}
-Tensor conv_in_float64(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t activation, double slope) {
-  const Convolution of{stride, padding, dilation, std::nullopt, groups};
-  return float64_layer::conv(x, v, g, bias, residual, of, activation, slope);
-}
-Tensor conv_transpose_in_float64(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef output_padding, int64_t groups,
-    int64_t activation, double slope) {
-  const Convolution of{stride, padding, dilation, output_padding, groups};
-  return float64_layer::conv(x, v, g, bias, residual, of, activation, slope);
+template <class Library>
+void implement_layers(Library& library) {
+  library.impl("linear", layer<WNLinear, int64_t, double>);
+  library.impl("linear_of_norm", layer<WNLinearOfNorm, int64_t, int64_t, double>);
+  library.impl("conv", layer<WNConv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
+  library.impl(
+      "conv_transpose",
+      layer<WNConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
 }
 
 }  // namespace
 }  // namespace wnfused
 
 // The schemas stand in wnfused/backends/native_autograd.py.
-TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeImplicitAutograd, library) {
-  using namespace wnfused;
-  library.impl("linear", layer<WNLinear, linear_in_float64, int64_t, double>);
-  library.impl("linear_of_norm", layer<WNLinearOfNorm, float64_layer::linear, int64_t, int64_t, double>);
-  library.impl(
-      "conv", layer<WNConv, conv_in_float64, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
-  library.impl(
-      "conv_transpose",
-      layer<WNConvTranspose, conv_transpose_in_float64, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t,
-            int64_t, double>);
-}
+TORCH_LIBRARY_IMPL(wnfused_autograd, CompositeImplicitAutograd, library) { wnfused::implement_layers(library); }
+// The same under vmap, which would take the ops sample by sample otherwise.
+TORCH_LIBRARY_IMPL(wnfused_autograd, FuncTorchBatchedDecomposition, library) { wnfused::implement_layers(library); }

@@ -15,6 +15,7 @@
 #include "autograd/node.h"
 #include "autograd/op.h"
 #include "autograd/vendor.h"
+#include "autograd/weight.h"
 #include "needs.h"
 
 namespace wnfused {
@@ -25,7 +26,7 @@ using enum Activation;
 using vendor::Gradients;
 using vendor::Optional;
 
-using layer_graph::kWhole;
+using weight::kWhole;
 
 std::tuple<Tensor, Tensor> weight_of(const Tensor& v, const Tensor& g, int64_t dim) {
   using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, int64_t);

@@ -17,6 +17,11 @@ struct KernelsOnly {
 // batches of this very op.
 constexpr c10::DispatchKeySet kPastDispatch(c10::DispatchKey::CPU);
 
+// Whether a transform of torch.func is on, whichever of its levels runs.
+inline bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
 // Many gradients at once, of vmap.
 inline bool is_batch(const at::Tensor& dy) {
   const c10::DispatchKeySet keys = dy.key_set();

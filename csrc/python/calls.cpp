@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/node.h"
 #include "autograd/op.h"
 
 namespace wnfused {
@@ -42,12 +43,13 @@ bool is_seen_by_a_function_mode() {
   return false;
 }
 
-// Whether a mode or a transform would want to know of the call.
+// Whether a mode would want to know of the call.
 bool is_watched() {
   return c10::impl::TorchDispatchModeTLS::any_modes_set() || is_seen_by_a_function_mode() ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         torch::jit::tracer::isTracing() || torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+         torch::jit::tracer::isTracing();
 }
+
+bool has_tangents() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
 
 // Exactly torch.Tensor or torch.nn.Parameter: a subclass may answer for itself.
 bool is_plain(PyObject* object) { return THPVariable_CheckExact(object); }
@@ -62,7 +64,7 @@ class Inputs {
     }
     Inputs given{tensor(objects[0]), tensor(objects[1]), tensor(objects[2]), optional(objects[3]),
                  count > 4 ? optional(objects[4]) : Optional()};
-    if (!given.are_open()) return std::nullopt;
+    if (!(is_transformed() ? given.are_composed() : given.are_open())) return std::nullopt;
     return given;
   }
 
@@ -79,8 +81,8 @@ class Inputs {
     return at::GradMode::is_enabled() && (x.requires_grad() || (residual && residual->requires_grad()));
   }
 
-  // No kernel takes these; what records a layer runs them, too.
-  bool are_float64() const { return dtype_ == at::kDouble; }
+  // No kernel takes these; what records a layer runs it as torch's product.
+  bool have_no_kernel() const { return dtype_ == at::kDouble || is_transformed(); }
 
   Tensor x, v, g;
   Optional bias, residual;
@@ -99,11 +101,14 @@ class Inputs {
   static const Tensor& tensor(PyObject* object) { return THPVariable_Unpack(object); }
   static Optional optional(PyObject* object) { return object == Py_None ? Optional() : Optional(tensor(object)); }
 
+  bool are_composed() const {
+    const auto fits = [&](const Tensor& t) { return t.is_cpu() && t.scalar_type() == dtype_; };
+    return (dtype_ == at::kFloat || dtype_ == at::kDouble) && fits(x) && v.numel() > 0 && fits(v) && fits(g) &&
+           (!bias || fits(*bias)) && (!residual || fits(*residual));
+  }
+
   bool are_open() const {
-    if (x.is_cpu() && dtype_ == at::kDouble) {
-      const auto fits = [](const Tensor& t) { return t.is_cpu() && t.scalar_type() == at::kDouble; };
-      return v.numel() > 0 && fits(v) && fits(g) && (!bias || fits(*bias)) && (!residual || fits(*residual));
-    }
+    if (x.is_cpu() && dtype_ == at::kDouble) return are_composed();
     if (x.is_cpu()) {
       const bool fit = !casts_ || (is_open_on_cpu(dtype_) && is_open_on_cpu(v.scalar_type()) &&
                                    is_open_on_cpu(g.scalar_type()) && (!bias || is_open_on_cpu(bias->scalar_type())));
@@ -177,7 +182,7 @@ Result call(c10::TypedOperatorHandle<Signature<Result, Constants...>> op, const 
 template <class Names, class... Constants>
 struct Layer {
   static constexpr size_t kTensors = 5;
-  static constexpr bool kHasFloat64 = true;
+  static constexpr bool kIsComposed = true;
 
   static bool takes(const Inputs&) { return true; }
 
@@ -228,7 +233,7 @@ struct ConvTranspose : Layer<ConvTransposeNames, Constants...> {
 template <class... Constants>
 struct Stage {
   static constexpr size_t kTensors = 4;
-  static constexpr bool kHasFloat64 = false;
+  static constexpr bool kIsComposed = false;
 
   static bool takes(const Inputs& in) { return in.x.is_cpu() && in.x.dim() == 4 && in.bias; }
 
@@ -253,17 +258,18 @@ template <class Run, class... Constants, size_t... I>
 PyObject* layer(PyObject* const* objects, Py_ssize_t count, std::index_sequence<I...>) {
   HANDLE_TH_ERRORS
   constexpr size_t kTensors = Run::kTensors;
-  if (count != kTensors + sizeof...(Constants) || is_watched()) Py_RETURN_NONE;
+  const bool has_tangents_alone = has_tangents() && !is_transformed();
+  if (count != kTensors + sizeof...(Constants) || is_watched() || has_tangents_alone) Py_RETURN_NONE;
   std::optional<Inputs> in = Inputs::read(objects, kTensors);
   std::tuple<Constant<Constants>...> constants;
-  if (!in || !(in->are_float64() ? Run::kHasFloat64 : Run::takes(*in))) Py_RETURN_NONE;
+  if (!in || !(in->have_no_kernel() ? Run::kIsComposed : Run::takes(*in))) Py_RETURN_NONE;
   if (!(std::get<I>(constants).read(objects[kTensors + I]) && ...)) Py_RETURN_NONE;
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
     in->cast();
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const bool records = at::GradMode::is_enabled() || in->are_float64();
+    const bool records = at::GradMode::is_enabled() || in->have_no_kernel();
     y = records ? Run::recorded(*in, std::get<I>(constants).value...)
                 : Run::forward(*in, std::get<I>(constants).value...);
     in.reset();
@@ -310,11 +316,12 @@ template <class Run, class... Constants, size_t... I>
 PyObject* kept(PyObject* const* objects, Py_ssize_t count, std::index_sequence<I...>) {
   HANDLE_TH_ERRORS
   constexpr size_t kTensors = 5;
-  if (count != kTensors + 1 + sizeof...(Constants) || is_watched()) Py_RETURN_NONE;
+  const bool is_moved = has_tangents() || is_transformed();
+  if (count != kTensors + 1 + sizeof...(Constants) || is_watched() || is_moved) Py_RETURN_NONE;
   std::optional<Inputs> in = Inputs::read(objects, kTensors);
   const std::optional<std::vector<Tensor>> banks = read_tensors(objects[kTensors]);
   std::tuple<Constant<Constants>...> constants;
-  const bool fit = in && banks && in->x.is_cpu() && !in->are_float64() && in->x.dim() == in->v.dim();
+  const bool fit = in && banks && in->x.is_cpu() && !in->have_no_kernel() && in->x.dim() == in->v.dim();
   if (!fit || in->is_recorded()) Py_RETURN_NONE;
   if (!(std::get<I>(constants).read(objects[kTensors + 1 + I]) && ...)) Py_RETURN_NONE;
   Optional y, bank;

@@ -41,6 +41,8 @@ for _name, _constants in _CONSTANTS.items():
         f"{_name}_gradients(Tensor dy, Tensor? y, Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, "
         f"Tensor norm, int needs, int leaves, {_constants}) -> {_GRADIENTS}"
     )
+_library.define("weight(Tensor v, Tensor g, int dim) -> (Tensor w, Tensor norm)")
+_library.define("weight_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)")
 _library.define(f"composed_conv_transpose({_layer}) -> (Tensor y, Tensor norm)")
 _BACKWARD = "Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs"
 _library.define(f"composed_conv_transpose_backward({_BACKWARD}, {_constants}) -> {_GRADIENTS}")

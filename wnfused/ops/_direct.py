@@ -73,12 +73,17 @@ def _prefers_native_layers() -> bool:
     return dispatch.prefers_native_on_cuda() and strategy.leaves_the_choice()
 
 
-def is_open_in_float64(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
-    """Whether a layer runs where it is recorded: in float64 on the CPU no kernel does that, but torch's own product
-    with the effective weight, whose node is in C++ (``csrc/autograd/float64_layer.h``)."""
+def runs_where_recorded(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
+    """Whether a layer on the CPU runs where it is recorded, as torch's own product with the effective weight, whose op
+    is in C++ (``csrc/autograd/composed_layer.h``): in float64, which no kernel has, and under the transforms of
+    ``torch.func``, which none knows."""
+    transformed = torch._C._are_functorch_transforms_active()
+    if not _is_unwatched(x, v, g, bias, residual) or not (transformed or forward_ad._current_level < 0):
+        return False
+    narrow = transformed and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return (
-        _is_plain_call(x, v, g, bias, residual)
-        and all(t is None or (t.dtype == torch.float64 and t.is_cpu) for t in (x, v, g, bias, residual))
+        (narrow or x.dtype == torch.float64)
+        and all(t is None or (t.dtype == x.dtype and t.is_cpu) for t in (x, v, g, bias, residual))
         and v.numel() > 0
         and dispatch.prefers_native()
         and native_autograd.unavailable() is None
@@ -102,14 +107,21 @@ def _cast(x: Tensor) -> torch.dtype:
 def _is_plain_call(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     """Whether nothing but autograd and autocast would know of a call that goes past them."""
     return (
+        _is_unwatched(x, v, g, bias, residual)
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _is_unwatched(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
+    """Whether no compiler, subclass or mode sees a call, transforms aside."""
+    return (
         not torch.compiler.is_compiling()
         and type(x) in _PLAIN
         and type(v) in _PLAIN
         and type(g) in _PLAIN
         and type(bias) in _OPTIONAL
         and type(residual) in _OPTIONAL
-        and forward_ad._current_level < 0
-        and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
         and not (torch._C._len_torch_function_stack() and _is_seen_by_a_function_mode())
@@ -177,7 +189,7 @@ def layer(
         if y is not None:
             return y
         tensors = (x, v, g, bias, residual)
-        if is_open_in_float64(*tensors):
+        if runs_where_recorded(*tensors):
             return record_natively(*tensors, *constants)
         if not opens(*tensors) or not (takes is None or takes(*tensors)):
             return None

@@ -142,9 +142,8 @@ class _Derivatives:
         (derivative,) = pushforward(tuple(tangents[i] for i in moving))
         return (derivative, *(None,) * (len(self.op._schema.returns) - 1))
 
-    def functions(self) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-        """One for plain eager calls, and one for those under a ``torch.func`` transform, which asks for a separate
-        ``setup_context``: torch takes twice the time over a function that has one."""
+    def function(self) -> type[torch.autograd.Function]:
+        """What records an eager call."""
         rules = self
 
         class Function(torch.autograd.Function):
@@ -158,22 +157,8 @@ class _Derivatives:
             backward = staticmethod(rules.gradients)
             jvp = staticmethod(rules.derivative)
 
-        class Transformed(Function):
-            @staticmethod
-            def forward(*arguments: Any) -> Any:
-                y, *rest = below_autograd(rules.op, arguments)
-                return no_view(y), *rest
-
-            @staticmethod
-            def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-                mapped = torch.vmap(rules._reference, in_dims=tuple(in_dims), randomness=info.randomness)
-                outputs = mapped(*arguments)
-                return outputs, (0,) * len(outputs)
-
-        Transformed.setup_context = staticmethod(rules.setup_context)  # type: ignore[method-assign]
-        for function in (Function, Transformed):
-            function.__name__ = function.__qualname__ = self.op._schema.name.rpartition("::")[2]
-        return Function, Transformed
+        Function.__name__ = Function.__qualname__ = self.op._schema.name.rpartition("::")[2]
+        return Function
 
 
 def differentiable(
@@ -182,6 +167,7 @@ def differentiable(
     reference: Callable[..., tuple[Tensor, ...]],
     backward: Callable[..., Sequence[Tensor | None]],
     reads_output: Callable[[Sequence[Any]], bool] = lambda inputs: False,
+    transformed: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Gives ``op`` its derivatives and returns the callable for the public function.
 
@@ -191,10 +177,12 @@ def differentiable(
         backward: ``backward(dy, inputs, outputs, needs)`` gives the gradients of the leading tensor inputs, None
             where ``needs`` says so. ``outputs[0]`` is None unless ``reads_output(inputs)``.
         reads_output: whether the backward reads ``y``, which must then be kept.
+        transformed: the same function as the reference, of ops that all transforms of ``torch.func`` know; the
+            reference if there is none.
     """
     rules = _Derivatives(op, reference, backward, reads_output)
     torch.library.register_autograd(op, rules.gradients, setup_context=rules.setup_context, lib=_library)
-    function, transformed = rules.functions()
+    function, under_transforms = rules.function(), transformed or reference
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...]
@@ -205,7 +193,7 @@ def differentiable(
             is_open = not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
             outputs = op(*arguments) if is_open else reference(*arguments)
         elif torch._C._are_functorch_transforms_active():
-            outputs = transformed.apply(*arguments)
+            outputs = under_transforms(*arguments)
         elif _nothing_to_record(arguments):
             outputs = below_autograd(op, arguments)
         else:

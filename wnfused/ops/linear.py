@@ -13,6 +13,7 @@ from wnfused import reference
 from wnfused.backends import native_autograd
 from wnfused.backends.asked import asked_of
 from wnfused.ops import _arguments as arguments
+from wnfused.ops import _transformed
 from wnfused.ops._direct import CODES, FIRST_DIM, layer
 from wnfused.ops._registration import below_autograd, define, differentiable
 
@@ -126,7 +127,11 @@ _direct_of_norm = layer(
     "linear_of_norm", _reference_of_norm, tuple(op.default._op for op in _composed), takes=_is_composed
 )
 _call = differentiable(
-    _op, reference=reference.linear, backward=_backward, reads_output=lambda inputs: inputs[-2] != "none"
+    _op,
+    reference=reference.linear,
+    backward=_backward,
+    reads_output=lambda inputs: inputs[-2] != "none",
+    transformed=_transformed.linear,
 )
 
 

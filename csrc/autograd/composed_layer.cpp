@@ -1,21 +1,29 @@
-#include "autograd/float64_layer.h"
+#include "autograd/composed_layer.h"
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-namespace wnfused::float64_layer {
+#include "autograd/node.h"
+#include "autograd/weight.h"
+
+namespace wnfused::composed_layer {
 namespace {
 
-using layer_graph::kWhole;
+using weight::kWhole;
 using enum Activation;
 
-bool fits(const Tensor& t) { return takes(t) && t.layout() == at::kStrided; }
+// A wrapper of a transform has the device, the dtype and the shape of what it wraps.
+bool fits(const Tensor& t, const Tensor& x) {
+  return t.is_cpu() && t.scalar_type() == x.scalar_type() && t.layout() == at::kStrided;
+}
 
 void check(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, int64_t dim, int64_t activation,
     double slope) {
-  TORCH_CHECK(fits(x) && fits(v) && fits(g) && (!bias || fits(*bias)), "not all tensors are float64 on the CPU");
+  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble, "x must be float32 or float64");
+  TORCH_CHECK(fits(x, x) && fits(v, x) && fits(g, x) && (!bias || fits(*bias, x)), "not all tensors are on the CPU, ",
+              "in the dtype of x");
   TORCH_CHECK(x.dim() > 0 && v.dim() > 1 && dim >= kWhole && dim < v.dim(), "x, v or dim does not fit");
   const int64_t rows = dim == kWhole ? 1 : v.size(dim);
   std::vector<int64_t> broadcast(v.dim(), 1);
@@ -28,12 +36,16 @@ void check(
 }
 
 Tensor finished(Tensor y, const Optional& residual, int64_t activation, double slope) {
-  if (residual) {
-    TORCH_CHECK(fits(*residual) && residual->sizes() == y.sizes(), "residual must be like y");
-    y.add_(*residual);
+  if (residual) TORCH_CHECK(fits(*residual, y) && residual->sizes() == y.sizes(), "residual must be like y");
+  const bool rectifies = activation == kRelu || (activation == kLeakyRelu && slope == 0);
+  if (is_transformed()) {  // no sample may be written to by a batch
+    if (residual) y = y + *residual;
+    if (activation == kNone) return y;
+    return rectifies ? y.relu() : at::leaky_relu(y, slope);
   }
+  if (residual) y.add_(*residual);
   if (activation == kNone) return y;
-  return activation == kRelu || slope == 0 ? y.relu_() : at::leaky_relu_(y, slope);
+  return rectifies ? y.relu_() : at::leaky_relu_(y, slope);
 }
 
 // The rule of reference.suggest_memory_format: contiguous where it is that, too, of one channel say.
@@ -48,7 +60,21 @@ at::MemoryFormat format_of(const Tensor& x, const Tensor& v) {
   return format == at::MemoryFormat::Contiguous ? format_of(v) : format;
 }
 
+// torch's, right as it is and differentiated: in float32 the vendor's is not for some shapes, which float64 takes.
+Tensor convolution(
+    const Tensor& x, const Tensor& w, const Optional& bias, const Convolution& of, at::IntArrayRef extra) {
+  const auto run = [&](const Tensor& x, const Tensor& w, const Optional& bias) {
+    return at::convolution(layer_graph::readable(x, of), layer_graph::readable(w, of), bias, of.stride, of.padding,
+                           of.dilation, of.output_padding.has_value(), extra, of.groups);
+  };
+  if (x.scalar_type() == at::kDouble || layer_graph::can_compose(x, w, of)) return run(x, w, bias);
+  const Optional wide_bias = bias ? Optional(bias->to(at::kDouble)) : std::nullopt;
+  return run(x.to(at::kDouble), w.to(at::kDouble), wide_bias).to(x.scalar_type());
+}
+
 }  // namespace
+
+bool takes(const Tensor& x) { return is_transformed() || (x.is_cpu() && x.scalar_type() == at::kDouble); }
 
 Tensor linear(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual, int64_t dim,
@@ -56,7 +82,7 @@ Tensor linear(
   check(x, v, g, bias, dim, activation, slope);
   TORCH_CHECK(v.dim() == 2 && x.size(-1) == v.size(1), "x must end in v's features in");
   TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == v.size(0)), "bias does not fit");
-  return finished(at::linear(x, layer_graph::weight(v, g, dim), bias), residual, activation, slope);
+  return finished(at::linear(x, weight::of(v, g, dim), bias), residual, activation, slope);
 }
 
 Tensor conv(
@@ -69,10 +95,9 @@ Tensor conv(
   for (size_t d = 0; d < extra.size() && d < of.stride.size() && d < of.dilation.size(); ++d) {
     TORCH_CHECK(extra[d] == 0 || extra[d] < std::max(of.stride[d], of.dilation[d]), "output_padding is too large");
   }
-  const Tensor y = at::convolution(
-      layer_graph::readable(x, of), layer_graph::readable(layer_graph::weight(v, g, 0), of), bias, of.stride,
-      of.padding, of.dilation, of.output_padding.has_value(), extra, of.groups);
-  return finished(y.contiguous(format_of(x, v)), residual, activation, slope);
+  const Tensor y = convolution(x, weight::of(v, g, 0), bias, of, extra);
+  // A sample of a batch has no memory format of its own.
+  return finished(is_transformed() ? y : y.contiguous(format_of(x, v)), residual, activation, slope);
 }
 
-}  // namespace wnfused::float64_layer
+}  // namespace wnfused::composed_layer

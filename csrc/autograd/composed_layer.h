@@ -1,19 +1,20 @@
-// Layers in float64 on the CPU, where no kernel runs them: torch's own product with the effective weight, which is a
-// node with derivatives of every order. All else is recorded as of a plain layer.
+// Layers as torch's own product with the effective weight, whose op has derivatives of every order and knows every
+// transform: so they run in float64 on the CPU, which no kernel has, and under the transforms of torch.func, which none
+// knows. All else is recorded as of a plain layer.
 #pragma once
 
 #include <ATen/ATen.h>
 
 #include "autograd/layer_graph.h"
 
-namespace wnfused::float64_layer {
+namespace wnfused::composed_layer {
 
 using at::Tensor;
 using layer_graph::Convolution;
 using layer_graph::Optional;
 
-// float64 on the CPU; what goes along is checked where it runs.
-inline bool takes(const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kDouble; }
+// Whether this is how a layer runs; what goes along with x is checked where it runs.
+bool takes(const Tensor& x);
 
 Tensor linear(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual, int64_t dim,
@@ -23,4 +24,4 @@ Tensor conv(
     const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
     const Convolution& of, int64_t activation, double slope);
 
-}  // namespace wnfused::float64_layer
+}  // namespace wnfused::composed_layer

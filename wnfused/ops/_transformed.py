@@ -1,0 +1,63 @@
+"""Ops under the transforms of ``torch.func``: torch's own product with the effective weight.
+
+The kernels' backward knows no transform, so that an op of theirs there would run the reference for its derivatives.
+What costs in the reference is the norm, a dozen small ops each of which goes through every level of the transforms;
+that is one op of ``csrc/autograd/weight.cpp`` where it can be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wnfused import dispatch, reference
+from wnfused.backends import native_autograd
+
+_WHOLE = -1  # in the place of a dim of v: one norm for all of it
+_DTYPES = (torch.float32, torch.float64)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    """As the reference has it."""
+    if not _has_op(v, g):
+        return reference.weight_norm(v, g, dim)
+    w, norm = torch.ops.wnfused_autograd.weight.default._op(v, g, _WHOLE if dim is None else dim % v.dim())
+    return w, norm
+
+
+def linear(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, dim: int | None, activation: str,
+    negative_slope: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As the reference has it."""
+    w, norm = _rounded(v, g, dim, x)
+    return reference.linear_of_weight(x, w, bias, residual, activation, negative_slope), norm
+
+
+def conv(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+    dim: int | None, activation: str, negative_slope: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As the reference has it."""
+    w, norm = _rounded(v, g, dim, x)
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    return reference.conv_of_weight(x, w, bias, residual, *geometry, activation, negative_slope), norm
+
+
+def _rounded(v: Tensor, g: Tensor, dim: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight, made in the wider of the parameters' and the operands' dtypes, in the operands'."""
+    w, norm = weight_norm(reference.cast(v, reference.wide(v.dtype)), g, dim)
+    return reference.cast(w, x.dtype), norm
+
+
+def _has_op(v: Tensor, g: Tensor) -> bool:
+    """Whether the weight is an op: in dtypes of its kernels, and where no mode looks on that knows only torch's own."""
+    return (
+        v.device.type == "cpu"
+        and v.dtype in _DTYPES
+        and v.dtype == g.dtype
+        and not torch._C._len_torch_dispatch_stack()
+        and dispatch.prefers_native()
+        and native_autograd.unavailable() is None
+    )
