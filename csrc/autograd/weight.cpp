@@ -207,15 +207,14 @@ struct Weight : torch::autograd::Function<Weight> {
   static constexpr const char* kDim = "dim";
   static constexpr const char* kFreed = "freed";
 
-  // made: the weight and the norms, of the level below.
-  static variable_list forward(
+  // made: the weight and the norms, of the level below. The norms are no output: nobody differentiates them.
+  static Tensor forward(
       AutogradContext* ctx, const Tensor& v, const Tensor& g, int64_t dim, const Pair& made) {
     const auto& [w, norm] = made;
-    ctx->mark_non_differentiable({norm});
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({v, g, norm});
     ctx->saved_data[kDim] = dim;
-    return {w, norm};
+    return w;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
@@ -244,8 +243,7 @@ struct Weight : torch::autograd::Function<Weight> {
     const Pair made = below(weight::forward, v, g, dim);
     if (!are_recorded(v, g)) return made;
     const OneLevel guard;
-    const variable_list recorded = apply(v, g, dim, made);
-    return {recorded[0], recorded[1]};
+    return {apply(v, g, dim, made), std::get<1>(made)};
   }
 };
 
