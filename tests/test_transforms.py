@@ -5,7 +5,7 @@ import pytest
 import samples
 import torch
 from samples import SAMPLES
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from wnfused import dispatch, reference
 from wnfused.backends import native_autograd, native_entry
@@ -210,3 +210,18 @@ def test_zero_rows_have_no_derivative(dim, dtype):
         each = vmap(grad(lambda v, g, x: linear(x, v, g).sum(), (0, 1)), (None, None, 0))(v, g, x)
         for dv, dg in zip(*each, strict=True):
             check(dv, dg)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [s for s in SAMPLES if s.name in ("linear-relu", "conv2d", "transpose2d", "stage-three")],
+    ids=lambda sample: sample.name,
+)
+def test_functionalized(sample):
+    """Whatever writes to memory is taken out of a function, before or behind its gradient."""
+    tensors = [t.detach() for t in sample.tensors()]
+    torch.testing.assert_close(functionalize(sample.run)(*tensors), sample.expected(*tensors))
+    torch.testing.assert_close(
+        functionalize(grad(loss(sample.run), everything(tensors)))(*tensors),
+        grad(loss(sample.expected), everything(tensors))(*tensors),
+    )

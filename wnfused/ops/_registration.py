@@ -5,8 +5,8 @@ chooses, and a callable that the public function uses. That callable is an ``aut
 below autograd: half the cost a call of going through the op's own autograd registration, which is there all the
 same, for ``torch.compile``, ``torch.export`` and anyone who calls ``torch.ops.wnfused.*``.
 
-First derivatives run ``name_backward``. Where a graph of the backward is asked for (``create_graph``,
-``torch.func``), and for forward-mode derivatives and ``vmap``, the reference stands in: plain torch, which autograd
+First derivatives run ``name_backward``. Where a graph of the backward is asked for (``create_graph``), for forward-mode
+derivatives and under the transforms of ``torch.func`` the reference stands in: plain torch, which autograd
 differentiates right to any order.
 """
 
