@@ -293,14 +293,22 @@ def _block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One identity block: ``(h', operand, a)`` with ``a = relu(conv(h, w_1) + b_1)`` and
     ``h' = skip_scale (h + conv(a, w_2) + b_2)``. Operands are rounded to ``dtype``, sums kept wide."""
+    w = [weight_norm(v[i].to(h.dtype), g[i])[0].to(dtype).to(h.dtype) for i in (0, 1)]
+    return block_of_weights(h, w, bias, skip_scale, dtype)
+
+
+def block_of_weights(
+    h: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor] | Tensor, skip_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of both weights, wide, and both biases."""
 
     def conv3x3(operand: Tensor, i: int) -> Tensor:
-        w = weight_norm(v[i].to(h.dtype), g[i])[0].to(dtype).to(h.dtype)
-        return torch.nn.functional.conv2d(operand, w, bias[i].to(h.dtype), padding=1)
+        return torch.nn.functional.conv2d(cast(operand, h.dtype), w[i], cast(bias[i], h.dtype), padding=1)
 
-    operand = h.to(dtype)
-    a = torch.relu(conv3x3(operand.to(h.dtype), 0)).to(dtype)
-    return skip_scale * (h + conv3x3(a.to(h.dtype), 1)), operand, a
+    operand = cast(h, dtype)
+    a = cast(torch.relu(conv3x3(operand, 0)), dtype)
+    after = h + conv3x3(a, 1)
+    return after if skip_scale == 1 else skip_scale * after, operand, a
 
 
 def residual_stage(

@@ -45,6 +45,20 @@ def conv(
     return reference.conv_of_weight(x, w, bias, residual, *geometry, activation, negative_slope), norm
 
 
+def residual_stage(
+    x: Tensor, v: Tensor, g: Tensor, bias: Tensor, skip_scale: float, recompute: int, save: bool
+) -> tuple[Tensor]:
+    """``y`` as the reference has it, with all norms taken at once; nothing is kept for the backward of a kernel."""
+    dtype = reference.wide(x.dtype)
+    found = weight_norm(reference.cast(v, dtype).flatten(0, 2), g.flatten(), 0)[0]
+    w = reference.cast(reference.cast(found, x.dtype), dtype).unflatten(0, (2 * v.shape[0], v.shape[2])).unbind()
+    b = bias.flatten(0, 1).unbind()
+    h = reference.cast(x, dtype)
+    for i in range(0, len(w), 2):
+        h = reference.block_of_weights(h, w[i : i + 2], b[i : i + 2], skip_scale, x.dtype)[0]
+    return (reference.cast(h, x.dtype) if v.shape[0] else x.clone(),)
+
+
 def _rounded(v: Tensor, g: Tensor, dim: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """The weight, made in the wider of the parameters' and the operands' dtypes, in the operands'."""
     w, norm = weight_norm(reference.cast(v, reference.wide(v.dtype)), g, dim)
@@ -57,6 +71,7 @@ def _has_op(v: Tensor, g: Tensor) -> bool:
         v.device.type == "cpu"
         and v.dtype in _DTYPES
         and v.dtype == g.dtype
+        and v.numel() > 0
         and not torch._C._len_torch_dispatch_stack()
         and dispatch.prefers_native()
         and native_autograd.unavailable() is None

@@ -16,6 +16,7 @@ from wnfused._numbers import positive
 from wnfused.backends import native_autograd, native_cuda
 from wnfused.backends.asked import flags_of
 from wnfused.ops import _arguments as arguments
+from wnfused.ops import _transformed
 from wnfused.ops._direct import by_entry, is_open_to_stages
 from wnfused.ops._input_gradient import asks_for_input_alone
 from wnfused.ops._registration import (
@@ -120,7 +121,7 @@ def _reference(*inputs: Any) -> tuple[Tensor, ...]:
     return *reference.residual_stage(*inputs), _blank_signs(x, v.shape[0], *options[1:])
 
 
-_call = differentiable(_op, reference=_reference, backward=_backward)
+_call = differentiable(_op, reference=_reference, backward=_backward, transformed=_transformed.residual_stage)
 
 
 def _kernel(x: Tensor) -> Any:
