@@ -9,7 +9,7 @@ from torch.func import functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from wnfused import dispatch, reference
 from wnfused.backends import native_autograd, native_entry
-from wnfused.functional import linear, weight_norm
+from wnfused.functional import linear, residual_stage, weight_norm
 
 by_name = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 
@@ -225,3 +225,16 @@ def test_functionalized(sample):
         functionalize(grad(loss(sample.run), everything(tensors)))(*tensors),
         grad(loss(sample.expected), everything(tensors))(*tensors),
     )
+
+
+def test_autocast_touches_nothing_inside():
+    """A stage keeps its stream in float32; what it takes and gives is autocast's."""
+    x = torch.randn(2, 3, 4, 5, 5)
+    v, g, bias = torch.randn(3, 2, 4, 4, 3, 3), torch.rand(3, 2, 4), torch.randn(3, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = vmap(lambda x: residual_stage(x, v, g, bias))(x)
+        expected = torch.stack([reference.residual_stage(each.bfloat16(), v, g, bias)[0] for each in x])
+    with torch.autocast("cpu", enabled=False):
+        wide = torch.stack([reference.residual_stage(each.bfloat16(), v, g, bias)[0] for each in x])
+    assert not torch.equal(expected, wide)
+    assert torch.equal(found, wide)

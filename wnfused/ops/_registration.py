@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wnfused import dispatch
 from wnfused.backends import native_entry, tensors_of
-from wnfused.ops._arguments import autocast_is_on, is_exporting
+from wnfused.ops._arguments import autocast_is_on, below_autocast, is_exporting
 from wnfused.reference import suggest_memory_format
 
 _library = torch.library.Library("wnfused", "DEF")
@@ -193,7 +193,7 @@ def differentiable(
             is_open = not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
             outputs = op(*arguments) if is_open else reference(*arguments)
         elif torch._C._are_functorch_transforms_active():
-            outputs = under_transforms(*arguments)
+            outputs = below_autocast(under_transforms, *arguments)
         elif _nothing_to_record(arguments):
             outputs = below_autograd(op, arguments)
         else:

@@ -17,7 +17,7 @@ from wnfused._numbers import plain_int
 from wnfused._spatial import Extent, checked_padding, extents, padded_behind, text_in_dims, zeros_around
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
-from wnfused.ops import _transformed
+from wnfused.ops import _products
 from wnfused.ops._direct import CODES, FIRST_DIM, layer
 from wnfused.ops._registration import define, differentiable
 from wnfused.ops.linear import GRADIENTS_LIKE, fake_layer_gradients, layer_backward
@@ -84,7 +84,7 @@ _call = differentiable(
     reference=reference.conv,
     backward=_backward,
     reads_output=lambda inputs: inputs[-2] != "none",
-    transformed=_transformed.conv,
+    transformed=_products.conv,
 )
 
 

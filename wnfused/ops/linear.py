@@ -13,7 +13,7 @@ from wnfused import reference
 from wnfused.backends import native_autograd
 from wnfused.backends.asked import asked_of
 from wnfused.ops import _arguments as arguments
-from wnfused.ops import _transformed
+from wnfused.ops import _products
 from wnfused.ops._direct import CODES, FIRST_DIM, layer
 from wnfused.ops._registration import below_autograd, define, differentiable
 
@@ -131,7 +131,7 @@ _call = differentiable(
     reference=reference.linear,
     backward=_backward,
     reads_output=lambda inputs: inputs[-2] != "none",
-    transformed=_transformed.linear,
+    transformed=_products.linear,
 )
 
 

@@ -16,8 +16,8 @@ from wnfused._numbers import positive
 from wnfused.backends import native_autograd, native_cuda
 from wnfused.backends.asked import flags_of
 from wnfused.ops import _arguments as arguments
-from wnfused.ops import _transformed
-from wnfused.ops._direct import by_entry, is_open_to_stages
+from wnfused.ops import _products
+from wnfused.ops._direct import by_entry, is_open_to_stages, runs_where_recorded
 from wnfused.ops._input_gradient import asks_for_input_alone
 from wnfused.ops._registration import (
     below_autograd,
@@ -121,7 +121,7 @@ def _reference(*inputs: Any) -> tuple[Tensor, ...]:
     return *reference.residual_stage(*inputs), _blank_signs(x, v.shape[0], *options[1:])
 
 
-_call = differentiable(_op, reference=_reference, backward=_backward, transformed=_transformed.residual_stage)
+_call = differentiable(_op, reference=_reference, backward=_backward, transformed=_products.residual_stage)
 
 
 def _kernel(x: Tensor) -> Any:
@@ -246,9 +246,12 @@ def _general(
     if arguments.has_override(tensors):
         return handle_torch_function(residual_stage, tensors, x, v, g, bias, skip_scale=skip_scale, recompute=recompute)
     batch, v, g, bias = _checked(x, v, g, bias, skip_scale, recompute)
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (batch, v, g, bias))
-    save = recorded and not is_exporting_or_tracing()
-    y = _call(batch, v, g, bias, float(skip_scale), recompute or 0, save)[0]
+    if recompute is None and batch.dtype == torch.float64 and runs_where_recorded(batch, v, g, bias, None):
+        y = _products.residual_stage(batch, v, g, bias, float(skip_scale), 0, False)[0]
+    else:
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (batch, v, g, bias))
+        save = recorded and not is_exporting_or_tracing()
+        y = _call(batch, v, g, bias, float(skip_scale), recompute or 0, save)[0]
     return y if x.dim() == y.dim() else y.squeeze(0)
 
 

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function
 from wnfused import reference
 from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
-from wnfused.ops import _transformed
+from wnfused.ops import _products
 from wnfused.ops._direct import FIRST_DIM, is_open
 from wnfused.ops._registration import (
     below_autograd,
@@ -49,7 +49,7 @@ def _backward(
     return dv if needs[0] else None, dg if needs[1] else None
 
 
-_call = differentiable(_op, reference=reference.weight_norm, backward=_backward, transformed=_transformed.weight_norm)
+_call = differentiable(_op, reference=reference.weight_norm, backward=_backward, transformed=_products.weight_norm)
 
 
 class _Direct(torch.autograd.Function):

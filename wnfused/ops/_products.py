@@ -1,8 +1,9 @@
-"""Ops under the transforms of ``torch.func``: torch's own product with the effective weight.
+"""Ops as torch's own product with the effective weight: under the transforms of ``torch.func``, which no kernel's
+backward knows, and stages in float64, which no kernel has. All else is recorded as of plain layers.
 
-The kernels' backward knows no transform, so that an op of theirs there would run the reference for its derivatives.
-What costs in the reference is the norm, a dozen small ops each of which goes through every level of the transforms;
-that is one op of ``csrc/autograd/weight.cpp`` where it can be.
+What costs in the reference is the norm: a dozen small ops, each of which goes through every level of the transforms.
+Here it is one op of ``csrc/autograd/weight.cpp`` where it can be. (``csrc/autograd/composed_layer.cpp`` is the same of
+layers, for the fast path.)
 """
 
 from __future__ import annotations
