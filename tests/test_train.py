@@ -155,7 +155,7 @@ def test_every_kind_of_run(tmp_path: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("forget_warnings")
 @pytest.mark.filterwarnings("always::wnfused.dispatch.BackendWarning")
 def test_a_backend_that_is_passed_over_inside_a_run_is_announced(tmp_path: Path) -> None:
-    """Stages of float64 that compute maps again have no kernel; what Lightning calls is not taken for its own affair."""
+    """Recomputed stages of float64 have no kernel; what Lightning calls is not taken for its own affair."""
     with pytest.warns(wnfused.BackendWarning, match="residual_stage passes over backend 'native'"):
         train(replace(SMALL, precision="64-true", recompute=1), tmp_path)
 
