@@ -25,6 +25,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent  # ninja runs elsewhere
+CFLAGS = os.environ.get("CFLAGS", "")
 STABLE_ABI = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
     "-DTORCH_STABLE_ONLY",
@@ -36,7 +37,7 @@ STABLE_ABI = [
 # -ffast-math and no -march: kernels choose their instruction set at run time.
 CPU_FLAGS = [
     "-std=c++17",
-    "-O3",
+    "-O1" if "-fsanitize" in CFLAGS else "-O3",  # what sanitizers add takes -O3 hours
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
@@ -46,7 +47,7 @@ CPU_FLAGS = [
 
 # Python's own flags ask for debug information, nine tenths of a library and a fifth of the time to compile it. With
 # CFLAGS=-g it is there.
-DEBUG_FLAGS = [] if any(flag.startswith("-g") for flag in os.environ.get("CFLAGS", "").split()) else ["-g0"]
+DEBUG_FLAGS = [] if any(flag.startswith("-g") for flag in CFLAGS.split()) else ["-g0"]
 
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # Machine code for each generation (sm_89 runs sm_80's), and PTX of the last one for those to come. The offline gate

@@ -101,3 +101,11 @@ def test_autocast_leaves_float64_alone():
     with torch.autocast("cpu", torch.bfloat16):
         y = F.linear(*inputs[:4])
     assert torch.equal(y, F.linear(*inputs[:4]))
+
+
+def test_a_stage_says_that_the_backend_asked_for_has_no_kernel():
+    x, v, g = torch.randn(1, 4, 5, 5), torch.randn(2, 2, 4, 4, 3, 3), torch.rand(2, 2, 4)
+    tensors = [t.double() for t in (x, v, g, g)]
+    assert F.residual_stage(*tensors).dtype == torch.float64
+    with dispatch.use_backend("native"), pytest.raises(dispatch.BackendUnavailableError, match=r"torch\.float64"):
+        F.residual_stage(*tensors)

@@ -5,6 +5,7 @@ import pytest
 import samples
 import torch
 from samples import SAMPLES
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from wnfused import dispatch, reference
@@ -107,6 +108,15 @@ def recorded_outside_twice(run, tensors):
     return torch.autograd.grad(sum(t.square().sum() for t in gradients), leaves)
 
 
+def rows_recorded_outside(run, tensors):
+    """Many second derivatives at once of a graph that was recorded outside."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    gradients = torch.autograd.grad(loss(run)(*leaves), leaves, create_graph=True)
+    gradients = [t + 0 * leaf for t, leaf in zip(gradients, leaves, strict=True)]  # some may be constant
+    cotangents = [torch.stack([t.detach().sin(), t.detach().cos()]) for t in gradients]
+    return vmap(lambda *c: torch.autograd.grad(gradients, leaves, c, retain_graph=True))(*cotangents)
+
+
 TRANSFORMS = [
     of_each_sample,
     of_an_ensemble,
@@ -121,6 +131,7 @@ TRANSFORMS = [
     third_derivatives,
     recorded_outside,
     recorded_outside_twice,
+    rows_recorded_outside,
 ]
 
 
@@ -140,6 +151,9 @@ def assert_agree(found, expected, tolerance):
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch's convolutions
+@pytest.mark.filterwarnings(
+    "ignore::wnfused.BackendWarning"
+)  # of stages in float64 that recompute, outside of transforms
 def test_transforms(sample, transform, dtype):
     tensors = [t.detach() for t in sample.tensors(dtype)]
     expected = transform(sample.expected, [t.double() for t in tensors])
@@ -225,6 +239,19 @@ def test_functionalized(sample):
         functionalize(grad(loss(sample.run), everything(tensors)))(*tensors),
         grad(loss(sample.expected), everything(tensors))(*tensors),
     )
+    found, expected = (
+        functionalize(lambda *tensors, run=run: of_each_sample(run, tensors))(*tensors)
+        for run in (sample.run, sample.expected)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_fake_tensors_outside_their_mode():
+    """Shapes are found where no entries are."""
+    with FakeTensorMode():
+        x, v, g = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    assert vmap(lambda x: linear(x, v, g))(x).shape == (3, 4)
+    assert [t.shape for t in grad(loss(linear), (0, 1, 2))(x, v, g)] == [x.shape, v.shape, g.shape]
 
 
 def test_autocast_touches_nothing_inside():

@@ -47,14 +47,13 @@ struct Mask : torch::autograd::Function<Mask> {
 
   static Tensor of(const Tensor& dy, const Tensor& y, int64_t activation, double slope) {
     if (activation == kNone) return dy;
-    return dy._fw_grad(0).defined() ? masked(dy, y, activation, slope) : apply(dy, y, activation, slope);
+    const bool records_itself = is_transformed() || dy._fw_grad(0).defined();  // torch's mask, which every level knows
+    return records_itself ? masked(dy, y, activation, slope) : apply(dy, y, activation, slope);
   }
 };
 
 bool is_plain(const Tensor& t) {
-  const c10::DispatchKeySet watched{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                    c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched};
-  return t.is_cpu() && t.scalar_type() == at::kFloat && t.layout() == at::kStrided && !t.key_set().has_any(watched) &&
+  return t.is_cpu() && t.scalar_type() == at::kFloat && t.layout() == at::kStrided && !is_wrapped(t) &&
          !t._fw_grad(0).defined();
 }
 

@@ -22,6 +22,14 @@ inline bool is_transformed() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
+// Whether t stands for another tensor, whose entries nobody can read here: of a transform, of vmap, of a subclass.
+inline bool is_wrapped(const at::Tensor& t) {
+  constexpr c10::DispatchKeySet wrappers{
+      c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+      c10::DispatchKey::Batched, c10::DispatchKey::Functionalize};
+  return t.key_set().has_any(wrappers);
+}
+
 // Many gradients at once, of vmap.
 inline bool is_batch(const at::Tensor& dy) {
   const c10::DispatchKeySet keys = dy.key_set();

@@ -44,6 +44,17 @@ Pair backward_kernel(const Tensor& dw, const Tensor& v, const Tensor& g, const T
   return run.call(dw, v, g, norm, dim);
 }
 
+// What they give, of tensors without entries.
+Pair forward_shapes(const Tensor& v, const Tensor& /*g*/, int64_t dim) {
+  c10::SymDimVector rows;
+  if (dim != kWhole) rows.push_back(v.sym_size(dim));
+  return {at::empty_like(v), at::empty_symint(rows, v.options())};
+}
+Pair backward_shapes(
+    const Tensor& /*dw*/, const Tensor& v, const Tensor& g, const Tensor& /*norm*/, int64_t /*dim*/) {
+  return {at::empty_like(v), at::empty_like(g)};
+}
+
 // One of these past autograd: of the level below, or the kernels.
 template <class Signature, class... Inputs>
 Pair below(Signature* run, const Inputs&... inputs) {
@@ -61,9 +72,7 @@ constexpr c10::DispatchKeySet kTransforms{
 
 // Whether no transform and no graph has to do with t.
 bool is_constant(const Tensor& t) {
-  const c10::DispatchKeySet watched{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                    c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched};
-  return !t.key_set().has_any(watched) && !t.requires_grad() && !have_tangents(t);
+  return !is_wrapped(t) && !t.requires_grad() && !have_tangents(t);
 }
 
 template <class... Tensors>
@@ -96,7 +105,7 @@ struct Rows {
   // taken, as 0 * inf would be NaN behind a mask.
   Tensor inverse_norm(const Tensor& v, const Tensor& zero) const {
     if (!zero.defined()) return sum(v.square()).rsqrt();
-    return sum(at::where(zero, 1.0, v).square()).rsqrt().masked_fill(zero, 0);
+    return sum(v.masked_fill(zero, 1).square()).rsqrt().masked_fill(zero, 0);
   }
   // The same of norms that nobody differentiates.
   Tensor inverse(const Tensor& norm, const Tensor& zero) const {
@@ -218,9 +227,9 @@ struct Weight : torch::autograd::Function<Weight> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
+    if (!torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data[kFreed] = true;
     if (!outputs[0].defined()) return variable_list(4);
     const variable_list saved = ctx->get_saved_variables();
-    if (!torch::autograd::get_current_graph_task_keep_graph()) ctx->saved_data[kFreed] = true;
     const auto [dv, dg] = gradients(outputs[0], saved[0], saved[1], saved[2], ctx->saved_data[kDim].toInt());
     return {ctx->needs_input_grad(0) ? dv : Tensor(), ctx->needs_input_grad(1) ? dg : Tensor(), Tensor(), Tensor()};
   }
@@ -268,6 +277,10 @@ Pair gradients(const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor&
 TORCH_LIBRARY_IMPL(wnfused_autograd, CPU, library) {
   library.impl("weight", wnfused::weight::forward_kernel);
   library.impl("weight_backward", wnfused::weight::backward_kernel);
+}
+TORCH_LIBRARY_IMPL(wnfused_autograd, Meta, library) {
+  library.impl("weight", wnfused::weight::forward_shapes);
+  library.impl("weight_backward", wnfused::weight::backward_shapes);
 }
 TORCH_LIBRARY_IMPL(wnfused_autograd, Autograd, library) {
   library.impl("weight", wnfused::weight::Weight::recorded);

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from wnfused import reference
+from wnfused import dispatch, reference
 from wnfused._numbers import positive
 from wnfused.backends import native_autograd, native_cuda
 from wnfused.backends.asked import flags_of
@@ -246,7 +246,9 @@ def _general(
     if arguments.has_override(tensors):
         return handle_torch_function(residual_stage, tensors, x, v, g, bias, skip_scale=skip_scale, recompute=recompute)
     batch, v, g, bias = _checked(x, v, g, bias, skip_scale, recompute)
-    if recompute is None and batch.dtype == torch.float64 and runs_where_recorded(batch, v, g, bias, None):
+    # Nothing was asked for that torch's product is not: no memory to be saved, no backend.
+    asked = recompute is not None or dispatch.requested() is not None
+    if not asked and batch.dtype == torch.float64 and runs_where_recorded(batch, v, g, bias, None):
         y = _products.residual_stage(batch, v, g, bias, float(skip_scale), 0, False)[0]
     else:
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (batch, v, g, bias))
