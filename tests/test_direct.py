@@ -106,8 +106,9 @@ def taken(monkeypatch):
     ):
         module = sys.modules[f"wnfused.ops.{module}"]
         monkeypatch.setattr(module, name, observed(getattr(module, name)))
-    is_open = _direct.is_open
-    monkeypatch.setattr("wnfused.ops.weight_norm.is_open", lambda *a: answers.append(is_open(*a)) or answers[-1])
+    norm = sys.modules["wnfused.ops.weight_norm"]
+    is_direct = norm._is_direct
+    monkeypatch.setattr(norm, "_is_direct", lambda *a: answers.append(is_direct(*a)) or answers[-1])
     return answers
 
 
@@ -130,7 +131,7 @@ def test_first_and_second_derivatives_are_those_of_the_reference(name, taken):
 
 @pytest.mark.parametrize("shape", [(4, 5), (4, 3, 3, 3), (6,), (0, 3)])
 @pytest.mark.parametrize("flat", [True, False])
-def test_weight_norm_takes_it_too(shape, flat, taken):
+def test_weight_norm_takes_it_too(shape, flat, nodes, taken):
     v, g = tensors(shape, shape[:1] if flat else (shape[0], *(1 for _ in shape[1:])))
     with torch.no_grad():
         v[:1] = 0
@@ -142,7 +143,7 @@ def test_weight_norm_takes_it_too(shape, flat, taken):
             return w, *first, *torch.autograd.grad(sum(t.square().sum() for t in first), (v, g))
 
     wanted, found = run("reference"), run(None)
-    assert taken == [False, True]
+    assert taken == [False, nodes != "Python" and v.numel() > 0]  # its only node is in C++
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     (alone,) = torch.autograd.grad(weight_norm(v.detach(), g).sin().sum(), g)

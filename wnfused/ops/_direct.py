@@ -39,7 +39,7 @@ def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     """Whether a call may take the fast path to the kernels for CPU tensors: plain ones, the native backend, nothing
     that watches, or that casts to another dtype than the kernels have."""
     return (
-        _is_plain_call(x, v, g, bias, residual)
+        is_plain_call(x, v, g, bias, residual)
         and x.dtype in native.FUSED_DTYPES
         and x.is_cpu
         and dispatch.prefers_native()
@@ -52,7 +52,7 @@ def is_open_to_layers(name: str, x: Any, v: Any, g: Any, bias: Any, residual: An
     alone are missing, that is announced: a call that goes by ``dispatch.order`` does not ask for them."""
     if not isinstance(x, Tensor) or not x.is_cuda:
         return is_open(x, v, g, bias, residual)
-    plain = _prefers_native_layers() and _is_plain_call(x, v, g, bias, residual)
+    plain = _prefers_native_layers() and is_plain_call(x, v, g, bias, residual)
     if not plain or not native_cuda.fits_layer(_cast(x), x, v, g, bias):
         return False
     reason = native_cuda.layers_unavailable(x.device.index)
@@ -93,7 +93,7 @@ def runs_where_recorded(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> boo
 def is_open_to_stages(x: Any, v: Any, g: Any, bias: Any) -> bool:
     """The same of residual stages."""
     if isinstance(x, Tensor) and x.is_cuda:
-        plain = bias is not None and _is_plain_call(x, v, g, bias, None) and dispatch.prefers_native_on_cuda()
+        plain = bias is not None and is_plain_call(x, v, g, bias, None) and dispatch.prefers_native_on_cuda()
         return plain and native_cuda.takes_stage(_cast(x), x, v, g, bias)
     return is_open(x, v, g, bias, None)
 
@@ -104,7 +104,7 @@ def _cast(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if casts else x.dtype
 
 
-def _is_plain_call(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
+def is_plain_call(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     """Whether nothing but autograd and autocast would know of a call that goes past them."""
     return (
         _is_unwatched(x, v, g, bias, residual)

@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 def weight_norm(v: Tensor, g: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
     """As the reference has it."""
-    if not _has_op(v, g):
+    if not has_op(v, g):
         return reference.weight_norm(v, g, dim)
     w, norm = torch.ops.wnfused_autograd.weight.default._op(v, g, _WHOLE if dim is None else dim % v.dim())
     return w, norm
@@ -66,7 +66,7 @@ def _rounded(v: Tensor, g: Tensor, dim: int | None, x: Tensor) -> tuple[Tensor, 
     return reference.cast(w, x.dtype), norm
 
 
-def _has_op(v: Tensor, g: Tensor) -> bool:
+def has_op(v: Tensor, g: Tensor) -> bool:
     """Whether the weight is an op: in dtypes of its kernels, and where no mode looks on that knows only torch's own."""
     return (
         v.device.type == "cpu"

@@ -246,9 +246,8 @@ def _general(
     if arguments.has_override(tensors):
         return handle_torch_function(residual_stage, tensors, x, v, g, bias, skip_scale=skip_scale, recompute=recompute)
     batch, v, g, bias = _checked(x, v, g, bias, skip_scale, recompute)
-    # Nothing was asked for that torch's product is not: no memory to be saved, no backend.
-    asked = recompute is not None or dispatch.requested() is not None
-    if not asked and batch.dtype == torch.float64 and runs_where_recorded(batch, v, g, bias, None):
+    as_product = recompute is None and batch.dtype == torch.float64 and runs_where_recorded(batch, v, g, bias, None)
+    if as_product and dispatch.requested() is None:
         y = _products.residual_stage(batch, v, g, bias, float(skip_scale), 0, False)[0]
     else:
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (batch, v, g, bias))

@@ -10,18 +10,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from wnfused import reference
-from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
 from wnfused.ops import _products
-from wnfused.ops._direct import FIRST_DIM, is_open
-from wnfused.ops._registration import (
-    below_autograd,
-    define,
-    differentiable,
-    is_transformed,
-    no_view,
-    through_reference,
-)  # fmt: skip
+from wnfused.ops._direct import FIRST_DIM, is_plain_call
+from wnfused.ops._registration import below_autograd, define, differentiable
 
 
 def _fake(v: Tensor, g: Tensor, dim: int | None = 0) -> tuple[Tensor, Tensor]:
@@ -52,42 +44,15 @@ def _backward(
 _call = differentiable(_op, reference=reference.weight_norm, backward=_backward, transformed=_products.weight_norm)
 
 
-class _Direct(torch.autograd.Function):
-    """The fast path of ``wnfused.ops._direct``: the C++ kernel and no other, for contiguous rows along dim 0."""
-
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, g: Tensor) -> Tensor:
-        w, norm = torch.ops.wnfused_native.weight_norm.default._op(v, g, 0)
-        ctx.save_for_backward(v, g, norm)
-        return no_view(w)
-
-    @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> Any:
-        return arguments.below_autocast(_gradients, ctx, dw)
-
-
-def _gradients(ctx: Any, dw: Tensor) -> Any:
-    v, g, norm = ctx.saved_tensors
-    if torch.is_grad_enabled() or is_transformed(dw):
-        return through_reference(reference.weight_norm, dw, (v, g), ctx.needs_input_grad)
-    dv, dg = native.weight_norm_backward(dw, v, g, norm)
-    return dv if ctx.needs_input_grad[0] else None, dg if ctx.needs_input_grad[1] else None
-
-
-_Direct.__name__ = _Direct.__qualname__ = "weight_norm"
-# torch.autograd.Function.apply itself: a look for functorch transforms, which is_open has seen to, and this.
-_record = super(torch.autograd.Function, _Direct).apply
-
-
 def _is_direct(v: Tensor, g: Tensor, dim: int | None) -> bool:
+    """Whether the op in C++ takes the call, which has a node with derivatives of every order."""
     return (
         dim is FIRST_DIM
-        and is_open(v, v, g, None, None)
+        and is_plain_call(v, v, g, None, None)
+        and _products.has_op(v, g)
         and v.is_contiguous()
-        and v.dim() > 0
         and g.dim() in (1, v.dim())
         and g.shape[0] == v.shape[0]
-        and g.dtype in (v.dtype, torch.float32)
     )
 
 
@@ -114,8 +79,8 @@ def weight_norm(v: Tensor, g: Tensor, dim: int | None = 0) -> Tensor:
         _check(v, g, dim)
         return _call(v, g, dim)[0]
     try:
-        return _record(v, g) if torch.is_grad_enabled() else native.weight_norm(v, g)[0]
-    except (RuntimeError, TypeError):
+        return _products.weight_norm(v, g, dim)[0]
+    except RuntimeError:
         _check(v, g, dim)
         raise
 
