@@ -51,6 +51,7 @@ def _is_direct(v: Tensor, g: Tensor, dim: int | None) -> bool:
         and is_plain_call(v, v, g, None, None)
         and _products.has_op(v, g)
         and v.is_contiguous()
+        and v.dim() > 0
         and g.dim() in (1, v.dim())
         and g.shape[0] == v.shape[0]
     )
