@@ -1,7 +1,16 @@
+#include "cpu/linear/few.h"
 #include "cpu/linear/linear_layer.h"
 #include "cpu/machine/isa.h"
 
 namespace wnfused::cpu {
+
+const FewKernels& few_kernels() {
+#if defined(__x86_64__)
+  if (active_isa() == Isa::kAvx512) return avx512::few_kernels;
+  if (active_isa() == Isa::kAvx2) return avx2::few_kernels;
+#endif
+  return portable::few_kernels;
+}
 
 const PanelKernels* panel_kernels() {
 #if defined(__x86_64__)

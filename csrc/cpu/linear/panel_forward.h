@@ -28,17 +28,19 @@ WNFUSED_INLINE Block turn(const float* v, int64_t inner, int64_t count, float* t
   return (squares[0] + squares[1]) + (squares[2] + squares[3]);
 }
 
-// The scales of features from `first` on. Whether they can wait.
+// What sums of features from `first` on are to be scaled by: g / ||v||, or 1 where one of those cannot wait and the
+// panel, of `entries` floats, is scaled instead.
 template <class Move>
-WNFUSED_INLINE bool panel_scales(const SmallLinear& task, int64_t first, const Move& move, Block norms, Block* scales) {
-  float norm[kLanes], scale[kLanes];
-  store(norm, norms);
-  store(scale, move.load(task.gain + first));
-  bool fits = true;
-  for (int i = 0; i < kLanes; ++i) scale[i] = row_scale(scale[i], norm[i]);
-  for (int i = 0; i < kLanes; ++i) fits &= can_wait(scale[i]);
-  *scales = load(scale);
-  return fits;
+WNFUSED_INLINE Block panel_scales(const SmallLinear& task, int64_t first, const Move& move, const Block& norms,
+                                  float* panel, int64_t entries) {
+  const Block scales = ratio(move.load(task.gain + first), norms);
+  float scale[kLanes];
+  store(scale, scales);
+  bool wait = true;
+  for (int i = 0; i < kLanes; ++i) wait &= can_wait(scale[i]);
+  if (wait) return scales;
+  for (int64_t at = 0; at < entries; at += kLanes) store(panel + at, scales * load(panel + at));
+  return splat(1.0f);
 }
 
 // Features of kColumns blocks from `first` on, all but the last of them whole. False if the range did not suffice.
@@ -53,7 +55,7 @@ WNFUSED_INLINE bool panel_features(const SmallLinear& task, const PanelShare& sh
   bool in_range = true;
   const auto run = [&](const auto& move) __attribute__((always_inline)) {
     const auto scale = [&](int c, const auto& move) __attribute__((always_inline)) {
-      in_range &= panel_scales(task, first + c * kLanes, move, norms[c], &scales[c]);
+      scales[c] = panel_scales(task, first + c * kLanes, move, norms[c], share.panel + c * step, step);
       if (share.row_begin == 0) move.store(task.norm + first + c * kLanes, norms[c]);
     };
     WNFUSED_UNROLL for (int c = 0; c < kColumns - 1; ++c) scale(c, Whole{});

@@ -81,7 +81,9 @@ bool linear_by_panels(const LinearCall& call) {
       shape.rows, shape.inner, shape.features, values_of(call.x), values_of(call.v), call.gain, call.bias,
       call.residual ? floats_of(*call.residual, held) : nullptr, values_of(call.y), call.norms, call.activation,
       call.slope};
-  const int64_t workers = product_workers(shape.panel_work() * divide_up(shape.features, kLanes) * kLanes);
+  constexpr int64_t kFinish = 3;  // what an entry of y costs beside its products, in multiply-adds
+  const int64_t work = shape.panel_work() + kFinish * shape.rows;
+  const int64_t workers = product_workers(work * divide_up(shape.features, kLanes) * kLanes);
   const Cuts cuts = cuts_for(shape, workers);
   const int64_t shares = cuts.rows * cuts.features, tile = panel_kernels()->tile;
   const int64_t room = panel_kernels()->panels * round_up(shape.inner, kLanes) * kLanes;

@@ -68,6 +68,7 @@ const LinearKernels* split_products_for(const LinearShape& shape, const Tensor& 
 }
 
 void run_linear(const LinearCall& call) {
+  if (are_few(call) && linear_by_few(call)) return;
   const LinearKernels* products = products_for(call.shape, call.x);
   const bool small = is_small(call, products);
   const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
@@ -85,12 +86,18 @@ void run_linear(const LinearCall& call) {
 std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y,
                                           Activation activation, float slope, bool keep_dz, float* dbias) {
   const bool masked = activation != Activation::kNone, asked = call.dx || call.dv;
+  keep_dz = keep_dz && masked;
+  if (asked && are_few(call)) {
+    std::optional<Tensor> dz;
+    if (keep_dz) dz = empty_as(dy);
+    linear_by_few_backward(call, dy, y, activation, slope, dz, dbias);
+    return dz;
+  }
   const LinearKernels* products = products_for(call.shape, call.x);
   const bool small = is_small(call, products);
   const LinearKernels* split = small ? nullptr : split_products_for(call.shape, call.x);
   const bool panels = !small && !split && are_panels(call, products);
   const bool vendor = !small && !products && !split && !panels;
-  keep_dz = keep_dz && masked;
   // A bias gradient without that of the weight would need a pass of its own.
   const bool together = asked && (call.dv || !dbias);
   if (!small && !split && !panels && together && are_pixels(call.shape, call.x, call.v, products, true)) {

@@ -1,6 +1,7 @@
 // The ways through a linear layer, y = act(s (x v^T) + b + residual), and what each is handed. run_linear chooses:
 //
 //      panels     floats: rows as they lie by 16 columns at a time, and nothing else is packed (panel.h)
+//      few        floats, of few features or, backward, few inputs: x, dy and y are read once (few.h)
 //      small      a handful of rows of x: v is read once (small.h)
 //      products   more of them: products of this library, v scaled where it is packed (linear_layer.h)
 //      split      on tiles, floats as three bfloat16 each (gemm_tiles.h)
@@ -67,6 +68,13 @@ void run_linear(const LinearCall& call);
 // and is not simply dy.
 std::optional<Tensor> run_linear_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y,
                                           Activation activation, float slope, bool keep_dz, float* dbias);
+
+// Whether so few features, or inputs, are fastest by kernels of their own. The forward says whether the range sufficed.
+bool are_few(const LinearCall& call);
+bool are_few(const LinearGradient& call);
+bool linear_by_few(const LinearCall& call);
+void linear_by_few_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activation activation,
+                            float slope, const std::optional<Tensor>& dz, float* dbias);
 
 // Whether panels are the fastest, beside the small kernels or, without them, beside all others but those of floats in
 // pieces. The forward says whether the range sufficed, as small_linear does.

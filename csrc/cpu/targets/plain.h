@@ -9,6 +9,7 @@
 
 #include "cpu/conv_layer/conv_layer.h"
 #include "cpu/conv_layer/pair_layer.h"
+#include "cpu/linear/few.h"
 #include "cpu/linear/linear_layer.h"
 #include "cpu/machine/amx_tiles.h"
 #include "cpu/orthonormal/orthonormal.h"
