@@ -18,7 +18,7 @@ WNFUSED_INLINE Block activate(const Block& z, const Block& slope) {
   return leaky_mask(z, z, slope);
 }
 
-// A slope of 0 gives 0 even for an infinite dy: `mask` sees to that.
+// A slope of 0 gives 0 even for an infinite dy: with_mask sees to that.
 template <Activation kActivation>
 WNFUSED_INLINE Block masked(const Block& dy, const Block& y, const Block& slope) {
   if constexpr (kActivation == Activation::kNone) return dy;
@@ -33,6 +33,13 @@ WNFUSED_INLINE void with_activation(Activation activation, const Visit& visit) {
     case Activation::kRelu: return visit(std::integral_constant<Activation, Activation::kRelu>{});
     default: return visit(std::integral_constant<Activation, Activation::kLeakyRelu>{});
   }
+}
+
+// The same for `masked`.
+template <class Visit>
+WNFUSED_INLINE void with_mask(Activation activation, float slope, const Visit& visit) {
+  const bool zero_slope = activation == Activation::kLeakyRelu && slope == 0;
+  with_activation(zero_slope ? Activation::kRelu : activation, visit);
 }
 
 // Where the product is scaled already and only an activation is left, the results are entries of the product or 0.
@@ -142,9 +149,7 @@ WNFUSED_INLINE void mask_lines(const Lines& lines, const Mask& task, const T* dy
 }
 
 inline void mask(const Lines& lines, const Mask& task) {
-  const bool zero_slope = task.activation == Activation::kLeakyRelu && task.slope == 0;
-  const Activation passed = zero_slope ? Activation::kRelu : task.activation;
-  with_activation(passed, [&](auto activation) __attribute__((always_inline)) {
+  with_mask(task.activation, task.slope, [&](auto activation) __attribute__((always_inline)) {
     with_entries(task.dy, [&](auto* dy) __attribute__((always_inline)) {
       using T = decltype(dy);
       mask_lines<activation.value>(lines, task, dy, static_cast<T>(task.y.data), static_cast<T>(task.dz.data),

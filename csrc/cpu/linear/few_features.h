@@ -75,9 +75,7 @@ WNFUSED_INLINE void few_features_mask(const FewBackward& task, int64_t m, float 
   const Partial move{kFeatures * kTile};
   static_assert(kFeatures * kTile <= kLanes);
   const int64_t at = m * kFeatures;
-  const bool zero_slope = task.activation == Activation::kLeakyRelu && task.slope == 0;
-  const Activation passed = zero_slope ? Activation::kRelu : task.activation;
-  with_activation(passed, [&](auto activation) __attribute__((always_inline)) {
+  with_mask(task.activation, task.slope, [&](auto activation) __attribute__((always_inline)) {
     Block gradient = move.load(task.dy + at);
     if constexpr (activation.value != Activation::kNone)
       gradient = masked<activation.value>(gradient, move.load(task.y + at), splat(task.slope));

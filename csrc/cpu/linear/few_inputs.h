@@ -52,10 +52,9 @@ WNFUSED_INLINE void few_inputs_tile(const FewBackward& task, int64_t m) {
 }
 
 inline void few_inputs_backward(const FewBackward& task, int64_t begin, int64_t end) {
-  const bool zero_slope = task.activation == Activation::kLeakyRelu && task.slope == 0;
   with_few(task.inner, [&](auto inputs) __attribute__((always_inline)) {
     constexpr int kTile = kInputTile<inputs.value>;
-    with_activation(zero_slope ? Activation::kRelu : task.activation, [&](auto act) __attribute__((always_inline)) {
+    with_mask(task.activation, task.slope, [&](auto act) __attribute__((always_inline)) {
       int64_t m = begin;
       for (; m + kTile <= end; m += kTile) few_inputs_tile<inputs.value, kTile, act.value>(task, m);
       for (; m < end; ++m) few_inputs_tile<inputs.value, 1, act.value>(task, m);

@@ -42,14 +42,16 @@ int64_t shares_of(const LinearShape& shape) {
 // piece has rows and the share pieces. Shares are added up in their order.
 class Sums {
  public:
-  Sums(int64_t shares, int64_t entries) : entries_(entries), sums_(shares * entries), pieces_(shares * entries) {}
+  // rows: of the largest share.
+  Sums(int64_t shares, int64_t rows, int64_t entries)
+      : entries_(entries), sums_(shares * entries), pieces_(rows > kPiece ? shares * entries : 0) {}
 
   // run(begin, end, sums) over the pieces of a share's rows.
   template <class Run>
   void add(int64_t share, int64_t begin, int64_t end, const Run& run) {
-    constexpr int64_t kPiece = 256;
-    float *sum = sums_.data() + share * entries_, *piece = pieces_.data() + share * entries_;
+    float* sum = sums_.data() + share * entries_;
     if (end - begin <= kPiece) return run(begin, end, sum);
+    float* piece = pieces_.data() + share * entries_;
     for (int64_t m = begin; m < end; m += kPiece) {
       std::fill(piece, piece + entries_, 0.0f);
       run(m, std::min(m + kPiece, end), piece);
@@ -63,6 +65,7 @@ class Sums {
   }
 
  private:
+  static constexpr int64_t kPiece = 256;
   int64_t entries_;
   std::vector<float> sums_, pieces_;
 };
@@ -112,7 +115,7 @@ void linear_by_few_backward(const LinearGradient& call, const Tensor& dy, const 
                          entries<float>(dy), entries<float>(y), activation, slope, out(call.dx), out(dz),
                          nullptr, nullptr};
   const int64_t weights = call.dv ? features * inner : 0, shares = shares_of(call.shape);
-  Sums sums(shares, weights + features);
+  Sums sums(shares, divide_up(rows, shares), weights + features);
   share_out(0, shares, 1, [&](int64_t first, int64_t last) {
     for (int64_t s = first; s < last; ++s)
       sums.add(s, rows * s / shares, rows * (s + 1) / shares, [&](int64_t begin, int64_t end, float* sum) {
