@@ -13,6 +13,7 @@ from wnfused.backends import native
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
+FORMATS = [torch.contiguous_format, torch.channels_last]
 TOLERANCE = {torch.float32: 64 * 2.0**-24, torch.bfloat16: 4 * 2.0**-9}
 
 
@@ -229,6 +230,38 @@ def check_where_the_vendor_is_wrong(layer, x, last, backend, create_graph):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * max(1.0, b.abs().max().item()))
 
 
+@pytest.mark.parametrize("weights", FORMATS, ids=["", "weights in channels_last"])
+@pytest.mark.parametrize("maps", FORMATS, ids=["", "channels_last"])
+@pytest.mark.parametrize("inputs", [2, 3, 15])
+def test_strided_pixels_of_a_first_layer(inputs, maps, weights):
+    """Nobody asks for the gradient by images. The vendor would write beyond the memory of the other, and end the
+    process; ``Module.to(memory_format=...)`` gives 1x1 weights strides that it takes for channels_last."""
+    layer = wnfused.WNConv2d(inputs, 48, 1, 2).to(memory_format=weights)
+    x = torch.randn(2, inputs, 128, 128).to(memory_format=maps)
+    exact = copy.deepcopy(layer).double()
+    dy = torch.randn(2, 48, 64, 64)
+    wanted = torch.autograd.grad(exact(x.double()), exact.parameters(), dy.double())
+    for backend in ("native", "reference"):
+        for create_graph in (False, True):
+            with wnfused.use_backend(backend):
+                found = torch.autograd.grad(layer(x), layer.parameters(), dy, create_graph=create_graph)
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("weights", FORMATS, ids=["", "weights in channels_last"])
+@pytest.mark.parametrize("maps", FORMATS, ids=["", "channels_last"])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 3, 8, 1), (2, 1, 8, 8), (1, 3, 8, 8)], ids=str)
+def test_torchs_format_is_told_as_torch_tells_it(shape, kernel, maps, weights):
+    """By the format of what it gives."""
+    x = torch.randn(shape).to(memory_format=maps, copy=True)
+    w = torch.randn(5, shape[1], kernel, kernel).to(memory_format=weights, copy=True)
+    y = torch.nn.functional.conv2d(x, w, padding=kernel)
+    last = _convolution._suggests_channels_last(x) or _convolution._suggests_channels_last(w)
+    assert last == y.is_contiguous(memory_format=torch.channels_last)
+
+
 @given(st.data())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_both_sides_know_the_same_faults(data):
@@ -253,8 +286,8 @@ def test_both_sides_know_the_same_faults(data):
     x = torch.empty(data.draw(st.integers(1, 2)), inputs * groups, *size, dtype=dtype)
     channels = (inputs * groups, outputs) if transposed else (outputs * groups, inputs)
     w = torch.empty(*channels, *kernel, dtype=dtype)
-    if dims == 2 and data.draw(st.booleans()):
-        x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
+    if dims == 2:  # by strides, which a 1x1 weight has of its own, too
+        x, w = (t.to(memory_format=data.draw(st.sampled_from(FORMATS)), copy=True) for t in (x, w))
     sliding = (stride, padding, dilation)
     found = torch.ops.wnfused_native.cpu_vendor_misleads(x, w, *sliding, transposed, extra, groups)
     half = dtype == torch.bfloat16

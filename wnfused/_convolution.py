@@ -74,6 +74,18 @@ def _readable(x: Tensor, w: Tensor, transposed: bool, groups: int) -> tuple[Tens
     return x.contiguous() if cut_out else x, w.contiguous() if transposed else w
 
 
+def _suggests_channels_last(t: Tensor) -> bool:
+    """As torch tells it of a map or a weight over two dims: by strides that grow in the order C, W, H, N. 1x1 weights,
+    which are contiguous in every order, may have such.
+    """
+    least = 0
+    for dim in (1, 3, 2, 0):
+        if t.shape[dim] == 0 or t.stride(dim) < least or (dim == 0 and least == t.stride(1)):
+            return False
+        least = t.stride(dim) * t.shape[dim]
+    return t.stride(1) != 0
+
+
 def _is_traced() -> bool:
     """Whether sizes are not numbers: what is recorded serves others, and runs elsewhere."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
@@ -95,7 +107,7 @@ def _backward_is_wrong(
     a transposed one the outputs) are more than 16 and no multiple of that. (``vendor_product.cpp`` asks the same.)
     """
     strided, dilated = max(stride) > 1, max(dilation) > 1
-    last = w.dim() == 4 and not (x.is_contiguous() and w.is_contiguous())
+    last = w.dim() == 4 and (_suggests_channels_last(x) or _suggests_channels_last(w))
     few = strided and w.shape[1] < 16 and math.prod(w.shape[2:]) == 1
     if few and (half or (weight and last)):
         return True

@@ -76,18 +76,16 @@ Tensor convolution(
 
 bool takes(const Tensor& x) { return is_transformed() || (x.is_cpu() && x.scalar_type() == at::kDouble); }
 
-Tensor linear(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual, int64_t dim,
-    int64_t activation, double slope) {
+Tensor linear(const LayerInputs& inputs, int64_t dim, int64_t activation, double slope) {
+  const auto& [x, v, g, bias, residual] = inputs;
   check(x, v, g, bias, dim, activation, slope);
   TORCH_CHECK(v.dim() == 2 && x.size(-1) == v.size(1), "x must end in v's features in");
   TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == v.size(0)), "bias does not fit");
   return finished(at::linear(x, weight::of(v, g, dim), bias), residual, activation, slope);
 }
 
-Tensor conv(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    const Convolution& of, int64_t activation, double slope) {
+Tensor conv(const LayerInputs& inputs, const Convolution& of, int64_t activation, double slope) {
+  const auto& [x, v, g, bias, residual] = inputs;
   check(x, v, g, bias, 0, activation, slope);
   TORCH_CHECK(v.dim() > 2 && x.dim() == v.dim(), "x and v must be of so many dims");
   for (int64_t d = 2; d < x.dim(); ++d) TORCH_CHECK(x.size(d) > 0 || x.size(0) == 0, "x has no pixels");

@@ -11,17 +11,11 @@ namespace wnfused::composed_layer {
 
 using at::Tensor;
 using layer_graph::Convolution;
-using layer_graph::Optional;
 
 // Whether this is how a layer runs; what goes along with x is checked where it runs.
 bool takes(const Tensor& x);
 
-Tensor linear(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual, int64_t dim,
-    int64_t activation, double slope);
-
-Tensor conv(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    const Convolution& of, int64_t activation, double slope);
+Tensor linear(const LayerInputs& inputs, int64_t dim, int64_t activation, double slope);
+Tensor conv(const LayerInputs& inputs, const Convolution& of, int64_t activation, double slope);
 
 }  // namespace wnfused::composed_layer

@@ -26,7 +26,6 @@ namespace wnfused {
 template <class Run, class... Constants>
 struct InputGradient : torch::autograd::Function<InputGradient<Run, Constants...>> {
   using Tensor = at::Tensor;
-  using Optional = std::optional<Tensor>;
   using Context = torch::autograd::AutogradContext;
   using Variables = torch::autograd::variable_list;
 
@@ -73,11 +72,6 @@ struct InputGradient : torch::autograd::Function<InputGradient<Run, Constants...
  private:
   using Found = std::tuple<Tensor, Tensor, Tensor>;
 
-  static int64_t activation_of(const std::tuple<Constants...>& constants) {
-    return std::get<kConstants - 2>(constants);
-  }
-  static double slope_of(const std::tuple<Constants...>& constants) { return std::get<kConstants - 1>(constants); }
-
   static Found by_graph(
       const Tensor& c, const Tensor& e, const Tensor& dy, const Tensor& y, const Tensor& v, const Tensor& g,
       const Tensor& norm, bool by_dy, bool by_v, Constants... constants) {
@@ -100,10 +94,11 @@ struct InputGradient : torch::autograd::Function<InputGradient<Run, Constants...
       dg = std::get<2>(found).value();
     }
     if (by_dy) {
-      std::get<kConstants - 2>(all) = static_cast<int64_t>(Activation::kNone);
+      activation_of(all) = static_cast<int64_t>(Activation::kNone);
       const Optional added = e.defined() ? Optional(e) : std::nullopt;
+      const Optional no_bias;
       const auto linear = [&](Constants... of) {
-        return std::get<0>(Run::forward(c, v, g, std::nullopt, added, of...));
+        return std::get<0>(Run::forward({c, v, g, no_bias, added}, of...));
       };
       const Tensor ddz = c.defined() ? std::apply(linear, all) : e;
       ddy = layer_graph::masked(ddz, y, activation, slope_of(all));
@@ -114,9 +109,8 @@ struct InputGradient : torch::autograd::Function<InputGradient<Run, Constants...
 
 // The gradients of a layer where they are wanted by its input and maybe by its residual alone.
 template <class Run, class... Constants>
-layer_graph::Gradients input_gradient(
+Gradients input_gradient(
     const at::Tensor& dy, const layer_graph::Saved& saved, bool by_residual, Constants... constants) {
-  using Optional = std::optional<at::Tensor>;
   const Optional y = saved.y.defined() ? Optional(saved.y) : std::nullopt;
   const bool dz_too = by_residual && y;
   const auto made = InputGradient<Run, Constants...>::apply(

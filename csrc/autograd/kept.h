@@ -43,4 +43,14 @@ std::tuple<typename Kept<Constants>::Type...> constants_of(const c10::IValue& ke
   }(std::index_sequence_for<Constants...>());
 }
 
+// The last two of a layer's constants, a tuple of them.
+template <class Constants>
+auto& activation_of(Constants& constants) {
+  return std::get<std::tuple_size_v<Constants> - 2>(constants);
+}
+template <class Constants>
+double slope_of(const Constants& constants) {
+  return std::get<std::tuple_size_v<Constants> - 1>(constants);
+}
+
 }  // namespace wnfused

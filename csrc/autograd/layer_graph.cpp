@@ -68,13 +68,15 @@ std::tuple<Tensor, Tensor> convolution_backward(
 }
 
 // Under a transform, where a tensor may be anything: a plain one of its shape, which has no entries. A batch cannot be
-// asked for its format; what is not contiguous may be channels_last.
+// asked for its format; what is not contiguous may be channels_last, and so may 1x1 weights, which are it by strides
+// alone.
 Tensor stand_in(const Tensor& t) {
   const auto like = c10::make_intrusive<c10::TensorImpl>(
       c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype(), c10::Device(c10::kCPU));
   like->set_sizes_contiguous(t.sizes());
-  if (!t.is_contiguous() && t.dim() == 4) like->empty_tensor_restride(at::MemoryFormat::ChannelsLast);
-  if (!t.is_contiguous() && t.dim() == 5) like->empty_tensor_restride(at::MemoryFormat::ChannelsLast3d);
+  const bool is_dense = t.is_contiguous(), is_pointwise = t.dim() == 4 && t.size(2) == 1 && t.size(3) == 1;
+  if (t.dim() == 4 && (is_pointwise || !is_dense)) like->empty_tensor_restride(at::MemoryFormat::ChannelsLast);
+  if (t.dim() == 5 && !is_dense) like->empty_tensor_restride(at::MemoryFormat::ChannelsLast3d);
   return Tensor(like);
 }
 

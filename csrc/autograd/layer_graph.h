@@ -11,21 +11,18 @@
 
 #include <vector>
 
-#include "autograd/vendor.h"
+#include "activation_number.h"
+#include "autograd/layer.h"
 #include "needs.h"
 
 namespace wnfused::layer_graph {
 
 using at::IntArrayRef;
 using at::Tensor;
-using vendor::Gradients;
-using vendor::Optional;
 
 // What a node has kept. y: undefined without an activation; w: that of an earlier graph, or undefined, and then that of
 // this one.
-struct Saved {
-  const Tensor &x, &v, &g;
-  const Optional &bias, &residual;
+struct Saved : LayerInputs {
   const Tensor &y, &norm;
   Tensor& w;
 };

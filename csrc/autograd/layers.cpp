@@ -11,12 +11,12 @@
 #include <cstring>
 #include <optional>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
 #include "autograd/composed_layer.h"
 #include "autograd/input_gradient.h"
 #include "autograd/kept.h"
+#include "autograd/layer.h"
 #include "autograd/layer_graph.h"
 #include "autograd/node.h"
 #include "autograd/op.h"
@@ -31,9 +31,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using Optional = std::optional<Tensor>;
-using Outputs = std::tuple<Tensor, Tensor>;                                       // y, norm
-using Gradients = std::tuple<Optional, Optional, Optional, Optional, Optional>;  // by x, v, g, bias and residual
+using Outputs = std::tuple<Tensor, Tensor>;  // y, norm
 
 template <class... Constants>
 using ForwardOp = Outputs(
@@ -43,75 +41,61 @@ using BackwardOp = Gradients(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, Constants...);
 // The same with all that a node knows, for gradients that are more than one call of a kernel: a graph of them is asked
-// for, or they are batches. needs and leaves: a bit for each of x, v, g, bias and residual.
+// for, or they are batches. needs: a bit for each of x, v, g, bias and residual.
 template <class... Constants>
 using GeneralOp = Gradients(
     const Tensor& dy, const Optional& y, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
-    const Optional& residual, const Tensor& norm, int64_t needs, int64_t leaves, Constants...);
+    const Optional& residual, const Tensor& norm, int64_t needs, Constants...);
 
-// What runs one kind of layer, by the names of its ops; on CUDA tensors, where there is one, a function of this library
-// does.
-template <class Ops, class... Constants>
-struct Kernels {
-  static constexpr auto kVendor = Ops::kVendor;
-  static constexpr auto kVendorBackward = Ops::kVendorBackward;
-  static constexpr bool kHasVendor = !std::is_null_pointer_v<decltype(Ops::kVendor)>;
+// --------------------------------------------------------------------------------------------- the kinds of layers
 
-  static Outputs forward(
-      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-      Constants... constants) {
-    static const auto run = op<ForwardOp<Constants...>>(Ops::kForward);
-    return run.call(x, v, g, bias, residual, constants...);
+// The ops that run one kind of layer, by their names.
+template <class Names, class... Constants>
+struct Ops {
+  static Outputs forward(const LayerInputs& of, Constants... constants) {
+    static const auto run = op<ForwardOp<Constants...>>(Names::kForward);
+    return run.call(of.x, of.v, of.g, of.bias, of.residual, constants...);
   }
   static Gradients backward(
       const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
       int64_t needs, Constants... constants) {
-    static const auto run = op<BackwardOp<Constants...>>(Ops::kBackward);
+    static const auto run = op<BackwardOp<Constants...>>(Names::kBackward);
     return run.call(dy, y, x, v, g, norm, needs, constants...);
   }
   static Gradients general(
-      const Tensor& dy, const Optional& y, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
-      const Optional& residual, const Tensor& norm, int64_t needs, int64_t leaves, Constants... constants) {
-    static const auto run = op<GeneralOp<Constants...>>(Ops::kGeneral);
-    return run.redispatch(kPastDispatch, dy, y, x, v, g, bias, residual, norm, needs, leaves, constants...);
-  }
-};
-
-using layer_graph::Saved;
-
-struct LinearOps : LinearNames {
-  static constexpr auto kVendor = &vendor::linear;
-  static constexpr auto kVendorBackward = &vendor::linear_backward;
-};
-template <class... Constants>
-struct Linear : Kernels<LinearOps, Constants...> {
-  static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
-    return layer_graph::linear(dy, saved, needs, 0, of...);
-  }
-  static Tensor composed(
-      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-      Constants... of) {
-    return composed_layer::linear(x, v, g, bias, residual, 0, of...);
-  }
-};
-
-struct LinearOfNormOps : LinearOfNormNames {
-  static constexpr auto kVendor = nullptr;
-  static constexpr auto kVendorBackward = nullptr;
-};
-template <class... Constants>
-struct LinearOfNorm : Kernels<LinearOfNormOps, Constants...> {
-  static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
-    return layer_graph::linear(dy, saved, needs, of...);
-  }
-  static Tensor composed(
-      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-      Constants... of) {
-    return composed_layer::linear(x, v, g, bias, residual, of...);
+      const Tensor& dy, const Optional& y, const LayerInputs& of, const Tensor& norm, int64_t needs,
+      Constants... constants) {
+    static const auto run = op<GeneralOp<Constants...>>(Names::kGeneral);
+    return run.redispatch(
+        kPastDispatch, dy, y, of.x, of.v, of.g, of.bias, of.residual, norm, needs, constants...);
   }
 };
 
 using layer_graph::Convolution;
+using layer_graph::Saved;
+
+// Beside its ops a kind has a function of the vendor's, forward and backward, if CUDA tensors run by that; `graph`, its
+// gradients as a graph, where that can be had; and `composed`, the whole layer of torch's own ops.
+template <class... Constants>
+struct Linear : Ops<LinearNames, Constants...> {
+  static constexpr auto kVendor = &vendor::linear;
+  static constexpr auto kVendorBackward = &vendor::linear_backward;
+
+  static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
+    return layer_graph::linear(dy, saved, needs, 0, of...);
+  }
+  static Tensor composed(const LayerInputs& inputs, Constants... of) {
+    return composed_layer::linear(inputs, 0, of...);
+  }
+};
+
+template <class... Constants>
+struct LinearOfNorm : Ops<LinearOfNormNames, Constants...> {
+  static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
+    return layer_graph::linear(dy, saved, needs, of...);
+  }
+  static Tensor composed(const LayerInputs& inputs, Constants... of) { return composed_layer::linear(inputs, of...); }
+};
 
 // By the input alone kernels, faster than torch's convolution, and by anything else a graph of torch's ops.
 template <class Run, class... Constants>
@@ -119,28 +103,21 @@ std::optional<Gradients> conv_graph(const Tensor& dy, const Saved& saved, const 
   const Convolution of = Run::convolution(constants...);
   if (!layer_graph::can_compose(saved.x, saved.v, of)) return std::nullopt;
   if (needs.of_input_alone()) return input_gradient<Run>(dy, saved, needs.residual, constants...);
-  const auto all = std::make_tuple(constants...);
-  constexpr size_t kConstants = sizeof...(Constants);
-  return layer_graph::conv(dy, saved, needs, of, std::get<kConstants - 2>(all), std::get<kConstants - 1>(all));
+  const auto all = std::tie(constants...);
+  return layer_graph::conv(dy, saved, needs, of, activation_of(all), slope_of(all));
 }
 
 template <class Run, class... Constants>
-Tensor composed_conv(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    Constants... constants) {
-  const auto all = std::make_tuple(constants...);
-  constexpr size_t kConstants = sizeof...(Constants);
-  return composed_layer::conv(
-      x, v, g, bias, residual, Run::convolution(constants...), std::get<kConstants - 2>(all),
-      std::get<kConstants - 1>(all));
+Tensor composed_conv(const LayerInputs& inputs, Constants... constants) {
+  const auto all = std::tie(constants...);
+  return composed_layer::conv(inputs, Run::convolution(constants...), activation_of(all), slope_of(all));
 }
 
-struct ConvOps : ConvNames {
+template <class... Constants>
+struct Conv : Ops<ConvNames, Constants...> {
   static constexpr auto kVendor = &vendor::conv;
   static constexpr auto kVendorBackward = &vendor::conv_backward;
-};
-template <class... Constants>
-struct Conv : Kernels<ConvOps, Constants...> {
+
   static Convolution convolution(
       IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups, int64_t, double) {
     return {stride, padding, dilation, std::nullopt, groups};
@@ -148,30 +125,20 @@ struct Conv : Kernels<ConvOps, Constants...> {
   static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
     return conv_graph<Conv>(dy, saved, needs, of...);
   }
-  static Tensor composed(
-      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-      Constants... of) {
-    return composed_conv<Conv>(x, v, g, bias, residual, of...);
-  }
+  static Tensor composed(const LayerInputs& inputs, Constants... of) { return composed_conv<Conv>(inputs, of...); }
 };
 
-struct ConvTransposeOps : ConvTransposeNames {
-  static constexpr auto kVendor = nullptr;
-  static constexpr auto kVendorBackward = nullptr;
-};
 // The library's kernels take a part of them; the others are composed, in Python.
 template <class... Constants>
-struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
-  using Composed = Kernels<ConvTransposeOps, Constants...>;
+struct ConvTranspose : Ops<ConvTransposeNames, Constants...> {
+  using Composed = Ops<ConvTransposeNames, Constants...>;
 
-  static Outputs forward(
-      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-      Constants... constants) {
+  static Outputs forward(const LayerInputs& of, Constants... constants) {
     using Signature = std::tuple<Optional, Optional>(
         const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...);
     static const auto run = op<Signature>(ConvTransposeNames::kKernels);
-    const auto [y, norm] = run.call(x, v, g, bias, residual, constants...);
-    return y ? Outputs(*y, *norm) : Composed::forward(x, v, g, bias, residual, constants...);
+    const auto [y, norm] = run.call(of.x, of.v, of.g, of.bias, of.residual, constants...);
+    return y ? Outputs(*y, *norm) : Composed::forward(of, constants...);
   }
   static Gradients backward(
       const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
@@ -192,12 +159,12 @@ struct ConvTranspose : Kernels<ConvTransposeOps, Constants...> {
   static std::optional<Gradients> graph(const Tensor& dy, const Saved& saved, const Needs& needs, Constants... of) {
     return conv_graph<ConvTranspose>(dy, saved, needs, of...);
   }
-  static Tensor composed(
-      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-      Constants... of) {
-    return composed_conv<ConvTranspose>(x, v, g, bias, residual, of...);
+  static Tensor composed(const LayerInputs& inputs, Constants... of) {
+    return composed_conv<ConvTranspose>(inputs, of...);
   }
 };
+
+// ----------------------------------------------------------------------------------------------------- their nodes
 
 Optional given(const Tensor& t) { return t.defined() ? Optional(t) : Optional(); }
 
@@ -217,39 +184,42 @@ Gradients zeros_through(const variable_list& inputs, int64_t needs) {
   return {zeros(0), zeros(1), zeros(2), zeros(3), zeros(4)};  // in this order: the braces say so
 }
 
-// The two passes of torch::autograd::Function.
-template <class Run, class... Constants>
-struct Passes {
-  static constexpr size_t kConstants = sizeof...(Constants);
-  static constexpr const char* kLeaves = "leaves";
+// Layer: the node itself, under whose name tensors show it.
+template <class Layer, template <class...> class Kind, class... Constants>
+struct Node : torch::autograd::Function<Layer> {
+  using Run = Kind<Constants...>;
   static constexpr const char* kKept = "constants";
   static constexpr const char* kWeight = "weight";
+
+  static Tensor layer(
+      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
+      Constants... constants) {
+    if (composed_layer::takes(x)) return Run::composed({x, v, g, bias, residual}, constants...);
+    return Layer::apply(x, v, g, bias, residual, constants...);
+  }
 
   static Tensor forward(
       AutogradContext* ctx, const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
       const Optional& residual, Constants... constants) {
     const KernelsOnly guard;
-    const vendor::Outputs made = run_forward(x, v, g, bias, residual, constants...);
+    const vendor::Outputs made = run_forward({x, v, g, bias, residual}, constants...);
     const Tensor &y = made.y, &norm = made.norm;
     // Beside the saved tensors, which must be as many as those of any other backend: a checkpoint may run the forward
     // again under one. Hooks on what is saved want memory back, and would not see it: then the backward makes it again.
     const bool hooked = at::SavedTensorDefaultHooks::get_hooks().has_value();
     if (made.w.defined() && x.requires_grad() && !hooked) ctx->saved_data[kWeight] = made.w;
-    const int64_t activation = std::get<kConstants - 2>(std::make_tuple(constants...));
-    // Without an activation the backward does not read y. The order is that of the node in Python.
-    ctx->save_for_backward({x, v, g, bias.value_or(Tensor()), residual.value_or(Tensor()),
-                            activation != 0 ? y : Tensor(), norm});
+    const auto all = std::tie(constants...);
+    const bool reads_y = activation_of(all) != Activation::kNone;
+    // The order is that of the node in Python.
+    ctx->save_for_backward(
+        {x, v, g, bias.value_or(Tensor()), residual.value_or(Tensor()), reads_y ? y : Tensor(), norm});
     ctx->set_materialize_grads(false);
-    int64_t leaves = x.is_leaf() + 2 * v.is_leaf() + 4 * g.is_leaf();
-    if (bias) leaves += 8 * bias->is_leaf();
-    if (residual) leaves += 16 * residual->is_leaf();
-    ctx->saved_data[kLeaves] = leaves;
     ctx->saved_data[kKept] = keep(constants...);
     return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
-    variable_list found(5 + kConstants);
+    variable_list found(5 + sizeof...(Constants));
     const Tensor& dy = outputs[0];
     if (!dy.defined()) return found;
     const variable_list saved = ctx->get_saved_variables();
@@ -260,9 +230,8 @@ struct Passes {
     }
     const auto weight = ctx->saved_data.find(kWeight);
     Tensor w = weight == ctx->saved_data.end() ? Tensor() : weight->second.toTensor();
-    const int64_t leaves = ctx->saved_data[kLeaves].toInt();
     const Gradients gradients = std::apply(
-        [&](const auto&... constants) { return gradients_of(dy, saved, w, needs, leaves, constants...); },
+        [&](const auto&... constants) { return gradients_of(dy, saved, w, needs, constants...); },
         constants_of<Constants...>(ctx->saved_data[kKept]));
     // Saved tensors go with the backward unless it is told to keep them; what is saved beside them stays with the node.
     if (!torch::autograd::get_current_graph_task_keep_graph()) {
@@ -281,90 +250,63 @@ struct Passes {
     return found;
   }
 
-  static Tensor composed(
-      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-      Constants... constants) {
-    return Run::composed(x, v, g, bias, residual, constants...);
-  }
+ private:
+  static constexpr bool kHasVendor = requires { Run::kVendor; };
 
   // The vendor's way on CUDA tensors, where there is one; any other makes no weight, and knows none.
-  static vendor::Outputs run_forward(
-      const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-      Constants... constants) {
-    if constexpr (Run::kHasVendor) {
-      if (x.is_cuda()) return Run::kVendor(x, v, g, bias, residual, constants...);
+  static vendor::Outputs run_forward(const LayerInputs& of, Constants... constants) {
+    if constexpr (kHasVendor) {
+      if (of.x.is_cuda()) return Run::kVendor(of.x, of.v, of.g, of.bias, of.residual, constants...);
     }
-    auto [y, norm] = Run::forward(x, v, g, bias, residual, constants...);
+    auto [y, norm] = Run::forward(of, constants...);
     return {y, norm, Tensor()};
   }
 
   static Gradients run_backward(
-      const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-      const Tensor& w, const Needs& needs, Constants... constants) {
-    if constexpr (Run::kHasVendor) {
-      if (x.is_cuda()) return Run::kVendorBackward(dy, y, x, v, g, norm, w, needs, constants...);
+      const Tensor& dy, const Tensor& y, const Saved& saved, const Needs& needs, Constants... constants) {
+    const auto& [x, v, g] = std::tie(saved.x, saved.v, saved.g);
+    if constexpr (kHasVendor) {
+      if (x.is_cuda()) return Run::kVendorBackward(dy, y, x, v, g, saved.norm, saved.w, needs, constants...);
     }
-    return Run::backward(dy, y, x, v, g, norm, needs.bits(), constants...);
+    return Run::backward(dy, y, x, v, g, saved.norm, needs.bits(), constants...);
   }
 
   static Gradients gradients_of(
-      const Tensor& dy, const variable_list& saved, Tensor& w, int64_t needs, int64_t leaves, Constants... constants) {
-    const Tensor &x = saved[0], &v = saved[1], &g = saved[2], &y = saved[5], &norm = saved[6];
-    auto of_input = [&](size_t i) { return (needs >> i & 1) != 0; };
+      const Tensor& dy, const variable_list& tensors, Tensor& w, int64_t needs, Constants... constants) {
+    if (!asks_for_graph(dy) && is_zero_gradient(dy)) return zeros_through(tensors, needs);
+    const Optional bias = given(tensors[3]), residual = given(tensors[4]);
+    const Tensor &y = tensors[5], &norm = tensors[6];
+    const Saved saved{{tensors[0], tensors[1], tensors[2], bias, residual}, y, norm, w};
+    const auto of_input = [&](size_t i) { return (needs >> i & 1) != 0; };
     const Needs asked{of_input(0), of_input(1) || of_input(2), of_input(3), of_input(4)};
-    if (!asks_for_graph(dy) && is_zero_gradient(dy)) return zeros_through(saved, needs);
     if (is_general(dy)) {
-      const Optional bias = given(saved[3]), residual = given(saved[4]);
-      const Saved known{x, v, g, bias, residual, y, norm, w};
-      if (layer_graph::takes(dy, known)) {
-        const std::optional<Gradients> found = Run::graph(dy, known, asked, constants...);
+      if (layer_graph::takes(dy, saved)) {
+        const std::optional<Gradients> found = Run::graph(dy, saved, asked, constants...);
         if (found) return *found;
       }
-      return Run::general(
-          dy, given(y), x, v, g, bias, residual, norm, needs, leaves, constants...);
+      return Run::general(dy, given(y), saved, norm, needs, constants...);
     }
     const KernelsOnly guard;
-    Gradients found =
-        run_backward(dy, y.defined() ? y : dy, x, v, g, norm, w, asked, constants...);
+    Gradients found = run_backward(dy, y.defined() ? y : dy, saved, asked, constants...);
     if (!y.defined()) std::get<4>(found) = dy;
     return found;
   }
 };
 
-template <class... Constants>
-using LinearPasses = Passes<Linear<Constants...>, Constants...>;
-template <class... Constants>
-using LinearOfNormPasses = Passes<LinearOfNorm<Constants...>, Constants...>;
-template <class... Constants>
-using ConvPasses = Passes<Conv<Constants...>, Constants...>;
-template <class... Constants>
-using ConvTransposePasses = Passes<ConvTranspose<Constants...>, Constants...>;
-
-// Under these names a tensor shows its node.
-struct WNLinear : torch::autograd::Function<WNLinear>, LinearPasses<int64_t, double> {};
-struct WNLinearOfNorm : torch::autograd::Function<WNLinearOfNorm>, LinearOfNormPasses<int64_t, int64_t, double> {};
-struct WNConv : torch::autograd::Function<WNConv>,
-                ConvPasses<IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double> {};
+struct WNLinear : Node<WNLinear, Linear, int64_t, double> {};
+struct WNLinearOfNorm : Node<WNLinearOfNorm, LinearOfNorm, int64_t, int64_t, double> {};
+struct WNConv : Node<WNConv, Conv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double> {};
 struct WNConvTranspose
-    : torch::autograd::Function<WNConvTranspose>,
-      ConvTransposePasses<IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double> {};
-
-template <class Layer, class... Constants>
-Tensor layer(
-    const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
-    Constants... constants) {
-  if (composed_layer::takes(x)) return Layer::composed(x, v, g, bias, residual, constants...);
-  return Layer::apply(x, v, g, bias, residual, constants...);
-}
+    : Node<
+          WNConvTranspose, ConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t,
+          double> {};
 
 template <class Library>
 void implement_layers(Library& library) {
-  library.impl("linear", layer<WNLinear, int64_t, double>);
-  library.impl("linear_of_norm", layer<WNLinearOfNorm, int64_t, int64_t, double>);
-  library.impl("conv", layer<WNConv, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
-  library.impl(
-      "conv_transpose",
-      layer<WNConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>);
+  library.impl("linear", WNLinear::layer);
+  library.impl("linear_of_norm", WNLinearOfNorm::layer);
+  library.impl("conv", WNConv::layer);
+  library.impl("conv_transpose", WNConvTranspose::layer);
 }
 
 }  // namespace

@@ -8,13 +8,13 @@
 #include <torch/library.h>
 
 #include <limits>
-#include <optional>
 #include <tuple>
 
+#include "activation_number.h"
+#include "autograd/layer.h"
 #include "autograd/layer_graph.h"
 #include "autograd/node.h"
 #include "autograd/op.h"
-#include "autograd/vendor.h"
 #include "autograd/weight.h"
 #include "needs.h"
 
@@ -23,9 +23,6 @@ namespace {
 
 using at::Tensor;
 using enum Activation;
-using vendor::Gradients;
-using vendor::Optional;
-
 using weight::kWhole;
 
 std::tuple<Tensor, Tensor> weight_of(const Tensor& v, const Tensor& g, int64_t dim) {

@@ -7,8 +7,6 @@
 namespace wnfused::small_linear {
 
 using at::Tensor;
-using vendor::Gradients;
-using vendor::Optional;
 using vendor::Outputs;
 
 // Inputs of a dtype. The backward asks again: between them `use` may have been called.

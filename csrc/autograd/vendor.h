@@ -3,18 +3,14 @@
 
 #include <ATen/ATen.h>
 
-#include <optional>
-#include <tuple>
-
 #include "activation_number.h"
+#include "autograd/layer.h"
 #include "needs.h"
 
 namespace wnfused::vendor {
 
 using at::IntArrayRef;
 using at::Tensor;
-using Optional = std::optional<Tensor>;
-using Gradients = std::tuple<Optional, Optional, Optional, Optional, Optional>;  // dx, dv, dg, dbias, dz
 
 struct Outputs {
   Tensor y, norm, w;  // w: the effective weight, in x's dtype; undefined where none was made

@@ -36,10 +36,10 @@ _GRADIENTS = "(Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dresid
 for _name, _constants in _CONSTANTS.items():
     _layer = f"Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_constants}"
     _library.define(f"{_name}({_layer}) -> Tensor y")
-    # needs and leaves: a bit for each of x, v, g, bias and residual.
+    # needs: a bit for each of x, v, g, bias and residual.
     _library.define(
         f"{_name}_gradients(Tensor dy, Tensor? y, Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, "
-        f"Tensor norm, int needs, int leaves, {_constants}) -> {_GRADIENTS}"
+        f"Tensor norm, int needs, {_constants}) -> {_GRADIENTS}"
     )
 _library.define("weight(Tensor v, Tensor g, int dim) -> (Tensor w, Tensor norm)")
 _library.define("weight_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)")

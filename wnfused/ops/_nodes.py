@@ -67,14 +67,13 @@ class Gradients:
         return dx, None, None, None, dy if needs[4] and y is None else dz
 
     def of_native_node(self, dy: Tensor, y: Tensor | None, *others: Any) -> Found:
-        """What a node in C++ calls back for. ``others``: inputs, norm, needs and leaves in bits, constants."""
-        *inputs, norm, needed, leaf = others[:8]
-        constants = others[8:]
-        needs, leaves = flags_of(needed, 5), flags_of(leaf, 5)
+        """What a node in C++ calls back for. ``others``: inputs, norm, needs in bits, constants."""
+        *inputs, norm, bits = others[:7]
+        needs, constants = flags_of(bits, 5), others[7:]
         if torch.is_grad_enabled() or is_transformed(dy):
             return self.with_graph(dy, y, inputs, norm, needs, constants)
         if is_zero_gradient(dy):
-            return zeros_through(inputs, needs, leaves)
+            return zeros_through(inputs, needs, [t is not None and t.is_leaf for t in inputs])
         found: Found = below_autocast(self.by_kernel, dy, y, inputs, norm, needs, constants)
         return found
 

@@ -77,6 +77,14 @@ inline Tensor viewed_as(const Tensor& t, const Tensor& like) {
   return Tensor(made);
 }
 
+// The same entries by other strides.
+inline Tensor with_strides(const Tensor& t, const std::vector<int64_t>& strides) {
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(t.get(), t.dim(), t.sizes().data(), strides.data(), 0, &made));
+  return Tensor(made);
+}
+
 // A tensor in the layout of `like`, copied only where it has another.
 inline Tensor laid_out_as(const Tensor& t, const Tensor& like) {
   if (same_layout(t, like)) return t;

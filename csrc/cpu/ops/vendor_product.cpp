@@ -17,8 +17,15 @@ namespace {
 
 bool is_narrow(const Tensor& x) { return is_bfloat16(x) || x.scalar_type() == ScalarType::Float; }
 
+// As torch tells it, by the strides of either: those of a 1x1 weight, too, which is contiguous in every order.
 bool is_channels_last_for_vendor(const Tensor& x, const Tensor& w) {
-  return w.dim() == 4 && !(x.is_contiguous() && w.is_contiguous());
+  return w.dim() == 4 && (suggests_channels_last(x) || suggests_channels_last(w));
+}
+
+// In NCHW by its strides, too.
+Tensor in_planes(const Tensor& t) {
+  const Tensor dense = torch::stable::contiguous(t);
+  return suggests_channels_last(dense) ? with_strides(dense, contiguous_strides(sizes_of(dense))) : dense;
 }
 
 // Whether oneDNN 3 leaves results unwritten, y and the gradients, or reads and writes beyond its memory. It does
@@ -123,13 +130,12 @@ Tensor vendor_product(const Tensor& x_given, const Tensor& w_given, const std::o
 std::pair<Tensor, Tensor> vendor_product_backward(const Tensor& dz, const Tensor& x_given, const Tensor& w_given,
                                                   const Sliding& at, bool input, bool weight) {
   const Tensor x = readable(x_given, at), w = readable_weight(w_given, at);
-  const auto contiguous = [](const Tensor& t) { return torch::stable::contiguous(t); };
   if (vendor_backward_is_wrong(x, w, at, weight)) {
     if (x.scalar_type() == ScalarType::Float && is_channels_last_for_vendor(x, w)) {
       // Some are right in NCHW, and faster so than in float64.
-      const Tensor planes = contiguous(x), weights = contiguous(w);
+      const Tensor planes = in_planes(x), weights = in_planes(w);
       if (!vendor_backward_is_wrong(planes, weights, at, weight)) {
-        auto [dx, dw] = vendor_product_backward(contiguous(dz), planes, weights, at, input, weight);
+        auto [dx, dw] = vendor_product_backward(in_planes(dz), planes, weights, at, input, weight);
         return {input ? laid_out_as(dx, x) : dx, weight ? laid_out_as(dw, w) : dw};
       }
     }
