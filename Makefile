@@ -74,7 +74,7 @@ lint: install
 gate: install
 	$(PYTHON) -m gate || test $$? -eq 77
 
-# csrc/cpu compiled by clang, and for aarch64, in a few minutes; 77 as above.
+# The C++ libraries compiled by clang, and for aarch64, in some minutes; 77 as above.
 portable: install
 	$(PYTHON) -m gate.portable || test $$? -eq 77
 

@@ -45,6 +45,9 @@ CPU_FLAGS = [
     "-Wextra",
 ]
 
+# Of the libraries that include torch's own headers, which are C++20 and full of what these warnings find.
+WITH_TORCH = ["-std=c++20", "-Wno-unused-parameter", "-Wno-array-bounds"]
+
 # Python's own flags ask for debug information, nine tenths of a library and a fifth of the time to compile it. With
 # CFLAGS=-g it is there.
 DEBUG_FLAGS = [] if any(flag.startswith("-g") for flag in CFLAGS.split()) else ["-g0"]
@@ -174,12 +177,10 @@ def extensions():
             optional=optional,
         )
 
-    # torch's own headers are C++20, and full of what these warnings find.
-    with_torch = ["-std=c++20", "-Wno-unused-parameter", "-Wno-array-bounds"]
     return [
         library("cpu", STABLE_ABI),
-        library("autograd", with_torch, optional=True),
-        library("python", with_torch, optional=True, of_any_python=False),
+        library("autograd", WITH_TORCH, optional=True),
+        library("python", WITH_TORCH, optional=True, of_any_python=False),
     ]
 
 

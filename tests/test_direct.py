@@ -276,7 +276,7 @@ def test_cuda_tensors_are_left_to_others_where_the_libraries_have_no_layers(monk
 
 def test_libraries_without_layers_of_cuda_tensors_are_passed_over_with_one_warning(monkeypatch, forget_warnings):
     """``dispatch.order`` has them for no single layer, so nothing else would say so."""
-    monkeypatch.setattr(_direct, "_PLAIN", _direct._PLAIN | {FakeTensor})
+    monkeypatch.setattr(_direct, "PLAIN", _direct.PLAIN | {FakeTensor})
     monkeypatch.setattr(_direct, "_OPTIONAL", _direct._OPTIONAL | {FakeTensor})
     monkeypatch.setattr(_direct.native_cuda, "layers_unavailable", lambda device: "it was not built")
     with FakeTensorMode():

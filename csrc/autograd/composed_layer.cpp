@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "autograd/formats.h"
 #include "autograd/node.h"
 #include "autograd/weight.h"
 
@@ -48,18 +49,6 @@ Tensor finished(Tensor y, const Optional& residual, int64_t activation, double s
   return rectifies ? y.relu_() : at::leaky_relu_(y, slope);
 }
 
-// The rule of reference.suggest_memory_format: contiguous where it is that, too, of one channel say.
-at::MemoryFormat format_of(const Tensor& t) {
-  const at::MemoryFormat last = t.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
-  const bool is_last = t.dim() > 3 && !t.is_contiguous() && t.is_contiguous(last);
-  return is_last ? last : at::MemoryFormat::Contiguous;
-}
-
-at::MemoryFormat format_of(const Tensor& x, const Tensor& v) {
-  const at::MemoryFormat format = format_of(x);
-  return format == at::MemoryFormat::Contiguous ? format_of(v) : format;
-}
-
 // torch's, right as it is and differentiated: in float32 the vendor's is not for some shapes, which float64 takes.
 Tensor convolution(
     const Tensor& x, const Tensor& w, const Optional& bias, const Convolution& of, at::IntArrayRef extra) {
@@ -95,7 +84,7 @@ Tensor conv(const LayerInputs& inputs, const Convolution& of, int64_t activation
   }
   const Tensor y = convolution(x, weight::of(v, g, 0), bias, of, extra);
   // A sample of a batch has no memory format of its own.
-  return finished(is_transformed() ? y : y.contiguous(format_of(x, v)), residual, activation, slope);
+  return finished(is_transformed() ? y : y.contiguous(formats::of(x, v)), residual, activation, slope);
 }
 
 }  // namespace wnfused::composed_layer

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <vector>
 
+#include "autograd/formats.h"
 #include "autograd/op.h"
 #include "autograd/small_linear.h"
 
@@ -25,12 +26,6 @@ namespace {
 using at::MemoryFormat;
 
 // ----------------------------------------------------------------------------------------------------- the weight
-
-// The format of the two that runs channels fastest, where one does: torch's convolutions go by it.
-MemoryFormat format_of(const Tensor& x, const Tensor& v) {
-  const MemoryFormat format = x.suggest_memory_format();
-  return format == MemoryFormat::Contiguous ? v.suggest_memory_format() : format;
-}
 
 // As it is if its entries lie without gaps, in the order of its dims or with channels fastest; else a copy. torch's
 // is_contiguous leaves out dims of size 1, whose strides may be anything.
@@ -269,7 +264,7 @@ Outputs conv(
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   TORCH_CHECK(v.dim() >= 3 && x.dim() == v.dim(), "x and v must have the same 3 dims or more");
   check_arguments(x, v, g, bias, v.size(0), activation, slope);
-  const MemoryFormat format = format_of(x, v);
+  const MemoryFormat format = formats::of_product(x, v);
   const Weight weight = weight_of(x, v, g, bias, format, true);
   const std::vector<int64_t> none(stride.size(), 0);
   Tensor y;
@@ -289,10 +284,11 @@ Gradients conv_backward(const Tensor& dy, const Tensor& y, const Tensor& x, cons
   Gradients found;
   Tensor dx, dw;
   if (needs.x || needs.v) {
+    const MemoryFormat format = formats::of_product(x, v);
     Tensor w = known;
-    if (!w.defined() && needs.x) w = weight_of(x, v, g, Optional(), format_of(x, v), false).w;
+    if (!w.defined() && needs.x) w = weight_of(x, v, g, Optional(), format, false).w;
     // The weight's own gradient asks for its shape alone.
-    if (!w.defined()) w = at::empty(v.sizes(), v.options().dtype(x.scalar_type()).memory_format(format_of(x, v)));
+    if (!w.defined()) w = at::empty(v.sizes(), v.options().dtype(x.scalar_type()).memory_format(format));
     const std::vector<int64_t> none(stride.size(), 0);
     const Deterministic algorithms;
     std::tie(dx, dw, std::ignore) = at::convolution_backward(

@@ -138,7 +138,7 @@ class OneLevel {
 //   by dw:  A + b u
 //   by g:   c = (<a, dw> - p s) / r
 //   by v:   (b dw - s A - p dv) / r - (g c + b s) / r u
-struct Gradients : torch::autograd::Function<Gradients> {
+struct GradientsNode : torch::autograd::Function<GradientsNode> {
   static constexpr const char* kDim = "dim";
 
   // made: the gradients, of the level below.
@@ -212,7 +212,7 @@ struct Gradients : torch::autograd::Function<Gradients> {
   }
 };
 
-struct Weight : torch::autograd::Function<Weight> {
+struct WeightNode : torch::autograd::Function<WeightNode> {
   static constexpr const char* kDim = "dim";
   static constexpr const char* kFreed = "freed";
 
@@ -223,6 +223,7 @@ struct Weight : torch::autograd::Function<Weight> {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({v, g, norm});
     ctx->saved_data[kDim] = dim;
+    ctx->saved_data[kFreed] = false;
     return w;
   }
 
@@ -234,10 +235,10 @@ struct Weight : torch::autograd::Function<Weight> {
     return {ctx->needs_input_grad(0) ? dv : Tensor(), ctx->needs_input_grad(1) ? dg : Tensor(), Tensor(), Tensor()};
   }
 
-  // A backward that keeps no graph frees it.
+  // A backward that keeps no graph frees it, in whichever thread: the flag is there before it is read.
   static bool is_freed(const Tensor& w) {
     const auto node = w.grad_fn();
-    return node && static_cast<torch::autograd::CppNode<Weight>&>(*node).ctx_.saved_data.count(kFreed) != 0;
+    return node && static_cast<torch::autograd::CppNode<WeightNode>&>(*node).ctx_.saved_data.at(kFreed).toBool();
   }
 
   static Pair composed(const Tensor& v, const Tensor& g, int64_t dim) {
@@ -261,13 +262,13 @@ struct Weight : torch::autograd::Function<Weight> {
 Tensor of(const Tensor& v, const Tensor& g, int64_t dim) { return std::get<0>(forward(v, g, dim)); }
 
 Tensor shared(Tensor& w, const Tensor& v, const Tensor& g, int64_t dim) {
-  if (!w.defined() || Weight::is_freed(w)) w = of(v, g, dim);
+  if (!w.defined() || WeightNode::is_freed(w)) w = of(v, g, dim);
   return w;
 }
 
 Pair gradients(const Tensor& dw, const Tensor& v, const Tensor& g, const Tensor& norm, int64_t dim) {
   // torch.autograd.grad's own batches, which come before any op's rules.
-  if (dw.key_set().has(c10::DispatchKey::Batched)) return Gradients::composed(dw, v, g, norm, dim);
+  if (dw.key_set().has(c10::DispatchKey::Batched)) return GradientsNode::composed(dw, v, g, norm, dim);
   return backward(dw, v, g, norm, dim);
 }
 
@@ -283,10 +284,10 @@ TORCH_LIBRARY_IMPL(wnfused_autograd, Meta, library) {
   library.impl("weight_backward", wnfused::weight::backward_shapes);
 }
 TORCH_LIBRARY_IMPL(wnfused_autograd, Autograd, library) {
-  library.impl("weight", wnfused::weight::Weight::recorded);
-  library.impl("weight_backward", wnfused::weight::Gradients::recorded);
+  library.impl("weight", wnfused::weight::WeightNode::recorded);
+  library.impl("weight_backward", wnfused::weight::GradientsNode::recorded);
 }
 TORCH_LIBRARY_IMPL(wnfused_autograd, FuncTorchBatched, library) {
-  library.impl("weight", wnfused::weight::Weight::composed);
-  library.impl("weight_backward", wnfused::weight::Gradients::composed);
+  library.impl("weight", wnfused::weight::WeightNode::composed);
+  library.impl("weight_backward", wnfused::weight::GradientsNode::composed);
 }

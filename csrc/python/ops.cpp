@@ -16,6 +16,7 @@
 #include <tuple>
 
 #include "activation_number.h"
+#include "autograd/formats.h"
 #include "autograd/op.h"
 
 namespace wnfused {
@@ -74,19 +75,11 @@ int64_t bits_of(const Asked& asked) {
   return bits;
 }
 
-// What an op keeps of t's layout: channels_last in two or three dims; all else is contiguous.
-at::MemoryFormat format_of(const Tensor& t) {
-  if (t.is_contiguous()) return at::MemoryFormat::Contiguous;
-  if (t.dim() == 4 && t.is_contiguous(at::MemoryFormat::ChannelsLast)) return at::MemoryFormat::ChannelsLast;
-  if (t.dim() == 5 && t.is_contiguous(at::MemoryFormat::ChannelsLast3d)) return at::MemoryFormat::ChannelsLast3d;
-  return at::MemoryFormat::Contiguous;
-}
-
 Gradients in_form(const Found& found, const Tensor& dy, const Tensor& x, const Tensor& v) {
   const auto& [dx, dv, dg, dbias, dz] = found;
   const auto given = [&](const Optional& gradient) { return gradient ? *gradient : dy.new_empty({0}); };
   const auto like = [&](const Optional& gradient, const Tensor& model) {
-    return gradient ? gradient->contiguous(format_of(model)) : given(gradient);
+    return gradient ? gradient->contiguous(formats::of(model)) : given(gradient);
   };
   return {like(dx, x), like(dv, v), given(dg), given(dbias), like(dz, dy)};
 }
@@ -169,9 +162,8 @@ Outputs conv(const Tensor& x, const Tensor& v, const Tensor& g, const Optional& 
                                      C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
                                      C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number, slope);
     if (found) {
-      const at::MemoryFormat of_x = format_of(x);
       const auto& [y, norm] = *found;
-      return {y.contiguous(of_x == at::MemoryFormat::Contiguous ? format_of(v) : of_x), norm};
+      return {y.contiguous(formats::of(x, v)), norm};
     }
   }
   return python.call(

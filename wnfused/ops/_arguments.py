@@ -20,6 +20,9 @@ R = TypeVar("R")
 
 _HALVES = (torch.float16, torch.bfloat16)
 
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""The types of tensors that nobody else answers for; a subclass may."""
+
 
 def has_override(tensors: tuple[Any, ...]) -> bool:
     """Whether one of them has ``__torch_function__`` (a proxy of ``torch.fx``, a subclass), or a mode that has is on.

@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 from wnfused import dispatch
 from wnfused.backends import native, native_autograd, native_cuda, native_entry
 from wnfused.backends.triton import strategy
-from wnfused.ops._arguments import autocast, below_autocast
+from wnfused.ops._arguments import PLAIN, autocast, below_autocast
 from wnfused.ops._nodes import Gradients, python_node
 from wnfused.reference import ACTIVATIONS
 
@@ -31,8 +31,7 @@ CODES = {None if name == "none" else name: number for number, name in enumerate(
 FIRST_DIM = 0
 """What ``dim`` is on the fast path; asked by ``is``, as False and 0.0 are equal to it, too."""
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_OPTIONAL = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_OPTIONAL = PLAIN | {type(None)}
 
 
 def is_open(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
@@ -117,9 +116,9 @@ def _is_unwatched(x: Any, v: Any, g: Any, bias: Any, residual: Any) -> bool:
     """Whether no compiler, subclass or mode sees a call, transforms aside."""
     return (
         not torch.compiler.is_compiling()
-        and type(x) in _PLAIN
-        and type(v) in _PLAIN
-        and type(g) in _PLAIN
+        and type(x) in PLAIN
+        and type(v) in PLAIN
+        and type(g) in PLAIN
         and type(bias) in _OPTIONAL
         and type(residual) in _OPTIONAL
         and not torch._C._len_torch_dispatch_stack()
@@ -145,7 +144,7 @@ def _casts_to_open(*parameters: Any) -> bool:
 def by_entry(name: str, x: Any, *arguments: Any) -> Tensor | None:
     """``y`` by the function of ``native_entry``, recorded for autograd where that is on; None where that does not take
     the call, which may be open all the same. RuntimeError where the kernel refuses its arguments."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN or not _is_chosen(x):
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or not _is_chosen(x):
         return None
     entry = native_entry.layer(name)
     y: Tensor | None = None if entry is None else entry(x, *arguments)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wnfused import dispatch
 from wnfused.backends import native_entry, tensors_of
-from wnfused.ops._arguments import autocast_is_on, below_autocast, is_exporting
+from wnfused.ops._arguments import PLAIN, autocast_is_on, below_autocast, is_exporting
 from wnfused.reference import suggest_memory_format
 
 _library = torch.library.Library("wnfused", "DEF")
@@ -233,9 +233,6 @@ def _nothing_to_record(arguments: Sequence[Any]) -> bool:
     return not torch.is_grad_enabled() or not any(a.requires_grad for a in arguments if isinstance(a, Tensor))
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def below_autograd(op: torch._ops.OpOverload, arguments: Sequence[Any]) -> Any:
     """Calls an op with its autograd key left out: the ``autograd.Function`` around it, if any, records the graph.
 
@@ -243,7 +240,7 @@ def below_autograd(op: torch._ops.OpOverload, arguments: Sequence[Any]) -> Any:
     hand it back to Python, at a third of a small layer's time; then the implementation is called at once.
     """
     watched = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
-    if not watched and all(type(a) in _PLAIN for a in tensors_of(arguments)):
+    if not watched and all(type(a) in PLAIN for a in tensors_of(arguments)):
         return _implementations[op._opname](*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)

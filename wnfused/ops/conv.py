@@ -220,16 +220,14 @@ def _in_numbers(padding: str, v: Tensor, stride: Extent, dilation: Extent) -> tu
 
     In a trace, where sizes may be symbols or tensors, by its name, too: the fast path that reads numbers is not taken.
     """
-    plain = type(v) in _PLAIN and type(stride) is type(dilation) is tuple
-    if not plain or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return padding
+    if type(v) not in arguments.PLAIN or type(stride) is not tuple or type(dilation) is not tuple:
         return padding
     try:
         return _even(padding, v.shape[2:], stride, dilation)
     except TypeError:  # a list, say, cannot be looked up; the check names it
         return padding
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @functools.lru_cache(256)

@@ -64,7 +64,8 @@ bool suits_unfolding(const ConvTraits& layer) {
   const bool planes = layer.dims == 2 && !layer.last && !layer.transposed;
   if (planes && pixels > (shape.taps() > 1 ? kPlanes : kFew) && weights * shape.taps() < kHeavy) return false;
   // A method of conv_layer/ packs weights bundle by bundle, in a cache, but a transposed window all of them at once.
-  const std::optional<Method> own = layer.transposed ? std::nullopt : float_method(shape, false);
+  std::optional<Method> own;
+  if (!layer.transposed) own = float_method(shape, false);
   const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
   const bool light = (layer.transposed && !layer.bfloat16) || has_narrow_panels(shape);
   const int64_t least = light ? kLightWeightsAPixel : kWeightsAPixel;

@@ -101,7 +101,7 @@ bool linear_by_few(const LinearCall& call) {
 
 void linear_by_few_backward(const LinearGradient& call, const Tensor& dy, const Tensor& y, Activation activation,
                             float slope, const std::optional<Tensor>& dz, float* dbias) {
-  const auto [rows, inner, features] = call.shape;
+  const int64_t rows = call.shape.rows, inner = call.shape.inner, features = call.shape.features;
   const bool turned = has_few_inputs(call.shape);
   const auto kernel = turned ? few_kernels().inputs_backward : few_kernels().features_backward;
   const std::vector<float> scale = scales_of(call.gain, call.norms, features);

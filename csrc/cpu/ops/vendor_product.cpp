@@ -23,7 +23,7 @@ bool is_channels_last_for_vendor(const Tensor& x, const Tensor& w) {
 }
 
 // In NCHW by its strides, too.
-Tensor in_planes(const Tensor& t) {
+Tensor in_nchw(const Tensor& t) {
   const Tensor dense = torch::stable::contiguous(t);
   return suggests_channels_last(dense) ? with_strides(dense, contiguous_strides(sizes_of(dense))) : dense;
 }
@@ -133,9 +133,9 @@ std::pair<Tensor, Tensor> vendor_product_backward(const Tensor& dz, const Tensor
   if (vendor_backward_is_wrong(x, w, at, weight)) {
     if (x.scalar_type() == ScalarType::Float && is_channels_last_for_vendor(x, w)) {
       // Some are right in NCHW, and faster so than in float64.
-      const Tensor planes = in_planes(x), weights = in_planes(w);
+      const Tensor planes = in_nchw(x), weights = in_nchw(w);
       if (!vendor_backward_is_wrong(planes, weights, at, weight)) {
-        auto [dx, dw] = vendor_product_backward(in_planes(dz), planes, weights, at, input, weight);
+        auto [dx, dw] = vendor_product_backward(in_nchw(dz), planes, weights, at, input, weight);
         return {input ? laid_out_as(dx, x) : dx, weight ? laid_out_as(dw, w) : dw};
       }
     }
