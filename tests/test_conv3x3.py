@@ -86,6 +86,11 @@ GROUPS = [
     ("winograd2", same3x3(2, 64, 32, 6, 5)._replace(groups=2)),
     ("winograd4", same3x3(2, 64, 64, 14, 13)._replace(groups=8)),
     ("winograd4", same3x3(1, 32, 32, 29, 8)._replace(groups=8)),
+    ("winograd4", same3x3(2, 96, 96, 14, 13)._replace(groups=4)),
+    ("winograd4", same3x3(9, 80, 80, 9, 8)._replace(groups=2)),
+    ("winograd4", same3x3(3, 48, 48, 12, 29)._replace(groups=4)),
+    ("winograd4", same3x3(1, 240, 240, 13, 16)._replace(groups=2)),
+    ("winograd2", same3x3(2, 112, 112, 7, 6)._replace(groups=2)),
 ]
 CASES += GROUPS
 SOME = [*(same3x3(*shapes[1]) for shapes in SHAPES.values()), THREE_DIMS, *(GROUPS[i][1] for i in (1, 2, -2, -1))]

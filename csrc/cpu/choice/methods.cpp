@@ -12,6 +12,13 @@ bool fill_blocks(const ConvShape& shape, int64_t channels) {
   return (channels == 4 || channels == 8) && shape.groups % groups_in_blocks(channels) == 0;
 }
 
+// Whether a few groups of so many channels fill blocks that they share, and leave few enough products with zeros: of
+// four groups that do, each may have as much as three blocks.
+bool share_blocks(const ConvShape& shape, int64_t channels) {
+  const int64_t sharing = groups_in_blocks(channels);
+  return shape.groups % sharing == 0 && (sharing <= 2 || (sharing == 4 && channels < 3 * kLanes));
+}
+
 // Groups that a sum over taps or pieces suits: whose outputs are whole blocks; their inputs, the data gradient's
 // outputs, may be a half or a quarter of one. And groups of four channels by pieces: all else that shares blocks of
 // outputs has too many zeros among its products, and the vendor is as fast.
@@ -53,7 +60,7 @@ double map_floats(const MapShape& map, const Triple& size, const Triple& border)
 
 bool takes_winograd(const ConvShape& shape) {
   const int64_t inputs = shape.inputs / shape.groups, outputs = shape.outputs / shape.groups;
-  const bool shared = inputs == outputs && fill_blocks(shape, inputs);
+  const bool shared = inputs == outputs && share_blocks(shape, inputs);
   const bool blocks = (inputs % kLanes == 0 && outputs % kLanes == 0) || shared;
   const auto is = [&](int64_t Triple::*at, int64_t kernel) {
     return shape.kernel.*at == kernel && shape.stride.*at == 1 && shape.dilation.*at == 1 &&

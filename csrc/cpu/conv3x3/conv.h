@@ -348,6 +348,17 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
       Upcoming{reinterpret_cast<const char*>(data), floats * 4}.prefetch();
     };
     for (int64_t c = 0; c < blocks; c += columns) fetch(0, c);
+    const auto multiply = [&](int64_t plane, int64_t column, int64_t end) {
+      while (column < end) {
+        const BlockRange met = geometry.met_blocks(first_block + column);
+        const int64_t alike = geometry.blocks_alike(first_block + column, end - column);
+        const float* filters = bank + plane * geometry.plane_stride + column * col_stride;
+        const PlanePair pair{panel.at(plane, met.begin, 0), filters + met.begin * kLanes * kLanes};
+        multiply_rows(&pair, 1, geometry.sharing == 1 ? depth : Depth{met.count(), 0, depth.panel_step}, rows, alike,
+                      col_stride, product.at(plane, column, 0), product.rows * kLanes);
+        column += alike;
+      }
+    };
     if (!gathered) gather(geometry, map, zeros, first, count, 0, panel);
     FetchEvenly upcoming(ahead, geometry.planes);
     for (int64_t p = 0; p < geometry.planes; ++p) {
@@ -355,9 +366,7 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
       outputs.step(geometry);
       for (int64_t c = 0; c < blocks; c += columns) {
         fetch(p + 1, c);
-        const PlanePair plane{panel.at(p, 0, 0), bank + p * geometry.plane_stride + c * col_stride};
-        multiply_rows(&plane, 1, depth, rows, smaller(columns, blocks - c), col_stride, product.at(p, c, 0),
-                      product.rows * kLanes);
+        multiply(p, c, smaller(c + columns, blocks));
       }
     }
     return;

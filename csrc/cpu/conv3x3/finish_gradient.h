@@ -78,15 +78,18 @@ inline void sum_turned_slices(const Geometry& geometry, const float* bank, float
   }
 }
 
-// Rows of dW over all channels of a block that groups have in common: each row's own group's ones come to its
-// beginning; finish_rows clears what follows.
-inline void take_own_channels(const Geometry& geometry, bool taps_first, int64_t row_floats, float* gradients) {
+// Rows of dW, those of an output block, over all channels that groups have in common: each row's own group's ones come
+// to its beginning; finish_rows clears what follows.
+inline void take_own_channels(const Geometry& geometry, int64_t output_block, bool taps_first, int64_t row_floats,
+                              float* gradients) {
   const int64_t own = geometry.row_channels(), taps = geometry.taps();
   const int64_t runs = taps_first ? taps : 1, run = taps_first ? own : own * taps;
+  const int64_t row0 = output_block % geometry.group_blocks * kLanes;
   for (int64_t r = 0; r < kLanes; ++r) {
     float* row = gradients + r * row_floats;
-    const float* source = row + r / own * run;
-    for (int64_t i = 0; i < runs; ++i) __builtin_memmove(row + i * run, source + i * kLanes, run * sizeof(float));
+    const float* source = row + (row0 + r) / own * run;
+    for (int64_t i = 0; i < runs; ++i)
+      __builtin_memmove(row + i * run, source + i * geometry.depth, run * sizeof(float));
   }
 }
 
@@ -103,7 +106,8 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
   float* gradients = lanes + kLanes * shape.unit_floats;
   float* row = gradients + kLanes * row_floats;
   fetch_row(job, convolution * geometry.outputs + output_block * kLanes, shape.row_floats());
-  for (int64_t input_block = 0; input_block < geometry.depth_blocks; ++input_block) {
+  const BlockRange met = geometry.met_blocks(output_block);
+  for (int64_t input_block = met.begin; input_block < met.end; ++input_block) {
     const int64_t input0 = input_block * kLanes;
     if (geometry.wgrad_turned) {
       const float* source = bank + input_block * geometry.padded_channels * kLanes;
@@ -128,7 +132,8 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
       }
     });
   }
-  if (geometry.sharing > 1) take_own_channels(geometry, job.v.taps_first, row_floats, gradients);
+  if (geometry.sharing > 1) 
+    take_own_channels(geometry, output_block, job.v.taps_first, row_floats, gradients);
   finish_rows(job, geometry.outputs, {shape.row_floats(), row_floats}, convolution, output_block, factor,
               gradients, job.dbias, bias_gradient, geometry.wgrad_slices, row);
 }

@@ -28,6 +28,13 @@ enum class Method { kDirect, kWinograd2, kWinograd4, kLines, kPositions, kPieces
 
 constexpr bool is_winograd(Method method) { return method == Method::kWinograd2 || method == Method::kWinograd4; }
 
+struct BlockRange {
+  int64_t begin, end;
+
+  int64_t count() const { return end - begin; }
+  bool operator==(const BlockRange& other) const { return begin == other.begin && end == other.end; }
+};
+
 struct Geometry : MapShape, Division {
   int64_t blocks;
   // Of a single convolution over three dims, by Winograd in two of them: `images` are the levels of volumes, so many
@@ -36,8 +43,9 @@ struct Geometry : MapShape, Division {
   // Of a convolution's outputs. A stage has as many as inputs.
   int64_t outputs, output_blocks, padded_outputs;
   // Channels that an output block sums over, those of its group, and output blocks that sum over the same ones. Where
-  // there are several groups, which only layers have, both are whole blocks. Groups of fewer channels than a block have
-  // one in common, `sharing` of them, and count as one; weights from one to another are zeros in a bank.
+  // there are several groups, which only layers have, both are whole blocks. Groups of channels that are none have
+  // blocks in common, `sharing` of them, and count as one; weights from one to another are zeros in a bank, or left out
+  // by whole blocks (met_blocks).
   int64_t groups, depth, depth_blocks, group_blocks, sharing;
   Method method;
 
@@ -103,6 +111,20 @@ struct Geometry : MapShape, Division {
   // An output block's group, and the first block of channels that it sums over.
   int64_t group_of(int64_t output_block) const { return output_block / group_blocks; }
   int64_t source_block(int64_t output_block) const { return group_of(output_block) * depth_blocks; }
+  // The blocks of its group's channels that an output block has weights for; where groups share blocks, which have as
+  // many channels out as in then, the output blocks that a block of channels has weights for, too.
+  BlockRange met_blocks(int64_t block) const {
+    if (sharing == 1) return {0, depth_blocks};
+    const int64_t own = row_channels(), first = block % group_blocks * kLanes, last = first + kLanes - 1;
+    return {first / own * own / kLanes, divide_up(last / own * own + own, kLanes)};
+  }
+  // How many output blocks from this one on, `most` of them, meet the same blocks.
+  int64_t blocks_alike(int64_t block, int64_t most) const {
+    if (sharing == 1) return most;
+    int64_t count = 1;
+    while (count < most && met_blocks(block + count) == met_blocks(block)) ++count;
+    return count;
+  }
   int64_t level_bank() const { return planes * plane_stride; }  // of one of level_taps
   // Whether any level of a volume has another one where this level of the kernel meets it.
   bool meets_level(int64_t level_tap) const {
@@ -174,8 +196,8 @@ struct Levels {
   int64_t of_map, of_kernel;
 };
 
-// Channels that a convolution reads and writes, in so many groups: of several ones whole blocks, or as many of a
-// block's channels from either.
+// Channels that a convolution reads and writes, in so many groups: of several ones whole blocks, or as many from
+// either, groups of which fill blocks.
 struct Channels {
   int64_t inputs, outputs, groups;
 };

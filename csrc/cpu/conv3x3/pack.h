@@ -40,11 +40,13 @@ void pack_forward(const Job& job, int64_t convolution, int64_t output_block, con
   const int64_t row0 = output_block * kLanes;
   const Block scale =
       measure_scales(job, geometry.outputs, shape.row_floats(), convolution, output_block, bank.bias, norm);
-  float* target = bank.weights + output_block * geometry.block_floats();
+  const BlockRange met = geometry.met_blocks(output_block);
+  float* target = bank.weights + output_block * geometry.block_floats() + met.begin * kLanes * kLanes;
   const PairFilters pair_filters(geometry, bank.weights, output_block);
-  for (int64_t input_block = 0; input_block < geometry.depth_blocks; ++input_block) {
+  for (int64_t input_block = met.begin; input_block < met.end; ++input_block) {
     const UnitRows rows = unit_rows(job.v, shape, convolution, row0, input_block, geometry.sharing, staging);
-    if (input_block + 1 < geometry.depth_blocks) fetch_unit(job.v, shape, convolution, row0, input_block + 1);
+    if (input_block + 1 < met.end && geometry.sharing == 1)
+      fetch_unit(job.v, shape, convolution, row0, input_block + 1);
     with_order(job.v, [&](auto order) __attribute__((always_inline)) {
       for (int64_t k = 0; k < shape.taps; ++k) {
         Block block[kLanes];
@@ -104,10 +106,11 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
                    const Bank& bank, float* scratch) {
   const WeightShape<kLevelTaps> shape{geometry.channels, geometry.outputs / (geometry.groups * geometry.sharing)};
   const PairFilters pair_filters(geometry, bank.weights, input_block);
-  float* target = bank.weights + input_block * geometry.block_floats();
+  const BlockRange met = geometry.met_blocks(input_block);
+  float* target = bank.weights + input_block * geometry.block_floats() + met.begin * kLanes * kLanes;
   const int64_t first_row = geometry.source_block(input_block) * kLanes;
   const int64_t block_of_row = input_block % geometry.group_blocks;
-  for (int64_t output_block = 0; output_block < geometry.depth_blocks; ++output_block) {
+  for (int64_t output_block = met.begin; output_block < met.end; ++output_block) {
     const int64_t row = first_row + output_block * kLanes;
     const UnitRows rows = unit_rows(job.v, shape, convolution, row, block_of_row, geometry.sharing, scratch);
     Block scale[kLanes];
@@ -115,7 +118,8 @@ void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution
       const int64_t channel = row + r, index = convolution * geometry.channels + channel;
       scale[r] = splat(channel < geometry.channels ? factor * row_scale(job, index) : 0.0f);
     }
-    if (output_block + 1 < geometry.depth_blocks) fetch_unit(job.v, shape, convolution, row + kLanes, block_of_row);
+    if (output_block + 1 < met.end && geometry.sharing == 1)
+      fetch_unit(job.v, shape, convolution, row + kLanes, block_of_row);
     if (geometry.is_pairs()) {
       with_order(job.v, [&](auto order) __attribute__((always_inline)) {
         put_turned_pairs<decltype(order)::taps_first>(rows, scale, pair_filters, output_block * kLanes);

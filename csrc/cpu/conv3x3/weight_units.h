@@ -30,16 +30,21 @@ struct UnitRows {
   int64_t stride, tap_stride;
 };
 
-// The unit of groups that have a block in common: a row has its own group's channels, in their place, and zeros.
+// The unit of groups that have blocks in common, as many channels each out as in: of those of the input block a row has
+// its own group's, in their place, and zeros.
 template <class Shape>
-inline UnitRows shared_unit_rows(const Parameter& v, const Shape& shape, int64_t row0, float* staging) {
-  const int64_t unit = shape.unit_floats, own = shape.inputs;
-  const int64_t runs = v.taps_first ? shape.taps : 1, run = v.taps_first ? own : own * shape.taps;
+inline UnitRows shared_unit_rows(const Parameter& v, const Shape& shape, int64_t row0, int64_t input_block,
+                                 int64_t sharing, float* staging) {
+  const int64_t unit = shape.unit_floats, own = shape.inputs, input0 = input_block * kLanes;
+  const int64_t runs = v.taps_first ? shape.taps : 1, channel = v.taps_first ? 1 : shape.taps;
   for (int64_t i = 0; i < kLanes * unit; i += kLanes) store(staging + i, zero());
   for (int64_t r = 0; r < kLanes; ++r) {
-    float* target = staging + r * unit + r / own * run;
-    for (int64_t i = 0; i < runs; ++i)
-      read_run(v, (row0 + r) * shape.row_floats() + i * run, run, target + i * kLanes);
+    const int64_t first = (row0 + r) % (sharing * own) / own * own;
+    const int64_t begin = greater(first, input0), count = smaller(first + own, input0 + kLanes) - begin;
+    if (count <= 0) continue;
+    const int64_t source = (row0 + r) * shape.row_floats() + (begin - first) * channel;
+    float* target = staging + r * unit + (begin - input0) * channel;
+    for (int64_t i = 0; i < runs; ++i) read_run(v, source + i * own, count * channel, target + i * kLanes);
   }
   return {staging, unit, kLanes};
 }
@@ -49,7 +54,7 @@ template <class Shape>
 inline UnitRows unit_rows(const Parameter& v, const Shape& shape, int64_t convolution, int64_t row0,
                           int64_t input_block, int64_t sharing, float* staging) {
   const int64_t input0 = input_block * kLanes, row_floats = shape.row_floats(), unit = shape.unit_floats;
-  if (sharing > 1) return shared_unit_rows(v, shape, row0, staging);
+  if (sharing > 1) return shared_unit_rows(v, shape, row0, input_block, sharing, staging);
   const int64_t first =
       (convolution * shape.outputs + row0) * row_floats + (v.taps_first ? input0 : input0 * shape.taps);
   const int64_t rows = smaller(shape.outputs - row0, kLanes), inputs = smaller(shape.inputs - input0, kLanes);

@@ -84,14 +84,6 @@ inline void reduce_sums(const Geometry& geometry, const Sums& sums, int64_t floa
     filter_gradient<M>(sums.data + i, sums.plane_stride, bank + i, geometry.gradient_stride);
 }
 
-// bank (+)= panel' x gradients for every input block of one plane.
-inline void multiply_plane(const Geometry& geometry, const Panel& panel, int64_t panel_plane, const Panel& gradients,
-                           int64_t gradient_plane, int64_t count, int64_t blocks, bool accumulate, float* bank) {
-  for (int64_t b = 0; b < geometry.depth_blocks; ++b)
-    multiply_outer(panel.at(panel_plane, b, 0), gradients.at(gradient_plane, 0, 0), gradients.rows * kLanes, count,
-                   blocks, accumulate, bank + b * kLanes * kLanes, geometry.gradient_floats());
-}
-
 // What is summed at a time: units of a slice, a bundle of output blocks, one level of the kernel.
 struct GradientPart {
   int64_t begin, end;
@@ -100,6 +92,27 @@ struct GradientPart {
 
   int64_t count(int64_t first, int64_t rows) const { return smaller(rows, end - first); }
 };
+
+// The part's output blocks, from its first one on, that an input block has weights for.
+WNFUSED_INLINE BlockRange met_outputs(const Geometry& geometry, const GradientPart& part, int64_t input_block) {
+  if (geometry.sharing == 1) return {0, part.blocks};
+  const int64_t first = part.first_block % geometry.group_blocks;
+  const BlockRange met = geometry.met_blocks(input_block);
+  return {greater(met.begin - first, 0), smaller(met.end - first, part.blocks)};
+}
+
+// bank (+)= panel' x gradients for every input block of one plane.
+inline void multiply_plane(const Geometry& geometry, const GradientPart& part, const Panel& panel, int64_t panel_plane,
+                           const Panel& gradients, int64_t gradient_plane, int64_t count, bool accumulate,
+                           float* bank) {
+  for (int64_t b = 0; b < geometry.depth_blocks; ++b) {
+    const BlockRange met = met_outputs(geometry, part, b);
+    if (met.begin >= met.end) continue;
+    multiply_outer(panel.at(panel_plane, b, 0), gradients.at(gradient_plane, met.begin, 0), gradients.rows * kLanes,
+                   count, met.count(), accumulate, bank + met.begin * geometry.gradient_floats() + b * kLanes * kLanes,
+                   geometry.gradient_floats());
+  }
+}
 
 // The maps that it is summed from. x: from the first channel that the outputs sum over.
 struct GradientMaps {
@@ -119,7 +132,7 @@ inline void sum_pixel_products(const Geometry& geometry, const GradientPart& par
                                           bias_gradient);
     for (int tap = 0; tap < kTaps; ++tap)
       if (gather_tap<RoundX>(geometry, maps.x, first, count, tap, panel, tap))
-        multiply_plane(geometry, panel, tap, gradients, 0, count, part.blocks, true,
+        multiply_plane(geometry, part, panel, tap, gradients, 0, count, true,
                        bank + tap * geometry.gradient_stride);
   }
 }
@@ -143,10 +156,14 @@ inline void sum_tile_products(const Geometry& geometry, const GradientPart& part
                                             bias_gradient);
     gather_tiles<M, RoundX>(geometry, maps.x, maps.zeros, first, count, step, inputs);
     for (int64_t p = 0; p < geometry.planes; ++p)
-      multiply_plane(geometry, inputs, p, gradients, p, count, part.blocks, first > part.begin,
+      multiply_plane(geometry, part, inputs, p, gradients, p, count, first > part.begin,
                      sums.data + p * sums.plane_stride);
   }
-  reduce_sums<M>(geometry, sums, part.blocks * geometry.gradient_floats(), bank);
+  for (int64_t c = 0; c < part.blocks; ++c) {
+    const BlockRange met = geometry.met_blocks(part.first_block + c);
+    const int64_t at = c * geometry.gradient_floats() + met.begin * kLanes * kLanes;
+    reduce_sums<M>(geometry, {sums.data + at, sums.plane_stride}, met.count() * kLanes * kLanes, bank + at);
+  }
 }
 
 // The same where all of the slice's panels are gathered at once: block by block of the inputs, so that a block's sums
@@ -173,12 +190,13 @@ inline void sum_tile_products_by_blocks(const Geometry& geometry, const Gradient
   }
   constexpr int64_t kSquare = kLanes * kLanes;
   for (int64_t b = 0; b < geometry.depth_blocks; ++b) {
-    for (int64_t p = 0; p < geometry.planes; ++p)
+    const BlockRange met = met_outputs(geometry, part, b);
+    for (int64_t p = 0; p < geometry.planes && met.begin < met.end; ++p)
       for (int64_t i = 0; i < panels; ++i)
-        multiply_outer(inputs(i).at(p, b, 0), gradients(i).at(p, 0, 0), rows * kLanes,
-                       part.count(part.begin + i * rows, rows), part.blocks, i > 0, sums.data + p * sums.plane_stride,
-                       kSquare);
-    for (int64_t c = 0; c < part.blocks; ++c)
+        multiply_outer(inputs(i).at(p, b, 0), gradients(i).at(p, met.begin, 0), rows * kLanes,
+                       part.count(part.begin + i * rows, rows), met.count(), i > 0,
+                       sums.data + p * sums.plane_stride + met.begin * kSquare, kSquare);
+    for (int64_t c = met.begin; c < met.end; ++c)
       reduce_sums<M>(geometry, {sums.data + c * kSquare, sums.plane_stride}, kSquare,
                      bank + c * geometry.gradient_floats() + b * kSquare);
   }
