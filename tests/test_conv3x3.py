@@ -91,6 +91,11 @@ GROUPS = [
     ("winograd4", same3x3(3, 48, 48, 12, 29)._replace(groups=4)),
     ("winograd4", same3x3(1, 240, 240, 13, 16)._replace(groups=2)),
     ("winograd2", same3x3(2, 112, 112, 7, 6)._replace(groups=2)),
+    ("winograd4", same3x3(2, 72, 72, 14, 13)._replace(groups=3)),
+    ("winograd4", same3x3(1, 360, 360, 17, 24)._replace(groups=3)),
+    ("winograd4", same3x3(12, 60, 60, 9, 8)._replace(groups=3)),
+    ("winograd4", same3x3(7, 280, 280, 8, 12)._replace(groups=7)),
+    ("winograd2", same3x3(2, 120, 120, 6, 7)._replace(groups=5)),
 ]
 CASES += GROUPS
 SOME = [*(same3x3(*shapes[1]) for shapes in SHAPES.values()), THREE_DIMS, *(GROUPS[i][1] for i in (1, 2, -2, -1))]

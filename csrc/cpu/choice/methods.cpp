@@ -12,11 +12,12 @@ bool fill_blocks(const ConvShape& shape, int64_t channels) {
   return (channels == 4 || channels == 8) && shape.groups % groups_in_blocks(channels) == 0;
 }
 
-// Whether a few groups of so many channels fill blocks that they share, and leave few enough products with zeros: of
-// four groups that do, each may have as much as three blocks.
+// Whether a few groups of so many channels fill blocks that they share, those of more than one but for the last ones,
+// and leave few enough products with zeros: of four groups that do, each may have as much as three blocks.
 bool share_blocks(const ConvShape& shape, int64_t channels) {
   const int64_t sharing = groups_in_blocks(channels);
-  return shape.groups % sharing == 0 && (sharing <= 2 || (sharing == 4 && channels < 3 * kLanes));
+  const bool fill = channels > kLanes || shape.groups % sharing == 0;
+  return fill && (sharing <= 2 || (sharing == 4 && channels < 3 * kLanes));
 }
 
 // Groups that a sum over taps or pieces suits: whose outputs are whole blocks; their inputs, the data gradient's

@@ -82,17 +82,27 @@ bool suits_pairs(const ConvTraits& layer, bool backward) {
   return copied_floats(shape, kNone) <= kMostCopied;  // of two bytes each; the backward copies up to twice as many
 }
 
+// Whether groups that share blocks (Geometry::sharing) multiply so many zeros that Winograd's method saves no more than
+// that; so it is in channels_last, and in NCHW, where the vendor is slower, of wide groups.
+bool has_many_zeros(const ConvTraits& layer) {
+  constexpr int64_t kWide = 64;
+  const int64_t channels = layer.shape.inputs / layer.shape.groups;
+  const bool shared = layer.shape.groups > 1 && channels > kLanes && channels % kLanes != 0;
+  return shared && (layer.last || channels >= kWide);
+}
+
 // Whether the vendor's products of bfloat16 are faster than this method's of float32, of which they are twice as many,
 // sixteen times on tiles: Winograd's method in two dims saves more than twice, along lines about as many, and depthwise
 // layers move more than they multiply. Grouped ones the vendor multiplies at a fraction of its speed. A transposed
 // layer of the vendor's is composed with other calls.
 bool is_vendors_bfloat16(const ConvTraits& layer, Method method) {
-  constexpr int64_t kTimes = 6, kTimesComposed = 4;
+  constexpr int64_t kTimes = 6, kTimesZeros = 8, kTimesComposed = 4;
   const ConvShape& shape = layer.shape;
   if (!layer.bfloat16) return false;
   if (layer.transposed) return !meets_padding(shape) && has_many_bfloat16_products(layer, kTimesComposed);
   if (!has_many_bfloat16_products(layer)) return false;
   if (active_pair_products() == PairProducts::kTiles) return true;
+  if (is_winograd(method)) return has_many_zeros(layer) && has_many_bfloat16_products(layer, kTimesZeros);
   if (method == Method::kPieces)
     return shape.groups == 1 && shape.dilation.column == 1 && has_many_bfloat16_products(layer, kTimes);
   return method == Method::kDirect && !shape.is_depthwise();

@@ -119,12 +119,12 @@ WNFUSED_INLINE bool has_level(const Geometry& geometry, int64_t image, int64_t s
 // Pixels of a line that are transformed together.
 constexpr int kTogether = 16;
 
-// Patches of `count` tiles, on the level that is `step` from theirs, transformed: plane p of block b, row t. Blocks
-// count from `map`, the first of the channels that the outputs sum over. Neighbours in a run overlap in two columns:
-// first B' d of all columns of the run, then the rows of (B' d) B tile by tile.
+// Patches of `count` tiles, on the level that is `step` from theirs, transformed: plane p of block b, row t. So many
+// blocks count from `map`, the first of the channels that the outputs sum over. Neighbours in a run overlap in two
+// columns: first B' d of all columns of the run, then the rows of (B' d) B tile by tile.
 template <int M, bool Round>
 inline void gather_tiles(const Geometry& geometry, const float* map, const float* zeros, int64_t first, int64_t count,
-                         int64_t step, const Panel& panel) {
+                         int64_t step, int64_t blocks, const Panel& panel) {
   constexpr int kPatch = M + 2, kColumn = kPatch * kLanes;
   const int64_t channels = geometry.padded_channels, line = geometry.width * channels, width = geometry.width;
   alignas(64) float columns[(kTogether + 2) * kColumn];
@@ -143,7 +143,7 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
     const float* below = image + (run.unit.y + M + 1) * line;
     // Columns of the patches that lie in the map, two at least, and those of zeros.
     const int64_t left = run.unit.x - 1, end = run.tiles * M + 2, last = smaller(end, width - left);
-    for (int64_t b = 0; b < geometry.depth_blocks; ++b) {
+    for (int64_t b = 0; b < blocks; ++b) {
       const auto clear = [&](int64_t j) {
         WNFUSED_UNROLL for (int i = 0; i < kPatch; ++i) store(columns + j * kColumn + i * kLanes, zero());
       };
@@ -165,7 +165,7 @@ inline void gather_tiles(const Geometry& geometry, const float* map, const float
     }
     row += run.tiles;
   }
-  clear_rows(panel, kPatch * kPatch, geometry.depth_blocks, count, round_up_rows(count));
+  clear_rows(panel, kPatch * kPatch, blocks, count, round_up_rows(count));
 }
 
 // Pixels of one tap, for `count` units; returns false where the tap lies outside the map for every one of them.
@@ -297,7 +297,8 @@ WNFUSED_INLINE bool is_one_image(const Geometry& geometry, int64_t first, int64_
   return first / tiles == (first + count - 1) / tiles;
 }
 
-using Gather = void (*)(const Geometry&, const float*, const float*, int64_t, int64_t, int64_t, const Panel&);
+using Gather = void (*)(const Geometry&, const float*, const float*, int64_t, int64_t, int64_t, int64_t,
+                        const Panel&);
 
 // Winograd over three dims: the products of every level's panel and bank, summed.
 __attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, const float* map, const float* zeros,
@@ -312,7 +313,7 @@ __attribute__((noinline)) inline void convolve_levels(const Geometry& geometry, 
     if (!geometry.meets_level(l)) continue;
     if (!has_level(geometry, unit_at(geometry, first).image, step) && is_one_image(geometry, first, count)) continue;
     const Panel level = panel.after(level_count * geometry.planes);
-    if (!gathered) gather(geometry, map, zeros, first, count, step, level);
+    if (!gathered) gather(geometry, map, zeros, first, count, step, geometry.depth_blocks, level);
     levels[level_count++] = {level.data, bank + l * geometry.level_bank()};
   }
   for (int64_t p = 0; p < geometry.planes; ++p) {
@@ -359,7 +360,7 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
         column += alike;
       }
     };
-    if (!gathered) gather(geometry, map, zeros, first, count, 0, panel);
+    if (!gathered) gather(geometry, map, zeros, first, count, 0, geometry.source_blocks(first_block), panel);
     FetchEvenly upcoming(ahead, geometry.planes);
     for (int64_t p = 0; p < geometry.planes; ++p) {
       upcoming.step();

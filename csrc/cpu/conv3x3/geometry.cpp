@@ -55,12 +55,12 @@ void divide_by_convolution_groups(Geometry& geometry) {
   int64_t blocks = geometry.group_blocks;
   while (blocks > 1 && (geometry.group_blocks % blocks != 0 || blocks * block > kBankCache)) --blocks;
   geometry.conv_bundle_blocks = blocks;
-  geometry.conv_bundles = geometry.output_blocks / blocks;
+  geometry.conv_bundles = divide_up(geometry.output_blocks, blocks);
   geometry.weights_stay = geometry.own_banks = geometry.by_bundles = true;
   geometry.conv_rows = kLanes;
   geometry.conv_chunks = divide_up(geometry.units, geometry.conv_rows);
   geometry.wgrad_bundle_blocks = geometry.group_blocks % kMaxBundleBlocks == 0 ? kMaxBundleBlocks : 1;
-  geometry.wgrad_bundles = geometry.output_blocks / geometry.wgrad_bundle_blocks;
+  geometry.wgrad_bundles = divide_up(geometry.output_blocks, geometry.wgrad_bundle_blocks);
 }
 
 }  // namespace
@@ -75,10 +75,10 @@ Geometry make_single_geometry(int64_t images, const Levels& levels, const Channe
   geometry.output_blocks = divide_up(channels.outputs, kLanes);
   geometry.padded_outputs = geometry.output_blocks * kLanes;
   geometry.sharing = channels.groups == 1 ? 1 : groups_in_blocks(channels.outputs / channels.groups);
-  geometry.groups = channels.groups / geometry.sharing;
-  geometry.depth = channels.inputs / geometry.groups;
+  geometry.groups = divide_up(channels.groups, geometry.sharing);
+  geometry.depth = channels.inputs / channels.groups * geometry.sharing;
   geometry.depth_blocks = divide_up(geometry.depth, kLanes);
-  geometry.group_blocks = geometry.output_blocks / geometry.groups;
+  geometry.group_blocks = geometry.sharing > 1 ? geometry.depth_blocks : geometry.output_blocks / geometry.groups;
   geometry.method = method;
   geometry.tile = method == Method::kWinograd4 ? 4 : method == Method::kWinograd2 ? 2 : 1;
   geometry.tile_rows = divide_up(height, geometry.tile);

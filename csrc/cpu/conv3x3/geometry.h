@@ -44,8 +44,8 @@ struct Geometry : MapShape, Division {
   int64_t outputs, output_blocks, padded_outputs;
   // Channels that an output block sums over, those of its group, and output blocks that sum over the same ones. Where
   // there are several groups, which only layers have, both are whole blocks. Groups of channels that are none have
-  // blocks in common, `sharing` of them, and count as one; weights from one to another are zeros in a bank, or left out
-  // by whole blocks (met_blocks).
+  // blocks in common, `sharing` of them or, the last ones, what is left, and count as one; weights from one to another
+  // are zeros in a bank, or left out by whole blocks (met_blocks).
   int64_t groups, depth, depth_blocks, group_blocks, sharing;
   Method method;
 
@@ -111,12 +111,15 @@ struct Geometry : MapShape, Division {
   // An output block's group, and the first block of channels that it sums over.
   int64_t group_of(int64_t output_block) const { return output_block / group_blocks; }
   int64_t source_block(int64_t output_block) const { return group_of(output_block) * depth_blocks; }
+  int64_t source_blocks(int64_t output_block) const {
+    return std::min(depth_blocks, channel_blocks - source_block(output_block));
+  }
   // The blocks of its group's channels that an output block has weights for; where groups share blocks, which have as
   // many channels out as in then, the output blocks that a block of channels has weights for, too.
   BlockRange met_blocks(int64_t block) const {
     if (sharing == 1) return {0, depth_blocks};
     const int64_t own = row_channels(), first = block % group_blocks * kLanes, last = first + kLanes - 1;
-    return {first / own * own / kLanes, divide_up(last / own * own + own, kLanes)};
+    return {first / own * own / kLanes, std::min(divide_up(last / own * own + own, kLanes), source_blocks(block))};
   }
   // How many output blocks from this one on, `most` of them, meet the same blocks.
   int64_t blocks_alike(int64_t block, int64_t most) const {

@@ -104,7 +104,9 @@ WNFUSED_INLINE void row_filters(const UnitRows& rows, int64_t r, int64_t taps, i
 template <int kLevelTaps, class Job>
 void pack_backward(const Job& job, const Geometry& geometry, int64_t convolution, int64_t input_block, float factor,
                    const Bank& bank, float* scratch) {
-  const WeightShape<kLevelTaps> shape{geometry.channels, geometry.outputs / (geometry.groups * geometry.sharing)};
+  // Groups that share blocks have as many channels out as in.
+  const int64_t own = geometry.sharing > 1 ? geometry.row_channels() : geometry.outputs / geometry.groups;
+  const WeightShape<kLevelTaps> shape{geometry.channels, own};
   const PairFilters pair_filters(geometry, bank.weights, input_block);
   const BlockRange met = geometry.met_blocks(input_block);
   float* target = bank.weights + input_block * geometry.block_floats() + met.begin * kLanes * kLanes;

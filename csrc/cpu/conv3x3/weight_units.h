@@ -38,7 +38,7 @@ inline UnitRows shared_unit_rows(const Parameter& v, const Shape& shape, int64_t
   const int64_t unit = shape.unit_floats, own = shape.inputs, input0 = input_block * kLanes;
   const int64_t runs = v.taps_first ? shape.taps : 1, channel = v.taps_first ? 1 : shape.taps;
   for (int64_t i = 0; i < kLanes * unit; i += kLanes) store(staging + i, zero());
-  for (int64_t r = 0; r < kLanes; ++r) {
+  for (int64_t r = 0, rows = smaller(shape.outputs - row0, kLanes); r < rows; ++r) {
     const int64_t first = (row0 + r) % (sharing * own) / own * own;
     const int64_t begin = greater(first, input0), count = smaller(first + own, input0 + kLanes) - begin;
     if (count <= 0) continue;

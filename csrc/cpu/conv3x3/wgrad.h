@@ -97,7 +97,7 @@ struct GradientPart {
 WNFUSED_INLINE BlockRange met_outputs(const Geometry& geometry, const GradientPart& part, int64_t input_block) {
   if (geometry.sharing == 1) return {0, part.blocks};
   const int64_t first = part.first_block % geometry.group_blocks;
-  const BlockRange met = geometry.met_blocks(input_block);
+  const BlockRange met = geometry.met_blocks(part.first_block - first + input_block);
   return {greater(met.begin - first, 0), smaller(met.end - first, part.blocks)};
 }
 
@@ -105,7 +105,7 @@ WNFUSED_INLINE BlockRange met_outputs(const Geometry& geometry, const GradientPa
 inline void multiply_plane(const Geometry& geometry, const GradientPart& part, const Panel& panel, int64_t panel_plane,
                            const Panel& gradients, int64_t gradient_plane, int64_t count, bool accumulate,
                            float* bank) {
-  for (int64_t b = 0; b < geometry.depth_blocks; ++b) {
+  for (int64_t b = 0; b < geometry.source_blocks(part.first_block); ++b) {
     const BlockRange met = met_outputs(geometry, part, b);
     if (met.begin >= met.end) continue;
     multiply_outer(panel.at(panel_plane, b, 0), gradients.at(gradient_plane, met.begin, 0), gradients.rows * kLanes,
@@ -154,7 +154,8 @@ inline void sum_tile_products(const Geometry& geometry, const GradientPart& part
     const int64_t count = part.count(first, rows);
     gather_tile_gradients<M, RoundGradient>(geometry, maps.dy, first, count, part.first_block, part.blocks, gradients,
                                             bias_gradient);
-    gather_tiles<M, RoundX>(geometry, maps.x, maps.zeros, first, count, step, inputs);
+    gather_tiles<M, RoundX>(geometry, maps.x, maps.zeros, first, count, step,
+                            geometry.source_blocks(part.first_block), inputs);
     for (int64_t p = 0; p < geometry.planes; ++p)
       multiply_plane(geometry, part, inputs, p, gradients, p, count, first > part.begin,
                      sums.data + p * sums.plane_stride);
@@ -179,6 +180,7 @@ inline void sum_tile_products_by_blocks(const Geometry& geometry, const Gradient
     return Panel(scratch + geometry.gradient_panels_at() + i * geometry.gradient_panel(), rows, part.blocks);
   };
   const Sums sums{scratch + geometry.sums_at(), geometry.sums_stride()};
+  const int64_t blocks = geometry.source_blocks(part.first_block);
   int64_t panels = 0;
   for (int64_t first = part.begin; first < part.end; first += rows, ++panels) {
     const int64_t count = part.count(first, rows);
@@ -186,10 +188,10 @@ inline void sum_tile_products_by_blocks(const Geometry& geometry, const Gradient
       gather_tile_gradients<M, RoundGradient>(geometry, maps.dy, first, count, part.first_block, part.blocks,
                                               gradients(panels), bias_gradient);
     if (!gathered.inputs)
-      gather_tiles<M, RoundX>(geometry, maps.x, maps.zeros, first, count, step, inputs(panels));
+      gather_tiles<M, RoundX>(geometry, maps.x, maps.zeros, first, count, step, blocks, inputs(panels));
   }
   constexpr int64_t kSquare = kLanes * kLanes;
-  for (int64_t b = 0; b < geometry.depth_blocks; ++b) {
+  for (int64_t b = 0; b < blocks; ++b) {
     const BlockRange met = met_outputs(geometry, part, b);
     for (int64_t p = 0; p < geometry.planes && met.begin < met.end; ++p)
       for (int64_t i = 0; i < panels; ++i)
