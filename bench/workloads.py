@@ -213,10 +213,13 @@ def _windows() -> list[Workload]:
         )
         for channels, outputs, size, kernel, stride, dilation, batch in layers
     ]  # fmt: skip
-    # Of ResNeXt, discriminators in vocoders, the positional one of wav2vec 2.0, and of networks of depthwise layers.
+    # Of ResNeXt, of RegNets, whose groups are no whole blocks, of vocoders' discriminators, the positional one of
+    # wav2vec 2.0, and of networks of depthwise layers.
     grouped = (
         (128, 128, (32, 32), 3, 1, 32, 8), (256, 256, (28, 28), 3, 1, 32, 8), (512, 512, (14, 14), 3, 1, 32, 8),
         (1024, 1024, (7, 7), 3, 1, 32, 8),
+        (168, 168, (28, 28), 3, 1, 7, 8), (888, 888, (7, 7), 3, 1, 37, 8), (240, 240, (28, 28), 3, 1, 6, 1),
+        (720, 720, (14, 14), 3, 1, 6, 1),
         (768, 768, (200,), 127, 1, 16, 1),
         (64, 64, (32, 32), 3, 1, 4, 8), (128, 128, (2048,), 41, 2, 4, 2),
         (128, 256, (1024,), 41, 2, 16, 4), (256, 512, (1024,), 41, 4, 16, 4), (64, 256, (2048,), 41, 4, 16, 4),

@@ -24,6 +24,7 @@ from own_conv import (
     assert_same_bits_by_threads,
     assert_zero_rows_and_gains,
     both,
+    run,
     same3x3,
     sample,
     way_of,
@@ -74,7 +75,8 @@ CASES = [(method, same3x3(*shape)) for method, shapes in SHAPES.items() for shap
 CASES.append(("winograd4", Case(2, 24, 16, (3, 8, 9), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1))))
 THREE_DIMS = same3x3(2, 32, 48, 3, 8, 7)
 # A block in and out, more of either, an odd number of them, banks of a group that a cache has no room for, several
-# slices of a weight gradient, levels that are as images; two groups and four that have a block in common.
+# slices of a weight gradient, levels that are as images; two groups and four that have a block in common, or several
+# blocks, or what there is of them.
 GROUPS = [
     ("winograd4", same3x3(2, 64, 64, 14, 14)._replace(groups=4)),
     ("winograd4", same3x3(1, 64, 128, 9, 13)._replace(groups=2)),
@@ -96,6 +98,9 @@ GROUPS = [
     ("winograd4", same3x3(12, 60, 60, 9, 8)._replace(groups=3)),
     ("winograd4", same3x3(7, 280, 280, 8, 12)._replace(groups=7)),
     ("winograd2", same3x3(2, 120, 120, 6, 7)._replace(groups=5)),
+    ("winograd4", same3x3(3, 56, 56, 13, 12)._replace(groups=7)),
+    ("winograd4", same3x3(3, 60, 60, 13, 12)._replace(groups=5)),
+    ("winograd4", same3x3(5, 40, 40, 17, 12)._replace(groups=10)),
 ]
 CASES += GROUPS
 SOME = [*(same3x3(*shapes[1]) for shapes in SHAPES.values()), THREE_DIMS, *(GROUPS[i][1] for i in (1, 2, -2, -1))]
@@ -107,6 +112,18 @@ def test_every_method_and_layout(vectors, method, case, layout):
     assert way_of(case) == method
     tensors = sample(case, layout)
     assert_layouts_agree(case, tensors, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", [case for _, case in CASES], ids=str)
+@pytest.mark.parametrize("layout", ["nchw", "last"])
+def test_layers_do_not_meet_what_lay_in_their_scratch_memory(case, layout):
+    """It is full of NaN here. A layer that met one would be right, by the vendor's convolution, and slow."""
+    *tensors, residual = sample(case, layout)
+    dy = torch.ones_like(residual)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = run(native.conv, native.conv_backward, case, [*tensors, residual], dy, "relu")
+    assert all(t is None or t.isfinite().all() for t in found.values())
+    assert not [event.key for event in profile.key_averages() if "aten::" in event.key and "conv" in event.key]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ bool fill_blocks(const ConvShape& shape, int64_t channels) {
   return (channels == 4 || channels == 8) && shape.groups % groups_in_blocks(channels) == 0;
 }
 
-// Whether a few groups of so many channels fill blocks that they share, those of more than one but for the last ones,
-// and leave few enough products with zeros: of four groups that do, each may have as much as three blocks.
+// Whether groups of so many channels, two or four of which fill blocks that they share, leave few enough products with
+// zeros: four of them where each has less than three blocks, and the last ones where most of their blocks is channels.
 bool share_blocks(const ConvShape& shape, int64_t channels) {
   const int64_t sharing = groups_in_blocks(channels);
-  const bool fill = channels > kLanes || shape.groups % sharing == 0;
+  const bool fill = 4 * shape.inputs >= 3 * divide_up(shape.inputs, kLanes) * kLanes;
   return fill && (sharing <= 2 || (sharing == 4 && channels < 3 * kLanes));
 }
 

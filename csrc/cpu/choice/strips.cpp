@@ -66,12 +66,15 @@ bool is_dense(const ConvShape& shape) {
   return places_each(shape) <= (shape.outputs / shape.groups <= kFewChannels ? kPlacesOfFew : kPlaces);
 }
 
-// Groups of eight channels and more that Winograd's method takes in two dims, with as many multiplications for sixteen
-// channels as there are here for four, on 4x4 tiles: as fast or faster, for all that their maps are copied.
+// Groups of eight channels, or a multiple, that Winograd's method takes in two dims, with as many multiplications for
+// sixteen channels as there are here for four, on 4x4 tiles: as fast or faster, for all that their maps are copied, but
+// where channels that are not there are multiplied, too.
 bool has_winograd_groups(const ConvTraits& layer) {
   constexpr int64_t kChannels = 8;
   const ConvShape& shape = layer.shape;
-  if (layer.transposed || shape.groups == 1 || shape.inputs / shape.groups < kChannels) return false;
+  const int64_t channels = shape.inputs / shape.groups;
+  if (layer.transposed || shape.groups == 1 || channels % kChannels != 0) return false;
+  if (channels < kLanes && shape.inputs % kLanes != 0) return false;
   const std::optional<Method> method = float_method(shape, false);
   return method && is_winograd(*method);
 }

@@ -355,8 +355,9 @@ inline void convolve(const Geometry& geometry, const float* map, const float* ze
         const int64_t alike = geometry.blocks_alike(first_block + column, end - column);
         const float* filters = bank + plane * geometry.plane_stride + column * col_stride;
         const PlanePair pair{panel.at(plane, met.begin, 0), filters + met.begin * kLanes * kLanes};
-        multiply_rows(&pair, 1, geometry.sharing == 1 ? depth : Depth{met.count(), 0, depth.panel_step}, rows, alike,
-                      col_stride, product.at(plane, column, 0), product.rows * kLanes);
+        const int64_t channels = geometry.channels_in(met, first_block);
+        multiply_rows(&pair, 1, {channels / kLanes, channels % kLanes, depth.panel_step}, rows, alike, col_stride,
+                      product.at(plane, column, 0), product.rows * kLanes);
         column += alike;
       }
     };

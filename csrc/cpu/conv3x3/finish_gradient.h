@@ -78,16 +78,16 @@ inline void sum_turned_slices(const Geometry& geometry, const float* bank, float
   }
 }
 
-// Rows of dW, those of an output block, over all channels that groups have in common: each row's own group's ones come
-// to its beginning; finish_rows clears what follows.
+// Rows of dW, those of an output block, over all channels that groups have in common, `row_floats` apart: each row's
+// own group's ones come together, rows so padded; finish_rows clears what follows.
 inline void take_own_channels(const Geometry& geometry, int64_t output_block, bool taps_first, int64_t row_floats,
-                              float* gradients) {
+                              int64_t padded, float* gradients) {
   const int64_t own = geometry.row_channels(), taps = geometry.taps();
   const int64_t runs = taps_first ? taps : 1, run = taps_first ? own : own * taps;
   const int64_t row0 = output_block % geometry.group_blocks * kLanes;
   for (int64_t r = 0; r < kLanes; ++r) {
-    float* row = gradients + r * row_floats;
-    const float* source = row + (row0 + r) / own * run;
+    const float* source = gradients + r * row_floats + (row0 + r) / own * run;
+    float* row = gradients + r * padded;
     for (int64_t i = 0; i < runs; ++i)
       __builtin_memmove(row + i * run, source + i * geometry.depth, run * sizeof(float));
   }
@@ -132,9 +132,10 @@ void finish_gradient(const Job& job, int64_t convolution, int64_t output_block, 
       }
     });
   }
-  if (geometry.sharing > 1) 
-    take_own_channels(geometry, output_block, job.v.taps_first, row_floats, gradients);
-  finish_rows(job, geometry.outputs, {shape.row_floats(), row_floats}, convolution, output_block, factor,
+  const bool shared = geometry.sharing > 1;
+  const int64_t padded = shared ? divide_up(shape.row_floats(), kLanes) * kLanes : row_floats;
+  if (shared) take_own_channels(geometry, output_block, job.v.taps_first, row_floats, padded, gradients);
+  finish_rows(job, geometry.outputs, {shape.row_floats(), padded}, convolution, output_block, factor,
               gradients, job.dbias, bias_gradient, geometry.wgrad_slices, row);
 }
 

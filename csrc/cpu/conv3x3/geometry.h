@@ -121,6 +121,11 @@ struct Geometry : MapShape, Division {
     const int64_t own = row_channels(), first = block % group_blocks * kLanes, last = first + kLanes - 1;
     return {first / own * own / kLanes, std::min(divide_up(last / own * own + own, kLanes), source_blocks(block))};
   }
+  // The channels of these blocks that there are; others' memory may hold anything.
+  int64_t channels_in(const BlockRange& met, int64_t output_block) const {
+    const int64_t first = source_block(output_block);
+    return std::min((first + met.end) * kLanes, channels) - (first + met.begin) * kLanes;
+  }
   // How many output blocks from this one on, `most` of them, meet the same blocks.
   int64_t blocks_alike(int64_t block, int64_t most) const {
     if (sharing == 1) return most;
