@@ -103,6 +103,15 @@ def test_others_do_not(fastest, case):
     assert go_by("unfolded", case) == go_by("unfolded", case, last=True) == (False, False)
 
 
+@pytest.mark.parametrize("outputs", [1, 2, 4])
+@pytest.mark.parametrize("size", [(9, 7), (3, 5, 6)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_1x1_layers_of_few_outputs(vectors, outputs, size, layout):
+    case = layer((2, 40, outputs), size, 1)
+    assert go_by("unfolded", case, last=True) == ((vectors != "portable",) * 2)
+    assert_layouts_agree(case, sample(case, layout), 4 * TOLERANCE)  # terms of a single dg cancel
+
+
 def test_1x1_layers_of_many_weights_to_a_pixel_go_this_way_by_avx2(vectors):
     """On more pixels than other kernels of AVX2 for unfolded layers take: in place, and with a stride."""
     if vectors != "avx2":

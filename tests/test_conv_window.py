@@ -126,7 +126,7 @@ def test_every_window_and_layout(vectors, case, layout):
 
 
 ONE_OR_TWO_OUTPUTS = {
-    "1x1": Case(2, 40, 1, (9, 7), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "1x1, stride 2": Case(2, 40, 1, (9, 7), (1, 1), (2, 1), (0, 0), (1, 1)),
     "3x3, stride 2": Case(3, 33, 2, (12, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
     "three dims": Case(2, 24, 1, (4, 5, 6), (3, 3, 2), (2, 1, 2), (1, 1, 1), (1, 1, 1)),
     "three dims, transposed": Case(

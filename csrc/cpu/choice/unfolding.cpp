@@ -38,14 +38,17 @@ bool has_tiles() {
 }
 
 // Whether pixels are rows of a linear layer as they lie, x's and y's, and nothing is copied: in floats for its panels
-// (linear/panel.h), by AVX2 as in bfloat16 for tiles where so many weights to a pixel are most of the work.
+// (linear/panel.h), or few outputs (linear/few.h), by AVX2 as in bfloat16 for tiles where so many weights to a pixel
+// are most of the work.
 bool has_pixels_for_rows(const ConvTraits& layer) {
-  constexpr int64_t kManyWeights = 1024;
+  constexpr int64_t kManyWeights = 1024, kFewOutputs = 4;
+  const Isa isa = active_isa();
   const ConvShape& shape = layer.shape;
   const bool lie = layer.rows && layer.last && shape.is_pointwise() && shape.groups == 1;
-  if (!lie || layer.transposed || layer.plain || shape.outputs == 1) return false;
-  if (!layer.bfloat16 && active_isa() == Isa::kAvx512) return true;
-  const bool multiplies = layer.bfloat16 ? has_tiles() : active_isa() == Isa::kAvx2;
+  if (!lie || layer.transposed || layer.plain) return false;
+  if (!layer.bfloat16 && (isa == Isa::kAvx512 || (isa == Isa::kAvx2 && shape.outputs <= kFewOutputs))) return true;
+  if (shape.outputs == 1) return false;
+  const bool multiplies = layer.bfloat16 ? has_tiles() : isa == Isa::kAvx2;
   return multiplies && shape.inputs * shape.outputs >= kManyWeights * shape.output_pixels();
 }
 
