@@ -56,6 +56,9 @@ CASES = {
     "last layer of a signal": layer(1, 33, 1, (700,), 7, padding=3),
     "last layer by 2": layer(2, 30, 4, (15, 14), 3, stride=2, padding=1),
     "one tap": layer(3, 24, 5, (9, 7), 1),
+    "one tap over three dims": layer(2, 24, 3, (4, 5, 6), 1),
+    "one tap over three dims, few inputs": layer(3, 2, 3, (3, 7, 6), 1),
+    "one tap over three dims, groups": layer(2, 15, 10, (3, 7, 6), 1, groups=5),
     "one tap by 3": layer(2, 24, 5, (20, 23), 1, stride=3),
     "one tap, more padding than taps": layer(2, 8, 5, (6, 5), 1, padding=2),
     "groups of four": layer(3, 24, 24, (10, 14), 3, padding=1, groups=6),
@@ -153,7 +156,8 @@ def test_more_channels_than_a_cache_has_room_for(vectors, case):
 
 BACKWARD_IN_CHANNELS_LAST = {"first layer by 2"}
 ELSEWHERE_IN_CHANNELS_LAST = {
-    "last layer by 2", "one tap", "one tap by 3", "one tap, more padding than taps", "groups of four",
+    "last layer by 2", "one tap", "one tap over three dims",
+    "one tap over three dims, groups", "one tap by 3", "one tap, more padding than taps", "groups of four",
     "groups of many strips", "groups of 5, by 2", "groups of one input", "groups of 22", "transposed first layer",
     "transposed to many",
 }  # fmt: skip

@@ -79,6 +79,13 @@ bool has_winograd_groups(const ConvTraits& layer) {
   return method && is_winograd(*method);
 }
 
+// Strips know one level, which is enough for a layer of single pixels (strips_conv).
+ConvTraits without_levels(ConvTraits layer) {
+  if (layer.is_plain_conv() || layer.transposed || !layer.shape.is_pointwise()) return layer;
+  layer.shape = layer.shape.without_levels();
+  return layer;
+}
+
 bool has_strips(const ConvTraits& layer) {
   const ConvShape& shape = layer.shape;
   if (!strip_kernels() || layer.is_plain_conv() || layer.bfloat16 || !shape.has_one_level()) return false;
@@ -92,7 +99,8 @@ bool has_strips(const ConvTraits& layer) {
 
 // Convolutions with a stride and many taps, on short lines, the vendor runs as fast, and those with many channels to
 // turn; by AVX2 on any lines, where no activation follows that strips save the pass for.
-bool suits_strips(const ConvTraits& layer, bool passes) {
+bool suits_strips(const ConvTraits& given, bool passes) {
+  const ConvTraits layer = without_levels(given);
   if (is_direct_first_layer(layer)) return false;
   constexpr int64_t kManyTaps = 25, kShortLine = 64;
   const ConvShape& shape = layer.shape;
@@ -102,7 +110,8 @@ bool suits_strips(const ConvTraits& layer, bool passes) {
   return !vendors && !has_many_turned(layer) && !has_winograd_groups(layer) && has_strips(layer);
 }
 
-bool suits_strips_backward(const ConvTraits& layer, const Needs& needs) {
+bool suits_strips_backward(const ConvTraits& given, const Needs& needs) {
+  const ConvTraits layer = without_levels(given);
   // A bias gradient without that of the weight only strips have.
   const bool winograd = (needs.v || !needs.bias) && has_winograd_groups(layer);
   return !winograd && (needs.x || !has_many_turned(layer)) && has_strips(layer);

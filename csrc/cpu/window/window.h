@@ -67,6 +67,12 @@ struct ConvShape {
   bool has_one_level() const {
     return size.level == 1 && kernel.level == 1 && padding.level == 0 && stride.level == 1;
   }
+  // The same layer of single pixels, over maps whose levels lie one below the other.
+  ConvShape without_levels() const {
+    ConvShape shape = *this;
+    shape.size = {1, size.level * size.row, size.column};
+    return shape;
+  }
   // Whether it is a convolution at all: only then it has an output_size().
   bool is_sound() const;
   // Whether a Window has room for its taps and its stride.
