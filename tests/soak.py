@@ -343,10 +343,10 @@ def conv3x3(draw: random.Random) -> own_conv.Case:
     images, inputs, outputs = draw.choice((1, 1, 2, 5, 20)), draw.randint(9, 50), draw.randint(9, 50)
     levels, groups = draw.choice(((), (), (draw.randint(1, 5),))), 1
     if not levels and draw.random() < 0.3:
-        groups = draw.choice((2, 3, 4, 8))
+        groups = draw.choice((2, 3, 4, 5, 8))
         inputs, outputs = (groups * draw.choice((16, 32, 48)) for _ in range(2))
-        if groups == 8 and draw.random() < 0.5:  # that have blocks in common
-            inputs = outputs = groups * draw.choice((4, 8))
+        if draw.random() < 0.5:  # that have blocks in common
+            inputs = outputs = groups * draw.choice((4, 8, 12, 20, 24, 28, 40, 56))
     size = (*levels, draw.randint(1, 14), draw.randint(1, 14))
     return own_conv.same3x3(images, inputs, outputs, *size)._replace(groups=groups)
 
