@@ -108,7 +108,7 @@ struct Geometry : MapShape, Division {
   int64_t block_floats() const {
     return is_pairs() ? row_pixels * segment_depth * (kLanes / 2) : gradient_floats();
   }
-  // An output block's group, and the first block of channels that it sums over.
+  // An output block's group, the first block of channels that it sums over, and how many of its group there are.
   int64_t group_of(int64_t output_block) const { return output_block / group_blocks; }
   int64_t source_block(int64_t output_block) const { return group_of(output_block) * depth_blocks; }
   int64_t source_blocks(int64_t output_block) const {
