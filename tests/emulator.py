@@ -44,8 +44,9 @@ MACHINE = (
 UNITS = (
     "cuda/stage_driver.cu", *(f"cuda/{table}.cu" for table in TABLES), *(f"emulation/{name}.cpp" for name in MACHINE),
 )  # fmt: skip
-# Registers that nobody set hold a pattern; fibers jump between stacks, which fortified jumps refuse.
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
+# Most of the time is the compiler's, hence -O1. Registers that nobody set hold a pattern; fibers jump between stacks,
+# which fortified jumps refuse.
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE",
          "-ftrivial-auto-var-init=pattern"]  # fmt: skip
 # A configuration in a table, up to the end of its name; the arguments before it may go on over several lines.
 ENTRY = r' {4}(?:stage|large|warpgroup)_entry<[^"]*"([^"]*)"'

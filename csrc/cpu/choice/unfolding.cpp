@@ -2,14 +2,15 @@
 // 32 MB on, fresh memory for them; what it costs is to multiply by the padding and, forward, to put rows in the place
 // of a map in NCHW.
 #include "cpu/choice/rules.h"
+#include "cpu/linear/few.h"
 #include "cpu/linear/linear_layer.h"
 #include "cpu/machine/isa.h"
 
 namespace wnfused::cpu {
 namespace {
 
-// Pixels. Up to kFew the time of such a layer is that of its weights.
-constexpr int64_t kFew = 16, kMost = 256;
+// Pixels. Up to kFewPixels the time of such a layer is that of its weights.
+constexpr int64_t kFewPixels = 16, kMostPixels = 256;
 
 // An image cut into patches, of more taps than the kernels of conv_layer/ have.
 bool is_patches(const ConvShape& shape) { return shape.taps() > kMaxWindowTaps && shape.has_windows_apart(); }
@@ -28,7 +29,7 @@ bool goes_by_winograd(const std::optional<Method>& method) { return method && is
 // Maps in bfloat16 of few pixels are nothing beside the weights, but of many the vendor has faster products.
 bool is_vendors_bfloat16(const ConvTraits& layer) {
   constexpr int64_t kTimes = 4;
-  if (!layer.bfloat16 || layer.transposed || layer.shape.output_pixels() <= kFew) return false;
+  if (!layer.bfloat16 || layer.transposed || layer.shape.output_pixels() <= kFewPixels) return false;
   return has_many_bfloat16_products(layer, kTimes);
 }
 
@@ -41,12 +42,12 @@ bool has_tiles() {
 // (linear/panel.h), or few outputs (linear/few.h), by AVX2 as in bfloat16 for tiles where so many weights to a pixel
 // are most of the work.
 bool has_pixels_for_rows(const ConvTraits& layer) {
-  constexpr int64_t kManyWeights = 1024, kFewOutputs = 4;
+  constexpr int64_t kManyWeights = 1024;
   const Isa isa = active_isa();
   const ConvShape& shape = layer.shape;
   const bool lie = layer.rows && layer.last && shape.is_pointwise() && shape.groups == 1;
   if (!lie || layer.transposed || layer.plain) return false;
-  if (!layer.bfloat16 && (isa == Isa::kAvx512 || (isa == Isa::kAvx2 && shape.outputs <= kFewOutputs))) return true;
+  if (!layer.bfloat16 && (isa == Isa::kAvx512 || (isa == Isa::kAvx2 && shape.outputs <= kFew))) return true;
   if (shape.outputs == 1) return false;
   const bool multiplies = layer.bfloat16 ? has_tiles() : isa == Isa::kAvx2;
   return multiplies && shape.inputs * shape.outputs >= kManyWeights * shape.output_pixels();
@@ -65,14 +66,14 @@ bool suits_unfolding(const ConvTraits& layer) {
   // The output is to be in NCHW, over two dims, which the vendor has kernels for. Of a transposed layer windows of y
   // are put together in every case.
   const bool planes = layer.dims == 2 && !layer.last && !layer.transposed;
-  if (planes && pixels > (shape.taps() > 1 ? kPlanes : kFew) && weights * shape.taps() < kHeavy) return false;
+  if (planes && pixels > (shape.taps() > 1 ? kPlanes : kFewPixels) && weights * shape.taps() < kHeavy) return false;
   // A method of conv_layer/ packs weights bundle by bundle, in a cache, but a transposed window all of them at once.
   std::optional<Method> own;
   if (!layer.transposed) own = float_method(shape, false);
   const bool packs = own == Method::kDirect && active_isa() == Isa::kAvx512;
   const bool light = (layer.transposed && !layer.bfloat16) || has_narrow_panels(shape);
   const int64_t least = light ? kLightWeightsAPixel : kWeightsAPixel;
-  return pixels <= (packs || goes_by_winograd(own) ? kFew : kMost) && weights >= least * pixels;
+  return pixels <= (packs || goes_by_winograd(own) ? kFewPixels : kMostPixels) && weights >= least * pixels;
 }
 
 bool rows_outdo_banks(const ConvTraits& layer) {
@@ -90,11 +91,11 @@ bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   const bool patches = is_patches(shape);
   if (!patches && is_vendors_bfloat16(layer)) return false;
   const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
-  if (pixels <= kFewestPixels || (pixels <= kFew && weights >= kNarrow)) return true;
+  if (pixels <= kFewestPixels || (pixels <= kFewPixels && weights >= kNarrow)) return true;
   if (patches) return needs.x || pixels <= kPatches;
   if (layer.rows && shape.is_pointwise() && !layer.transposed) return weights >= kInPlace * pixels;
   const std::optional<Method> own = float_method(shape, layer.transposed);
-  if (pixels > (goes_by_winograd(own) ? kFew : kMost)) return false;
+  if (pixels > (goes_by_winograd(own) ? kFewPixels : kMostPixels)) return false;
   return weights >= kWeightsAPixel * pixels || (weights >= kBesideVendor * pixels && !own);
 }
 
