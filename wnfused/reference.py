@@ -98,7 +98,9 @@ def weight_norm_backward(dw: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: in
     dw = torch.where(zero, 0.0, dw.to(norm.dtype))  # a zero row has no gradient, be it NaN
     dgain = _row_sum(dw * unit, spans)
     scale = torch.where(zero, 0.0, g.to(norm.dtype).reshape(broadcast)) * inverse  # 0, be the gain infinite
-    dv = scale * (dw - unit * dgain)
+    # All of a row of a single entry lies along v: what rounding would leave of it, Adam would take for a gradient.
+    along = unit * dgain if dgain.numel() < dw.numel() else dw
+    dv = scale * (dw - along)
     return dv.to(v.dtype), dgain.reshape(g.shape).to(g.dtype)
 
 

@@ -48,6 +48,7 @@ void normalise_gradient(const Job& job, int64_t index, const RowLength& length, 
     put_row([](float* to, const Block& block) { store_past_caches(to, block); });
   else
     put_row([](float* to, const Block& block) { store(to, block); });
+  if (floats == 1) target[0] = weight_gradient[0] * 0.0f;  // as single_gradient (layer/rows.h) has it
   // A zero row has zero gradients even where dW is not finite.
   if (norm == 0.0f)
     for (int64_t k = 0; k < padded; ++k) target[k] = 0.0f;

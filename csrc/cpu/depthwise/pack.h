@@ -6,6 +6,7 @@
 
 #include "cpu/conv/layer_job.h"
 #include "cpu/depthwise/depthwise.h"
+#include "cpu/layer/rows.h"
 #include "cpu/window/pack.h"
 
 namespace wnfused::cpu::WNFUSED_ISA {
@@ -133,7 +134,8 @@ inline void finish_block(const ConvBackward<Depthwise>& job, int64_t block) {
   // Both are 0 for a row of zeros.
   const Block scale = row_scales(job, block, norms);
   for (int64_t k = 0; k < layer.planes; ++k)
-    gradient.tap[k] = scale * multiply_add(-dot, v.tap[k], gradient.tap[k]);
+    gradient.tap[k] = layer.planes == 1 ? single_gradient(gradient.tap[k])
+                                        : scale * multiply_add(-dot, v.tap[k], gradient.tap[k]);
   poison = multiply_add(dot, zero(), poison);
   if (job.dg.data) store_rows(static_cast<float*>(job.dg.data), channels, block, dot);
   gradient.store_to(job.dv);

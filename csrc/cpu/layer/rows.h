@@ -60,6 +60,10 @@ inline void scaled(const RowRange& rows, Values v, const float* gain, float* nor
   });
 }
 
+// dv of rows of a single entry. Such a row has two directions, none beside another: rounding would leave a gradient,
+// large scales a large one, and Adam would follow it whatever its size. What is not finite stays so.
+WNFUSED_INLINE Block single_gradient(const Block& dw) { return dw * zero(); }
+
 // dgain = <dw, v> / ||v||,  dv = s (dw - v dgain / ||v||), where dw may hold s dw. dv may be dw.
 template <class D, class V>
 WNFUSED_INLINE float gradient_row(
@@ -72,7 +76,8 @@ WNFUSED_INLINE float gradient_row(
   const float dgain = dot(dw, v, inner) * inverse;
   const Block factor = splat(scaled ? 1.0f : scale), along = splat(-dgain * inverse);
   for_blocks(inner, [&](int64_t i, auto move) __attribute__((always_inline)) {
-    move.store(dv + i, factor * multiply_add(along, move.load(v + i), move.load(dw + i)));
+    const Block row = move.load(dw + i);
+    move.store(dv + i, inner == 1 ? single_gradient(row) : factor * multiply_add(along, move.load(v + i), row));
   });
   return scaled ? dgain / scale : dgain;
 }

@@ -76,9 +76,8 @@ inline void few_inputs_gradient(const FewGradient& task) {
     for (int64_t k = 0; k < task.inner; ++k) {
       const int64_t at = k * task.features + n;
       const Block dw = move.load(task.dw + at);
-      // A single input has two directions, none beside another: rounding would leave a gradient, and large scales a
-      // large one. What is not finite stays so.
-      const Block dv = task.inner == 1 ? dw * zero() : scale * multiply_add(back, move.load(task.v + at), dw);
+      const Block dv =
+          task.inner == 1 ? single_gradient(dw) : scale * multiply_add(back, move.load(task.v + at), dw);
       move.store(task.dw + at, relu_mask(norm, dv));  // a row of zeros has no direction
     }
   });

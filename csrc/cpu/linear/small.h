@@ -218,8 +218,10 @@ WNFUSED_INLINE void small_gradient_of_one(const SmallLinearBackward& task, const
     const Block back = splat(-dgain * inverse), outer = splat(scale[r]);
     for_blocks(task.inner, [&](int64_t k, auto move) __attribute__((always_inline)) {
       const int64_t at = r * task.inner + k;
-      const Block perpendicular = multiply_add(back, move.load(v + at), dz[r] * move.load(task.x + k));
-      move.store(dv + at, norm == 0 ? zero() : outer * perpendicular);
+      const Block dw = dz[r] * move.load(task.x + k);
+      const Block row =
+          task.inner == 1 ? single_gradient(dw) : outer * multiply_add(back, move.load(v + at), dw);
+      move.store(dv + at, norm == 0 ? zero() : row);
     });
   }
 }

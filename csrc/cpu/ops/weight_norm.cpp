@@ -80,6 +80,11 @@ struct Task {
   W *norm, *scale, *dgain;
 
   bool backward() const { return dgain != nullptr; }
+  bool has_single_entries() const { return shape.outer * shape.inner == 1; }
+
+  // What dv has no part along. All of a row of a single entry lies along v: of dw less itself nothing is left, of dw
+  // less a multiple of v what rounding leaves, a gradient for Adam to follow.
+  const T* along() const { return backward() && has_single_entries() ? dw : v; }
 };
 
 // What becomes of a row's sum: <v, v> forward, <dw, v> backward.
@@ -94,7 +99,7 @@ struct RowFactors {
       const W dgain = norm == 0 ? 0 : sum * inverse;
       task.dgain[row] = dgain;
       s = task.gain[row] * inverse;
-      t = dgain * inverse;
+      t = task.has_single_entries() ? 1 : dgain * inverse;
     } else {
       s = norm == 0 ? 0 : task.gain[row] / norm;
       t = 0;
@@ -113,7 +118,8 @@ void run_rows(const Task<T, W>& task, int64_t begin, int64_t end) {
     const T* other = task.backward() ? task.dw + row * inner : v;
     const RowFactors<T, W> found(task, row, on.sum(other, v, inner));
     if (task.w)
-      on.combine({task.backward() ? other : nullptr, v, task.w + row * inner, &found.s, &found.t, &found.norm}, inner);
+      on.combine({task.backward() ? other : nullptr, task.along() + row * inner, task.w + row * inner, &found.s,
+                  &found.t, &found.norm}, inner);
   }
 }
 
@@ -159,8 +165,8 @@ void run_columns(const Task<T, W>& task) {
   if (!task.w) return;
   in_chunks([&](int64_t, int64_t at, int64_t lines) {
     on.column_combine(
-        {task.backward() ? task.dw + at : nullptr, task.v + at, task.w + at, s.data(), t.data(), norm.data()}, lines,
-        length);
+        {task.backward() ? task.dw + at : nullptr, task.along() + at, task.w + at, s.data(), t.data(), norm.data()},
+        lines, length);
   });
 }
 
@@ -181,8 +187,8 @@ void run_whole(const Task<T, W>& task) {
   const RowFactors<T, W> found(task, 0, sum);
   if (!task.w) return;
   in_pieces([&](int64_t, int64_t at, int64_t length) {
-    on.combine({task.backward() ? task.dw + at : nullptr, task.v + at, task.w + at, &found.s, &found.t, &found.norm},
-               length);
+    on.combine({task.backward() ? task.dw + at : nullptr, task.along() + at, task.w + at, &found.s, &found.t,
+                &found.norm}, length);
   });
 }
 
