@@ -56,24 +56,25 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_backward(
     int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, int64_t groups, int64_t activation, double slope);
 
-// Nothing, or false, where the vendor is as fast; what no kernel of this library takes is the vendor's result.
-std::tuple<Gradient, Gradient> conv_transpose(
+// Rows of v along x's channels.
+std::tuple<Tensor, Tensor> conv_transpose(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, const std::vector<int64_t>& output_padding, int64_t groups,
     int64_t activation, double slope);
-std::tuple<Gradient, Gradient> kept_conv_transpose(
+std::tuple<Tensor, std::optional<Tensor>> kept_conv_transpose(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const std::vector<Tensor>& known, const std::vector<int64_t>& stride,
     const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
     const std::vector<int64_t>& output_padding, int64_t groups, int64_t activation, double slope);
-std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpose_backward(
+std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> conv_transpose_backward(
     const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
     int64_t needs, const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
     const std::vector<int64_t>& dilation, const std::vector<int64_t>& output_padding, int64_t groups,
     int64_t activation, double slope);
 
-// The same of a convolution with a weight that is given as it is: y; dx, dw, dbias, dz.
+// The same of a convolution with a weight that is given as it is: y; dx, dw, dbias, dz. Nothing, or false, where the
+// vendor is as fast, or no kernel of this library takes the dtype.
 Gradient plain_conv(
     const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
     const std::vector<int64_t>& stride, const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,

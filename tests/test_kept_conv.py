@@ -1,5 +1,8 @@
 """Convolutions inside ``wnfused.frozen``: weights packed once by the C++ kernels, for every way of multiplying."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -97,6 +100,25 @@ def test_whoever_packs_first(threads):
         finally:
             torch.set_num_threads(before)
     assert torch.equal(first, expected)
+
+
+@pytest.mark.parametrize("through_python", [False, True])
+def test_first_calls_in_threads_keep_one_bank(monkeypatch, through_python):
+    if through_python:
+        monkeypatch.setattr(native_entry, "layer", lambda name: None)
+    layer = WNConv2d(512, 512, 3, stride=2, padding=1)  # packed in a while
+    x, calls = torch.randn(1, 512, 8, 8), 6
+    together = threading.Barrier(calls)
+
+    @torch.no_grad()
+    def run():
+        together.wait()
+        return layer(x)
+
+    with torch.no_grad(), wnfused.frozen(layer), ThreadPoolExecutor(calls) as pool:
+        outputs = [y.result() for y in [pool.submit(run) for _ in range(calls)]]
+        assert len(layer._frozen.banks) == 1
+        assert all(torch.equal(y, layer(x)) for y in outputs)
 
 
 def test_every_way_of_multiplying_has_a_bank():

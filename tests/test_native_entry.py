@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wnfused import dispatch
 from wnfused.backends import native_entry
-from wnfused.functional import linear
+from wnfused.functional import conv_transpose2d, linear
 from wnfused.ops import _direct
 
 pytestmark = [
@@ -163,6 +163,8 @@ def test_both_entries_take_the_same_transposed_convolutions(change):
         y = native_entry.layer("conv_transpose")(*inputs, *CONSTANTS["conv_transpose2d"])
     except RuntimeError as refused:
         y = refused
+        with pytest.raises((TypeError, ValueError), match=r"^(x|v|g|bias|residual): "):
+            conv_transpose2d(*inputs[:4], 2, 1, groups=2, residual=inputs[4])
     assert is_open_to_python("conv_transpose2d", inputs) == (y is not None)
 
 
@@ -173,6 +175,4 @@ def is_open_to_python(name, tensors):
         return True
     if name == "linear_of_norm":
         return _direct.is_open(*tensors) and sys.modules["wnfused.ops.linear"]._is_composed(*tensors)
-    if name != "conv_transpose2d":
-        return _direct.is_open_to_layers(name, *tensors)
-    return _direct.is_open(*tensors) and sys.modules["wnfused.ops.conv"]._is_plain(*tensors)
+    return _direct.is_open(*tensors) if name == "conv_transpose2d" else _direct.is_open_to_layers(name, *tensors)

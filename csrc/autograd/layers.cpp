@@ -128,29 +128,8 @@ struct Conv : Ops<ConvNames, Constants...> {
   static Tensor composed(const LayerInputs& inputs, Constants... of) { return composed_conv<Conv>(inputs, of...); }
 };
 
-// The library's kernels take a part of them; the others are composed, in Python.
 template <class... Constants>
 struct ConvTranspose : Ops<ConvTransposeNames, Constants...> {
-  using Composed = Ops<ConvTransposeNames, Constants...>;
-
-  static Outputs forward(const LayerInputs& of, Constants... constants) {
-    using Signature = std::tuple<Optional, Optional>(
-        const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, Constants...);
-    static const auto run = op<Signature>(ConvTransposeNames::kKernels);
-    const auto [y, norm] = run.call(of.x, of.v, of.g, of.bias, of.residual, constants...);
-    return y ? Outputs(*y, *norm) : Composed::forward(of, constants...);
-  }
-  static Gradients backward(
-      const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-      int64_t needs, Constants... constants) {
-    using Signature = std::tuple<bool, Optional, Optional, Optional, Optional, Optional>(
-        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t,
-        Constants...);
-    static const auto run = op<Signature>(ConvTransposeNames::kKernelsBackward);
-    const auto [done, dx, dv, dg, dbias, dz] = run.call(dy, y, x, v, g, norm, needs, constants...);
-    if (done) return {dx, dv, dg, dbias, dz};
-    return Composed::backward(dy, y, x, v, g, norm, needs, constants...);
-  }
   static Convolution convolution(
       IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, IntArrayRef output_padding, int64_t groups,
       int64_t, double) {

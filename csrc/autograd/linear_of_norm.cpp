@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor> composed_linear(
   TORCH_CHECK(v.dim() == 2 && (dim == kWhole || dim == 1), "linear: v must be a matrix, dim 1 or none");
   TORCH_CHECK(x.dim() > 0 && x.size(-1) == v.size(1), "linear: x must end in v's features in");
   const int64_t norms = dim == kWhole ? 1 : v.size(1);
-  const bool fits = g.numel() == norms && (g.dim() < 2 || (dim == 1 && g.dim() == 2 && g.size(0) == 1));
+  const bool fits = g.numel() == norms && (g.dim() < 2 || (g.dim() == 2 && g.size(0) == 1));
   TORCH_CHECK(fits, "linear: g must have an entry a norm");
   TORCH_CHECK(!bias || (is_float(*bias) && bias->dim() == 1 && bias->size(0) == v.size(0)),
               "linear: bias does not fit");

@@ -31,12 +31,9 @@ struct ConvNames {
   static constexpr const char* kRecorded = "wnfused_autograd::conv";
   static constexpr const char* kGeneral = "wnfused_autograd::conv_gradients";
 };
-// The kernels of transposed layers are asked first, and may decline.
 struct ConvTransposeNames {
-  static constexpr const char* kKernels = "wnfused_native::conv_transpose";
-  static constexpr const char* kKernelsBackward = "wnfused_native::conv_transpose_backward";
-  static constexpr const char* kForward = "wnfused_autograd::composed_conv_transpose";
-  static constexpr const char* kBackward = "wnfused_autograd::composed_conv_transpose_backward";
+  static constexpr const char* kForward = "wnfused_native::conv_transpose";
+  static constexpr const char* kBackward = "wnfused_native::conv_transpose_backward";
   static constexpr const char* kRecorded = "wnfused_autograd::conv_transpose";
   static constexpr const char* kGeneral = "wnfused_autograd::conv_transpose_gradients";
 };

@@ -2,7 +2,7 @@
 // torch's op objects do. Those cost a layer of 64 features as much as its kernel.
 //
 // A function here gives None where the call is not a plain one, and wnfused/ops/_direct.py takes its slower way. What
-// is plain stands there (`_is_plain_call`, `is_open_to_layers`, `is_open_to_stages`), and here once more: a test asks
+// is plain stands there (`is_plain_call`, `is_open_to_layers`, `is_open_to_stages`), and here once more: a test asks
 // both.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -207,26 +207,10 @@ struct LinearOfNorm : Layer<LinearOfNormNames, Constants...> {
   }
 };
 
-// Kernels for CPU tensors take a part of them, with parameters as a layer has them; the others are composed.
+// Those of CPU tensors.
 template <class... Constants>
 struct ConvTranspose : Layer<ConvTransposeNames, Constants...> {
-  static bool takes(const Inputs& in) {
-    const auto fits = [](const Tensor& t) {
-      return t.is_cpu() && (t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16);
-    };
-    const Tensor &v = in.v, &g = in.g;
-    const bool one_a_row = v.dim() > 0 && (g.dim() == 1 || g.dim() == v.dim()) && g.size(0) == v.size(0) &&
-                           g.numel() == v.size(0);
-    return in.x.is_cpu() && v.is_contiguous(v.suggest_memory_format()) && one_a_row && fits(v) && fits(g) &&
-           (!in.bias || fits(*in.bias)) && (!in.residual || fits(*in.residual));
-  }
-
-  static Tensor forward(const Inputs& in, Constants... constants) {
-    using Found = std::tuple<Optional, Optional>;
-    static const auto native = op<Signature<Found, Constants...>>(ConvTransposeNames::kKernels);
-    const Optional y = std::get<0>(call(native, in, constants...));
-    return y ? *y : Layer<ConvTransposeNames, Constants...>::forward(in, constants...);
-  }
+  static bool takes(const Inputs& in) { return in.x.is_cpu(); }
 };
 
 // The stages of CPU tensors. Those of a GPU, whose node is Python's, are few beside their kernels.
@@ -289,14 +273,12 @@ PyCFunction entry() {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&function<Run<Constants...>, Constants...>));
 }
 
-// A convolution on weights that were packed before. The first output is absent where the kernels decline.
+// A convolution on weights that were packed before.
 struct KeptConv {
   static constexpr const char* kName = "wnfused_native::kept_conv";
-  using Output = Tensor;
 };
 struct KeptConvTranspose {
   static constexpr const char* kName = "wnfused_native::kept_conv_transpose";
-  using Output = Optional;
 };
 
 // Exactly a list of tensors.
@@ -309,6 +291,17 @@ std::optional<std::vector<Tensor>> read_tensors(PyObject* object) {
     tensors.push_back(THPVariable_Unpack(entry));
   }
   return tensors;
+}
+
+// Whether a list has a bank like this one, that a call in another thread has packed meanwhile: of one size, and of one
+// method of multiplying, which its last entry tells (kept_banks.cpp).
+bool has_bank_like(PyObject* banks, const Tensor& bank) {
+  const auto method = [](const Tensor& t) { return t.const_data_ptr<float>()[t.numel() - 1]; };
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(banks); ++i) {
+    const Tensor& known = THPVariable_Unpack(PyList_GET_ITEM(banks, i));
+    if (known.numel() == bank.numel() && method(known) == method(bank)) return true;
+  }
+  return false;
 }
 
 // (x, v, g, bias, residual, banks, *constants) -> y, or None. What the call packs joins the banks.
@@ -324,24 +317,24 @@ PyObject* kept(PyObject* const* objects, Py_ssize_t count, std::index_sequence<I
   const bool fit = in && banks && in->x.is_cpu() && !in->have_no_kernel() && in->x.dim() == in->v.dim();
   if (!fit || in->is_recorded()) Py_RETURN_NONE;
   if (!(std::get<I>(constants).read(objects[kTensors + 1 + I]) && ...)) Py_RETURN_NONE;
-  Optional y, bank;
+  Tensor y;
+  Optional bank;
   {
     pybind11::gil_scoped_release no_gil;
     in->cast();
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    using Found = std::tuple<typename Run::Output, Optional>(
+    using Found = std::tuple<Tensor, Optional>(
         const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, at::TensorList, Constants...);
     static const auto native = op<Found>(Run::kName);
     std::tie(y, bank) =
         native.call(in->x, in->v, in->g, in->bias, in->residual, *banks, std::get<I>(constants).value...);
     in.reset();
   }
-  if (bank) {
+  if (bank && !has_bank_like(objects[kTensors], *bank)) {
     THPObjectPtr packed(THPVariable_Wrap(std::move(*bank)));
     if (!packed || PyList_Append(objects[kTensors], packed.get()) != 0) return nullptr;
   }
-  if (!y) Py_RETURN_NONE;
-  return THPVariable_Wrap(std::move(*y));
+  return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }
 
@@ -386,7 +379,7 @@ PyMODINIT_FUNC PyInit__python() {
        kept_entry<KeptConvTranspose, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double>(),
        METH_FASTCALL,
        "(x, v, g, bias, residual, banks, stride, padding, dilation, output_padding, groups, activation, "
-       "negative_slope): y, or None where the call is no plain one, or the kernels decline."},
+       "negative_slope): y, or None where the call is no plain one."},
       {"residual_stage", entry<Stage, double, int64_t>(), METH_FASTCALL,
        "(x, v, g, bias, skip_scale, recompute): y, or None where the call is no plain one."},
       {nullptr, nullptr, 0, nullptr}};

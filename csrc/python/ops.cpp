@@ -112,42 +112,36 @@ Gradients linear_backward(const Tensor& dy, const Tensor& y, const Tensor& x, co
   return in_form(kernel.call(dy, y, x, v, g, norm, bits_of(needs), *number, slope), dy, x, v);
 }
 
-// Nothing where the kernels of transposed layers decline.
-std::optional<Outputs> conv_natively(const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
-                                     const Optional& residual, IntArrayRef stride, IntArrayRef padding,
-                                     IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
-                                     int64_t activation, double slope) {
+Outputs conv_natively(const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias,
+                      const Optional& residual, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                      bool transposed, IntArrayRef output_padding, int64_t groups, int64_t activation, double slope) {
   using Kernel = Outputs(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, IntArrayRef,
                          IntArrayRef, IntArrayRef, int64_t, int64_t, double);
-  using Transposed =
-      std::tuple<Optional, Optional>(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&,
-                                     IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double);
+  using Transposed = Outputs(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&, IntArrayRef,
+                             IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double);
   static const auto kernel = op<Kernel>(ConvNames::kForward);
-  static const auto kernel_of_transposed = op<Transposed>(ConvTransposeNames::kKernels);
+  static const auto kernel_of_transposed = op<Transposed>(ConvTransposeNames::kForward);
   if (!transposed) return kernel.call(x, v, g, bias, residual, stride, padding, dilation, groups, activation, slope);
-  const auto [y, norm] = kernel_of_transposed.call(
+  return kernel_of_transposed.call(
       x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, activation, slope);
-  return y ? std::optional(Outputs(*y, *norm)) : std::nullopt;
 }
 
-std::optional<Found> conv_backward_natively(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v,
-                                            const Tensor& g, const Tensor& norm, int64_t needs, IntArrayRef stride,
-                                            IntArrayRef padding, IntArrayRef dilation, bool transposed,
-                                            IntArrayRef output_padding, int64_t groups, int64_t activation,
-                                            double slope) {
+Found conv_backward_natively(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g,
+                             const Tensor& norm, int64_t needs, IntArrayRef stride, IntArrayRef padding,
+                             IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
+                             int64_t activation, double slope) {
   using Kernel = Found(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef,
       IntArrayRef, IntArrayRef, int64_t, int64_t, double);
-  using Transposed = std::tuple<bool, Optional, Optional, Optional, Optional, Optional>(
+  using Transposed = Found(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef,
       IntArrayRef, IntArrayRef, IntArrayRef, int64_t, int64_t, double);
   static const auto kernel = op<Kernel>(ConvNames::kBackward);
-  static const auto kernel_of_transposed = op<Transposed>(ConvTransposeNames::kKernelsBackward);
+  static const auto kernel_of_transposed = op<Transposed>(ConvTransposeNames::kBackward);
   if (!transposed)
     return kernel.call(dy, y, x, v, g, norm, needs, stride, padding, dilation, groups, activation, slope);
-  const auto [done, dx, dv, dg, dbias, dz] = kernel_of_transposed.call(
+  return kernel_of_transposed.call(
       dy, y, x, v, g, norm, needs, stride, padding, dilation, output_padding, groups, activation, slope);
-  return done ? std::optional(Found(dx, dv, dg, dbias, dz)) : std::nullopt;
 }
 
 Outputs conv(const Tensor& x, const Tensor& v, const Tensor& g, const Optional& bias, const Optional& residual,
@@ -158,13 +152,11 @@ Outputs conv(const Tensor& x, const Tensor& v, const Tensor& g, const Optional& 
   const std::optional<int64_t> number = number_of(activation);
   if (number && has_rows_first(dim, v) && are_native(x, v, g, bias, residual)) {
     const NoAutocast guard(c10::autocast_dispatch_keyset);
-    const auto found = conv_natively(x, v, g, bias, residual, C10_AS_INTARRAYREF_SLOW(stride),
-                                     C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
-                                     C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number, slope);
-    if (found) {
-      const auto& [y, norm] = *found;
-      return {y.contiguous(formats::of(x, v)), norm};
-    }
+    const auto [y, norm] =
+        conv_natively(x, v, g, bias, residual, C10_AS_INTARRAYREF_SLOW(stride), C10_AS_INTARRAYREF_SLOW(padding),
+                      C10_AS_INTARRAYREF_SLOW(dilation), transposed, C10_AS_INTARRAYREF_SLOW(output_padding),
+                      groups.expect_int(), *number, slope);
+    return {y.contiguous(formats::of(x, v)), norm};
   }
   return python.call(
       x, v, g, bias, residual, stride, padding, dilation, transposed, output_padding, groups, dim, activation, slope);
@@ -182,7 +174,7 @@ Gradients conv_backward(const Tensor& dy, const Tensor& y, const Tensor& x, cons
         conv_backward_natively(dy, y, x, v, g, norm, bits_of(needs), C10_AS_INTARRAYREF_SLOW(stride),
                                C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), transposed,
                                C10_AS_INTARRAYREF_SLOW(output_padding), groups.expect_int(), *number, slope);
-    if (found) return in_form(*found, dy, x, v);
+    return in_form(found, dy, x, v);
   }
   return python.call(dy, y, x, v, g, norm, needs, stride, padding, dilation, transposed, output_padding, groups, dim,
                      activation, slope);

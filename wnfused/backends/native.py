@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wnfused import reference
 from wnfused.backends import native_composed, native_cuda, operands_of, tensors_of
-from wnfused.backends.asked import bits_of, flags_of, given
+from wnfused.backends.asked import bits_of, given
 from wnfused.backends.library import opened
 from wnfused.backends.native_norm import (  # noqa: F401  ops of this backend, found by name
     weight_norm,
@@ -203,17 +202,14 @@ def conv(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    fused = _is_fused(x, v, dim)
-    if fused and transposed:
-        y, norm = torch.ops.wnfused_native.conv_transpose.default(
+    if not _is_fused(x, v, dim):
+        geometry = (stride, padding, dilation, transposed, output_padding, groups)
+        return native_composed.conv(x, v, g, bias, residual, *geometry, dim, activation, negative_slope)
+    if transposed:
+        return torch.ops.wnfused_native.conv_transpose.default(
             x, v, g, bias, residual, stride, padding, dilation, output_padding, groups, _ACTIVATION[activation],
             negative_slope,
         )  # fmt: skip
-        if y is not None:
-            return y, norm
-    if transposed or not fused:
-        geometry = (stride, padding, dilation, transposed, output_padding, groups)
-        return native_composed.conv(x, v, g, bias, residual, *geometry, dim, activation, negative_slope)
     return torch.ops.wnfused_native.conv.default(
         x, v, g, bias, residual, stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
     )
@@ -224,60 +220,14 @@ def conv_backward(
     padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    fused = _is_fused(x, v, dim)
-    if fused and transposed:
-        done, *found = torch.ops.wnfused_native.conv_transpose_backward.default(
-            dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, output_padding, groups,
-            _ACTIVATION[activation], negative_slope,
-        )  # fmt: skip
-        if done:
-            return given(found, dy)
-    if transposed or not fused:
+    if not _is_fused(x, v, dim):
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
         return native_composed.conv_backward(dy, y, x, v, g, norm, needs, *geometry, dim, activation, negative_slope)
-    found = torch.ops.wnfused_native.conv_backward.default(
-        dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, groups, _ACTIVATION[activation], negative_slope
-    )
+    kernels = torch.ops.wnfused_native
+    op = kernels.conv_transpose_backward if transposed else kernels.conv_backward
+    extra = (output_padding,) if transposed else ()
+    found = op.default(
+        dy, y, x, v, g, norm, bits_of(needs), stride, padding, dilation, *extra, groups, _ACTIVATION[activation],
+        negative_slope,
+    )  # fmt: skip
     return given(found, dy)
-
-
-# Transposed convolutions as the fast path of a layer calls them (``wnfused.ops._direct``): rows along dim 0, v
-# contiguous, parameters in the dtype of x or float32, the activation by its number.
-
-
-def conv_transpose(x: Tensor, v: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """``rest``: bias, residual, stride, padding, dilation, output_padding, groups, activation, negative_slope."""
-    y, norm = torch.ops.wnfused_native.conv_transpose.default._op(x, v, g, *rest)
-    return (y, norm) if y is not None else composed_conv_transpose(x, v, g, *rest)
-
-
-def conv_transpose_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    """``arguments``: as those of ``composed_conv_transpose_backward``."""
-    done, *found = torch.ops.wnfused_native.conv_transpose_backward.default._op(*arguments)
-    return tuple(found) if done else composed_conv_transpose_backward(*arguments)
-
-
-def composed_conv_transpose(
-    x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
-    negative_slope: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    geometry = (stride, padding, dilation, True, output_padding, groups)
-    name = reference.ACTIVATIONS[activation]
-    y, norm = native_composed.conv(x, v, g, bias, residual, *geometry, 0, name, negative_slope)
-    if residual is not None and residual.shape != y.shape:
-        raise RuntimeError("a residual of another shape")
-    return y, norm
-
-
-def composed_conv_transpose_backward(
-    dy: Tensor, y: Tensor, x: Tensor, v: Tensor, g: Tensor, norm: Tensor, needs: int, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int], groups: int, activation: int,
-    negative_slope: float,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    wanted = flags_of(needs)
-    geometry = (stride, padding, dilation, True, output_padding, groups)
-    name = reference.ACTIVATIONS[activation]
-    found = native_composed.conv_backward(dy, y, x, v, g, norm, wanted, *geometry, 0, name, negative_slope)
-    by_v = (wanted[0], wanted[1], *wanted[1:])  # by v and g together
-    return tuple(gradient if needed else None for gradient, needed in zip(found, by_v, strict=True))

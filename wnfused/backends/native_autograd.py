@@ -43,9 +43,7 @@ for _name, _constants in _CONSTANTS.items():
     )
 _library.define("weight(Tensor v, Tensor g, int dim) -> (Tensor w, Tensor norm)")
 _library.define("weight_backward(Tensor dw, Tensor v, Tensor g, Tensor norm, int dim) -> (Tensor dv, Tensor dg)")
-_library.define(f"composed_conv_transpose({_layer}) -> (Tensor y, Tensor norm)")
 _BACKWARD = "Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs"
-_library.define(f"composed_conv_transpose_backward({_BACKWARD}, {_constants}) -> {_GRADIENTS}")
 # dim is -1 for one norm of all of v.
 _layer = f"Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, {_CONSTANTS['linear_of_norm']}"
 _library.define(f"composed_linear({_layer}) -> (Tensor y, Tensor norm)")
@@ -65,8 +63,6 @@ _library.define(
 _library.define("use_small_linear(bool on) -> bool before")
 # Whether cuDNN is to be deterministic; each True is taken back by a False.
 _library.define("ask_for_deterministic(bool on) -> ()")
-_library.impl("composed_conv_transpose", native.composed_conv_transpose, "CompositeExplicitAutograd")
-_library.impl("composed_conv_transpose_backward", native.composed_conv_transpose_backward, "CompositeExplicitAutograd")
 
 
 @functools.cache

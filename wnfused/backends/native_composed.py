@@ -1,8 +1,7 @@
 """Layers that no kernel runs whole, composed of the row norm, the vendor's product and an epilogue.
 
-float64, float16, norms along another dim, and transposed convolutions whose weight is empty. Where a convolution
-differs from what the kernels run in its norm alone (the positional one of wav2vec 2.0: one norm a tap), they take the
-weight as it is.
+float64, float16, and norms along another dim. Where a convolution differs from what the kernels run in its norm alone
+(the positional one of wav2vec 2.0: one norm a tap), they take the weight as it is.
 """
 
 from __future__ import annotations
@@ -62,11 +61,6 @@ def linear_backward(
     return dx, dv, dg, db, dz if needs[3] and dz is not dy else dy.new_empty(0)
 
 
-def _has_kernels_of_its_own(v: Tensor, transposed: bool, dim: int | None) -> bool:
-    """Whether a transposed convolution comes here because these kernels have declined it: its norm is that of rows."""
-    return transposed and (dim == 0 or dim == -v.dim())
-
-
 def _window(
     transposed: bool, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     output_padding: Sequence[int], groups: int, activation: str, negative_slope: float,
@@ -82,13 +76,12 @@ def conv(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     w, norm = weight_norm(v, g, dim)
     w = w.contiguous(memory_format=reference.suggest_memory_format(v))  # which the format of y follows
-    if not _has_kernels_of_its_own(v, transposed, dim):
-        window = _window(transposed, stride, padding, dilation, output_padding, groups, activation, negative_slope)
-        native = torch.ops.wnfused_native
-        op = native.plain_conv_transpose if transposed else native.plain_conv
-        found = op.default(x, w, bias, residual, *window)
-        if found is not None:
-            return found, norm
+    window = _window(transposed, stride, padding, dilation, output_padding, groups, activation, negative_slope)
+    native = torch.ops.wnfused_native
+    op = native.plain_conv_transpose if transposed else native.plain_conv
+    found = op.default(x, w, bias, residual, *window)
+    if found is not None:
+        return found, norm
     b = None if bias is None else bias.to(x.dtype)
     y = convolution(x, w.to(x.dtype), b, stride, padding, dilation, transposed, output_padding, groups)
     return epilogue_(y, residual, activation, negative_slope), norm
@@ -100,15 +93,14 @@ def conv_backward(
     dim: int | None = 0, activation: str = "none", negative_slope: float = 0.01,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     w = _weight_of_norm(v, g, norm, dim) if needs[0] else v  # whose shape alone the others read
-    if not _has_kernels_of_its_own(v, transposed, dim):
-        window = _window(transposed, stride, padding, dilation, output_padding, groups, activation, negative_slope)
-        native = torch.ops.wnfused_native
-        op = native.plain_conv_transpose_backward if transposed else native.plain_conv_backward
-        done, *found = op.default(dy, y, x, w, bits_of(needs), *window)
-        if done:
-            dx, dw, db, dz = given(found, dy)
-            dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dw, dy.new_empty(0))
-            return dx, dv, dg, db, dz
+    window = _window(transposed, stride, padding, dilation, output_padding, groups, activation, negative_slope)
+    native = torch.ops.wnfused_native
+    op = native.plain_conv_transpose_backward if transposed else native.plain_conv_backward
+    done, *found = op.default(dy, y, x, w, bits_of(needs), *window)
+    if done:
+        dx, dw, db, dz = given(found, dy)
+        dv, dg = weight_norm_backward(dw, v, g, norm, dim) if needs[1] else (dw, dy.new_empty(0))
+        return dx, dv, dg, db, dz
     dz = masked(dy, y, activation, negative_slope)
     features = w.shape[1] * groups if transposed else w.shape[0]
     gradients = convolution_backward(

@@ -20,20 +20,19 @@ SCHEMAS = (
     "conv_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int[] stride, "
     "int[] padding, int[] dilation, int groups, int activation, float negative_slope) "
     "-> (Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dz)",
-    # Absent, or false, where it is left to the vendor's library.
     "conv_transpose(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, int[] stride, int[] padding, "
     "int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) "
-    "-> (Tensor? y, Tensor? norm)",
+    "-> (Tensor y, Tensor norm)",
     "conv_transpose_backward(Tensor dy, Tensor y, Tensor x, Tensor v, Tensor g, Tensor norm, int needs, int[] stride, "
     "int[] padding, int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) "
-    "-> (bool done, Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dz)",
+    "-> (Tensor? dx, Tensor? dv, Tensor? dg, Tensor? dbias, Tensor? dz)",
     # Of layers whose weights do not change. banks: those that earlier calls packed and gave; bank: one more, or none.
     "kept_conv(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, Tensor[] banks, int[] stride, "
     "int[] padding, int[] dilation, int groups, int activation, float negative_slope) -> (Tensor y, Tensor? bank)",
     "kept_conv_transpose(Tensor x, Tensor v, Tensor g, Tensor? bias, Tensor? residual, Tensor[] banks, int[] stride, "
     "int[] padding, int[] dilation, int[] output_padding, int groups, int activation, float negative_slope) "
-    "-> (Tensor? y, Tensor? bank)",
-    # A weight as it is, no norm: absent, or false, as above.
+    "-> (Tensor y, Tensor? bank)",
+    # A weight as it is, no norm. Absent, or false, where it is left to the vendor's library.
     "plain_conv(Tensor x, Tensor w, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
     "int groups, int activation, float negative_slope) -> Tensor? y",
     "plain_conv_backward(Tensor dy, Tensor y, Tensor x, Tensor w, int needs, int[] stride, int[] padding, "

@@ -15,7 +15,6 @@ from torch.overrides import handle_torch_function
 from wnfused import reference
 from wnfused._numbers import plain_int
 from wnfused._spatial import Extent, checked_padding, extents, padded_behind, text_in_dims, zeros_around
-from wnfused.backends import native
 from wnfused.ops import _arguments as arguments
 from wnfused.ops import _products
 from wnfused.ops._direct import CODES, FIRST_DIM, layer
@@ -106,21 +105,11 @@ def _direct_transposed_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
     return reference.conv(x, v, g, bias, residual, *geometry, 0, reference.ACTIVATIONS[code], slope)
 
 
-def _is_plain(x: Tensor, v: Tensor, g: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Whether the parameters are as a layer has them: contiguous or channels_last, in a dtype of the kernels, one gain
-    a row."""
-    tensors = (v, g) + (() if bias is None else (bias,)) + (() if residual is None else (residual,))
-    rows = v.shape[0] if v.dim() else 0
-    return (
-        v.is_contiguous(memory_format=reference.suggest_memory_format(v))
-        and g.dim() in (1, v.dim())
-        and g.shape[0] == g.numel() == rows
-        and all(t.dtype in native.FUSED_DTYPES and t.is_cpu for t in tensors)
-    )
-
-
+_kernels = torch.ops.wnfused_native
 _direct_transposed = layer(
-    "conv_transpose", _direct_transposed_reference, (native.conv_transpose, native.conv_transpose_backward), _is_plain
+    "conv_transpose",
+    _direct_transposed_reference,
+    (_kernels.conv_transpose.default._op, _kernels.conv_transpose_backward.default._op),
 )
 
 

@@ -9,6 +9,9 @@
 
 namespace wnfused::cpu {
 
+// Without torch's dispatcher where there is nothing to do.
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
 // torch's rule for the format of a result: strides that grow in the order C, W, H, D, N, be the map dense or not. Where
 // sizes of 1 leave both orders open it is NCHW.
 inline bool suggests_channels_last(const Tensor& t) {
@@ -36,7 +39,7 @@ inline Lines lines_of(const Tensor& z) {
 
 // Neither NCHW nor channels_last: the passes work on an NCHW copy.
 inline Tensor in_lines(const Tensor& z) {
-  return z.is_contiguous() || is_channels_last(z) ? z : torch::stable::contiguous(z);
+  return is_channels_last(z) ? z : as_contiguous(z);
 }
 
 // A map over three dims whose lines, numbered through all levels, lie at equal distances; a copy where they do not.

@@ -18,8 +18,9 @@ ConvShape conv_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
 }
 
 ConvTraits traits_of(const ConvCall& conv) {
-  return {conv.shape,          false, conv.v.dim() - 2, gives_channels_last(conv), is_rows(conv.x), is_bfloat16(conv.x),
-          conv.gain == nullptr};
+  const bool transposed = conv.at.is_transposed();
+  return {conv.shape, transposed, conv.v.dim() - 2, gives_channels_last(conv), !transposed && is_rows(conv.x),
+          is_bfloat16(conv.x), conv.gain == nullptr};
 }
 
 void check_window(const Tensor& x, const Tensor& v, const Sliding& at) {

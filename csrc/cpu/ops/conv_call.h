@@ -34,8 +34,9 @@ ConvShape conv_shape(const Tensor& x, const Tensor& v, const Sliding& at);
 // A gradient, or an output, of a layer over any number of dims.
 void check_output(const Tensor& t, const char* name, const Tensor& x, const Tensor& v, const Sliding& at);
 
-// One layer: v with dense rows; gain null for a plain convolution, w = v, which only `own` takes. bias may be null. Of
-// a transposed one, which only the vendor takes, the shape is not looked at.
+// One layer: v with dense rows; gain null for a plain convolution, w = v. bias may be null. A transposed layer's shape
+// is that of the convolution from y's map to x's whose data gradient it is. Where no kernel of this library describes
+// the layer, its shape is not sound, and the vendor, who does not look at it, takes it.
 struct ConvCall {
   ConvShape shape;
   const Tensor &x, &v;

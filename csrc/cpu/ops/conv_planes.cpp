@@ -34,8 +34,6 @@ Tensor met_pixels(const Tensor& map, const Extents& stride) {
   return Tensor(made);
 }
 
-Tensor in_planes(const Tensor& map) { return map.is_contiguous() ? map : torch::stable::contiguous(map); }
-
 // The layer without its stride, `x` being the pixels that it meets.
 template <class Run>
 auto without_stride(const ConvCall& conv, const Tensor& x, const Run& run) {
@@ -56,14 +54,14 @@ ProductShape product_shape(const PlanesShape& shape, int64_t rows, int64_t depth
 
 }  // namespace
 
-std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
+Tensor planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms) {
   if (has_stride(conv.at))
-    return without_stride(conv, in_planes(met_pixels(conv.x, conv.at.stride)),
+    return without_stride(conv, as_contiguous(met_pixels(conv.x, conv.at.stride)),
                           [&](const ConvCall& dense) { return planes_conv(dense, residual, norms); });
   const PlanesShape shape = planes_of(conv.shape);
-  const Tensor maps = in_planes(conv.x), y = empty_output(conv, ScalarType::Float);
+  const Tensor maps = as_contiguous(conv.x), y = empty_output(conv, ScalarType::Float);
   check_residual(residual, y);
-  const std::optional<Tensor> added = residual ? std::optional(in_planes(*residual)) : std::nullopt;
+  const std::optional<Tensor> added = residual ? std::optional(as_contiguous(*residual)) : std::nullopt;
   const int64_t workers = product_workers(products_of(shape));
   const ProductShares shares = share_products(product_shape(shape, shape.outputs, shape.inputs), workers);
   const int64_t packed = WideShape(shares.groups.largest() * kLanes, shape.inputs, {1}).size() + kApart;
@@ -86,23 +84,23 @@ std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tens
   return y;
 }
 
-std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const Tensor& dy_given, const Tensor& y_given,
-                                                   const float* norms, const Needs& needs, float* dgain) {
+LayerGradients planes_conv_backward(const ConvCall& conv, const Tensor& dy_given, const Tensor& y_given,
+                                    const float* norms, const Needs& needs, float* dgain) {
   if (has_stride(conv.at)) {
-    std::optional<LayerGradients> made = without_stride(
-        conv, in_planes(met_pixels(conv.x, conv.at.stride)),
+    LayerGradients made = without_stride(
+        conv, as_contiguous(met_pixels(conv.x, conv.at.stride)),
         [&](const ConvCall& dense) { return planes_conv_backward(dense, dy_given, y_given, norms, needs, dgain); });
-    if (made && made->dx) {
+    if (made.dx) {
       Tensor dx = empty_map(sizes_of(conv.x), false, ScalarType::Float), target = met_pixels(dx, conv.at.stride);
       torch::stable::zero_(dx);
-      torch::stable::copy_(target, *made->dx);
-      made->dx = dx;
+      torch::stable::copy_(target, *made.dx);
+      made.dx = dx;
     }
     return made;
   }
   const PlanesShape shape = planes_of(conv.shape);
   const bool masked = conv.activation != Activation::kNone;
-  const Tensor dy = in_planes(dy_given), signs = masked ? in_planes(y_given) : dy, x = in_planes(conv.x);
+  const Tensor dy = as_contiguous(dy_given), signs = masked ? as_contiguous(y_given) : dy, x = as_contiguous(conv.x);
   LayerGradients made = empty_gradients(conv, conv.v, dy, needs);
   const Tensor dz =
       masked_gradient(dy, signs, made.dz, conv.activation, conv.slope, to_fill(made, dgain).dbias);

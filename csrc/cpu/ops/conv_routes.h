@@ -1,4 +1,4 @@
-// The ways through a convolution layer, once they are chosen (choice.h). All but the vendor's give nothing where a
+// The ways through a convolution layer, once they are chosen (choice.h). Those that may give nothing do so where a
 // value is not finite, or memory would not do: then nothing of it counts.
 #pragma once
 
@@ -8,9 +8,9 @@
 namespace wnfused::cpu {
 
 // y, and the norms.
-std::optional<Tensor> planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
-std::optional<LayerGradients> planes_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,
-                                                   const float* norms, const Needs& needs, float* dgain);
+Tensor planes_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
+LayerGradients planes_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y, const float* norms,
+                                    const Needs& needs, float* dgain);
 
 std::optional<Tensor> strips_conv(const ConvCall& conv, const std::optional<Tensor>& residual, float* norms);
 std::optional<LayerGradients> strips_conv_backward(const ConvCall& conv, const Tensor& dy, const Tensor& y,

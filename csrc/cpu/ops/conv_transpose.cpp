@@ -1,8 +1,8 @@
 // conv_transpose: y = act(conv_transpose(x, w) + b + residual) with rows of v along x's channels, and its gradients.
 //
 // It is the data gradient of a convolution from y's map to x's (window.h), and goes the way that is chosen for it
-// (choice.h); the vendor's (conv_vendor.cpp) where there are several groups or a value is not finite. Without g, where
-// v is the weight itself, the answer is nothing then: the caller asks the vendor (wnfused/backends/native_composed.py).
+// (choice.h); the vendor's (conv_vendor.cpp) where there are several groups or a value is not finite. Of a plain one,
+// v the weight itself, the answer is nothing then: the caller asks the vendor (wnfused/backends/native_composed.py).
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"
@@ -22,8 +22,11 @@ namespace {
 using namespace cpu;
 
 void check(const Tensor& x, const Tensor& v, const std::optional<Tensor>& bias, const Sliding& at) {
+  STD_TORCH_CHECK(at.groups >= 1, "conv_transpose: groups must be at least 1");
   STD_TORCH_CHECK(v.dim() >= 3 && v.dim() <= 5 && x.dim() == v.dim(),
                   "conv_transpose: x and v must have 3, 4 or 5 dims");
+  STD_TORCH_CHECK(v.numel() > 0 && x.size(1) == v.size(0) && v.size(0) % at.groups == 0,
+                  "conv_transpose: v must have taps, and as many rows, a multiple of groups, as x has channels");
   const size_t spatial = static_cast<size_t>(v.dim()) - 2;
   const Extents& output_padding = *at.output_padding;
   STD_TORCH_CHECK(at.stride.size() == spatial && at.padding.size() == spatial && at.dilation.size() == spatial &&
@@ -42,11 +45,10 @@ void check(const Tensor& x, const Tensor& v, const std::optional<Tensor>& bias, 
   }
 }
 
-// The convolution whose data gradient the layer is; nothing where the kernels cannot describe it.
-std::optional<ConvShape> kernel_shape(const Tensor& x, const Tensor& v, const Sliding& at) {
-  if (at.groups != 1 || x.size(1) != v.size(0) || !has_dense_rows(v) || !is_fused_dtype(x) || !is_fused_dtype(v))
-    return std::nullopt;
-  if (is_bfloat16(v) && !is_bfloat16(x)) return std::nullopt;
+// The convolution whose data gradient the layer is; one that is not sound where the kernels cannot describe it.
+ConvShape shape_of(const Tensor& x, const Tensor& v, const Sliding& at) {
+  if (at.groups != 1 || !has_dense_rows(v) || !is_fused_dtype(x) || !is_fused_dtype(v)) return {};
+  if (is_bfloat16(v) && !is_bfloat16(x)) return {};
   const Triple input = triple_of(x.sizes(), 2, 1), kernel = triple_of(v.sizes(), 2, 1);
   const Triple stride = triple_of(at.stride, 0, 1), padding = triple_of(at.padding, 0, 0);
   const Triple dilation = triple_of(at.dilation, 0, 1), extra = triple_of(*at.output_padding, 0, 0);
@@ -55,25 +57,16 @@ std::optional<ConvShape> kernel_shape(const Tensor& x, const Tensor& v, const Sl
   };
   const Triple output{extent(&Triple::level), extent(&Triple::row), extent(&Triple::column)};
   const ConvShape shape{x.size(0), v.size(1), v.size(0), output, kernel, stride, padding, dilation, 1};
-  if (std::min({extra.level, extra.row, extra.column}) < 0 || !shape.is_sound()) return std::nullopt;
+  if (std::min({extra.level, extra.row, extra.column}) < 0 || !shape.is_sound()) return {};
   // An output_padding of a stride or more adds rows of y that no pixel of x reaches.
-  return shape.output_size() == input ? std::optional(shape) : std::nullopt;
+  return shape.output_size() == input ? shape : ConvShape{};
 }
 
-bool gives_channels_last(const TransposedCall& call) {
-  return suggests_channels_last(call.x) || suggests_channels_last(call.v);
-}
-
-ConvTraits traits_of(const TransposedCall& call) {
-  return {call.shape,          true, call.v.dim() - 2, gives_channels_last(call), false, is_bfloat16(call.x),
-          call.gain == nullptr};
-}
-
-Extents output_sizes(const TransposedCall& call) {
+Extents output_sizes(const ConvCall& call) {
   return map_sizes(call.shape.images, call.shape.inputs, call.shape.size, call.v.dim());
 }
 
-Tensor empty_output(const TransposedCall& call, ScalarType dtype) {
+Tensor empty_y(const ConvCall& call, ScalarType dtype) {
   return empty_map(output_sizes(call), gives_channels_last(call), dtype);
 }
 
@@ -85,49 +78,49 @@ std::optional<Tensor> readable(const std::optional<Tensor>& residual, ScalarType
   return residual ? std::optional(readable(*residual, dtype)) : std::nullopt;
 }
 
-StripLayer strip_layer(const TransposedCall& call, const Tensor& x) {
+StripLayer strip_layer(const ConvCall& call, const Tensor& x) {
   return {call.shape, true, x, call.v, call.gain, call.bias, call.activation, call.slope};
 }
 
-TransposedCall with_tensors(const TransposedCall& call, const Tensor& x, const Tensor& v) {
-  return {call.shape, x, v, call.gain, call.bias, call.activation, call.slope};
+ConvCall with_tensors(const ConvCall& call, const Tensor& x, const Tensor& v) {
+  return {call.shape, x, v, call.gain, call.bias, call.at, call.activation, call.slope};
 }
 
-// v in floats, but for the kernels of pairs, which read it as it is.
+// v in floats, but for the kernels of pairs and the vendor, who read it as it is.
 Tensor weights_for(const ConvChoice& choice, const Tensor& v) {
   const bool pairs = choice.way == ConvWay::kOwn && choice.method == Method::kPairs;
-  return pairs ? v : as_dtype(v, ScalarType::Float);
+  return pairs || choice.way == ConvWay::kVendor ? v : as_dtype(v, ScalarType::Float);
 }
 
-ConvLayer own_layer(const TransposedCall& call, Method method, const Tensor& x) {
+ConvLayer own_layer(const ConvCall& call, Method method, const Tensor& x) {
   return {call.shape, true, method, x, call.v, call.gain, call.bias, call.activation, call.slope};
 }
 
-std::optional<Tensor> strips_forward(const TransposedCall& call, const std::optional<Tensor>& residual, float* norms) {
-  const Tensor x = in_lines(call.x), y = empty_output(call, ScalarType::Float);
+std::optional<Tensor> strips_forward(const ConvCall& call, const std::optional<Tensor>& residual, float* norms) {
+  const Tensor x = in_lines(call.x), y = empty_y(call, ScalarType::Float);
   check_residual(residual, y);
   const std::optional<Tensor> added = residual ? std::optional(laid_out_as(*residual, y)) : std::nullopt;
   return run_strips(strip_layer(call, x), added, y, norms) ? std::optional(y) : std::nullopt;
 }
 
-std::optional<Tensor> unfolded_forward(const TransposedCall& call, const std::optional<Tensor>& residual,
+std::optional<Tensor> unfolded_forward(const ConvCall& call, const std::optional<Tensor>& residual,
                                        float* norms) {
-  const Tensor x = readable(call.x, ScalarType::Float), y = empty_output(call, ScalarType::Float);
+  const Tensor x = readable(call.x, ScalarType::Float), y = empty_y(call, ScalarType::Float);
   const std::optional<Tensor> added = readable(residual, ScalarType::Float);
   check_residual(added, y);
   return unfolded_conv_transpose(with_tensors(call, x, call.v), added, y, norms) ? std::optional(y) : std::nullopt;
 }
 
-std::optional<Tensor> own_forward(const TransposedCall& call, Method method, const std::optional<Tensor>& residual,
+std::optional<Tensor> own_forward(const ConvCall& call, Method method, const std::optional<Tensor>& residual,
                                   float* norms, KeptBanks* banks) {
   const ScalarType dtype = call.x.scalar_type();
-  const Tensor x = readable(call.x, dtype), y = empty_output(call, dtype);
+  const Tensor x = readable(call.x, dtype), y = empty_y(call, dtype);
   const std::optional<Tensor> added = readable(residual, dtype);
   check_residual(added, y);
   return run_kept_layer(own_layer(call, method, x), added, y, norms, banks) ? std::optional(y) : std::nullopt;
 }
 
-std::optional<Tensor> forward_by(const ConvChoice& choice, const TransposedCall& call,
+std::optional<Tensor> forward_by(const ConvChoice& choice, const ConvCall& call,
                                  const std::optional<Tensor>& residual, float* norms, KeptBanks* banks) {
   switch (choice.way) {
     case ConvWay::kStrips: return strips_forward(call, residual, norms);
@@ -139,51 +132,40 @@ std::optional<Tensor> forward_by(const ConvChoice& choice, const TransposedCall&
   return std::nullopt;
 }
 
-// Whether the vendor can be asked; of what it refuses, it says so in its own words.
-bool suits_vendor(const Tensor& x, const Tensor& v, const Sliding& at) {
-  if (!is_fused_dtype(x) || !is_fused_dtype(v) || (is_bfloat16(v) && !is_bfloat16(x))) return false;
-  return v.numel() > 0 && at.groups >= 1 && x.size(1) == v.size(0);
-}
-
-// For the vendor.
-ConvCall vendor_call(const TransposedCall& call, const Sliding& at) {
-  return {call.shape, call.x, call.v, call.gain, call.bias, at, call.activation, call.slope};
-}
-
 // In the format that the kernels give: torch drops it where it unfolds a volume, vendor_product of groups' weights.
-Tensor in_format_of(const TransposedCall& call, const Tensor& y) {
+Tensor in_format_of(const ConvCall& call, const Tensor& y) {
   if (!gives_channels_last(call) || suggests_channels_last(y) || y.numel() == 0) return y;
   Tensor copy = empty_map(sizes_of(y), true, y.scalar_type());
   torch::stable::copy_(copy, y);
   return copy;
 }
 
-// y and, unless v is the weight itself, without g, the norms.
-std::tuple<Gradient, Gradient> forward(
-    const Tensor& x, const Tensor& v, const std::optional<Tensor>& g, const std::optional<Tensor>& bias,
+// By the kernels of this library; nothing where it is the vendor's.
+std::optional<Tensor> forward_of(const ConvCall& call, const std::optional<Tensor>& residual, float* norms,
+                                 KeptBanks* banks) {
+  const bool passes = call.activation != Activation::kNone || residual;
+  const ConvChoice choice = choose_forward(traits_of(call), {passes, banks != nullptr});
+  const Tensor weights = weights_for(choice, call.v);
+  const std::optional<Tensor> y = forward_by(choice, with_tensors(call, call.x, weights), residual, norms, banks);
+  return y ? std::optional(as_dtype(*y, call.x.scalar_type())) : std::nullopt;
+}
+
+// y and the norms.
+std::tuple<Tensor, Tensor> forward(
+    const Tensor& x, const Tensor& v_given, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const Sliding& at, int64_t activation, double slope, KeptBanks* banks) {
-  check(x, v, bias, at);
-  check_residual_dtype(residual, x);  // whoever composes the layer does not
+  check_parameters(x, v_given, g, std::nullopt);
+  check(x, v_given, bias, at);
+  check_residual_dtype(residual, x);
   check_activation(activation, slope);
-  const std::optional<ConvShape> shape = kernel_shape(x, v, at);
+  const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
   std::vector<float> held_gain, held_bias;
-  const ConvShape known = shape.value_or(ConvShape{});
-  const TransposedCall given{known, x, v, g ? floats_of(*g, held_gain) : nullptr,
-                             bias ? floats_of(*bias, held_bias) : nullptr, static_cast<Activation>(activation),
-                             static_cast<float>(slope)};
-  const Gradient norm = g ? Gradient(empty({v.size(0)}, ScalarType::Float)) : Gradient();
-  float* norms = norm ? static_cast<float*>(norm->mutable_data_ptr()) : nullptr;
-  if (shape) {
-    const ConvChoice choice = choose_forward(
-        traits_of(given), {activation != Activation::kNone || residual, banks != nullptr});
-    const Tensor weights = weights_for(choice, v);
-    const std::optional<Tensor> y = forward_by(choice, with_tensors(given, x, weights), residual, norms, banks);
-    if (y) return {as_dtype(*y, x.scalar_type()), norm};
-  }
-  if (!g || !suits_vendor(x, v, at)) return {};
-  const Tensor dense = has_dense_rows(v) ? v : torch::stable::contiguous(v);
-  const Tensor y = vendor_conv(vendor_call(with_tensors(given, x, dense), at), bias, residual, norms);
-  return {in_format_of(given, y), norm};
+  const ConvCall call{shape_of(x, v, at), x, v, floats_of(g, held_gain), bias ? floats_of(*bias, held_bias) : nullptr,
+                      at, static_cast<Activation>(activation), static_cast<float>(slope)};
+  Tensor norm = empty({v.size(0)}, ScalarType::Float);
+  float* norms = static_cast<float*>(norm.mutable_data_ptr());
+  const std::optional<Tensor> y = forward_of(call, residual, norms, banks);
+  return {y ? *y : in_format_of(call, vendor_conv(call, bias, residual, norms)), norm};
 }
 
 // What the backward is given besides the layer: dy, and y where the layer has an activation.
@@ -195,7 +177,7 @@ struct Given {
 };
 
 // dz is laid out as a map of the output's sizes.
-LayerGradients empty_gradients(const TransposedCall& call, const Tensor& like, ScalarType dtype, const Needs& needs) {
+LayerGradients empty_gradients(const ConvCall& call, const Tensor& like, ScalarType dtype, const Needs& needs) {
   LayerGradients made;
   if (needs.x) made.dx = empty_map(sizes_of(call.x), gives_channels_last(call), dtype);
   if (needs.v) made.dv = empty_as(call.v);
@@ -205,7 +187,7 @@ LayerGradients empty_gradients(const TransposedCall& call, const Tensor& like, S
   return made;
 }
 
-std::optional<LayerGradients> strips_backward(const TransposedCall& call, const Given& given) {
+std::optional<LayerGradients> strips_backward(const ConvCall& call, const Given& given) {
   const bool masked = call.activation != Activation::kNone;
   const Tensor x = in_lines(call.x), y = in_lines(masked ? given.y : given.dy);
   const Tensor dy = masked ? laid_out_as(given.dy, y) : y;
@@ -214,7 +196,7 @@ std::optional<LayerGradients> strips_backward(const TransposedCall& call, const 
   return done ? std::optional(made) : std::nullopt;
 }
 
-std::optional<LayerGradients> unfolded_backward(const TransposedCall& call, const Given& given) {
+std::optional<LayerGradients> unfolded_backward(const ConvCall& call, const Given& given) {
   const bool masked = call.activation != Activation::kNone;
   const Tensor x = readable(call.x, ScalarType::Float), y = readable(masked ? given.y : given.dy, ScalarType::Float);
   const Tensor dy = masked ? readable(given.dy, ScalarType::Float) : y;
@@ -224,7 +206,7 @@ std::optional<LayerGradients> unfolded_backward(const TransposedCall& call, cons
   return done ? std::optional(made) : std::nullopt;
 }
 
-std::optional<LayerGradients> own_backward(const TransposedCall& call, Method method, const Given& given) {
+std::optional<LayerGradients> own_backward(const ConvCall& call, Method method, const Given& given) {
   const bool masked = call.activation != Activation::kNone;
   const ScalarType dtype = call.x.scalar_type();
   const Tensor x = readable(call.x, dtype), y = readable(masked ? given.y : given.dy, dtype);
@@ -235,7 +217,7 @@ std::optional<LayerGradients> own_backward(const TransposedCall& call, Method me
   return done ? std::optional(made) : std::nullopt;
 }
 
-std::optional<LayerGradients> backward_by(const ConvChoice& choice, const TransposedCall& call, const Given& given) {
+std::optional<LayerGradients> backward_by(const ConvChoice& choice, const ConvCall& call, const Given& given) {
   switch (choice.way) {
     case ConvWay::kStrips: return strips_backward(call, given);
     case ConvWay::kUnfolded: return unfolded_backward(call, given);
@@ -246,77 +228,73 @@ std::optional<LayerGradients> backward_by(const ConvChoice& choice, const Transp
   return std::nullopt;
 }
 
-using Found = std::tuple<bool, Gradient, Gradient, Gradient, Gradient, Gradient>;
+using Found = std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient>;
 
-std::optional<LayerGradients> backward_of(const TransposedCall& layer, const Given& given) {
+// By the kernels of this library; nothing where it is the vendor's.
+std::optional<LayerGradients> backward_of(const ConvCall& layer, const Given& given) {
   const ConvChoice choice = choose_backward(traits_of(layer), given.needs);
   const Tensor weights = weights_for(choice, layer.v);
   return backward_by(choice, with_tensors(layer, layer.x, weights), given);
 }
 
-// norms: of a layer with g.
-Found backward(const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const std::optional<Tensor>& g,
-               const float* norms, const Needs& needs, const Sliding& at, int64_t activation, double slope) {
-  check(x, v, std::nullopt, at);
-  check_activation(activation, slope);
-  const std::optional<ConvShape> shape = needs.x || needs.v ? kernel_shape(x, v, at) : std::nullopt;
-  const bool vendor = g && suits_vendor(x, v, at);
-  if (!shape && !vendor) return {};
-  Extents sizes{x.size(0), v.size(1) * at.groups};
-  for (int64_t d = 2; d < v.dim(); ++d) sizes.push_back(transposed_extent(x, v, at, d));
-  check_gradient(dy, "dy", sizes, x);
-  if (activation != Activation::kNone) check_gradient(y, "y", sizes, x);
-  std::vector<float> held;
-  const ConvShape known = shape.value_or(ConvShape{});
-  const TransposedCall layer{known, x, v, g ? floats_of(*g, held) : nullptr, nullptr,
-                             static_cast<Activation>(activation), static_cast<float>(slope)};
-  std::optional<Rounded> dgain;
-  if (g) dgain.emplace(sizes_of(*g), g->scalar_type());
-  const Given given{dy, y, norms, needs, dgain ? dgain->data() : nullptr};
-  std::optional<LayerGradients> made = shape ? backward_of(layer, given) : std::nullopt;
-  if (!made && vendor) {
-    const Tensor dense = has_dense_rows(v) ? v : torch::stable::contiguous(v);
-    made = vendor_conv_backward(vendor_call(with_tensors(layer, x, dense), at), dy, y, norms, needs, given.dgain);
-  }
-  if (!made) return {};
+void check_gradients(const ConvCall& layer, const Tensor& dy, const Tensor& y) {
+  Extents sizes{layer.x.size(0), layer.v.size(1) * layer.at.groups};
+  for (int64_t d = 2; d < layer.v.dim(); ++d) sizes.push_back(transposed_extent(layer.x, layer.v, layer.at, d));
+  check_gradient(dy, "dy", sizes, layer.x);
+  if (layer.activation != Activation::kNone) check_gradient(y, "y", sizes, layer.x);
+}
+
+// Rounded to the dtypes of the layer's own tensors.
+Found in_dtypes_of(const ConvCall& layer, const LayerGradients& made, const Gradient& dgain) {
   const auto rounded = [](const Gradient& found, const Tensor& like) {
     return found ? Gradient(as_dtype(*found, like.scalar_type())) : Gradient();
   };
-  return {true, rounded(made->dx, x), rounded(made->dv, v), dgain && needs.v ? Gradient(dgain->tensor()) : Gradient(),
-          rounded(made->dbias, v), rounded(made->dz, x)};
+  return {rounded(made.dx, layer.x), rounded(made.dv, layer.v), dgain, rounded(made.dbias, layer.v),
+          rounded(made.dz, layer.x)};
 }
 
 }  // namespace
 
-std::tuple<Gradient, Gradient> conv_transpose(
+std::tuple<Tensor, Tensor> conv_transpose(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const Extents& stride, const Extents& padding, const Extents& dilation,
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
-  check_parameters(x, v, g, std::nullopt);
   const Sliding at{stride, padding, dilation, groups, &output_padding};
   return forward(x, v, g, bias, residual, at, activation, slope, nullptr);
 }
 
-std::tuple<Gradient, Gradient> kept_conv_transpose(
+std::tuple<Tensor, Gradient> kept_conv_transpose(
     const Tensor& x, const Tensor& v, const Tensor& g, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& residual, const std::vector<Tensor>& known, const Extents& stride,
     const Extents& padding, const Extents& dilation, const Extents& output_padding, int64_t groups, int64_t activation,
     double slope) {
-  check_parameters(x, v, g, std::nullopt);
   const Sliding at{stride, padding, dilation, groups, &output_padding};
   KeptBanks banks{known, {}};
-  const Gradient y = std::get<0>(forward(x, v, g, bias, residual, at, activation, slope, &banks));
+  const Tensor y = std::get<0>(forward(x, v, g, bias, residual, at, activation, slope, &banks));
   return {y, banks.added};
 }
 
 Found conv_transpose_backward(
-    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v, const Tensor& g, const Tensor& norm,
-    int64_t needs, const Extents& stride, const Extents& padding, const Extents& dilation,
+    const Tensor& dy, const Tensor& y, const Tensor& x, const Tensor& v_given, const Tensor& g, const Tensor& norm,
+    int64_t needs_given, const Extents& stride, const Extents& padding, const Extents& dilation,
     const Extents& output_padding, int64_t groups, int64_t activation, double slope) {
-  check_parameters(x, v, g, std::nullopt);
-  check_norm(norm, v.size(0));
   const Sliding at{stride, padding, dilation, groups, &output_padding};
-  return backward(dy, y, x, v, g, entries<float>(norm), Needs::of(needs), at, activation, slope);
+  check_parameters(x, v_given, g, std::nullopt);
+  check(x, v_given, std::nullopt, at);
+  check_activation(activation, slope);
+  check_norm(norm, v_given.size(0));
+  const Tensor v = has_dense_rows(v_given) ? v_given : torch::stable::contiguous(v_given);
+  std::vector<float> held;
+  const ConvCall layer{shape_of(x, v, at), x, v, floats_of(g, held), nullptr, at,
+                       static_cast<Activation>(activation), static_cast<float>(slope)};
+  check_gradients(layer, dy, y);
+  const Needs needs = Needs::of(needs_given);
+  std::optional<Rounded> dgain;
+  if (needs.v) dgain.emplace(sizes_of(g), g.scalar_type());
+  const Given given{dy, y, entries<float>(norm), needs, dgain ? dgain->data() : nullptr};
+  std::optional<LayerGradients> made = backward_of(layer, given);
+  if (!made) made = vendor_conv_backward(layer, dy, y, given.norms, needs, given.dgain);
+  return in_dtypes_of(layer, *made, dgain ? Gradient(dgain->tensor()) : Gradient());
 }
 
 Gradient plain_conv_transpose(
@@ -324,7 +302,15 @@ Gradient plain_conv_transpose(
     const Extents& stride, const Extents& padding, const Extents& dilation, const Extents& output_padding,
     int64_t groups, int64_t activation, double slope) {
   const Sliding at{stride, padding, dilation, groups, &output_padding};
-  return std::get<0>(forward(x, w, std::nullopt, bias, residual, at, activation, slope, nullptr));
+  check(x, w, bias, at);
+  check_residual_dtype(residual, x);
+  check_activation(activation, slope);
+  const ConvShape shape = shape_of(x, w, at);
+  if (!shape.is_sound()) return std::nullopt;
+  std::vector<float> held;
+  const ConvCall call{shape, x, w, nullptr, bias ? floats_of(*bias, held) : nullptr, at,
+                      static_cast<Activation>(activation), static_cast<float>(slope)};
+  return forward_of(call, residual, nullptr, nullptr);
 }
 
 std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_transpose_backward(
@@ -332,9 +318,16 @@ std::tuple<bool, Gradient, Gradient, Gradient, Gradient> plain_conv_transpose_ba
     const Extents& padding, const Extents& dilation, const Extents& output_padding, int64_t groups, int64_t activation,
     double slope) {
   const Sliding at{stride, padding, dilation, groups, &output_padding};
-  auto [done, dx, dw, dg, dbias, dz] =
-      backward(dy, y, x, w, std::nullopt, nullptr, Needs::of(needs), at, activation, slope);
-  return {done, dx, dw, dbias, dz};
+  check(x, w, std::nullopt, at);
+  check_activation(activation, slope);
+  const ConvCall layer{shape_of(x, w, at), x, w, nullptr, nullptr, at, static_cast<Activation>(activation),
+                       static_cast<float>(slope)};
+  if (!layer.shape.is_sound()) return {};
+  check_gradients(layer, dy, y);
+  const std::optional<LayerGradients> made = backward_of(layer, {dy, y, nullptr, Needs::of(needs), nullptr});
+  if (!made) return {};
+  const auto [dx, dw, dg, dbias, dz] = in_dtypes_of(layer, *made, std::nullopt);
+  return {true, dx, dw, dbias, dz};
 }
 
 }  // namespace wnfused

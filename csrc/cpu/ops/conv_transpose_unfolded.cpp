@@ -13,7 +13,7 @@ LinearShape linear_of(const ConvShape& shape) {
 
 }  // namespace
 
-bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,
+bool unfolded_conv_transpose(const ConvCall& call, const std::optional<Tensor>& residual, const Tensor& y,
                              float* norms) {
   const ConvShape& shape = call.shape;
   const LinearShape linear = linear_of(shape);
@@ -35,7 +35,7 @@ bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Ten
                                     call.bias ? call.bias : zeros.data(), call.activation, call.slope});
 }
 
-bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& dy_given, const Tensor& y,
+bool unfolded_conv_transpose_backward(const ConvCall& call, const Tensor& dy_given, const Tensor& y,
                                       const float* norms, const ConvGradients& gradients) {
   const ConvShape& shape = call.shape;
   const LinearShape linear = linear_of(shape);

@@ -9,26 +9,17 @@
 
 #include <optional>
 
+#include "cpu/ops/conv_call.h"
 #include "cpu/ops/unfolding.h"
 
 namespace wnfused::cpu {
 
-// v in float32 (the kernels of pairs take bfloat16, too), with dense rows. gain null: v is the weight itself, without
-// norms; bias may be null.
-struct TransposedCall {
-  const ConvShape& shape;
-  const Tensor &x, &v;
-  const float *gain, *bias;
-  Activation activation;
-  float slope;
-};
-
-// In float32. Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
-bool unfolded_conv_transpose(const TransposedCall& call, const std::optional<Tensor>& residual, const Tensor& y,
+// All in float32. Fills y and the norms. False if it met a value that is not finite: then nothing of it counts.
+bool unfolded_conv_transpose(const ConvCall& call, const std::optional<Tensor>& residual, const Tensor& y,
                              float* norms);
 
 // y is read where the layer has an activation.
-bool unfolded_conv_transpose_backward(const TransposedCall& call, const Tensor& dy, const Tensor& y, const float* norms,
+bool unfolded_conv_transpose_backward(const ConvCall& call, const Tensor& dy, const Tensor& y, const float* norms,
                                       const ConvGradients& gradients);
 
 }  // namespace wnfused::cpu

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/layer/checks.h"
+#include "cpu/layer/formats.h"
 #include "cpu/layer/gains.h"
 #include "cpu/ops/linear_routes.h"
 #include "needs.h"
@@ -12,8 +13,6 @@ namespace wnfused {
 namespace {
 
 using namespace cpu;
-
-Tensor contiguous_or_self(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 LinearShape shape_of(const Tensor& x, const Tensor& v) {
   STD_TORCH_CHECK(v.dim() == 2 && x.dim() > 0 && x.size(-1) == v.size(1), "linear: x must end in v's in_features");
@@ -42,10 +41,10 @@ std::tuple<Tensor, Tensor> linear(
   check_residual(residual, y);
   const Tensor norm = empty({shape.features}, ScalarType::Float);
   std::vector<float> held_gain, held_bias;
-  LinearCall call{shape, contiguous_or_self(x), contiguous_or_self(v), floats_of(g, held_gain),
+  LinearCall call{shape, as_contiguous(x), as_contiguous(v), floats_of(g, held_gain),
                   bias ? floats_of(*bias, held_bias) : nullptr, std::nullopt, static_cast<Activation>(activation),
                   static_cast<float>(slope), y, static_cast<float*>(norm.mutable_data_ptr())};
-  if (residual) call.residual = contiguous_or_self(*residual);
+  if (residual) call.residual = as_contiguous(*residual);
   run_linear(call);
   return {y, norm};
 }
@@ -63,9 +62,9 @@ std::tuple<Gradient, Gradient, Gradient, Gradient, Gradient> linear_backward(
   check_output(dy_given, "dy", shape, x);
   if (masked) check_output(y_given, "y", shape, x);
   check_norm(norm, shape.features);
-  const Tensor dy = contiguous_or_self(dy_given), y = masked ? contiguous_or_self(y_given) : dy;
+  const Tensor dy = as_contiguous(dy_given), y = masked ? as_contiguous(y_given) : dy;
   std::vector<float> held;
-  LinearGradient call{shape, contiguous_or_self(x), contiguous_or_self(v), floats_of(g, held), entries<float>(norm),
+  LinearGradient call{shape, as_contiguous(x), as_contiguous(v), floats_of(g, held), entries<float>(norm),
                       std::nullopt, std::nullopt, nullptr};
   std::optional<Rounded> bias_gradient, gain_gradient;
   float* dbias = nullptr;
