@@ -27,9 +27,10 @@ _GEOMETRY = (
 
 
 def _in_suggested_format(outputs: tuple[Tensor, Tensor], inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """``y`` in channels_last (over three dims channels_last_3d) where ``x`` or ``v`` is, else contiguous.
+    """``y`` in channels_last (over three dims channels_last_3d) where ``x`` or ``v`` is that alone, else contiguous.
 
-    So does torch, but where it unfolds a single small volume, and where it traces a map of one channel.
+    torch goes by strides, which say channels_last of some maps of one channel, too. A compiled graph may give those
+    any: the format must follow from what it does not change.
     """
     y, norm = outputs
     formats = {reference.suggest_memory_format(t) for t in inputs[:2]} - {torch.contiguous_format}
