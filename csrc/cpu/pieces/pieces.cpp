@@ -62,17 +62,6 @@ bool has_pieces(const ConvShape& shape) {
          reaches_map(&Triple::row) && reaches_map(&Triple::column) && !shape.has_thin_input();
 }
 
-// How many pairs of an output and a tap of a layer meet the map, along one dim with stride 1.
-int64_t meetings(const ConvShape& shape, const Triple& outputs, int64_t Triple::*at) {
-  int64_t count = 0;
-  for (int64_t k = 0; k < shape.kernel.*at; ++k) {
-    const int64_t first = k * (shape.dilation.*at) - shape.padding.*at;
-    const int64_t begin = std::max<int64_t>(0, -first), end = std::min(outputs.*at, shape.size.*at - first);
-    count += std::max<int64_t>(0, end - begin);
-  }
-  return count;
-}
-
 // The rows of a panel: as many as leave the panels and their product in the second-level cache.
 int64_t rows_that_stay(const Pieces& geometry) {
   constexpr int64_t kFloats = 1 << 17;
@@ -97,11 +86,11 @@ bool suits_pieces(const ConvShape& given) {
   const LineCut cut = cut_of(shape.kernel.column, size.column, shape.dilation.column);
   const int64_t lines = shape.images * size.level * size.row, line_taps = shape.kernel.level * shape.kernel.row;
   const int64_t planes = line_taps * (cut.piece_taps + kPieceOutputs - 1) * cut.pieces;
-  const int64_t pixels = lines * size.column * shape.taps();
-  const int64_t met = shape.images * meetings(shape, size, &Triple::level) * meetings(shape, size, &Triple::row) *
-                      meetings(shape, size, &Triple::column);
-  const bool by_position = goes_by_position(map_of_size(shape.images, shape.outputs, size));
-  const int64_t direct = (by_position ? met : pixels) + kPack * shape.taps();
+  const int64_t pixels = lines * size.column * shape.taps(), met = shape.images * shape.met_taps();
+  const bool by_position = goes_by_position(shape, size);
+  // A panel of few rows takes longer for each of them.
+  constexpr int64_t kFewRows = 4;
+  const int64_t direct = (!by_position ? pixels : shape.images < kFewRows ? met * 4 / 3 : met) + kPack * shape.taps();
   return planes * (lines * cut.phases * cut.pitch + kPack) * 10 < direct * 9;
 }
 

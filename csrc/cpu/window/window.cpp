@@ -12,6 +12,9 @@ constexpr int64_t kPlanePadding = kLanes;
 
 // From this many images on, a panel holds one pixel of all of them; larger maps have few pixels at the border.
 constexpr int64_t kManyImages = 16, kSmallMap = 64;
+// So it does of two images and more, and of larger maps, where a quarter of what taps meet is padding: wide kernels on
+// small maps, and dilated ones.
+constexpr int64_t kSomeImages = 2, kMiddleMap = 2400;
 
 // Indices i = 0, 1, .. with origin + i step < size.
 int64_t count_steps(int64_t origin, int64_t step, int64_t size) {
@@ -49,7 +52,7 @@ Window make_window(const ConvShape& shape, int64_t inputs, const Triple& from, i
   }
   window.planes = shape.taps() / window.tap_columns;
   window.plane_stride = window.bank_depth * target.padded_channels + kPlanePadding;
-  window.by_position = !thin && window.planes > 1 && goes_by_position(target);
+  window.by_position = !thin && window.planes > 1 && goes_by_position(shape, to);
   return window;
 }
 
@@ -143,8 +146,24 @@ Triple ConvShape::output_size() const {
   return {extent(&Triple::level), extent(&Triple::row), extent(&Triple::column)};
 }
 
-bool goes_by_position(const MapShape& target) {
-  return target.images >= kManyImages && target.height * target.width <= kSmallMap;
+int64_t ConvShape::met_taps() const {
+  const Triple outputs = output_size();
+  const auto along = [&](int64_t Triple::*at) {
+    int64_t count = 0;
+    for (int64_t k = 0; k < kernel.*at; ++k) {
+      const int64_t first = k * (dilation.*at) - padding.*at, step = stride.*at;
+      const int64_t before = first < 0 ? divide_up(-first, step) : 0;  // outputs whose tap lies before the map
+      count += std::max<int64_t>(0, std::min(count_steps(first, step, size.*at), outputs.*at) - before);
+    }
+    return count;
+  };
+  return along(&Triple::level) * along(&Triple::row) * along(&Triple::column);
+}
+
+bool goes_by_position(const ConvShape& shape, const Triple& target) {
+  if (shape.images >= kManyImages && target.product() <= kSmallMap) return true;
+  if (shape.images < kSomeImages || target.product() > kMiddleMap) return false;
+  return 4 * shape.met_taps() <= 3 * shape.output_size().product() * shape.taps();
 }
 
 MapShape map_of_size(int64_t images, int64_t channels, const Triple& size) {

@@ -75,13 +75,16 @@ struct ConvShape {
   }
   // Whether it is a convolution at all: only then it has an output_size().
   bool is_sound() const;
+  // How many pairs of an output pixel and a tap, of one image, meet the map and not the padding.
+  int64_t met_taps() const;
   // Whether a Window has room for its taps and its stride.
   bool fits_window() const;
   Triple output_size() const;
 };
 
-// Whether a window over several taps takes the pixels of all images position by position (Window): many small images.
-bool goes_by_position(const MapShape& target);
+// Whether a window of the layer over several taps takes the pixels of all images position by position (Window), the
+// target's map being of that size: many small images, or taps that meet padding.
+bool goes_by_position(const ConvShape& shape, const Triple& target);
 
 // A map of so many pixels.
 MapShape map_of_size(int64_t images, int64_t channels, const Triple& size);
