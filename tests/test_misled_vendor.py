@@ -249,6 +249,33 @@ def test_strided_pixels_of_a_first_layer(inputs, maps, weights):
                 torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * max(1.0, b.abs().max().item()))
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[:1].expand_as(t),
+        lambda t: t[:, :1].expand_as(t),
+        lambda t: torch.cat([t, t], 3)[..., ::2],
+        lambda t: torch.cat([t, t], 1).contiguous(memory_format=torch.channels_last)[:, 1:7],
+    ],
+    ids=["one image", "one channel", "every other column", "some channels"],
+)
+@pytest.mark.parametrize(
+    "layer", [wnfused.WNConv2d(6, 9, 1, 2, groups=3), wnfused.WNConvTranspose2d(6, 9, 1, (2, 1), groups=3)]
+)
+def test_strided_pixels_of_views(layer, view):
+    """The gradient has a memory of its own, whatever the input's."""
+    layer = copy.deepcopy(layer).to(memory_format=torch.channels_last)
+    layer.activation = "relu"
+    x = view(torch.randn(2, 6, 7, 5)).requires_grad_()
+    exact = copy.deepcopy(layer).double()
+    y, wanted = layer(x), exact(x.double())
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, [x, *layer.parameters()], dy)
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    for a, b in zip(found, torch.autograd.grad(wanted, [x, *exact.parameters()], dy.double()), strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=1e-5 * max(1.0, b.abs().max().item()))
+
+
 @pytest.mark.parametrize("weights", FORMATS, ids=["", "weights in channels_last"])
 @pytest.mark.parametrize("maps", FORMATS, ids=["", "channels_last"])
 @pytest.mark.parametrize("kernel", [1, 3])

@@ -25,6 +25,14 @@ inline bool suggests_channels_last(const Tensor& t) {
   return true;
 }
 
+// A map in channels_last, copied only where it is in another format.
+inline Tensor in_channels_last(const Tensor& map) {
+  if (suggests_channels_last(map) || map.numel() == 0) return map;
+  Tensor copy = empty_map(sizes_of(map), true, map.scalar_type());
+  torch::stable::copy_(copy, map);
+  return copy;
+}
+
 // In two dims, or in three.
 inline bool is_channels_last(const Tensor& t) { return !t.is_contiguous() && has_dense_rows(t); }
 

@@ -134,10 +134,7 @@ std::optional<Tensor> forward_by(const ConvChoice& choice, const ConvCall& call,
 
 // In the format that the kernels give: torch drops it where it unfolds a volume, vendor_product of groups' weights.
 Tensor in_format_of(const ConvCall& call, const Tensor& y) {
-  if (!gives_channels_last(call) || suggests_channels_last(y) || y.numel() == 0) return y;
-  Tensor copy = empty_map(sizes_of(y), true, y.scalar_type());
-  torch::stable::copy_(copy, y);
-  return copy;
+  return gives_channels_last(call) ? in_channels_last(y) : y;
 }
 
 // By the kernels of this library; nothing where it is the vendor's.

@@ -136,7 +136,7 @@ std::pair<Tensor, Tensor> vendor_product_backward(const Tensor& dz, const Tensor
       const Tensor planes = in_nchw(x), weights = in_nchw(w);
       if (!vendor_backward_is_wrong(planes, weights, at, weight)) {
         auto [dx, dw] = vendor_product_backward(in_nchw(dz), planes, weights, at, input, weight);
-        return {input ? laid_out_as(dx, x) : dx, weight ? laid_out_as(dw, w) : dw};
+        return {input ? in_channels_last(dx) : dx, weight ? laid_out_as(dw, w) : dw};
       }
     }
     std::pair<Tensor, Tensor> found =
