@@ -45,8 +45,7 @@ bool suits_planes_backward(const ConvTraits& layer) {
 }
 
 bool planes_outdo_banks(const ConvTraits& layer) {
-  constexpr int64_t kMany = 64;  // pixels that are worth packing v for
-  return suits_planes(layer) && layer.shape.output_pixels() > kMany;
+  return suits_planes(layer) && layer.shape.output_pixels() > kWorthPacking;
 }
 
 }  // namespace wnfused::cpu

@@ -51,6 +51,7 @@ bool has_many_bfloat16_products(const ConvTraits& layer, int64_t times = 1);
 // are packed into a cache, and read there. And whether a layer's planes, or its pixels as rows, are faster than reading
 // one.
 bool is_worth_keeping(const ConvShape& shape, Method method);
+constexpr int64_t kWorthPacking = 64;  // so many pixels are worth packing v for in every call
 bool planes_outdo_banks(const ConvTraits& layer);
 bool rows_outdo_banks(const ConvTraits& layer);
 

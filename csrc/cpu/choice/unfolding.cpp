@@ -27,15 +27,10 @@ bool can_unfold(const ConvTraits& layer) {
 bool goes_by_winograd(const std::optional<Method>& method) { return method && is_winograd(*method); }
 
 // Maps in bfloat16 of few pixels are nothing beside the weights, but of many the vendor has faster products.
-bool is_vendors_bfloat16(const ConvTraits& layer) {
+bool is_outdone_in_bfloat16(const ConvTraits& layer) {
   constexpr int64_t kTimes = 4;
   if (!layer.bfloat16 || layer.transposed || layer.shape.output_pixels() <= kFewPixels) return false;
   return has_many_bfloat16_products(layer, kTimes);
-}
-
-bool has_tiles() {
-  const PairProducts products = active_pair_products();
-  return products == PairProducts::kTiles || products == PairProducts::kEmulatedTiles;
 }
 
 // Whether pixels are rows of a linear layer as they lie, x's and y's, and nothing is copied: in floats for its panels
@@ -59,7 +54,7 @@ bool suits_unfolding(const ConvTraits& layer) {
   constexpr int64_t kWeightsAPixel = 4096, kLightWeightsAPixel = 1024;
   constexpr int64_t kPatches = 64, kPlanes = 64, kHeavy = int64_t{1} << 23;
   if (has_pixels_for_rows(layer)) return true;
-  if (!can_unfold(layer) || is_vendors_bfloat16(layer)) return false;
+  if (!can_unfold(layer) || is_outdone_in_bfloat16(layer)) return false;
   const ConvShape& shape = layer.shape;
   const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewestPixels || (is_patches(shape) && pixels <= kPatches)) return true;
@@ -77,9 +72,8 @@ bool suits_unfolding(const ConvTraits& layer) {
 }
 
 bool rows_outdo_banks(const ConvTraits& layer) {
-  constexpr int64_t kMany = 64;  // pixels that are worth packing v for
   if (layer.bfloat16 || active_isa() != Isa::kAvx512) return false;
-  return has_pixels_for_rows(layer) && layer.shape.output_pixels() > kMany;
+  return has_pixels_for_rows(layer) && layer.shape.output_pixels() > kWorthPacking;
 }
 
 bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
@@ -89,7 +83,7 @@ bool suits_unfolding_backward(const ConvTraits& layer, const Needs& needs) {
   if (!can_unfold(layer)) return false;
   // The vendor's backward of patches takes twice as long as this in float32.
   const bool patches = is_patches(shape);
-  if (!patches && is_vendors_bfloat16(layer)) return false;
+  if (!patches && is_outdone_in_bfloat16(layer)) return false;
   const int64_t pixels = shape.output_pixels(), weights = shape.inputs * shape.outputs;
   if (pixels <= kFewestPixels || (pixels <= kFewPixels && weights >= kNarrow)) return true;
   if (patches) return needs.x || pixels <= kPatches;

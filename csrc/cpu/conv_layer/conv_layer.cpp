@@ -220,28 +220,16 @@ template <class G>
 bool backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
               const ConvGradients& gradients) {
   ConvBackward<G> job{};
-  describe(layer, job);
+  describe_backward(layer, dy, y, norm, gradients, job);
   job.geometry = geometry_of<G>(layer, Sum::kWeightGradient);
   finish_with_sums(job.geometry, workers_for(layer.shape));
-  // Not 0 * dy, which is NaN where dy is infinite.
-  if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
   job.back = geometry_of<G>(layer, Sum::kDataGradient);
   // A transposed layer's geometry serves its weight gradient, too, whose planes hold all blocks.
   if (!layer.transposed) pack_by_bundles(job.back, workers_for(layer.shape));
-  job.dx = map_of(gradients.dx, job.input, layer.matrix);
-  job.dy = map_of(dy, job.output, layer.matrix);
-  job.y = map_of(y, job.output, layer.matrix);
-  job.dz = map_of(gradients.dz, job.output, layer.matrix);
-  job.dv = parameter_of(gradients.dv);
-  job.dg = parameter_of(gradients.dgain);
-  job.dbias = parameter_of(gradients.dbias);
   LayerMap none{};
   choose_target_access(job.back, job.dx, none);
   choose_gradient_access(job.geometry, layer.transposed, job.x);
-  job.is_transposed = layer.transposed;
-  job.weight = gradients.dv.has_value();
   job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
-  job.norm = norm;
   const int64_t items = job.back.conv_items() + (job.weight ? job.products().wgrad_items() : 0);
   return run_once(job, std::min(workers_for(layer.shape), items), lay_out_any, kernels<G>(layer.transposed).backward);
 }

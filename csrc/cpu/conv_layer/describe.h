@@ -81,4 +81,23 @@ void describe(const ConvLayer& layer, Job& job) {
   job.slope = layer.slope;
 }
 
+// What those of the backward have besides.
+template <class Job>
+void describe_backward(const ConvLayer& layer, const torch::stable::Tensor& dy, const torch::stable::Tensor& y,
+                       const float* norm, const ConvGradients& gradients, Job& job) {
+  describe(layer, job);
+  // Not 0 * dy, which is NaN where dy is infinite.
+  if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
+  job.dx = map_of(gradients.dx, job.input, layer.matrix);
+  job.dy = map_of(dy, job.output, layer.matrix);
+  job.y = map_of(y, job.output, layer.matrix);
+  job.dz = map_of(gradients.dz, job.output, layer.matrix);
+  job.dv = parameter_of(gradients.dv);
+  job.dg = parameter_of(gradients.dgain);
+  job.dbias = parameter_of(gradients.dbias);
+  job.is_transposed = layer.transposed;
+  job.weight = gradients.dv.has_value();
+  job.norm = norm;
+}
+
 }  // namespace wnfused::cpu

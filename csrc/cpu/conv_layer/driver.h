@@ -22,7 +22,9 @@ void conv_layer_forward(const ConvForward<typename Parts::G>& job, Worker& worke
   const int64_t inputs = count_of(job.x.is_copied(), job.input.runs());
   const int64_t added = count_of(job.residual.is_copied(), job.output.runs());
   const int64_t packs = count_of(!own && !job.is_packed(), geometry.output_blocks);
-  // A transposed layer's rows of v belong to x's channels, so every norm comes before the first product.
+  // A row's norm is taken once: by whoever packs the row, if that is done but once; where every worker packs banks of
+  // its own, by items of their own beside the products. A transposed layer's rows of v belong to x's channels, and all
+  // norms come before the first product.
   const int64_t rows = Parts::kTransposed ? job.input.channels : job.output.channels;
   const int64_t row_blocks = divide_up(rows, kLanes);
   const auto measure = [&](int64_t block) {

@@ -15,12 +15,6 @@ void choose_access(const MapShape& shape, LayerMap& map) {
   map.access = Access::kInPlace;
 }
 
-LayerMap operands_of(const std::optional<Tensor>& tensor, const MapShape& shape, bool matrix) {
-  LayerMap map = map_of(tensor, shape, matrix);
-  choose_access(shape, map);
-  return map;
-}
-
 // Pixels that meet one pixel each are one line of as many: whole tiles of them, whatever the size of a map.
 ConvShape flattened(ConvShape shape) {
   if (shape.taps() > 1 || shape.stride.product() > 1 || !(shape.padding == Triple{0, 0, 0})) return shape;
@@ -83,9 +77,10 @@ bool run_pair_layer(const ConvLayer& layer, const std::optional<Tensor>& residua
                     const KeptBank* kept) {
   ConvForward<PairWindow> job{};
   describe(layer, job);
+  job.y = map_of(y, job.output, layer.matrix);
+  job.residual = map_of(residual, job.output, layer.matrix);
   choose_access(job.input, job.x);
-  job.y = operands_of(y, job.output, layer.matrix);
-  job.residual = operands_of(residual, job.output, layer.matrix);
+  for (LayerMap* map : {&job.y, &job.residual}) choose_access(job.output, *map);
   job.norm = norm;
   job.kept = kept;
   job.geometry = kept ? with_shared_bank(layer) : window_of(layer, false);
@@ -101,21 +96,10 @@ KeptFloats kept_pair_floats(const ConvLayer& layer) {
 bool run_pair_layer_backward(const ConvLayer& layer, const Tensor& dy, const Tensor& y, const float* norm,
                              const ConvGradients& gradients) {
   ConvBackward<PairWindow> job{};
-  describe(layer, job);
-  choose_access(job.input, job.x);
-  // Not 0 * dy, which is NaN where dy is infinite.
-  if (job.activation == Activation::kLeakyRelu && job.slope == 0) job.activation = Activation::kRelu;
-  job.dx = operands_of(gradients.dx, job.input, layer.matrix);
-  job.dy = operands_of(dy, job.output, layer.matrix);
-  job.y = operands_of(y, job.output, layer.matrix);
-  job.dz = operands_of(gradients.dz, job.output, layer.matrix);
-  job.dv = parameter_of(gradients.dv);
-  job.dg = parameter_of(gradients.dgain);
-  job.dbias = parameter_of(gradients.dbias);
-  job.is_transposed = layer.transposed;
-  job.weight = gradients.dv.has_value();
+  describe_backward(layer, dy, y, norm, gradients, job);
+  for (LayerMap* map : {&job.x, &job.dx}) choose_access(job.input, *map);
+  for (LayerMap* map : {&job.dy, &job.y, &job.dz}) choose_access(job.output, *map);
   job.make_dz = layer.activation != Activation::kNone || job.dy.is_copied();
-  job.norm = norm;
   job.geometry = window_of(layer, false);
   job.back = window_of(layer, true);
   const int64_t items = job.back.conv_items() + (job.weight ? job.products().wgrad_items() : 0);

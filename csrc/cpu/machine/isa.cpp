@@ -105,6 +105,11 @@ Isa active_isa() { return active().load(std::memory_order_relaxed)->isa; }
 
 PairProducts active_pair_products() { return active().load(std::memory_order_relaxed)->products; }
 
+bool has_tiles() {
+  const PairProducts products = active_pair_products();
+  return products == PairProducts::kTiles || products == PairProducts::kEmulatedTiles;
+}
+
 }  // namespace wnfused::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(wnfused_native, CompositeExplicitAutograd, m) {

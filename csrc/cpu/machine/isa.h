@@ -19,4 +19,7 @@ enum class PairProducts { kNone, kDots, kTiles, kEmulatedTiles };
 Isa active_isa();
 PairProducts active_pair_products();
 
+// Whether pairs are multiplied in tiles, AMX's or emulated ones.
+bool has_tiles();
+
 }  // namespace wnfused::cpu

@@ -14,11 +14,6 @@ ConvShape pixels_of(const LinearShape& shape) {
 
 Method method_for(const Tensor& x) { return is_bfloat16(x) ? Method::kPairs : Method::kDirect; }
 
-bool has_tiles() {
-  const PairWindowKernels* kernels = pair_window_kernels();
-  return kernels && kernels->tile.is_matrix;
-}
-
 }  // namespace
 
 // Measured beside the products of AVX-512 and those of tiles (bench/NOTES.md): how many entries of v one row of x makes
